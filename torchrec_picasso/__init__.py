@@ -1,0 +1,26 @@
+"""Hot/cold embedding rows and packed exchanges for TorchRec: exact, measured, plain.
+
+A plug-in after PICASSO (Zhang et al., ICDE 2022, arXiv 2204.04903).
+"""
+
+from torchrec_picasso.errors import (
+    CompatError,
+    ConfigError,
+    InputError,
+    PicassoError,
+    PlanError,
+)
+from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionSharder
+from torchrec_picasso.version import __version__
+
+__all__ = [
+    "CompatError",
+    "ConfigError",
+    "HotColdEmbeddingBagCollectionSharder",
+    "HotColdParams",
+    "InputError",
+    "PicassoError",
+    "PlanError",
+    "__version__",
+]

@@ -1,0 +1,54 @@
+"""The one door to TorchRec and FBGEMM names that are private, undocumented or known to move.
+
+Everything else in the package imports public TorchRec modules, or from here.
+``tests/test_public_names.py`` checks that each name still exists in the installed release.
+"""
+
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimizer
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
+from torchrec.distributed.embedding_kernel import BaseEmbedding, get_state_dict
+from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embedding_sharding import (
+    BaseEmbeddingDist,
+    BaseSparseFeaturesDist,
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+)
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+from torchrec.distributed.types import QuantizedCommCodec, QuantizedCommCodecs, ShardingEnv2D
+from torchrec.distributed.utils import append_prefix
+from torchrec.modules.embedding_configs import data_type_to_sparse_type
+from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
+
+__all__ = [
+    "BaseEmbedding",
+    "BaseEmbeddingDist",
+    "BaseSparseFeaturesDist",
+    "ComputeDevice",
+    "EmbOptimType",
+    "EmbeddingFusedOptimizer",
+    "EmbeddingLocation",
+    "EmbeddingShardingContext",
+    "EmbeddingShardingInfo",
+    "EmptyFusedOptimizer",
+    "FusedOptimizerModule",
+    "GroupedPooledEmbeddingsLookup",
+    "PoolingMode",
+    "QuantizedCommCodec",
+    "QuantizedCommCodecs",
+    "RwPooledEmbeddingSharding",
+    "ShardingEnv2D",
+    "SplitTableBatchedEmbeddingBagsCodegen",
+    "TableBatchedEmbeddingSlice",
+    "append_prefix",
+    "data_type_to_sparse_type",
+    "get_gradient_division",
+    "get_state_dict",
+]

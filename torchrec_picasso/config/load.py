@@ -1,0 +1,137 @@
+"""YAML to config dataclass; a file with five mistakes is refused once, with five places."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from torchrec_picasso.config.rules import Rules, field_types, value_problems
+from torchrec_picasso.config.schema import TrainConfig
+from torchrec_picasso.errors import ConfigError
+
+__all__ = ["load_config", "parse_config"]
+
+ConfigT = TypeVar("ConfigT", bound=Rules)
+
+
+def load_config(path: str | Path) -> TrainConfig:
+    """Reads a training configuration.
+
+    Args:
+        path: YAML file with the keys of :class:`~torchrec_picasso.config.TrainConfig`; a key left
+            out takes its default.
+
+    Returns:
+        The checked configuration.
+
+    Raises:
+        ConfigError: If the file is missing, is not YAML, or holds unknown keys, wrong types or
+            values out of range; the message lists every problem as ``file: key.path: problem``.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot read the configuration ({error.strerror}); give a YAML file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not text in UTF-8; give a YAML file") from error
+    try:
+        document = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{where}: not valid YAML: {reason}") from error
+    return parse_config(TrainConfig, {} if document is None else document, place=str(path))
+
+
+def parse_config(cls: type[ConfigT], document: Any, place: str) -> ConfigT:
+    """Turns nested mappings into a config dataclass, reporting all problems at once.
+
+    Args:
+        cls: A config dataclass, such as :class:`~torchrec_picasso.config.TrainConfig`.
+        document: What the YAML file held.
+        place: Name of the source, put before each problem.
+
+    Returns:
+        An object of ``cls``.
+
+    Raises:
+        ConfigError: If anything in ``document`` is unknown or cannot be used.
+    """
+    problems: list[str] = []
+    config = _build(cls, document, "", problems)
+    if problems or config is None:
+        head = f"{place}: 1 problem" if len(problems) == 1 else f"{place}: {len(problems)} problems"
+        raise ConfigError("\n  ".join([head, *problems]))
+    return config
+
+
+def _build(
+    cls: type[ConfigT], document: Any, prefix: str, problems: list[str]
+) -> ConfigT | None:
+    if not isinstance(document, Mapping):
+        problems.append(
+            f"{prefix.rstrip('.') or 'top level'}: expected a mapping of settings, got "
+            f"{document!r} ({type(document).__name__})"
+        )
+        return None
+    num_before = len(problems)
+    fields = {field.name: (field, annotation) for field, annotation in field_types(cls)}
+    problems.extend(f"{prefix}{key}: {_unknown(key, fields)}" for key in document if key not in fields)
+    values: dict[str, Any] = {}
+    for name, (field, annotation) in fields.items():
+        if name not in document:
+            continue
+        value = document[name]
+        if dataclasses.is_dataclass(annotation):
+            values[name] = _build(annotation, value, f"{prefix}{name}.", problems)
+            continue
+        value = _number_from_text(value, annotation)
+        found = list(value_problems(value, annotation, field.metadata))
+        problems.extend(f"{prefix}{name}: {problem}" for problem in found)
+        values[name] = tuple(value) if isinstance(value, list) else value
+    if len(problems) > num_before:
+        return None
+    try:
+        return cls(**values)
+    except ConfigError as error:  # only problems between fields are left
+        problems.append(prefix + str(error).removeprefix(f"{cls.__name__}: "))
+        return None
+
+
+def _number_from_text(value: Any, annotation: Any) -> Any:
+    """YAML 1.1 reads ``1e-3`` (no dot) as text; a field of type float takes it as the number."""
+    if annotation is float and isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _unknown(key: Any, fields: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(fields)}"
+    return f"unknown key; {hint}"
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A SafeLoader that refuses a key given twice, of which YAML would keep only the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)

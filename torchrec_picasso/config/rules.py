@@ -1,0 +1,160 @@
+"""What a field may hold: one rule per field, used by the dataclasses and by the YAML loader alike.
+
+A rule lives in the field's metadata, next to its explanation, so a value is judged the same way
+whether it came from Python or from a file. The price is one small interpreter for annotations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchrec_picasso.errors import ConfigError
+
+__all__ = ["Rules", "rule", "field_types", "value_problems"]
+
+
+def rule(
+    default: Any,
+    help: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    multiple_of: int | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """Declares a dataclass field with its explanation and the values that it may hold.
+
+    Args:
+        default: The value when none is given; immutable.
+        help: One sentence, with the unit.
+        at_least: Smallest value allowed, for a number or for each number of a list or mapping.
+        above: Like ``at_least``, but the bound itself is excluded.
+        at_most: Largest value allowed.
+        multiple_of: Every value must be divisible by it.
+        choices: The only strings allowed.
+
+    Returns:
+        A ``dataclasses.field``.
+    """
+    bounds = {
+        "at_least": at_least,
+        "above": above,
+        "at_most": at_most,
+        "multiple_of": multiple_of,
+        "choices": choices,
+    }
+    return dataclasses.field(default=default, metadata={"help": help, **bounds})
+
+
+class Rules:
+    """Base of the config dataclasses: checks every field when an object is made."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{field.name}: {problem}"
+            for field, annotation in field_types(type(self))
+            for problem in value_problems(getattr(self, field.name), annotation, field.metadata)
+        ]
+        problems = problems or self.cross_problems()
+        if problems:
+            raise ConfigError(f"{type(self).__name__}: " + "; ".join(problems))
+
+    def cross_problems(self) -> list[str]:
+        """Problems between fields that are each fine alone, as ``field: problem``."""
+        return []
+
+
+def field_types(cls: type) -> list[tuple[dataclasses.Field[Any], Any]]:
+    """The fields of a config dataclass with their resolved annotations, in order."""
+    hints = typing.get_type_hints(cls)
+    return [(field, hints[field.name]) for field in dataclasses.fields(cls)]
+
+
+def value_problems(value: Any, annotation: Any, bounds: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with one value: its type first, then its range.
+
+    Args:
+        value: As Python or YAML gave it.
+        annotation: ``int``, ``float``, ``str``, ``bool``, a tuple or mapping of those, a union, or a
+            config dataclass.
+        bounds: The metadata that :func:`rule` stored.
+
+    Yields:
+        One phrase per problem: what was expected and what was found.
+    """
+    if not _fits(value, annotation):
+        yield f"expected {_spell(annotation)}, got {value!r} ({type(value).__name__})"
+        return
+    choices = bounds.get("choices")
+    if choices is not None and value is not None and value not in choices:
+        yield f"expected one of {', '.join(choices)}; got {value!r}"
+    for number in _numbers(value):
+        yield from _range_problems(number, bounds)
+
+
+def _range_problems(number: float, bounds: Mapping[str, Any]) -> Iterator[str]:
+    low, above, high = bounds.get("at_least"), bounds.get("above"), bounds.get("at_most")
+    divisor = bounds.get("multiple_of")
+    if not math.isfinite(number):
+        yield f"expected a finite number, got {number}"
+    elif low is not None and number < low:
+        yield f"expected at least {low}, got {number}"
+    elif above is not None and number <= above:
+        yield f"expected more than {above}, got {number}"
+    elif high is not None and number > high:
+        yield f"expected at most {high}, got {number}"
+    elif divisor is not None and number % divisor:
+        yield f"expected a multiple of {divisor}, got {number}"
+
+
+def _numbers(value: Any) -> list[float]:
+    if isinstance(value, bool):
+        return []
+    if isinstance(value, (int, float)):
+        return [value]
+    if isinstance(value, Mapping):
+        return [number for item in value.values() for number in _numbers(item)]
+    if isinstance(value, (tuple, list)):
+        return [number for item in value for number in _numbers(item)]
+    return []
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, arm) for arm in args)
+    if origin is tuple:
+        return isinstance(value, (tuple, list)) and all(_fits(item, args[0]) for item in value)
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(
+            _fits(key, args[0]) and _fits(item, args[1]) for key, item in value.items()
+        )
+    if annotation is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, annotation)
+
+
+def _spell(annotation: Any) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_spell(arm) for arm in args)
+    if origin is tuple:
+        return f"a list, each item {_spell(args[0])}"
+    if origin is not None and issubclass(origin, Mapping):
+        return f"a mapping from {_spell(args[0])} to {_spell(args[1])}"
+    words = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
+    return words.get(annotation, "a mapping")

@@ -1,0 +1,26 @@
+"""The errors a caller may catch: every one says what was found, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class PicassoError(ValueError):
+    """Something the caller gave cannot be used: an id, a weight, a file, a table name.
+
+    The base of all errors of this package, and a ``ValueError``.
+    """
+
+
+class ConfigError(PicassoError):
+    """A configuration file or command-line value is wrong; lists every problem found, with its place."""
+
+
+class PlanError(PicassoError):
+    """A placement cannot be made: unknown table, too many hot rows, statistics of another model."""
+
+
+class CompatError(PicassoError):
+    """A TorchRec feature, optimizer or kernel that cannot be trained exactly, refused by name."""
+
+
+class InputError(PicassoError):
+    """A batch holds ids or weights that no table can serve; raised on every rank of the group."""

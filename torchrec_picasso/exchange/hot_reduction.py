@@ -1,0 +1,64 @@
+"""Summing hot rows' gradients over ranks, touched rows only.
+
+The header already told every rank which hot rows anybody touched, so the all-reduce carries just those:
+never more bytes than reducing the whole hot set, and equal to it when all are touched. Untouched rows
+are not in the sum, hence not updated, whatever the optimizer's decay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["HotReduction"]
+
+
+class HotReduction:
+    """Sums gradients of hot rows over all ranks; starts at construction.
+
+    Collective: every rank of ``pg`` makes and waits for it in the same order.
+
+    Args:
+        pg: Process group.
+        grads_P: Gradients of the hot rows this rank touched, per pack, ``(h_p, D_p)``.
+        positions_P: Their places among the rows that any rank touched, ``(h_p,)``.
+        outputs_P: Where the sums go, per pack, ``(t_p, D_p)`` contiguous; the same shapes on all
+            ranks. Every rank gets the same bits.
+
+    Cost:
+        An all-reduce of the outputs; none when they are empty. One copy with several packs.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        grads_P: Sequence[Tensor],
+        positions_P: Sequence[Tensor],
+        outputs_P: Sequence[Tensor],
+    ) -> None:
+        self._outputs_P = outputs_P
+        for output, positions, grads in zip(outputs_P, positions_P, grads_P):
+            output.zero_()
+            output[positions] = grads
+        if len(outputs_P) == 1:
+            self._flat = outputs_P[0].view(-1)
+        else:
+            self._flat = torch.cat([output.reshape(-1) for output in outputs_P])
+        self._work = dist.all_reduce(self._flat, group=pg, async_op=True) if self._flat.numel() else None
+
+    def wait(self) -> Sequence[Tensor]:
+        """Finishes the sum.
+
+        Returns:
+            The outputs given at construction, filled.
+        """
+        if self._work is not None:
+            self._work.wait()
+            if len(self._outputs_P) > 1:
+                parts = self._flat.split([output.numel() for output in self._outputs_P])
+                for output, part in zip(self._outputs_P, parts):
+                    output.copy_(part.view_as(output))
+        return self._outputs_P

@@ -1,0 +1,188 @@
+"""Counts collectives and the bytes this rank sends, the same way for every sharding.
+
+The meter listens where all of them pass: the ``c10d`` operators of the PyTorch dispatcher, which
+Python calls, autograd and DDP's C++ reducer go through alike. It sees every tensor operation on the
+way, which costs time, so do not time the steps that you count.
+
+Bytes follow the usual bandwidth-optimal algorithm of each collective, not the backend's own choice;
+protocol headers are not counted. W = world size, r = this rank, all sizes in bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["WireCount", "WireMeter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireCount:
+    """What one rank sent.
+
+    Args:
+        num_collectives: Calls that move tensor data; barriers are not among them.
+        sent_bytes: Bytes for other ranks.
+        calls_by_kind: Calls per operator, such as ``alltoall_base_``.
+        bytes_by_kind: Bytes sent per operator.
+    """
+
+    num_collectives: int
+    sent_bytes: int
+    calls_by_kind: dict[str, int] = field(default_factory=dict)
+    bytes_by_kind: dict[str, int] = field(default_factory=dict)
+
+
+class WireMeter(TorchDispatchMode):
+    """Counts the collectives issued inside ``with WireMeter() as meter:``.
+
+    Collectives of every process group count; groups of one rank send nothing and are left out.
+    Work that another thread issues is seen only if that thread inherited the caller's dispatch
+    modes, as autograd's threads do.
+
+    Raises:
+        NotImplementedError: When a collective is met whose bytes it cannot tell.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+
+    @property
+    def count(self) -> WireCount:
+        """Everything counted so far."""
+        return WireCount(
+            num_collectives=sum(self._calls.values()),
+            sent_bytes=sum(self._bytes.values()),
+            calls_by_kind=dict(sorted(self._calls.items())),
+            bytes_by_kind=dict(sorted(self._bytes.items())),
+        )
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Counts ``func`` if it is a collective, then runs it."""
+        if func.namespace == "c10d":
+            self._record(func, args, kwargs or {})
+        elif func.namespace == "_c10d_functional" and "wait" not in func._schema.name:
+            raise NotImplementedError(
+                f"WireMeter does not see into functional collectives, got {func._schema.name!r}; "
+                "count a step that is not compiled"
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kind = func._schema.name.removeprefix("c10d::")
+        if kind in _NO_DATA:
+            return
+        if kind not in _SENT_BYTES:
+            raise NotImplementedError(
+                f"WireMeter cannot tell the bytes of the collective {kind!r}; it knows "
+                f"{', '.join(sorted(_SENT_BYTES))}"
+            )
+        named = {arg.name: value for arg, value in zip(func._schema.arguments, args)} | kwargs
+        group = dist.ProcessGroup.unbox(named["process_group"])
+        if group.size() == 1:
+            return
+        self._calls[kind] += 1
+        self._bytes[kind] += _SENT_BYTES[kind](named, group.size(), group.rank())
+
+
+def _nbytes(tensors: Tensor | Iterable[Any]) -> int:
+    if isinstance(tensors, Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(_nbytes(tensor) for tensor in tensors)
+
+
+def _all_to_all_single(call: dict[str, Any], world_size: int, rank: int) -> int:
+    """Everything but the block addressed to this rank itself."""
+    source = call["input"]
+    splits = call["input_split_sizes"]
+    if not splits:
+        return _nbytes(source) * (world_size - 1) // world_size
+    num_rows = sum(splits)
+    return _nbytes(source) * (num_rows - splits[rank]) // num_rows if num_rows else 0
+
+
+def _all_to_all_list(call: dict[str, Any], world_size: int, rank: int) -> int:
+    return _nbytes(call["input_tensors"]) - _nbytes(call["input_tensors"][rank])
+
+
+def _all_reduce(call: dict[str, Any], world_size: int, rank: int) -> int:
+    """A ring: reduce-scatter, then all-gather, 2 (W-1)/W n."""
+    return 2 * (world_size - 1) * _nbytes(call["tensors"]) // world_size
+
+
+def _reduce_scatter(source: str) -> Callable[[dict[str, Any], int, int], int]:
+    """A ring: (W-1)/W of the whole input."""
+
+    def sent_bytes(call: dict[str, Any], world_size: int, rank: int) -> int:
+        return (world_size - 1) * _nbytes(call[source]) // world_size
+
+    return sent_bytes
+
+
+def _all_gather(source: str) -> Callable[[dict[str, Any], int, int], int]:
+    """A ring: (W-1)/W of the whole output, which is W inputs."""
+
+    def sent_bytes(call: dict[str, Any], world_size: int, rank: int) -> int:
+        return (world_size - 1) * _nbytes(call[source])
+
+    return sent_bytes
+
+
+def _broadcast(call: dict[str, Any], world_size: int, rank: int) -> int:
+    """The root sends the data once; a chain of ranks passes it on."""
+    return _nbytes(call["tensors"]) if rank == call["root_rank"] else 0
+
+
+def _reduce(call: dict[str, Any], world_size: int, rank: int) -> int:
+    """Each rank but the root passes one copy on."""
+    return 0 if rank == call["root_rank"] else _nbytes(call["tensors"])
+
+
+def _gather(call: dict[str, Any], world_size: int, rank: int) -> int:
+    return 0 if rank == call["root_rank"] else _nbytes(call["input_tensors"])
+
+
+def _scatter(call: dict[str, Any], world_size: int, rank: int) -> int:
+    if rank != call["root_rank"]:
+        return 0
+    return (world_size - 1) * _nbytes(call["input_tensors"]) // world_size
+
+
+def _send(call: dict[str, Any], world_size: int, rank: int) -> int:
+    return _nbytes(call["tensors"])
+
+
+_SENT_BYTES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
+    "alltoall_base_": _all_to_all_single,
+    "alltoall_": _all_to_all_list,
+    "allreduce_": _all_reduce,
+    "allreduce_coalesced_": _all_reduce,
+    "_reduce_scatter_base_": _reduce_scatter("input_tensor"),
+    "reduce_scatter_": _reduce_scatter("input_tensors"),
+    "reduce_scatter_tensor_coalesced_": _reduce_scatter("inputs"),
+    "_allgather_base_": _all_gather("input_tensor"),
+    "allgather_": _all_gather("input_tensors"),
+    "allgather_coalesced_": _all_gather("input_list"),
+    "allgather_into_tensor_coalesced_": _all_gather("inputs"),
+    "broadcast_": _broadcast,
+    "reduce_": _reduce,
+    "gather_": _gather,
+    "scatter_": _scatter,
+    "send": _send,
+}
+
+_NO_DATA = frozenset({"barrier", "monitored_barrier_", "check_for_nan", "recv_", "recv_any_source_"})

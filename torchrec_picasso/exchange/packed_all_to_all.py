@@ -1,0 +1,109 @@
+"""One all-to-all for all packs: ids, rows or gradients, mixed dims in one flat buffer.
+
+Callers keep one matrix per pack, its rows grouped by rank. The wire wants the opposite nesting: one
+buffer, for each rank all packs. With one pack the two are the same memory and nothing is copied; with
+several, segments are joined before and cut after, one pass over the exchanged elements.
+
+Source: TorchRec ``distributed/comm_ops.py`` (sequence all-to-all, its codecs); PICASSO's Shuffle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_picasso._torchrec import QuantizedCommCodec
+
+__all__ = ["Counts", "PackedAllToAll"]
+
+Counts = Sequence[Sequence[int]]
+"""Rows per (pack, rank), on the host."""
+
+
+class PackedAllToAll:
+    """Sends matrix rows to the ranks they are grouped by; starts at construction.
+
+    Collective: every rank of ``pg`` makes and waits for it in the same order.
+
+    Args:
+        pg: Process group.
+        inputs_P: One contiguous matrix ``(n_p, D_p)`` per pack, rows grouped by destination rank. A
+            vector counts as ``(n_p, 1)``.
+        send_PW: Rows of each pack to each rank; row ``p`` sums to ``n_p``.
+        outputs_P: Where the received rows go, ``(m_p, D_p)`` contiguous, grouped by source rank. May
+            be slices of larger matrices.
+        receive_PW: Rows of each pack from each rank; row ``p`` sums to ``m_p``.
+        codec: Wire precision, or ``None`` for the inputs' own.
+
+    Cost:
+        ``(n_p - own) * D_p`` elements sent per pack; one copy each way when there are several packs.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        inputs_P: Sequence[Tensor],
+        send_PW: Counts,
+        outputs_P: Sequence[Tensor],
+        receive_PW: Counts,
+        codec: QuantizedCommCodec | None = None,
+    ) -> None:
+        self._outputs_P = outputs_P
+        self._receive_PW = receive_PW
+        self._codec = codec
+        dims_P = [output.size(1) if output.dim() == 2 else 1 for output in outputs_P]
+        send_W = _elements_per_rank(send_PW, dims_P)
+        receive_W = _elements_per_rank(receive_PW, dims_P)
+        wire_in = _join_by_rank(inputs_P, send_PW)
+        if codec is not None:
+            self._codec_ctx = codec.create_context()
+            wire_in = codec.encode(wire_in, self._codec_ctx)
+            send_W = [codec.calc_quantized_size(n, self._codec_ctx) for n in send_W]
+            receive_W = [codec.calc_quantized_size(n, self._codec_ctx) for n in receive_W]
+        in_place = codec is None and len(outputs_P) == 1
+        self._wire_out = outputs_P[0].view(-1) if in_place else wire_in.new_empty(sum(receive_W))
+        self._in_place = in_place
+        self._wire_in = wire_in  # the work object need not keep its input alive
+        self._work = dist.all_to_all_single(
+            self._wire_out, wire_in, receive_W, send_W, group=pg, async_op=True
+        )
+
+    def wait(self) -> Sequence[Tensor]:
+        """Finishes the exchange.
+
+        Returns:
+            The output matrices given at construction, filled.
+        """
+        self._work.wait()
+        if not self._in_place:
+            received = self._wire_out
+            if self._codec is not None:
+                received = self._codec.decode(received, self._codec_ctx)
+            _cut_by_rank(received, self._outputs_P, self._receive_PW)
+        return self._outputs_P
+
+
+def _elements_per_rank(counts_PW: Counts, dims_P: Sequence[int]) -> list[int]:
+    return [
+        sum(count * dim for count, dim in zip(counts_P, dims_P)) for counts_P in zip(*counts_PW)
+    ]
+
+
+def _join_by_rank(matrices_P: Sequence[Tensor], counts_PW: Counts) -> Tensor:
+    if len(matrices_P) == 1:
+        return matrices_P[0].reshape(-1)
+    segments_PW = [matrix.split(list(counts)) for matrix, counts in zip(matrices_P, counts_PW)]
+    return torch.cat([segment.reshape(-1) for by_pack in zip(*segments_PW) for segment in by_pack])
+
+
+def _cut_by_rank(flat: Tensor, matrices_P: Sequence[Tensor], counts_PW: Counts) -> None:
+    segments_PW = [matrix.split(list(counts)) for matrix, counts in zip(matrices_P, counts_PW)]
+    start = 0
+    for by_pack in zip(*segments_PW):
+        for segment in by_pack:
+            end = start + segment.numel()
+            segment.copy_(flat[start:end].view_as(segment))
+            start = end

@@ -1,0 +1,10 @@
+"""How often each row is looked up, and which rows that makes hot. No process group here.
+
+Shape letters: N lookups, U rows seen, H hot rows.
+"""
+
+from torchrec_picasso.frequency.counts import TableCounts
+from torchrec_picasso.frequency.hot_set import select_hot_rows
+from torchrec_picasso.frequency.stats import FrequencyStats
+
+__all__ = ["FrequencyStats", "TableCounts", "select_hot_rows"]

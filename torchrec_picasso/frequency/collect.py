@@ -1,0 +1,154 @@
+"""Reads a model's tables and a stream of batches, and counts every lookup.
+
+Every id is checked against its table here, because counts of ids that no table holds would make hot
+sets of rows that do not exist. The check costs one pass over each feature's ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_picasso.errors import InputError, PlanError
+from torchrec_picasso.frequency.counts import CountAccumulator, TableCounts
+
+__all__ = ["ModelTable", "count_lookups", "model_tables"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTable:
+    """What counting needs to know of a table."""
+
+    name: str
+    num_embeddings: int
+    feature_names: tuple[str, ...]
+
+
+def model_tables(model: nn.Module) -> list[ModelTable]:
+    """Lists the embedding tables of an unsharded model, in module order.
+
+    Args:
+        model: Holds EmbeddingBagCollections or EmbeddingCollections at any depth, meta device too.
+
+    Returns:
+        One entry per table.
+
+    Raises:
+        PlanError: If there is no table, or one name stands for two tables.
+    """
+    tables: dict[str, ModelTable] = {}
+    homes: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, EmbeddingBagCollection):
+            configs = module.embedding_bag_configs()
+        elif isinstance(module, EmbeddingCollection):
+            configs = module.embedding_configs()
+        else:
+            continue
+        for config in configs:
+            if config.name in tables:
+                raise PlanError(
+                    f"table {config.name!r} exists in module {homes[config.name]!r} and in module "
+                    f"{path!r}; frequency statistics are kept by table name, so give each table of "
+                    "the model its own name"
+                )
+            homes[config.name] = path
+            tables[config.name] = ModelTable(
+                name=config.name,
+                num_embeddings=config.num_embeddings,
+                feature_names=tuple(config.feature_names),
+            )
+    if not tables:
+        raise PlanError(
+            f"{type(model).__name__} contains no EmbeddingBagCollection or EmbeddingCollection; "
+            "pass the model as it is before sharding"
+        )
+    return list(tables.values())
+
+
+def count_lookups(
+    batches: Iterable[object], tables: list[ModelTable], num_batches: int | None
+) -> tuple[dict[str, TableCounts], int, int]:
+    """Counts the lookups of each table.
+
+    Args:
+        batches: KeyedJaggedTensors, or objects with one in their ``sparse_features``.
+        tables: Tables to count; batch features that none of them uses are ignored.
+        num_batches: How many batches to take from ``batches``; ``None`` takes all.
+
+    Returns:
+        Counts per table name, batches read, samples read.
+
+    Raises:
+        InputError: If a batch is not of the kind above, lacks a feature, or holds an id outside its
+            table.
+    """
+    counters = {table.name: CountAccumulator() for table in tables}
+    batches_read = samples_read = 0
+    for batch in islice(batches, num_batches):
+        features = _sparse_features(batch)
+        values_by_feature = _values_by_feature(features)
+        for table in tables:
+            for feature in table.feature_names:
+                counters[table.name].add(_checked_ids(values_by_feature, feature, table))
+        batches_read += 1
+        samples_read += features.stride()
+
+    counts = {}
+    for table in tables:
+        rows_U, counts_U = counters[table.name].result()
+        counts[table.name] = TableCounts(
+            num_embeddings=table.num_embeddings,
+            feature_names=table.feature_names,
+            rows_U=rows_U,
+            counts_U=counts_U,
+        )
+    return counts, batches_read, samples_read
+
+
+def _sparse_features(batch: object) -> KeyedJaggedTensor:
+    features = getattr(batch, "sparse_features", batch)
+    if not isinstance(features, KeyedJaggedTensor):
+        raise InputError(
+            f"a batch is a {type(batch).__name__}, expected a KeyedJaggedTensor or an object whose "
+            "sparse_features is one; map your batches to their KeyedJaggedTensor first"
+        )
+    return features
+
+
+def _values_by_feature(features: KeyedJaggedTensor) -> Mapping[str, Tensor]:
+    values_N = features.values().detach().cpu()
+    ends = features.offset_per_key()
+    return {key: values_N[ends[i] : ends[i + 1]] for i, key in enumerate(features.keys())}
+
+
+def _checked_ids(
+    values_by_feature: Mapping[str, Tensor], feature: str, table: ModelTable
+) -> Tensor:
+    if feature not in values_by_feature:
+        raise InputError(
+            f"feature {feature!r} of table {table.name!r} is not in the batch, whose features are "
+            f"{list(values_by_feature)}; were the batches made for another model?"
+        )
+    ids_N = values_by_feature[feature]
+    if ids_N.is_floating_point():
+        raise InputError(
+            f"feature {feature!r} of table {table.name!r} holds {ids_N.dtype} values, expected "
+            "integer row ids"
+        )
+    ids_N = ids_N.to(torch.int64)
+    if ids_N.numel():
+        smallest, largest = (int(x) for x in torch.aminmax(ids_N))
+        if smallest < 0 or largest >= table.num_embeddings:
+            wrong = smallest if smallest < 0 else largest
+            raise InputError(
+                f"feature {feature!r} holds id {wrong}, but the rows of table {table.name!r} are "
+                f"0..{table.num_embeddings - 1}; hash or clip the ids to the table first"
+            )
+    return ids_N

@@ -1,0 +1,123 @@
+"""Which rows are hot: the most frequent ones, over all tables at once or a fixed number per table.
+
+One budget over all tables is the better use of memory, since a row's count says what a replica
+saves whichever table holds it; fixed numbers are for callers who know better. Ties are broken by
+table order, then row, so the same statistics always give the same hot set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from torchrec_picasso.errors import PlanError
+from torchrec_picasso.frequency.stats import FrequencyStats
+
+__all__ = ["select_hot_rows"]
+
+
+def select_hot_rows(
+    tables: Mapping[str, int],
+    hot_rows: int | Mapping[str, int],
+    stats: FrequencyStats | None = None,
+) -> dict[str, Tensor]:
+    """Chooses the rows that get a replica on every rank.
+
+    Where more rows are asked for than the statistics saw, rows never seen follow, by table order
+    and ascending row.
+
+    Args:
+        tables: Number of rows by table name, in model order.
+        hot_rows: A number is a total over all tables; a mapping says how many rows of each table it
+            names, and leaves the others out of the result.
+        stats: Lookup counts; needed for a total above 0.
+
+    Returns:
+        Ascending int64 row ids by table, in the order of ``tables``: every table for a total, the
+        named ones for a mapping.
+
+    Raises:
+        PlanError: If a number is not a whole number of rows that exist, a table is unknown, or the
+            statistics are missing or of another model.
+    """
+    if isinstance(hot_rows, Mapping):
+        return _per_table(tables, hot_rows, stats)
+    num_rows = sum(tables.values())
+    _check_number("the tables together", num_rows, hot_rows)
+    if stats is not None:
+        stats.check_model(tables)
+    elif hot_rows:
+        raise PlanError(
+            f"hot_rows={hot_rows} asks for the most frequent rows of all tables, but there are no "
+            "statistics; pass stats=FrequencyStats.collect(batches, model), or hot_rows as a dict "
+            "{table: count}"
+        )
+    if stats is None or not hot_rows:
+        return {name: torch.empty(0, dtype=torch.int64) for name in tables}
+    return _over_all_tables(tables, int(hot_rows), stats)
+
+
+def _per_table(
+    tables: Mapping[str, int], hot_rows: Mapping[str, int], stats: FrequencyStats | None
+) -> dict[str, Tensor]:
+    for name, count in hot_rows.items():
+        if name not in tables:
+            raise PlanError(
+                f"hot_rows names table {name!r}, but the tables are {list(tables)}; check the name"
+            )
+        _check_number(f"table {name!r}", tables[name], count)
+    named = {name: num_rows for name, num_rows in tables.items() if name in hot_rows}
+    if stats is not None:
+        stats.check_model(named)
+    chosen = {}
+    for name, num_rows in named.items():
+        count = int(hot_rows[name])
+        seen, frequent = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        if stats is not None:
+            seen = stats.tables[name].rows_U
+            frequent = stats.tables[name].most_frequent_first()[0][:count]
+        unseen = _first_unseen(seen, num_rows, count - frequent.numel())
+        chosen[name] = torch.cat([frequent, unseen]).sort().values
+    return chosen
+
+
+def _over_all_tables(
+    tables: Mapping[str, int], total: int, stats: FrequencyStats
+) -> dict[str, Tensor]:
+    # rows of all tables side by side, in table order: (U,) over all tables
+    counts_U = torch.cat([stats.tables[name].counts_U for name in tables])
+    hottest = counts_U.sort(descending=True, stable=True).indices[:total]
+    is_hot_U = torch.zeros(counts_U.numel(), dtype=torch.bool)
+    is_hot_U[hottest] = True
+
+    chosen, start, missing = {}, 0, total - hottest.numel()
+    for name, num_rows in tables.items():
+        seen = stats.tables[name].rows_U
+        hot = seen[is_hot_U[start : start + seen.numel()]]
+        unseen = _first_unseen(seen, num_rows, missing)
+        chosen[name] = torch.cat([hot, unseen]).sort().values
+        start += seen.numel()
+        missing -= unseen.numel()
+    return chosen
+
+
+def _first_unseen(seen: Tensor, num_rows: int, count: int) -> Tensor:
+    """The first ``count`` row ids that ``seen`` lacks, or all there are."""
+    is_candidate = torch.ones(min(num_rows, count + seen.numel()), dtype=torch.bool)
+    is_candidate[seen[seen < is_candidate.numel()]] = False
+    return is_candidate.nonzero().flatten()[:count]
+
+
+def _check_number(where: str, num_rows: int, count: object) -> None:
+    if isinstance(count, bool) or not isinstance(count, Integral):
+        raise PlanError(
+            f"hot_rows is {count!r} for {where}, expected an integer between 0 and {num_rows}"
+        )
+    if not 0 <= int(count) <= num_rows:
+        raise PlanError(
+            f"{int(count)} hot rows were asked for, but the number for {where} is between 0 and "
+            f"{num_rows}, the rows there are; ask for no more"
+        )

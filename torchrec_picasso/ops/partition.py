@@ -1,0 +1,80 @@
+"""Who serves each unique row: its home rank, or the replica at hand.
+
+Rows are put in *matrix order*, the order in which a step keeps fetched rows in memory and sends them:
+pack by pack, first hot rows, then cold rows by home rank. Within a (pack, home) segment they ascend, so
+homes read their storage forward.
+
+Source: PICASSO (arXiv 2204.04903), Unique&Partition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrec_picasso.ops.packed_ids import PackedIdSpace
+from torchrec_picasso.ops.unique import UniqueRows
+
+__all__ = ["RowPartition", "partition_rows"]
+
+
+@dataclass(frozen=True)
+class RowPartition:
+    """The unique rows of a batch in matrix order."""
+
+    target_U: Tensor
+    """Where to read each row: its hot slot if hot, else its row in the home's storage of the pack."""
+    counts_PB: Tensor
+    """Rows of each pack served by the replicas, home 0, home 1, ...: int64, shape ``(P, 1 + W)``."""
+    row_of_lookup_N: Tensor
+    """Position in matrix order of each lookup's row, int64, shape ``(N,)``."""
+    lookups_by_row_N: Tensor
+    """Lookups grouped by row in matrix order, int64, shape ``(N,)``."""
+    lookup_end_U: Tensor
+    """End of each row's group in ``lookups_by_row_N``, int64, shape ``(U,)``."""
+    touched_H: Tensor
+    """Which hot slots the batch uses, bool, shape ``(H,)``."""
+
+
+def partition_rows(rows: UniqueRows, space: PackedIdSpace) -> RowPartition:
+    """Puts the unique rows of a batch in matrix order.
+
+    Args:
+        rows: Unique packed ids of the batch.
+        space: Where packed ids live.
+
+    Cost:
+        O(U log(T W) + U log H + N) time, no host sync.
+    """
+    ids_U = rows.ids_U.to(torch.int64)
+    block_U = torch.searchsorted(space.block_start_TW, ids_U, right=True).sub_(1)
+    bucket_U = space.block_bucket_TW[block_U]
+    target_U = space.block_shift_TW[block_U].add_(ids_U)
+    touched_H1 = torch.zeros(space.num_hot_rows + 1, dtype=torch.bool, device=ids_U.device)
+    if space.num_hot_rows:
+        slot_U = torch.searchsorted(space.hot_ids_H, ids_U)
+        candidate_U = slot_U.clamp(max=space.num_hot_rows - 1)
+        is_hot_U = space.hot_ids_H[candidate_U] == ids_U
+        per_pack = 1 + space.world_size
+        hot_bucket_U = bucket_U.div(per_pack, rounding_mode="floor").mul_(per_pack)
+        bucket_U = torch.where(is_hot_U, hot_bucket_U, bucket_U)
+        target_U = torch.where(is_hot_U, slot_U, target_U)
+        touched_H1[torch.where(is_hot_U, slot_U, space.num_hot_rows)] = True
+    # Tables of one pack are side by side and, for one home, ascend: a stable sort by bucket is enough.
+    order_U = torch.argsort(bucket_U, stable=True)
+    position_U = torch.empty_like(order_U)
+    position_U[order_U] = torch.arange(order_U.numel(), device=order_U.device)
+    lookups_by_row_N = rows.lookups_by_row_N
+    lookups_U, lookups_by_row_N, _ = torch.ops.fbgemm.permute_1D_sparse_data(
+        order_U.to(torch.int32), rows.lookups_U, lookups_by_row_N, None, lookups_by_row_N.numel()
+    )
+    return RowPartition(
+        target_U=target_U[order_U],
+        counts_PB=torch.bincount(bucket_U, minlength=space.num_buckets).view(space.num_packs, -1),
+        row_of_lookup_N=position_U[rows.row_of_lookup_N],
+        lookups_by_row_N=lookups_by_row_N,
+        lookup_end_U=lookups_U.cumsum(0),
+        touched_H=touched_H1[:-1],
+    )

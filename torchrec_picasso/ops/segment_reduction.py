@@ -1,0 +1,94 @@
+"""Pooling of fetched rows into bags, and its gradient: both are gathers, neither scatters.
+
+Forward walks bags and gathers rows; backward walks rows and gathers bags over the transposed map, so
+every row's gradient is summed once, in a fixed order (bit-equal between runs), without atomics and
+without sorting again.
+
+Source: PICASSO (arXiv 2204.04903), SegmentReduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+__all__ = ["PoolingIndex", "pool_rows"]
+
+
+@dataclass(frozen=True)
+class PoolingIndex:
+    """Which rows each bag sums, and which bags each row is summed into (one pack)."""
+
+    row_of_lookup_N: Tensor
+    """Row of each lookup, lookups in bag order, int64, shape ``(N,)``."""
+    bag_offsets_S1: Tensor
+    """First lookup of each bag, and N, int64, shape ``(S + 1,)``."""
+    bags_by_row_N: Tensor
+    """Bag of each lookup, lookups grouped by row, int64, shape ``(N,)``."""
+    lookups_by_row_N: Tensor
+    """Lookup in bag order, lookups grouped by row, int64, shape ``(N,)``."""
+    row_offsets_U1: Tensor
+    """First entry of each row in the two above, and N, int64, shape ``(U + 1,)``."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held, for stream bookkeeping."""
+        yield from vars(self).values()
+
+
+def pool_rows(rows_UD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:
+    """Sums the rows of each bag.
+
+    Args:
+        rows_UD: Unique rows, float, shape ``(U, D)``; differentiable.
+        weights_N: Weight of each lookup in bag order, shape ``(N,)``, or ``None`` for ones;
+            differentiable.
+        index: Which rows each bag sums.
+
+    Returns:
+        Sums, shape ``(S, D)``; zero for an empty bag.
+
+    Cost:
+        Reads N * D and writes S * D floats; backward the other way round.
+    """
+    return _PoolRows.apply(rows_UD, weights_N, index)
+
+
+def _gather_sum(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    """Sums ``weights[i] * rows[indices[i]]`` over each segment of ``offsets``."""
+    num_segments = offsets.numel() - 1
+    if num_segments == 0 or indices.numel() == 0:
+        return rows.new_zeros(num_segments, rows.size(1))
+    return torch.embedding_bag(
+        rows, indices, offsets, False, 0, False, weights, include_last_offset=True
+    )[0]
+
+
+class _PoolRows(Function):
+    @staticmethod
+    def forward(ctx: Any, rows_UD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:
+        ctx.index = index
+        ctx.save_for_backward(rows_UD if ctx.needs_input_grad[1] else None, weights_N)
+        return _gather_sum(rows_UD, index.row_of_lookup_N, index.bag_offsets_S1, weights_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        index: PoolingIndex = ctx.index
+        rows_UD, weights_N = ctx.saved_tensors
+        grad_SD = grad_SD.contiguous()
+        grad_rows_UD = grad_weights_N = None
+        if ctx.needs_input_grad[0]:
+            weights_by_row_N = None if weights_N is None else weights_N[index.lookups_by_row_N]
+            grad_rows_UD = _gather_sum(
+                grad_SD, index.bags_by_row_N, index.row_offsets_U1, weights_by_row_N
+            )
+        if ctx.needs_input_grad[1]:
+            # d/dw of w * <row, grad of its bag>
+            lookups_S = torch.diff(index.bag_offsets_S1)
+            grad_ND = torch.repeat_interleave(grad_SD, lookups_S, 0, output_size=weights_N.numel())
+            grad_weights_N = (rows_UD.index_select(0, index.row_of_lookup_N) * grad_ND).sum(1)
+        return grad_rows_UD, grad_weights_N, None

@@ -1,0 +1,84 @@
+"""One table's decision, as the sharding plan carries it: which rows are hot.
+
+The marker rides in ``ParameterSharding.cache_params``, the one slot that survives TorchRec's planner,
+its broadcast to all ranks and ``shard()``; ``sharding_type`` stays ``row_wise`` and ``compute_kernel``
+stays a stock one, so everything else in TorchRec keeps working on the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torchrec.distributed.types import CacheParams
+
+from torchrec_picasso.errors import PlanError
+
+__all__ = ["HotColdParams"]
+
+
+@dataclass(eq=False)
+class HotColdParams(CacheParams):
+    """Marks a row-wise table for the packed unique exchange and names its hot rows.
+
+    Args:
+        hot_rows: Row ids of the table that get a replica on every rank, any integer sequence or
+            tensor; stored as an ascending int64 tensor of shape ``(H,)``. Empty means the packed
+            unique exchange without replicas.
+
+    Raises:
+        PlanError: If an id is negative or repeated.
+
+    Source:
+        PICASSO (arXiv 2204.04903), HybridHash; TorchRec ``distributed/types.py`` ``CacheParams``.
+    """
+
+    hot_rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    def __post_init__(self) -> None:
+        self.hot_rows = _ascending_ids(self.hot_rows)
+
+    @property
+    def num_hot_rows(self) -> int:
+        """How many rows of the table are replicated."""
+        return self.hot_rows.numel()
+
+    def check(self, table: str, num_embeddings: int) -> None:
+        """Refuses a hot set that the table cannot hold.
+
+        Raises:
+            PlanError: If there are more hot rows than rows, or a hot row lies outside the table.
+        """
+        if self.num_hot_rows > num_embeddings:
+            raise PlanError(
+                f"table {table!r} has {num_embeddings} rows, but {self.num_hot_rows} hot rows were "
+                f"asked for; ask for at most {num_embeddings}"
+            )
+        if self.num_hot_rows and int(self.hot_rows[-1]) >= num_embeddings:
+            raise PlanError(
+                f"hot row {int(self.hot_rows[-1])} lies outside table {table!r}, whose rows are "
+                f"0..{num_embeddings - 1}; were the hot rows chosen for another model?"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, HotColdParams)
+            and CacheParams.__hash__(self) == CacheParams.__hash__(other)
+            and torch.equal(self.hot_rows, other.hot_rows)
+        )
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.hot_rows.numpy().tobytes()))
+
+
+def _ascending_ids(rows: Tensor | Iterable[int]) -> Tensor:
+    ids = rows if isinstance(rows, Tensor) else torch.tensor(list(rows), dtype=torch.int64)
+    ids = ids.detach().to("cpu", torch.int64).flatten().sort().values
+    if ids.numel() and int(ids[0]) < 0:
+        raise PlanError(f"hot row {int(ids[0])} is negative; row ids start at 0")
+    repeated = ids[1:][ids[1:] == ids[:-1]]
+    if repeated.numel():
+        raise PlanError(f"hot row {int(repeated[0])} is named twice; name each hot row once")
+    return ids

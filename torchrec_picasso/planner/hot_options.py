@@ -1,0 +1,108 @@
+"""Turns TorchRec's sharding options of a table into hot/cold ones, and counts their memory.
+
+A hot/cold option is a stock row-wise one whose ``cache_params`` names the hot rows: the plan keeps
+TorchRec's own words, and its validation, statistics and broadcast work on it unchanged. The replicas
+are charged to every shard, since every rank holds them beside its home block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+from torch import Tensor
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.shard_estimators import _get_optimizer_multipler
+from torchrec.distributed.planner.types import ShardingOption, Storage
+from torchrec.distributed.types import CacheParams, ShardingType
+
+from torchrec_picasso.errors import PlanError
+from torchrec_picasso.placement import HotColdParams
+
+__all__ = ["HOT_COLD_KERNELS", "add_replica_storage", "hot_cold_options", "replica_bytes"]
+
+HOT_COLD_KERNELS = (
+    EmbeddingComputeKernel.FUSED.value,
+    EmbeddingComputeKernel.FUSED_UVM.value,
+)
+"""Compute kernels that can hold the home rows of a hot/cold table."""
+
+
+def hot_cold_options(options: list[ShardingOption], hot_rows_H: Tensor) -> list[ShardingOption]:
+    """Keeps the options of one table that can be hot/cold, and marks them in place.
+
+    Args:
+        options: All options of one table.
+        hot_rows_H: Its hot rows, int64, shape ``(H,)``; empty means no replicas.
+
+    Returns:
+        The row-wise options with a kernel of ``HOT_COLD_KERNELS``; other cache settings that came
+        from constraints are kept.
+
+    Raises:
+        PlanError: If there is no such option, or the table has no such rows.
+    """
+    kept = [
+        option
+        for option in options
+        if option.sharding_type == ShardingType.ROW_WISE.value
+        and option.compute_kernel in HOT_COLD_KERNELS
+    ]
+    if not kept:
+        offered = sorted({(option.sharding_type, option.compute_kernel) for option in options})
+        raise PlanError(
+            f"table {options[0].name!r} was chosen to be hot/cold, which needs row_wise sharding "
+            f"with kernel {' or '.join(HOT_COLD_KERNELS)}, but its options are {offered}; either "
+            "its constraints exclude it (allow row_wise and fused), or its sharder does not offer "
+            "it (TorchRec's own has no row_wise on CPU: pass HotColdEmbeddingBagCollectionSharder)"
+        )
+    for option in kept:
+        option.cache_params = _params(option.cache_params, hot_rows_H)
+        option.cache_params.check(option.name, option.tensor.shape[0])
+    return kept
+
+
+def replica_bytes(option: ShardingOption) -> int:
+    """Bytes of one rank's replicas: rows and optimizer state, as TorchRec counts the home's.
+
+    Args:
+        option: A sharding option; without hot rows the answer is 0.
+
+    Returns:
+        Bytes per rank.
+
+    Source:
+        TorchRec ``planner/shard_estimators.py``, ``_calculate_optimizer_sizes``.
+    """
+    if not isinstance(option.cache_params, HotColdParams):
+        return 0
+    shape = option.tensor.shape
+    row_bytes = option.tensor.element_size() * shape[1]
+    optimizer_class = getattr(option.tensor, "_optimizer_classes", [None])[0]
+    weight_bytes = option.cache_params.num_hot_rows * row_bytes
+    return weight_bytes + math.ceil(weight_bytes * _get_optimizer_multipler(optimizer_class, shape))
+
+
+def add_replica_storage(options: list[ShardingOption], compute_device: str) -> None:
+    """Adds the replicas' memory to every shard of the hot/cold options.
+
+    Args:
+        options: Options whose storage was just estimated without replicas.
+        compute_device: ``"cpu"`` charges DDR; any other device charges its HBM, also when the home
+            rows are in UVM, because replicas serve most lookups.
+    """
+    for option in options:
+        num_bytes = replica_bytes(option)
+        if not num_bytes:
+            continue
+        on_cpu = compute_device == "cpu"
+        extra = Storage(hbm=0 if on_cpu else num_bytes, ddr=num_bytes if on_cpu else 0)
+        for shard in option.shards:
+            shard.storage = shard.storage + extra
+
+
+def _params(constrained: CacheParams | None, hot_rows_H: Tensor) -> HotColdParams:
+    if constrained is None:
+        return HotColdParams(hot_rows=hot_rows_H)
+    kept = {field.name: getattr(constrained, field.name) for field in fields(CacheParams)}
+    return HotColdParams(hot_rows=hot_rows_H, **kept)

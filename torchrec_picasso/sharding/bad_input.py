@@ -1,0 +1,72 @@
+"""The one error for a batch that cannot be served, raised on every rank at once."""
+
+from __future__ import annotations
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_picasso.errors import InputError
+from torchrec_picasso.exchange.header import StepHeader
+from torchrec_picasso.ops.packed_ids import PackedIdSpace
+
+__all__ = ["raise_on_bad_input"]
+
+
+def raise_on_bad_input(
+    header: StepHeader, space: PackedIdSpace, features: KeyedJaggedTensor, rank: int
+) -> None:
+    """Raises if any rank's batch holds an id outside its table or, where checked, a bad weight.
+
+    Args:
+        header: What all ranks know of the batch.
+        space: The packed id space, for the tables' names and sizes.
+        features: This rank's features, for the details.
+        rank: This rank.
+
+    Raises:
+        InputError: On every rank; the rank at fault names feature, table, value and range.
+    """
+    for counts_W, describe, what in (
+        (header.outside_ids_W, _describe_outside_id, "ids outside their tables"),
+        (header.bad_weights_W, _describe_bad_weight, "per-sample weights that are not finite"),
+    ):
+        if counts_W[rank]:
+            raise InputError(describe(space, features, counts_W[rank]))
+        for other, count in enumerate(counts_W):
+            if count:
+                raise InputError(
+                    f"rank {other} holds {count} {what} in this batch; its own error names the "
+                    "feature, and all ranks stop here together"
+                )
+
+
+def _feature_of_lookup(features: KeyedJaggedTensor) -> torch.Tensor:
+    lookups_F = torch.tensor(features.length_per_key())
+    return torch.repeat_interleave(torch.arange(lookups_F.numel()), lookups_F)
+
+
+def _table_of_feature(space: PackedIdSpace) -> list[tuple[str, str, int]]:
+    """Feature name, table name and table rows, in lookup order."""
+    return [(f, table.name, table.num_embeddings) for table in space.tables for f in table.feature_names]
+
+
+def _describe_outside_id(space: PackedIdSpace, features: KeyedJaggedTensor, count: int) -> str:
+    feature_N = _feature_of_lookup(features)
+    rows_F = torch.tensor([rows for *_, rows in _table_of_feature(space)])
+    ids_N = features.values().cpu()
+    first = int(((ids_N < 0) | (ids_N >= rows_F[feature_N])).nonzero()[0])
+    feature, table, rows = _table_of_feature(space)[int(feature_N[first])]
+    return (
+        f"feature {feature!r} looks up row {int(ids_N[first])} of table {table!r}, whose rows are "
+        f"0..{rows - 1}; {count} such ids in this rank's batch. Hash or clamp the ids before training"
+    )
+
+
+def _describe_bad_weight(space: PackedIdSpace, features: KeyedJaggedTensor, count: int) -> str:
+    weights_N = features.weights().cpu()
+    first = int(torch.isfinite(weights_N).logical_not().nonzero()[0])
+    feature, table, _ = _table_of_feature(space)[int(_feature_of_lookup(features)[first])]
+    return (
+        f"feature {feature!r} of table {table!r} has per-sample weight {float(weights_N[first])}, "
+        f"expected a finite number; {count} such weights in this rank's batch"
+    )

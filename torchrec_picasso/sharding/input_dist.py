@@ -1,0 +1,237 @@
+"""From a batch's features to ids at their homes: unique, partition, header, ids all-to-all.
+
+Two awaitables, as TorchRec's pipelines expect: the first ends when the header is known, the second when
+the ids have arrived. Everything here runs ahead of the step that needs it.
+
+Host syncs per batch on CUDA: the number of unique rows, the header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_picasso._torchrec import BaseSparseFeaturesDist
+from torchrec_picasso.exchange.header import HeaderExchange, StepHeader
+from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
+from torchrec_picasso.ops.bags import Bags, bag_order, reorder_bags
+from torchrec_picasso.ops.packed_ids import PackedIdSpace
+from torchrec_picasso.ops.partition import RowPartition, partition_rows
+from torchrec_picasso.ops.segment_reduction import PoolingIndex
+from torchrec_picasso.ops.unique import unique_rows
+from torchrec_picasso.sharding.bad_input import raise_on_bad_input
+from torchrec_picasso.sharding.exchanged_batch import ExchangedBatch, ExchangedFeatures
+
+__all__ = ["PackedInputDist"]
+
+
+@dataclass(frozen=True)
+class _LocalBatch:
+    """A batch made unique and partitioned, before any rank knows of the others."""
+
+    features: KeyedJaggedTensor
+    bags: Bags
+    rows: RowPartition
+    batch_size: int | None
+    bags_P: Sequence[int]
+
+
+class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
+    """Makes a batch's rows unique across all tables and asks their homes for them.
+
+    Args:
+        pg: Process group.
+        space: The packed id space of the module.
+        replicas_stale: Tells whether this rank's homes were written from outside.
+        check_weights: Whether per-sample weights must be finite.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        space: PackedIdSpace,
+        replicas_stale: Callable[[], bool],
+        check_weights: bool,
+    ) -> None:
+        super().__init__()
+        self._pg = pg
+        self._space = space
+        self._replicas_stale = replicas_stale
+        self._check_weights = check_weights
+        self._order_of_batch_size: tuple[int, Tensor] | None = None
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Starts the exchange of one batch. Collective."""
+        space = self._space
+        with torch.no_grad():
+            features = sparse_features
+            lookups_F = _lookups_per_feature(features)
+            packed_N, outside_N = space.pack_ids(features.values(), lookups_F)
+            local = self._partition(features, packed_N)
+            header = HeaderExchange(
+                self._pg,
+                counts_PB=local.rows.counts_PB,
+                lookups_P=_sum_per_pack(lookups_F, space.features_P),
+                touched_H=local.rows.touched_H,
+                hot_start_P1=space.hot_start_P1,
+                outside_ids=outside_N.sum(),
+                bad_weights=self._bad_weights(features),
+                homes_written=self._replicas_stale(),
+            )
+        return _HeaderAwaitable(self._pg, space, local, header)
+
+    def _partition(self, features: KeyedJaggedTensor, packed_N: Tensor) -> _LocalBatch:
+        space = self._space
+        weighted = features.weights_or_none() is not None
+        if features.variable_stride_per_key():
+            batch_size, order_S = None, None
+            strides = features.stride_per_key()
+            ends = [0, *accumulate(space.features_P)]
+            bags_P = [sum(strides[start:end]) for start, end in pairwise(ends)]
+        else:
+            batch_size = features.stride()
+            order_S = self._bag_order(batch_size, packed_N.device)
+            bags_P = [num_features * batch_size for num_features in space.features_P]
+        bags = reorder_bags(packed_N, features.lengths(), order_S, keep_source=weighted)
+        rows = partition_rows(unique_rows(bags.ids_N), space)
+        return _LocalBatch(features, bags, rows, batch_size, bags_P)
+
+    def _bag_order(self, batch_size: int, device: torch.device) -> Tensor:
+        if self._order_of_batch_size is None or self._order_of_batch_size[0] != batch_size:
+            order_S = bag_order(self._space.features_P, batch_size, device)
+            self._order_of_batch_size = (batch_size, order_S)
+        return self._order_of_batch_size[1]
+
+    def _bad_weights(self, features: KeyedJaggedTensor) -> Tensor:
+        weights = features.weights_or_none()
+        if not self._check_weights or weights is None:
+            return torch.zeros((), dtype=torch.int64, device=features.values().device)
+        return torch.isfinite(weights).logical_not().sum()
+
+
+class _HeaderAwaitable(Awaitable[Awaitable[KeyedJaggedTensor]]):
+    """Ends when every rank knows what the others ask for; starts the ids all-to-all."""
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        space: PackedIdSpace,
+        local: _LocalBatch,
+        header: HeaderExchange,
+    ) -> None:
+        super().__init__()
+        self._pg = pg
+        self._space = space
+        self._local = local
+        self._header = header
+
+    def _wait_impl(self) -> Awaitable[KeyedJaggedTensor]:
+        header = self._header.wait()
+        raise_on_bad_input(header, self._space, self._local.features, rank=self._pg.rank())
+        return _IdsAwaitable(self._pg, self._space, self._local, header)
+
+
+class _IdsAwaitable(Awaitable[KeyedJaggedTensor]):
+    """Ends when the homes know which rows they are asked for."""
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        space: PackedIdSpace,
+        local: _LocalBatch,
+        header: StepHeader,
+    ) -> None:
+        super().__init__()
+        self._space = space
+        self._local = local
+        self._header = header
+        # target_U is pack-major, hot rows first: alternate [hot, cold] parts of each pack
+        parts = local.rows.target_U.split(
+            [
+                count
+                for hot, send_W in zip(header.hot_P, header.send_PW)
+                for count in (hot, sum(send_W))
+            ]
+        )
+        self._hot_slots_P = parts[0::2]
+        wire_dtype = _row_dtype(space)
+        self._ids = PackedAllToAll(
+            pg,
+            [cold.to(wire_dtype) for cold in parts[1::2]],
+            header.send_PW,
+            [cold.new_empty(sum(counts_W), dtype=wire_dtype) for cold, counts_W in zip(parts[1::2], header.receive_PW)],
+            header.receive_PW,
+        )
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        header, space, local = self._header, self._space, self._local
+        starts_P = space.hot_start_P1[:-1]
+        touched_P = header.touched_slots_T.split(header.touched_P)
+        batch = ExchangedBatch(
+            header=header,
+            hot_slots_P=[slots - start for slots, start in zip(self._hot_slots_P, starts_P)],
+            touched_slots_P=[slots - start for slots, start in zip(touched_P, starts_P)],
+            requested_rows_P=self._ids.wait(),
+            pooling_P=_pooling_per_pack(local, header),
+            source_N=local.bags.source_N,
+            lookups_P=header.lookups_P,
+            batch_size=local.batch_size,
+        )
+        return ExchangedFeatures.of(local.features, batch)
+
+
+def _row_dtype(space: PackedIdSpace) -> torch.dtype:
+    """The smallest integer type that holds every row of every home."""
+    largest = max(rows for rows_W in space.home_rows_PW for rows in rows_W)
+    return torch.int32 if largest < 2**31 else torch.int64
+
+
+def _lookups_per_feature(features: KeyedJaggedTensor) -> Tensor:
+    """Lookups of each feature, int64, shape ``(F,)``; no host sync."""
+    strides = torch.tensor(features.stride_per_key(), dtype=torch.int64)
+    ends_F = strides.cumsum(0).to(features.values().device, non_blocking=True)
+    offsets_F = features.offsets().to(torch.int64)[ends_F]
+    return torch.diff(offsets_F, prepend=offsets_F.new_zeros(1))
+
+
+def _sum_per_pack(values_F: Tensor, features_P: Sequence[int]) -> Tensor:
+    return torch.stack([part.sum() for part in values_F.split(list(features_P))])
+
+
+def _pooling_per_pack(local: _LocalBatch, header: StepHeader) -> list[PoolingIndex]:
+    """Cuts the maps between lookups and rows into packs, each counting from 0."""
+    rows, offsets_S1 = local.rows, local.bags.offsets_S1
+    lookups_S = torch.diff(offsets_S1)
+    bags_by_row_N = torch.repeat_interleave(
+        torch.arange(lookups_S.numel(), device=lookups_S.device),
+        lookups_S,
+        output_size=rows.row_of_lookup_N.numel(),
+    )[rows.lookups_by_row_N]
+    rows_P = [hot + sum(send_W) for hot, send_W in zip(header.hot_P, header.send_PW)]
+    indices = []
+    row, bag, lookup = 0, 0, 0
+    for num_rows, num_bags, num_lookups in zip(rows_P, local.bags_P, header.lookups_P):
+        lookups = slice(lookup, lookup + num_lookups)
+        ends_u = rows.lookup_end_U[row : row + num_rows]
+        indices.append(
+            PoolingIndex(
+                row_of_lookup_N=_shift(rows.row_of_lookup_N[lookups], row),
+                bag_offsets_S1=_shift(offsets_S1[bag : bag + num_bags + 1], lookup),
+                bags_by_row_N=_shift(bags_by_row_N[lookups], bag),
+                lookups_by_row_N=_shift(rows.lookups_by_row_N[lookups], lookup),
+                row_offsets_U1=torch.cat([ends_u.new_zeros(1), _shift(ends_u, lookup)]),
+            )
+        )
+        row, bag, lookup = row + num_rows, bag + num_bags, lookup + num_lookups
+    return indices
+
+
+def _shift(values: Tensor, start: int) -> Tensor:
+    return values - start if start else values

@@ -1,0 +1,162 @@
+"""The hot/cold embedding sharding: TorchRec's row-wise metadata, our exchange.
+
+Subclassing TorchRec's row-wise sharding keeps shards, names and state-dict metadata its own; only the
+three factories (input dist, lookup, output dist) differ, and tables are grouped by dim as well, because
+a pack is one matrix.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
+from torchrec.distributed.types import CommOp, ShardingEnv
+from torchrec.modules.embedding_configs import PoolingType
+
+from torchrec_picasso._torchrec import (
+    EmbeddingShardingInfo,
+    QuantizedCommCodecs,
+    RwPooledEmbeddingSharding,
+    ShardingEnv2D,
+)
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.ops.packed_ids import PackedIdSpace, PackedTable
+from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.sharding.input_dist import PackedInputDist
+from torchrec_picasso.sharding.lookup import HotColdLookup
+from torchrec_picasso.sharding.output_dist import PooledOutputDist
+
+__all__ = ["HotColdPooledEmbeddingSharding"]
+
+
+class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
+    """Shards pooled tables row-wise with hot replicas and one packed unique exchange.
+
+    Args:
+        sharding_infos: Tables whose ``cache_params`` is a :class:`HotColdParams`.
+        env: Sharding environment, one-dimensional.
+        device: Where the tables go.
+        qcomm_codecs_registry: Wire precision; rows and gradients use the codecs of
+            ``SEQUENCE_EMBEDDINGS_ALL_TO_ALL`` (FP32, FP16 or BF16).
+        check_weights: Whether per-sample weights must be finite.
+
+    Raises:
+        PlanError: If a table cannot hold its hot set.
+        CompatError: If the environment, kernel, optimizer or wire precision is not supported.
+    """
+
+    def __init__(
+        self,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        check_weights: bool = False,
+    ) -> None:
+        if isinstance(env, ShardingEnv2D):
+            raise CompatError(
+                "hot/cold tables do not support 2-D parallelism (DMPCollection); use "
+                "DistributedModelParallel, or place these tables without HotColdParams"
+            )
+        params = {info.embedding_config.name: info.param_sharding.cache_params for info in sharding_infos}
+        for info in sharding_infos:
+            name = info.embedding_config.name
+            params[name].check(name, info.embedding_config.num_embeddings)
+        super().__init__(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
+        self._grouped_embedding_configs_per_rank = [
+            _one_dim_per_group(groups) for groups in self._grouped_embedding_configs_per_rank
+        ]
+        self._grouped_embedding_configs = self._grouped_embedding_configs_per_rank[self._rank]
+        self._space = PackedIdSpace.build(self._packed_tables(params), self._device)
+        self._codecs = _wire_codecs(qcomm_codecs_registry)
+        self._check_weights = check_weights
+        self._lookup: HotColdLookup | None = None
+
+    @property
+    def space(self) -> PackedIdSpace:
+        """Where every packed id of the module lives."""
+        return self._space
+
+    def create_lookup(
+        self,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: Any = None,
+    ) -> HotColdLookup:
+        """Makes this rank's homes and replicas."""
+        self._lookup = HotColdLookup(
+            self._grouped_embedding_configs,
+            self._space,
+            self._pg,
+            device or self._device,
+            self._codecs,
+        )
+        return self._lookup
+
+    def create_input_dist(self, device: torch.device | None = None) -> PackedInputDist:
+        """Makes the unique exchange of ids."""
+        assert self._lookup is not None, "TorchRec creates lookups before input dists"
+        return PackedInputDist(
+            self._pg, self._space, self._lookup.replicas_stale, self._check_weights
+        )
+
+    def create_output_dist(self, device: torch.device | None = None) -> PooledOutputDist:
+        """Makes the pooling of fetched rows."""
+        return PooledOutputDist(self._space.features_P, device or self._device)
+
+    def _shard(
+        self, sharding_infos: list[EmbeddingShardingInfo]
+    ) -> list[list[ShardedEmbeddingTable]]:
+        tables_per_rank = super()._shard(sharding_infos)
+        for tables in tables_per_rank:
+            for table in tables:
+                # TorchRec divides mean-pooled outputs itself: here sum and mean are one pack
+                table.pooling = PoolingType.SUM
+        return tables_per_rank
+
+    def _packed_tables(self, params: dict[str, HotColdParams]) -> list[PackedTable]:
+        return [
+            PackedTable(
+                name=table.name,
+                pack=pack,
+                block_rows_W=tuple(
+                    shard.shard_sizes[0] for shard in table.global_metadata.shards_metadata
+                ),
+                hot_rows_H=params[table.name].hot_rows,
+                feature_names=tuple(table.feature_names),
+            )
+            for pack, config in enumerate(self._grouped_embedding_configs)
+            for table in config.embedding_tables
+        ]
+
+
+def _one_dim_per_group(groups: list[GroupedEmbeddingConfig]) -> list[GroupedEmbeddingConfig]:
+    """Splits groups of tables by dim, in order of first appearance."""
+    packs = []
+    for group in groups:
+        tables_by_dim = defaultdict(list)
+        for table in group.embedding_tables:
+            tables_by_dim[table.embedding_dim].append(table)
+        for tables in tables_by_dim.values():
+            pack = copy.copy(group)
+            pack.embedding_tables = tables
+            packs.append(pack)
+    return packs
+
+
+def _wire_codecs(
+    registry: dict[str, QuantizedCommCodecs] | None,
+) -> QuantizedCommCodecs | None:
+    codecs = (registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
+    if codecs is None:
+        return None
+    for codec in (codecs.forward, codecs.backward):
+        if codec.quantized_dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise CompatError(
+                f"the wire precision {codec.quantized_dtype} of SEQUENCE_EMBEDDINGS_ALL_TO_ALL is "
+                "not supported for hot/cold tables; use CommType.FP32, FP16 or BF16"
+            )
+    return codecs

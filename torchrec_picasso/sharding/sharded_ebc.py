@@ -1,0 +1,89 @@
+"""A sharded EmbeddingBagCollection in which marked tables are hot/cold and the others stock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+
+from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
+from torchrec_picasso.errors import CompatError, PlanError
+from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.sharding.packed_sharding import HotColdPooledEmbeddingSharding
+
+__all__ = ["ShardedHotColdEmbeddingBagCollection"]
+
+_GROUP = "hot_cold"
+
+
+class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+    """TorchRec's sharded module with one more way to shard a table.
+
+    Tables whose plan carries :class:`HotColdParams` form one group with one packed unique exchange;
+    every other table takes TorchRec's own path. Names, state dict and fused optimizer are TorchRec's.
+    """
+
+    check_weights = False
+    """Set by the sharder's subclass: whether per-sample weights must be finite."""
+
+    @classmethod
+    def create_grouped_sharding_infos(
+        cls,
+        module: EmbeddingBagCollectionInterface,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        prefix: str,
+        fused_params: dict[str, Any] | None,
+        suffix: str | None = "weight",
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
+        """Groups tables by sharding type, marked ones in a group of their own."""
+        stock_groups = super().create_grouped_sharding_infos(
+            module, table_name_to_parameter_sharding, prefix, fused_params, suffix
+        )
+        groups: dict[str, list[EmbeddingShardingInfo]] = {}
+        for sharding_type, infos in stock_groups.items():
+            for info in infos:
+                name = _GROUP if _is_hot_cold(info) else sharding_type
+                groups.setdefault(name, []).append(info)
+        return groups
+
+    @classmethod
+    def create_embedding_bag_sharding(
+        cls,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        permute_embeddings: bool = False,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> Any:
+        """Makes the sharding of one group."""
+        if not _is_hot_cold(sharding_infos[0]):
+            return super().create_embedding_bag_sharding(
+                sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
+            )
+        return HotColdPooledEmbeddingSharding(
+            sharding_infos, env, device, qcomm_codecs_registry, cls.check_weights
+        )
+
+    def update_shards(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses TorchRec's dynamic resharding when a table is hot/cold."""
+        if _GROUP in self.sharding_type_to_sharding_infos:
+            raise CompatError(
+                "DistributedModelParallel.reshard does not support hot/cold tables; save a "
+                "checkpoint and load it under the new plan"
+            )
+        super().update_shards(*args, **kwargs)
+
+
+def _is_hot_cold(info: EmbeddingShardingInfo) -> bool:
+    sharding = info.param_sharding
+    if not isinstance(sharding.cache_params, HotColdParams):
+        return False
+    if sharding.sharding_type != ShardingType.ROW_WISE.value:
+        raise PlanError(
+            f"table {info.embedding_config.name!r} carries HotColdParams but is placed "
+            f"{sharding.sharding_type!r}; hot/cold tables are placed 'row_wise'"
+        )
+    return True

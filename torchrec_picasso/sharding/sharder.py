@@ -1,0 +1,54 @@
+"""The sharders: what a user passes to TorchRec instead of its own."""
+
+from __future__ import annotations
+
+import torch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
+
+__all__ = ["HotColdEmbeddingBagCollectionSharder"]
+
+
+class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+    """Shards EmbeddingBagCollections; drop-in for TorchRec's ``EmbeddingBagCollectionSharder``.
+
+    Takes its parent's constructor arguments. Tables without :class:`HotColdParams` in the plan are
+    sharded as by the parent.
+    """
+
+    supports_hot_cold = True
+    """Tells the planner that tables of this sharder's modules may be hot/cold."""
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedHotColdEmbeddingBagCollection:
+        """Shards one module by the plan. Collective."""
+        return self.sharded_module_type(
+            module=module,
+            table_name_to_parameter_sharding=params,
+            env=env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+            sharded_module_order_overwrite=self._sharded_module_order_overwrite,
+        )
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """The parent's types and row-wise, which it leaves out on CPU."""
+        types = super().sharding_types(compute_device_type)
+        row_wise = ShardingType.ROW_WISE.value
+        return types if row_wise in types else [*types, row_wise]
+
+    @property
+    def sharded_module_type(self) -> type[ShardedHotColdEmbeddingBagCollection]:
+        """The class that ``shard`` makes."""
+        return ShardedHotColdEmbeddingBagCollection

@@ -1,0 +1,1 @@
+"""Where rows live on a rank: homes, replicas, and the one update per row and step."""
