@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
@@ -17,6 +18,12 @@ from torchrec_picasso.sharding.packed_sharding import HotColdPooledEmbeddingShar
 __all__ = ["ShardedHotColdEmbeddingBagCollection"]
 
 _GROUP = "hot_cold"
+_POOLED_AT_HOME = (
+    ShardingType.TABLE_WISE.value,
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value,
+    ShardingType.DATA_PARALLEL.value,
+)
 
 
 class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
@@ -28,6 +35,15 @@ class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     check_weights = False
     """Set by the sharder's subclass: whether per-sample weights must be finite."""
+
+    def __init__(self, module: EmbeddingBagCollectionInterface, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
+        # TorchRec divides mean-pooled row-wise outputs after the exchange, by a divisor that is 1 for
+        # features it knows as sum-pooled and row-wise. Beside a mean-pooled row-wise table it would
+        # divide the outputs of whole-row placements too, which are pooled already.
+        for config in module.embedding_bag_configs():
+            if self.module_sharding_plan[config.name].sharding_type in _POOLED_AT_HOME:
+                self._pooling_type_to_rs_features[PoolingType.SUM.value] += config.feature_names
 
     @classmethod
     def create_grouped_sharding_infos(

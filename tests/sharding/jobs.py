@@ -1,0 +1,341 @@
+"""Small training jobs that run the same under any placement, and what they leave behind.
+
+A job is data; ``train`` runs it on one rank and returns losses, weights and optimizer state as local
+shards, which ``whole`` joins in the test's own process. Every placement starts from the same weights
+and sees the same batches, so two results can be compared number by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchrec
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
+
+CPU = torch.device("cpu")
+OPTIMIZERS: Mapping[str, Any] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": torchrec.optim.RowWiseAdagrad,
+    "adam": torch.optim.Adam,
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str
+    dim: int
+    rows: int
+    features: tuple[str, ...]
+    mean: bool = False
+
+
+PLAIN = (
+    Table("a", 8, 60, ("f0",)),
+    Table("b", 8, 12, ("f1", "f2")),
+    Table("c", 8, 6, ("f3",), mean=True),
+)
+"""One dim, no table smaller than 3 ranks: stock row-wise trains it right on CPU as well."""
+
+ODD = (
+    Table("a", 8, 50, ("f0",)),
+    Table("b", 16, 3, ("f1", "f2"), mean=True),
+    Table("one_row", 8, 1, ("f3",)),
+    Table("two_rows", 16, 2, ("f0", "f4")),
+    Table("d", 4, 40, ("f5",), mean=True),
+)
+"""Mixed dims, tables smaller than the world, a feature in two tables, features sharing a table."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    ``placement`` maps a table to ``table_wise``, ``row_wise``, ``data_parallel`` or a number of hot
+    rows; ``"*"`` stands for all others.
+    """
+
+    placement: Mapping[str, str | int]
+    tables: tuple[Table, ...] = PLAIN
+    optimizer: str = "rowwise_adagrad"
+    optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1})
+    kwargs_of_table: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    num_steps: int = 10
+    lr_decay: float = 1.0
+    batch_sizes: tuple[int, ...] = (6,)
+    """Samples of each rank, cyclic; 0 is allowed."""
+    weighted: bool = False
+    wire: str | None = None
+    seed: int = 0
+
+    def batch_size(self, rank: int) -> int:
+        return self.batch_sizes[rank % len(self.batch_sizes)]
+
+    @property
+    def features(self) -> list[str]:
+        return sorted({f for table in self.tables for f in table.features})
+
+    @property
+    def output_keys(self) -> list[str]:
+        """Keys of the pooled output, in a fixed order."""
+        owners = [f for table in self.tables for f in table.features]
+        return [
+            f"{f}@{table.name}" if owners.count(f) > 1 else f
+            for table in self.tables
+            for f in table.features
+        ]
+
+
+@dataclass
+class Result:
+    losses: list[float]
+    weights: dict[str, list[tuple[tuple[int, ...], Tensor]]]
+    states: dict[str, list[tuple[tuple[int, ...], Tensor]]]
+    dense: dict[str, Tensor]
+    replicas: list[Tensor]
+    """Every per-row tensor's replicas, pack by pack."""
+
+
+class Model(nn.Module):
+    """An EBC under one linear layer; returns (loss, prediction) as pipelines expect."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        torch.manual_seed(job.seed)
+        self.ebc = EmbeddingBagCollection(
+            device=CPU,
+            is_weighted=job.weighted,
+            tables=[
+                EmbeddingBagConfig(
+                    name=table.name,
+                    embedding_dim=table.dim,
+                    num_embeddings=table.rows,
+                    feature_names=list(table.features),
+                    pooling=PoolingType.MEAN if table.mean else PoolingType.SUM,
+                )
+                for table in job.tables
+            ],
+        )
+        self.keys = job.output_keys
+        self.over = nn.Linear(sum(t.dim * len(t.features) for t in job.tables), 1)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        pooled = self.ebc(batch.sparse_features)
+        out = self.over(torch.cat([pooled[key] for key in self.keys], dim=1)).squeeze(1)
+        # a rank without samples must still take part in backward
+        loss = ((out - batch.labels) ** 2).sum() / max(1, batch.labels.size(0))
+        return loss, out.detach()
+
+
+def make_batch(job: Job, rank: int, step: int) -> Batch:
+    """A jagged batch, skewed to low ids, with empty bags; the same for every placement."""
+    generator = torch.Generator().manual_seed(100_000 * job.seed + 1000 * step + rank)
+    batch_size = job.batch_size(rank)
+    rows_of = {f: min(t.rows for t in job.tables if f in t.features) for f in job.features}
+    lengths = [torch.randint(0, 5, (batch_size,), generator=generator) for _ in job.features]
+    values = [
+        (torch.rand(int(length.sum()), generator=generator) ** 3 * rows_of[f]).long()
+        for f, length in zip(job.features, lengths)
+    ]
+    num_lookups = sum(v.numel() for v in values)
+    return Batch(
+        dense_features=torch.zeros(batch_size, 1),
+        sparse_features=KeyedJaggedTensor(
+            keys=job.features,
+            values=torch.cat(values),
+            lengths=torch.cat(lengths),
+            weights=torch.rand(num_lookups, generator=generator) if job.weighted else None,
+        ),
+        labels=torch.randn(batch_size, generator=generator),
+    )
+
+
+class RowWiseOnCpuSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's own sharder, which leaves row-wise out on CPU, with it put back."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [*super().sharding_types(compute_device_type), "row_wise"]
+
+
+def build(job: Job, rank: int, world_size: int) -> DistributedModelParallel:
+    """Shards the job's model, with the weights that the unsharded model starts from."""
+    model = Model(job)
+    start = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for table in job.tables:
+        kwargs = {**job.optimizer_kwargs, **job.kwargs_of_table.get(table.name, {})}
+        parameters = model.ebc.embedding_bags[table.name].parameters()
+        apply_optimizer_in_backward(OPTIMIZERS[job.optimizer], parameters, kwargs)
+    registry = None
+    if job.wire is not None:
+        comm_type = CommType(job.wire)
+        config = QCommsConfig(forward_precision=comm_type, backward_precision=comm_type)
+        registry = get_qcomm_codecs_registry(config, device=CPU)
+    places = {t.name: job.placement.get(t.name, job.placement.get("*")) for t in job.tables}
+    ours = any(isinstance(place, int) for place in places.values())
+    sharder_class = HotColdEmbeddingBagCollectionSharder if ours else RowWiseOnCpuSharder
+    sharder = sharder_class(qcomm_codecs_registry=registry)
+    generators = {
+        name: row_wise()
+        if place == "row_wise" or isinstance(place, int)
+        else data_parallel()
+        if place == "data_parallel"
+        else table_wise(rank=i % world_size)
+        for i, (name, place) in enumerate(places.items())
+    }
+    plan = construct_module_sharding_plan(
+        model.ebc,
+        generators,
+        sharder=sharder,
+        local_size=world_size,
+        world_size=world_size,
+        device_type="cpu",
+    )
+    for table in job.tables:
+        place = places[table.name]
+        if isinstance(place, int):
+            # every third row, so that hot rows are spread over the homes
+            by_thirds = sorted(range(table.rows), key=lambda row: (row % 3, row))
+            plan[table.name].cache_params = HotColdParams(hot_rows=by_thirds[:place])
+    sharded = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=CPU,
+        plan=ShardingPlan(plan={"ebc": plan}),
+        sharders=[sharder],
+    )
+    load_whole(sharded, start)
+    return sharded
+
+
+def load_whole(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Writes unsharded weights into a sharded model's state dict, in place."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, ShardedTensor):
+            value.detach().copy_(state[name])
+            continue
+        for shard in value.local_shards():
+            shard.tensor.detach().copy_(state[name][_cut(shard.metadata)])
+
+
+def _cut(metadata: Any) -> tuple[slice, ...]:
+    return tuple(
+        slice(start, start + size)
+        for start, size in zip(metadata.shard_offsets, metadata.shard_sizes)
+    )
+
+
+def dense_optimizer(model: DistributedModelParallel) -> torch.optim.Optimizer:
+    parameters = [p for name, p in model.named_parameters() if "over" in name]
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def train(
+    model: DistributedModelParallel,
+    job: Job,
+    rank: int,
+    steps: Iterable[int],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[float]:
+    """Trains by the plain loop and returns this rank's losses."""
+    optimizer = optimizer or dense_optimizer(model)
+    losses = []
+    for step in steps:
+        for group in model.fused_optimizer.param_groups:
+            group["lr"] = group["lr"] * (job.lr_decay if step else 1.0)
+        model.fused_optimizer.zero_grad()  # hands the learning rate to the kernels
+        optimizer.zero_grad()
+        loss, _ = model(make_batch(job, rank, step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def local_shards(value: Any) -> list[tuple[tuple[int, ...], Tensor]]:
+    if isinstance(value, ShardedTensor):
+        return [
+            (tuple(shard.metadata.shard_offsets), shard.tensor.detach().clone())
+            for shard in value.local_shards()
+        ]
+    return [((0,) * value.dim(), value.detach().clone())]
+
+
+def result_of(model: DistributedModelParallel, losses: list[float]) -> Result:
+    """Reads out everything that two placements must agree on."""
+    state = model.state_dict()
+    optimizer_state = model.fused_optimizer.state_dict()["state"]
+    result = Result(
+        losses=losses,
+        weights={name: local_shards(v) for name, v in state.items() if "ebc" in name},
+        states={
+            f"{name}/{key}": local_shards(v)
+            for name, states in optimizer_state.items()
+            for key, v in states.items()
+            if isinstance(v, (Tensor, ShardedTensor))
+        },
+        dense={name: v.detach().clone() for name, v in state.items() if "ebc" not in name},
+        replicas=replicas_of(model),
+    )
+    return result
+
+
+def replicas_of(model: nn.Module) -> list[Tensor]:
+    """Replicas of every per-row tensor, read from the storages themselves."""
+    return [
+        tensor[storage._num_home_rows :].clone()
+        for lookup in getattr(model.module.ebc, "_lookups", [])
+        for storage in getattr(lookup, "_storages", [])
+        if storage._hot_homes.num_hot_rows
+        for tensor in (storage._rows, *storage._row_states())
+    ]
+
+
+def run_jobs(rank: int, world_size: int, jobs: Mapping[str, Job]) -> dict[str, Result]:
+    """Trains every job on this rank; for the launcher."""
+    results = {}
+    for name, job in jobs.items():
+        model = build(job, rank, world_size)
+        results[name] = result_of(model, train(model, job, rank, range(job.num_steps)))
+    return results
+
+
+def whole(results: list[Result], kind: str) -> dict[str, Tensor]:
+    """Joins all ranks' shards of ``weights`` or ``states`` to whole tensors by name."""
+    shards: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
+    for result in results:
+        for name, parts in getattr(result, kind).items():
+            shards.setdefault(name, []).extend(parts)
+    joined = {}
+    for name, parts in shards.items():
+        size = [
+            max(offset[d] + part.size(d) for offset, part in parts) for d in range(parts[0][1].dim())
+        ]
+        joined[name] = torch.full(size, torch.nan)
+        for offset, part in parts:
+            cut = tuple(slice(o, o + s) for o, s in zip(offset, part.shape))
+            joined[name][cut] = part
+    return joined
