@@ -332,7 +332,8 @@ def whole(results: list[Result], kind: str) -> dict[str, Tensor]:
     joined = {}
     for name, parts in shards.items():
         size = [
-            max(offset[d] + part.size(d) for offset, part in parts) for d in range(parts[0][1].dim())
+            max(offset[d] + part.size(d) for offset, part in parts)
+            for d in range(parts[0][1].dim())
         ]
         joined[name] = torch.full(size, torch.nan)
         for offset, part in parts:

@@ -9,13 +9,14 @@ needs no sum over ranks, the replicas, is bit-equal.
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from tests.sharding.jobs import ODD, Job, Result, run_jobs, whole
+from tests.sharding.jobs import ODD, PLAIN, Job, Result, Table, run_jobs, whole
 from torchrec_picasso.workloads.launch import run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
@@ -24,6 +25,14 @@ WIRE_RTOL, WIRE_ATOL = 2e-2, 2e-2
 
 WORLD_SIZES = (1, 2, 3)
 UNEVEN = (6, 4, 0)
+
+
+def _summed(tables: tuple[Table, ...]) -> tuple[Table, ...]:
+    return tuple(dataclasses.replace(table, mean=False) for table in tables)
+
+
+ROW_WISE_ONLY = ("weighted_mean",)
+"""Stock divides a weighted mean by the sum of weights row-wise, by the count table-wise."""
 
 
 def _variants() -> dict[str, Job]:
@@ -44,12 +53,13 @@ def _variants() -> dict[str, Job]:
         "weight_decay": dataclasses.replace(
             base, optimizer_kwargs={"lr": 0.1, "weight_decay": 0.05}
         ),
-        "weighted": dataclasses.replace(base, weighted=True),
+        "weighted": dataclasses.replace(base, weighted=True, tables=_summed(PLAIN)),
+        "weighted_mean": dataclasses.replace(base, weighted=True),
         "odd": dataclasses.replace(base, tables=ODD),
         "odd_sgd_uneven": dataclasses.replace(
-            base, tables=ODD, optimizer="sgd", batch_sizes=UNEVEN
+            base, tables=ODD, optimizer="sgd", optimizer_kwargs={"lr": 0.01}, batch_sizes=UNEVEN
         ),
-        "odd_weighted": dataclasses.replace(base, tables=ODD, weighted=True),
+        "odd_weighted": dataclasses.replace(base, tables=_summed(ODD), weighted=True),
     }
 
 
@@ -58,21 +68,21 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "row_wise": {"*": "row_wise"},
     "no_hot": {"*": 0},
     "some_hot": {"*": 2, "one_row": 1},
-    "all_hot": {"a": 60, "b": 12, "c": 6},
-    "mixed": {"a": 5, "b": "table_wise", "c": 2, "one_row": 0, "two_rows": 1, "d": "data_parallel"},
+    "all_hot": {},
+    "mixed": {"a": 5, "b": "table_wise", "c": 2, "one_row": 0, "two_rows": 1, "d": "table_wise"},
+    "beside_row_wise": {"*": 2, "one_row": 1, "c": "row_wise", "d": "row_wise"},
 }
-OURS = ("no_hot", "some_hot", "all_hot", "mixed")
+OURS = ("no_hot", "some_hot", "all_hot", "mixed", "beside_row_wise")
 
 
 def _placed(variant: str, placement: str) -> Job | None:
     job = _variants()[variant]
-    if job.tables is ODD and placement == "row_wise":
+    if placement == "beside_row_wise" and len(job.tables) > 3:
+        return None  # stock row-wise averages a feature of two tables wrong
+    if len(job.tables) > 3 and placement == "row_wise":
         return None  # stock row-wise on CPU is wrong for 0-row shards beside other dims
-    if job.tables is ODD and placement == "all_hot":
-        places: dict[str, Any] = {table.name: table.rows for table in ODD}
-    elif placement == "some_hot":
-        places = dict(PLACEMENTS[placement])
-        places.setdefault("one_row", 1)
+    if placement == "all_hot":
+        places: dict[str, Any] = {table.name: table.rows for table in job.tables}
     else:
         places = PLACEMENTS[placement]
     return dataclasses.replace(job, placement=places)
@@ -91,20 +101,22 @@ def _results(world_size: int) -> dict[tuple[str, str], list[Result]]:
 
 
 @pytest.mark.parametrize("placement", OURS)
-@pytest.mark.parametrize("variant", list(_variants()))
+@pytest.mark.parametrize("variant", [v for v in _variants() if v not in ROW_WISE_ONLY])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_equals_stock_table_wise(world_size: int, variant: str, placement: str) -> None:
     results = _results(world_size)
+    if (variant, placement) not in results:
+        pytest.skip("stock TorchRec cannot train its part of this placement, see _placed")
     stock, ours = results[variant, "table_wise"], results[variant, placement]
     for rank in range(world_size):
+        assert all(map(math.isfinite, stock[rank].losses))
         torch.testing.assert_close(
             ours[rank].losses, stock[rank].losses, rtol=RTOL, atol=ATOL, msg=f"losses, rank {rank}"
         )
     for kind in ("weights", "states"):
         actual, expected = whole(ours, kind), whole(stock, kind)
-        # DP tables keep their state elsewhere; all others have stock's keys
-        assert kind == "weights" or placement == "mixed" or actual.keys() == expected.keys()
-        for name in actual.keys() & expected.keys():
+        assert actual.keys() == expected.keys()
+        for name in expected:
             torch.testing.assert_close(
                 actual[name],
                 expected[name],
@@ -117,7 +129,7 @@ def test_equals_stock_table_wise(world_size: int, variant: str, placement: str) 
 
 
 @pytest.mark.parametrize("placement", ["no_hot", "some_hot", "all_hot"])
-@pytest.mark.parametrize("variant", [v for v, job in _variants().items() if job.tables is not ODD])
+@pytest.mark.parametrize("variant", [v for v, job in _variants().items() if len(job.tables) == 3])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_equals_stock_row_wise_shard_by_shard(
     world_size: int, variant: str, placement: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,9 +72,7 @@ def parse_config(cls: type[ConfigT], document: Any, place: str) -> ConfigT:
     return config
 
 
-def _build(
-    cls: type[ConfigT], document: Any, prefix: str, problems: list[str]
-) -> ConfigT | None:
+def _build(cls: type[ConfigT], document: Any, prefix: str, problems: list[str]) -> ConfigT | None:
     if not isinstance(document, Mapping):
         problems.append(
             f"{prefix.rstrip('.') or 'top level'}: expected a mapping of settings, got "
@@ -84,13 +81,15 @@ def _build(
         return None
     num_before = len(problems)
     fields = {field.name: (field, annotation) for field, annotation in field_types(cls)}
-    problems.extend(f"{prefix}{key}: {_unknown(key, fields)}" for key in document if key not in fields)
+    problems.extend(
+        f"{prefix}{key}: {_unknown(key, fields)}" for key in document if key not in fields
+    )
     values: dict[str, Any] = {}
     for name, (field, annotation) in fields.items():
         if name not in document:
             continue
         value = document[name]
-        if dataclasses.is_dataclass(annotation):
+        if isinstance(annotation, type) and issubclass(annotation, Rules):
             values[name] = _build(annotation, value, f"{prefix}{name}.", problems)
             continue
         value = _number_from_text(value, annotation)

@@ -81,8 +81,7 @@ def value_problems(value: Any, annotation: Any, bounds: Mapping[str, Any]) -> It
 
     Args:
         value: As Python or YAML gave it.
-        annotation: ``int``, ``float``, ``str``, ``bool``, a tuple or mapping of those, a union, or a
-            config dataclass.
+        annotation: ``int``, ``float``, ``str``, ``bool``, a tuple or mapping of those, or a union.
         bounds: The metadata that :func:`rule` stored.
 
     Yields:

@@ -98,10 +98,14 @@ class OptimizerConfig(Rules):
     embedding_optimizer: str = rule(
         "rowwise_adagrad", "Update of the tables.", choices=("rowwise_adagrad", "adagrad", "sgd")
     )
-    embedding_lr: float = rule(0.02, "Learning rate of the tables.", above=0)
+    embedding_lr: float = rule(0.05, "Learning rate of the tables.", above=0)
     embedding_eps: float = rule(1e-8, "Term that keeps Adagrad's division finite.", above=0)
-    dense_optimizer: str = rule("adagrad", "Update of the towers.", choices=("adagrad", "sgd"))
-    dense_lr: float = rule(0.01, "Learning rate of the towers.", above=0)
+    dense_optimizer: str = rule(
+        "sgd",
+        "Update of the towers; adagrad amplifies rounding in its first steps.",
+        choices=("adagrad", "sgd"),
+    )
+    dense_lr: float = rule(0.05, "Learning rate of the towers.", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,9 @@ class HotReduction:
             self._flat = outputs_P[0].view(-1)
         else:
             self._flat = torch.cat([output.reshape(-1) for output in outputs_P])
-        self._work = dist.all_reduce(self._flat, group=pg, async_op=True) if self._flat.numel() else None
+        self._work = (
+            dist.all_reduce(self._flat, group=pg, async_op=True) if self._flat.numel() else None
+        )
 
     def wait(self) -> Sequence[Tensor]:
         """Finishes the sum.

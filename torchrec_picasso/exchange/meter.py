@@ -185,4 +185,6 @@ _SENT_BYTES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "send": _send,
 }
 
-_NO_DATA = frozenset({"barrier", "monitored_barrier_", "check_for_nan", "recv_", "recv_any_source_"})
+_NO_DATA = frozenset(
+    {"barrier", "monitored_barrier_", "check_for_nan", "recv_", "recv_any_source_"}
+)

@@ -41,11 +41,13 @@ def bag_order(features_P: Sequence[int], batch_size: int, device: torch.device) 
         For each bag in the new order its old index, int32, shape ``(F * B,)``.
     """
     order_FB = torch.arange(sum(features_P) * batch_size, dtype=torch.int32, device=device)
-    per_pack = order_FB.view(-1, batch_size).split(list(features_P))
+    per_pack = order_FB.view(sum(features_P), batch_size).split(list(features_P))
     return torch.cat([bags_FB.t().reshape(-1) for bags_FB in per_pack])
 
 
-def reorder_bags(ids_N: Tensor, lengths_S: Tensor, order_S: Tensor | None, keep_source: bool) -> Bags:
+def reorder_bags(
+    ids_N: Tensor, lengths_S: Tensor, order_S: Tensor | None, keep_source: bool
+) -> Bags:
     """Puts lookups in bag order.
 
     Args:

@@ -30,6 +30,7 @@ class PackedTable:
         block_rows_W: Rows of the table at home on each rank, ``W`` numbers that sum to the table's.
         hot_rows_H: Rows with a replica on every rank, ascending int64, shape ``(H_t,)``.
         feature_names: Features that look up this table, in lookup order.
+        mean: Whether bags are averaged instead of summed.
     """
 
     name: str
@@ -37,6 +38,7 @@ class PackedTable:
     block_rows_W: tuple[int, ...]
     hot_rows_H: Tensor
     feature_names: tuple[str, ...]
+    mean: bool = False
 
     @property
     def num_embeddings(self) -> int:
@@ -63,6 +65,8 @@ class PackedIdSpace:
     """First hot slot of each pack, and the number of hot rows at the end."""
     features_P: tuple[int, ...]
     """Number of features of each pack."""
+    mean_F: tuple[bool, ...]
+    """Whether each feature's bags are averaged."""
     feature_base_F: Tensor
     feature_rows_F: Tensor
     block_start_TW: Tensor
@@ -115,6 +119,7 @@ class PackedIdSpace:
             features_P=tuple(
                 sum(len(t.feature_names) for t in tables if t.pack == p) for p in range(num_packs)
             ),
+            mean_F=tuple(table.mean for table, _ in per_feature),
             feature_base_F=ids([base for _, base in per_feature]),
             feature_rows_F=ids([t.num_embeddings for t, _ in per_feature]),
             block_start_TW=ids(starts),

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["PoolingIndex", "pool_rows"]
+__all__ = ["PoolingIndex", "mean_weights", "pool_rows"]
+
+_MEAN_EPS = 1e-6
+"""Added to a weighted mean's divisor, as TorchRec's row-wise mean pooling does."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,44 @@ class PoolingIndex:
     row_offsets_U1: Tensor
     """First entry of each row in the two above, and N, int64, shape ``(U + 1,)``."""
 
+    mean_S: Tensor | None
+    """Which bags are averaged, bool, shape ``(S,)``; ``None`` when all are summed."""
+
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
-        yield from vars(self).values()
+        yield from (tensor for tensor in vars(self).values() if tensor is not None)
+
+
+def mean_weights(weights_N: Tensor | None, index: PoolingIndex) -> Tensor | None:
+    """Turns averages into weighted sums: divides the weights of averaged bags.
+
+    An average divides by the number of lookups or, with per-sample weights, by their sum, which is
+    what stock row-wise TorchRec does (stock table-wise divides by the number there too).
+
+    Args:
+        weights_N: Weight of each lookup in bag order, float32, or ``None`` for ones.
+        index: Which lookups belong to each bag, and which bags are averaged.
+
+    Returns:
+        Weights for :func:`pool_rows`.
+    """
+    if index.mean_S is None:
+        return weights_N
+    lookups_S = torch.diff(index.bag_offsets_S1)
+    num_lookups = index.row_of_lookup_N.numel()
+    if weights_N is None:
+        divisor_S = lookups_S.float()
+    else:
+        bag_N = torch.repeat_interleave(
+            torch.arange(lookups_S.numel(), device=lookups_S.device),
+            lookups_S,
+            output_size=num_lookups,
+        )
+        sums_S = weights_N.new_zeros(lookups_S.numel()).index_add_(0, bag_N, weights_N.detach())
+        divisor_S = sums_S + _MEAN_EPS
+    scale_S = torch.where(index.mean_S, 1.0 / divisor_S, 1.0)
+    scale_N = torch.repeat_interleave(scale_S, lookups_S, output_size=num_lookups)
+    return scale_N if weights_N is None else weights_N * scale_N
 
 
 def pool_rows(rows_UD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:

@@ -47,7 +47,9 @@ def _feature_of_lookup(features: KeyedJaggedTensor) -> torch.Tensor:
 
 def _table_of_feature(space: PackedIdSpace) -> list[tuple[str, str, int]]:
     """Feature name, table name and table rows, in lookup order."""
-    return [(f, table.name, table.num_embeddings) for table in space.tables for f in table.feature_names]
+    return [
+        (f, table.name, table.num_embeddings) for table in space.tables for f in table.feature_names
+    ]
 
 
 def _describe_outside_id(space: PackedIdSpace, features: KeyedJaggedTensor, count: int) -> str:

@@ -41,6 +41,7 @@ class _LocalBatch:
     rows: RowPartition
     batch_size: int | None
     bags_P: Sequence[int]
+    mean_P: Sequence[Tensor | None]
 
 
 class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
@@ -66,8 +67,12 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         self._replicas_stale = replicas_stale
         self._check_weights = check_weights
         self._order_of_batch_size: tuple[int, Tensor] | None = None
+        self._mean_PF = torch.tensor(space.mean_F).split(list(space.features_P))
+        self._any_mean_P = [bool(mean_F.any()) for mean_F in self._mean_PF]
 
-    def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+    def forward(
+        self, sparse_features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Starts the exchange of one batch. Collective."""
         space = self._space
         with torch.no_grad():
@@ -94,14 +99,24 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
             batch_size, order_S = None, None
             strides = features.stride_per_key()
             ends = [0, *accumulate(space.features_P)]
-            bags_P = [sum(strides[start:end]) for start, end in pairwise(ends)]
+            strides_P = [strides[start:end] for start, end in pairwise(ends)]
+            bags_P = [sum(strides_F) for strides_F in strides_P]
+            means = [
+                mean_F.repeat_interleave(torch.tensor(strides_F))
+                for mean_F, strides_F in zip(self._mean_PF, strides_P)
+            ]
         else:
             batch_size = features.stride()
             order_S = self._bag_order(batch_size, packed_N.device)
             bags_P = [num_features * batch_size for num_features in space.features_P]
+            means = [mean_F.repeat(batch_size) for mean_F in self._mean_PF]
         bags = reorder_bags(packed_N, features.lengths(), order_S, keep_source=weighted)
         rows = partition_rows(unique_rows(bags.ids_N), space)
-        return _LocalBatch(features, bags, rows, batch_size, bags_P)
+        mean_P = [
+            mean_S.to(packed_N.device, non_blocking=True) if any_mean else None
+            for mean_S, any_mean in zip(means, self._any_mean_P)
+        ]
+        return _LocalBatch(features, bags, rows, batch_size, bags_P, mean_P)
 
     def _bag_order(self, batch_size: int, device: torch.device) -> Tensor:
         if self._order_of_batch_size is None or self._order_of_batch_size[0] != batch_size:
@@ -166,7 +181,10 @@ class _IdsAwaitable(Awaitable[KeyedJaggedTensor]):
             pg,
             [cold.to(wire_dtype) for cold in parts[1::2]],
             header.send_PW,
-            [cold.new_empty(sum(counts_W), dtype=wire_dtype) for cold, counts_W in zip(parts[1::2], header.receive_PW)],
+            [
+                cold.new_empty(sum(counts_W), dtype=wire_dtype)
+                for cold, counts_W in zip(parts[1::2], header.receive_PW)
+            ],
             header.receive_PW,
         )
 
@@ -217,7 +235,9 @@ def _pooling_per_pack(local: _LocalBatch, header: StepHeader) -> list[PoolingInd
     rows_P = [hot + sum(send_W) for hot, send_W in zip(header.hot_P, header.send_PW)]
     indices = []
     row, bag, lookup = 0, 0, 0
-    for num_rows, num_bags, num_lookups in zip(rows_P, local.bags_P, header.lookups_P):
+    for num_rows, num_bags, num_lookups, mean_S in zip(
+        rows_P, local.bags_P, header.lookups_P, local.mean_P
+    ):
         lookups = slice(lookup, lookup + num_lookups)
         ends_u = rows.lookup_end_U[row : row + num_rows]
         indices.append(
@@ -227,6 +247,7 @@ def _pooling_per_pack(local: _LocalBatch, header: StepHeader) -> list[PoolingInd
                 bags_by_row_N=_shift(bags_by_row_N[lookups], bag),
                 lookups_by_row_N=_shift(rows.lookups_by_row_N[lookups], lookup),
                 row_offsets_U1=torch.cat([ends_u.new_zeros(1), _shift(ends_u, lookup)]),
+                mean_S=mean_S,
             )
         )
         row, bag, lookup = row + num_rows, bag + num_bags, lookup + num_lookups

@@ -66,7 +66,9 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
         self._pg = pg
         self._storages: list[RowStorage] = list(self._emb_modules)
         self._forward_codec = codecs.forward if codecs is not None else None
-        self._update = StepUpdate(pg, self._storages, codecs.backward if codecs is not None else None)
+        self._update = StepUpdate(
+            pg, self._storages, codecs.backward if codecs is not None else None
+        )
 
     def _create_embedding_kernel(
         self,

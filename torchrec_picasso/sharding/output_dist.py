@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torchrec.distributed.types import Awaitable
 
 from torchrec_picasso._torchrec import BaseEmbeddingDist, EmbeddingShardingContext
-from torchrec_picasso.ops.segment_reduction import pool_rows
+from torchrec_picasso.ops.segment_reduction import mean_weights, pool_rows
 from torchrec_picasso.sharding.lookup import RowsInFlight
 
 __all__ = ["PooledOutputDist"]
@@ -57,7 +57,7 @@ class _PooledAwaitable(Awaitable[Tensor]):
         else:
             weights_P = rows.weights_N.split(list(batch.lookups_P))
         pooled_P = [
-            pool_rows(fetched, weights, index)
+            pool_rows(fetched, mean_weights(weights, index), index)
             for fetched, weights, index in zip(fetched_P, weights_P, batch.pooling_P)
         ]
         if batch.batch_size is None:

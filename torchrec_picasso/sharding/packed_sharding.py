@@ -61,7 +61,9 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
                 "hot/cold tables do not support 2-D parallelism (DMPCollection); use "
                 "DistributedModelParallel, or place these tables without HotColdParams"
             )
-        params = {info.embedding_config.name: info.param_sharding.cache_params for info in sharding_infos}
+        params = {
+            info.embedding_config.name: info.param_sharding.cache_params for info in sharding_infos
+        }
         for info in sharding_infos:
             name = info.embedding_config.name
             params[name].check(name, info.embedding_config.num_embeddings)
@@ -70,7 +72,12 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
             _one_dim_per_group(groups) for groups in self._grouped_embedding_configs_per_rank
         ]
         self._grouped_embedding_configs = self._grouped_embedding_configs_per_rank[self._rank]
-        self._space = PackedIdSpace.build(self._packed_tables(params), self._device)
+        means = {
+            info.embedding_config.name
+            for info in sharding_infos
+            if info.embedding_config.pooling == PoolingType.MEAN
+        }
+        self._space = PackedIdSpace.build(self._packed_tables(params, means), self._device)
         self._codecs = _wire_codecs(qcomm_codecs_registry)
         self._check_weights = check_weights
         self._lookup: HotColdLookup | None = None
@@ -113,11 +120,13 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
         tables_per_rank = super()._shard(sharding_infos)
         for tables in tables_per_rank:
             for table in tables:
-                # TorchRec divides mean-pooled outputs itself: here sum and mean are one pack
+                # means are weighted sums here, so tables of both kinds share a pack
                 table.pooling = PoolingType.SUM
         return tables_per_rank
 
-    def _packed_tables(self, params: dict[str, HotColdParams]) -> list[PackedTable]:
+    def _packed_tables(
+        self, params: dict[str, HotColdParams], means: set[str]
+    ) -> list[PackedTable]:
         return [
             PackedTable(
                 name=table.name,
@@ -127,6 +136,7 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
                 ),
                 hot_rows_H=params[table.name].hot_rows,
                 feature_names=tuple(table.feature_names),
+                mean=table.name in means,
             )
             for pack, config in enumerate(self._grouped_embedding_configs)
             for table in config.embedding_tables

@@ -18,12 +18,8 @@ from torchrec_picasso.sharding.packed_sharding import HotColdPooledEmbeddingShar
 __all__ = ["ShardedHotColdEmbeddingBagCollection"]
 
 _GROUP = "hot_cold"
-_POOLED_AT_HOME = (
-    ShardingType.TABLE_WISE.value,
-    ShardingType.COLUMN_WISE.value,
-    ShardingType.TABLE_COLUMN_WISE.value,
-    ShardingType.DATA_PARALLEL.value,
-)
+_POOLED_BY_PARTS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
+"""Placements whose means TorchRec divides after the exchange."""
 
 
 class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
@@ -38,12 +34,22 @@ class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def __init__(self, module: EmbeddingBagCollectionInterface, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
-        # TorchRec divides mean-pooled row-wise outputs after the exchange, by a divisor that is 1 for
-        # features it knows as sum-pooled and row-wise. Beside a mean-pooled row-wise table it would
-        # divide the outputs of whole-row placements too, which are pooled already.
+        # TorchRec divides the outputs of mean-pooled row-wise tables after the exchange, and with
+        # them every output it does not know as summed. Hot/cold tables average while they pool;
+        # stock tables that are pooled at home are no less done.
+        self._pooling_type_to_rs_features.clear()
         for config in module.embedding_bag_configs():
-            if self.module_sharding_plan[config.name].sharding_type in _POOLED_AT_HOME:
-                self._pooling_type_to_rs_features[PoolingType.SUM.value] += config.feature_names
+            sharding = self.module_sharding_plan[config.name]
+            divided_later = (
+                config.pooling == PoolingType.MEAN
+                and sharding.sharding_type in _POOLED_BY_PARTS
+                and not isinstance(sharding.cache_params, HotColdParams)
+            )
+            pooling = PoolingType.MEAN if divided_later else PoolingType.SUM
+            self._pooling_type_to_rs_features[pooling.value] += config.feature_names
+        self._has_mean_pooling_callback = (
+            PoolingType.MEAN.value in self._pooling_type_to_rs_features
+        )
 
     @classmethod
     def create_grouped_sharding_infos(

@@ -268,7 +268,9 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
         location = self._tbe.embedding_specs[0][2]
         if location == EmbeddingLocation.HOST:
             return self._tbe.weights_host
-        return self._tbe.weights_dev if location == EmbeddingLocation.DEVICE else self._tbe.weights_uvm
+        return (
+            self._tbe.weights_dev if location == EmbeddingLocation.DEVICE else self._tbe.weights_uvm
+        )
 
     def _home_slices(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         start = 0

@@ -1,1 +1,1 @@
-"""Models, data sets and the rank launcher that the command line, tests and benchmarks train with."""
+"""Models, data sets and the rank launcher of the command line, the tests and the benchmarks."""

@@ -79,7 +79,9 @@ def read_criteo(path: str | Path) -> Iterator[SampleChunk]:
     """
     path = Path(path)
     if not path.is_file():
-        raise PicassoError(f"{path}: no such file; give a Criteo file, Parquet or tab-separated text")
+        raise PicassoError(
+            f"{path}: no such file; give a Criteo file, Parquet or tab-separated text"
+        )
     with path.open("rb") as file:
         magic = file.read(len(_PARQUET_MAGIC))
     if not magic:
@@ -119,7 +121,9 @@ def _check_columns(schema: pa.Schema, path: Path) -> None:
         found = schema.field(name).type
         is_number = pa.types.is_integer(found) or pa.types.is_floating(found)
         if name in ID_COLUMNS and not pa.types.is_integer(found):
-            raise PicassoError(f"{path}: column {name} must hold integers (hashed ids), found {found}")
+            raise PicassoError(
+                f"{path}: column {name} must hold integers (hashed ids), found {found}"
+            )
         if name not in ID_COLUMNS and not is_number:
             raise PicassoError(f"{path}: column {name} must hold numbers, found {found}")
 
@@ -160,7 +164,9 @@ def _read_text(path: Path) -> Iterator[SampleChunk]:
 
 
 def _explain_text_error(path: Path, error: pa.ArrowInvalid, bad_lines: list[Any]) -> str:
-    expected = "expected Criteo's text: label, 13 integers, 26 hexadecimal ids, tabs between, no header"
+    expected = (
+        "expected Criteo's text: label, 13 integers, 26 hexadecimal ids, tabs between, no header"
+    )
     if bad_lines:
         line = bad_lines[0]
         return (

@@ -1,8 +1,8 @@
 """Generated click data: Criteo's table sizes, Zipf-skewed ids, labels that a DLRM can learn.
 
-A batch depends on (seed, stream, rank, step) alone, so any step of any rank can be made again without
-the steps before it. Ids are drawn from the exact bounded Zipf distribution by inverting its CDF,
-which costs 8 bytes per table row and O(log rows) per id.
+A batch depends on (seed, stream, rank, step) alone, so any step of any rank can be made again
+without the steps before it. Ids are drawn from the exact bounded Zipf distribution by inverting its
+CDF, which costs 8 bytes per table row and O(log rows) per id.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GeneratedSource:
         self._exponents = np.maximum(0.0, data.zipf_exponent + spread)
         if data.zipf_exponent == 0:
             self._exponents[:] = 0.0
-        # Frequency rank k of a table lives in row (k * stride + shift) % rows: hot rows lie anywhere.
+        # Frequency rank k lives in row (k * stride + shift) % rows, so hot rows lie anywhere.
         self._strides = [_coprime(rng, table.num_embeddings) for table in self._tables]
         self._shifts = [int(rng.integers(table.num_embeddings)) for table in self._tables]
         self._dense_weights = rng.normal(size=NUM_DENSE) / math.sqrt(NUM_DENSE)

@@ -1,9 +1,9 @@
 """Runs one function on several gloo ranks of this machine and brings results, or the failure, home.
 
 The launcher decides when a run is over: all ranks answered, one failed, or the deadline passed. It
-trades generality for certainty: ranks are fresh processes, what goes in and out is pickled by value,
-and the rendezvous is a file, so no port is taken. A start costs one import of TorchRec per rank
-(seconds).
+trades generality for certainty: ranks are fresh processes, what goes in and out is pickled by
+value, and the rendezvous is a file, so no port is taken. A start costs one import of TorchRec per
+rank (seconds).
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def run_ranks(
             f"run_ranks cannot send {getattr(fn, '__qualname__', fn)!r} and its arguments to other "
             f"processes: {error}; use a function at the top level of a module, and plain data"
         ) from error
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([rank_main.__module__])
     with tempfile.TemporaryDirectory(prefix="picasso_ranks_") as folder:
         ranks: list[tuple[Any, Connection]] = []
         try:
@@ -128,7 +129,7 @@ def _results(ranks: list[tuple[Any, Connection]], folder: str, timeout_s: float)
         running = sorted(rank_of[connection] for connection in unheard)
         stack = _stack(ranks[running[0]][0].pid, stack_file(folder, running[0]))
         raise RankError(running[0], _overdue(running, sorted(answers), timeout_s), stack)
-    for process, connection in ranks:
+    for _, connection in ranks:
         with contextlib.suppress(OSError):
             connection.send_bytes(b"leave")
     for process, _ in ranks:

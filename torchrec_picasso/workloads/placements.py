@@ -23,14 +23,12 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from torchrec_picasso import (
-    FrequencyStats,
-    HotColdEmbeddingBagCollectionSharder,
-    HotColdParams,
-    PlanError,
-    hot_cold_planner,
-)
 from torchrec_picasso.config import PLACEMENTS
+from torchrec_picasso.errors import PlanError
+from torchrec_picasso.frequency import FrequencyStats
+from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.planner import hot_cold_planner
+from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionSharder
 
 __all__ = ["Placement", "make_placement", "STOCK_PLACEMENTS"]
 

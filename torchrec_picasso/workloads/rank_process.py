@@ -73,7 +73,7 @@ def rank_main(
     timeout_s: float,
     threads_per_rank: int,
 ) -> None:
-    """Runs the pickled ``(fn, args)`` and sends ``b"returned"`` or ``b"raised"``, then the content."""
+    """Runs the pickled ``(fn, args)``; sends ``b"returned"`` or ``b"raised"``, then the content."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the launcher ends the ranks
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     with open(stack_file(folder, rank), "w") as file:
@@ -119,7 +119,7 @@ def _pickled_result(result: object) -> bytes:
         return pickle.dumps(result)
     except Exception as error:
         raise TypeError(
-            f"the rank's result, a {type(result).__name__}, cannot be sent to the launcher: {error}; "
+            f"the rank's result, a {type(result).__name__}, cannot be sent back: {error}; "
             "return plain data or CPU tensors"
         ) from error
 

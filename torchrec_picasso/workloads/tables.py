@@ -15,8 +15,8 @@ NUM_DENSE = 13
 # - criteo_kaggle: hpcaitech/CachedEmbedding recsys/datasets/criteo.py and facebookresearch/dlrm
 #   tools/visualize.py (Criteo Display Advertising Challenge).
 # - criteo_terabyte_10m: facebookresearch/dlrm tools/visualize.py (ids taken modulo 10,000,000).
-# - criteo_terabyte_40m: NVIDIA-Merlin/HugeCTR SOK_DLRM_Benchmark/README.md and facebookresearch/dlrm
-#   tools/visualize.py (modulo 40,000,000; the table sizes of MLPerf DLRM v1).
+# - criteo_terabyte_40m: NVIDIA-Merlin/HugeCTR SOK_DLRM_Benchmark/README.md and
+#   facebookresearch/dlrm tools/visualize.py (modulo 40,000,000; the table sizes of MLPerf DLRM v1).
 # fmt: off
 CARDINALITIES: dict[str, tuple[int, ...]] = {
     "criteo_kaggle": (

@@ -13,13 +13,14 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
+from torchrec.models.dlrm import DLRMTrain
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_picasso import FrequencyStats
 from torchrec_picasso.config import OptimizerConfig, TrainConfig
+from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.workloads.dlrm import build_dlrm, write_initial_tables
 from torchrec_picasso.workloads.placements import Placement, make_placement
 from torchrec_picasso.workloads.source import BatchSource
@@ -30,8 +31,8 @@ __all__ = ["Trainer"]
 class Trainer:
     """A DLRM placed, initialised and ready to train.
 
-    Collective: every rank of the default process group makes one, in the same order. Two trainers of
-    equal ``config.seed`` start from equal weights, however their tables are placed.
+    Collective: every rank of the default process group makes one, in the same order. Two trainers
+    of equal ``config.seed`` start from equal weights, however their tables are placed.
 
     Args:
         config: Model, optimizers, placement and hot rows.
@@ -65,9 +66,7 @@ class Trainer:
             plan=self.placement.plan,
             sharders=self.placement.sharders,
         )
-        write_initial_tables(
-            self.model, source.tables, config.model.embedding_dim, config.seed
-        )
+        write_initial_tables(self.model, source.tables, config.model.embedding_dim, config.seed)
         dense = KeyedOptimizerWrapper(
             dict(in_backward_optimizer_filter(self.model.named_parameters())),
             _dense_optimizer(config.optimizer),
@@ -77,29 +76,29 @@ class Trainer:
             self.model, self.optimizer, self.device, execute_all_batches=True
         )
 
-    def train(
-        self,
-        batches: Iterable[Batch],
-        num_steps: int | None = None,
-        on_step: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """Trains on the given batches and drains the pipeline. Collective.
+    def steps(self, batches: Iterable[Batch], num_steps: int | None = None) -> Iterator[Tensor]:
+        """Trains on the given batches, one at a time. Collective.
+
+        Exhaust the iterator: the pipeline reads ahead, and it is empty only after the last step.
 
         Args:
             batches: This rank's batches; each rank must give as many.
             num_steps: Steps to take; ``None`` = until the batches end.
-            on_step: Called after each step.
+
+        Yields:
+            This rank's loss of each step, a scalar.
+        """
+        self.model.train()
+        for loss, _, _ in self._outputs(batches, num_steps):
+            yield loss
+
+    def train(self, batches: Iterable[Batch], num_steps: int | None = None) -> Tensor:
+        """Trains like :meth:`steps`, to the end. Collective.
 
         Returns:
             This rank's losses, shape ``(steps,)``.
         """
-        self.model.train()
-        losses = []
-        for loss, _, _ in self._outputs(batches, num_steps):
-            losses.append(loss)
-            if on_step is not None:
-                on_step()
-        return torch.stack(losses)
+        return torch.stack(list(self.steps(batches, num_steps)))
 
     def predict(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         """Click probabilities and labels, batch by batch, without training. Collective.
@@ -153,7 +152,7 @@ def _heldout_stats(
     return FrequencyStats.collect(itertools.chain.from_iterable(shares), model)
 
 
-def _fuse_table_optimizer(model: torch.nn.Module, optimizer: OptimizerConfig) -> None:
+def _fuse_table_optimizer(model: DLRMTrain, optimizer: OptimizerConfig) -> None:
     kinds = {
         "rowwise_adagrad": RowWiseAdagrad,
         "adagrad": torch.optim.Adagrad,

@@ -1,0 +1,38 @@
+# Each target sets up .venv by itself on a machine with python3 (3.10+, with venv) and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint types check setup clean
+
+demo: $(STAMP)  ## train a DLRM with stock TorchRec and with hot/cold tables, and compare
+	$(BIN)/torchrec-picasso demo $(ARGS)
+
+test: $(STAMP)  ## the whole test-suite
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+check: lint types test  ## what .ci/run runs
+
+setup: $(STAMP)
+
+$(STAMP): requirements.txt requirements-nodeps.txt setup.py pyproject.toml
+	@echo "setting up $(VENV) (a minute or two, once)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -r requirements.txt
+	$(PIP) install --no-deps -r requirements-nodeps.txt
+	$(PIP) install --no-deps -e .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

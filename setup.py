@@ -1,0 +1,41 @@
+"""Packaging of torchrec_picasso; tool settings are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION: dict[str, str] = {}
+exec((ROOT / "torchrec_picasso" / "version.py").read_text(), VERSION)
+
+setup(
+    name="torchrec_picasso",
+    version=VERSION["__version__"],
+    description="Hot/cold embedding rows and packed exchanges for TorchRec, exact and measured",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="BSD-3-Clause",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["torchrec_picasso", "torchrec_picasso.*"]),
+    package_data={"torchrec_picasso": ["py.typed"]},
+    python_requires=">=3.10",
+    # torchrec pulls in fbgemm-gpu; on a machine without CUDA see requirements.txt
+    install_requires=[
+        "torch>=2.13",
+        "torchrec>=1.8,<1.9",
+        "numpy",
+        "pandas",
+        "pyarrow",
+        "pyyaml",
+        "tqdm",
+    ],
+    extras_require={
+        "plot": ["matplotlib"],
+        "test": ["matplotlib", "pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+    },
+    entry_points={"console_scripts": ["torchrec-picasso = torchrec_picasso.cli.main:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

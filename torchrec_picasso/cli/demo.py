@@ -1,0 +1,114 @@
+"""``torchrec-picasso demo``: stock TorchRec and this package, side by side, on the same batches."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from torchrec_picasso.cli.report import Comparison, draw_comparison, print_comparison, write_json
+from torchrec_picasso.config import (
+    DataConfig,
+    ModelConfig,
+    ShardingConfig,
+    TrainConfig,
+)
+from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.workloads.compare import CompareSpec, compare_on_rank
+from torchrec_picasso.workloads.launch import run_ranks
+from torchrec_picasso.workloads.samples import check_source, make_source
+
+__all__ = ["add_parser", "run", "demo_spec"]
+
+_EXAMPLE = """\
+example:
+  torchrec-picasso demo
+  torchrec-picasso demo --data day_0.tsv --hot-rows 20000 --out criteo_demo
+"""
+
+_MIN_STEPS = 10  # warm-up, counted steps and one timed block
+_GENERATED_ROW_SCALE = 0.02  # 10 million rows become 200,000
+_TIMEOUT_S = 3600
+
+
+def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``demo`` to the command line."""
+    parser = subcommands.add_parser(
+        "demo",
+        help="compare stock TorchRec with this package",
+        description=(
+            "Trains one DLRM twice from the same weights on the same batches: with TorchRec's best "
+            "stock plan and with hot/cold sharding. Prints a table, writes demo.json and demo.png."
+        ),
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        help="Criteo samples, Parquet or tab-separated text (default: generated samples)",
+    )
+    for flag, default, text in (
+        ("--steps", 30, "steps of each side"),
+        ("--ranks", 2, "processes on this machine"),
+        ("--batch-size", 4096, "samples per rank and step"),
+        ("--hot-rows", 5000, "replicated rows, over all tables"),
+        ("--dim", 64, "columns of every table"),
+        ("--seed", 0, "seed of weights and generated samples"),
+    ):
+        parser.add_argument(
+            flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    parser.add_argument(
+        "--out", metavar="DIR", default="demo_out", help="folder of the results (default: demo_out)"
+    )
+    parser.set_defaults(run=run)
+
+
+def demo_spec(args: argparse.Namespace) -> CompareSpec:
+    """The comparison that the arguments ask for.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+    """
+    if args.steps < _MIN_STEPS:
+        raise ConfigError(f"--steps: expected at least {_MIN_STEPS}, got {args.steps}")
+    config = TrainConfig(
+        steps=args.steps,
+        ranks=args.ranks,
+        seed=args.seed,
+        data=DataConfig(
+            path=args.data,
+            batch_size=args.batch_size,
+            row_scale=1.0 if args.data else _GENERATED_ROW_SCALE,
+            heldout_steps=2,
+        ),
+        model=ModelConfig(embedding_dim=args.dim, dense_layers=(128,), over_layers=(128, 64)),
+        sharding=ShardingConfig(hot_rows=args.hot_rows),
+    )
+    spec = CompareSpec(config=config)
+    spare = config.steps - spec.num_steps  # steps that fill no whole block go to the warm-up
+    return CompareSpec(config=config, warmup_steps=spec.warmup_steps + spare)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the subcommand.
+
+    Raises:
+        PicassoError: If an argument, the data or the output folder cannot be used.
+        RankError: If a rank fails.
+    """
+    spec = demo_spec(args)
+    folder = Path(args.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {folder}: cannot make this folder ({error.strerror}); name another"
+        ) from error
+    check_source(make_source(spec.config.data, spec.config.seed), spec.config.ranks)
+    result = run_ranks(compare_on_rank, spec.config.ranks, spec, timeout_s=_TIMEOUT_S)[0]
+    comparison = Comparison(spec=spec, **result)
+    print_comparison(comparison)
+    write_json(comparison, folder / "demo.json")
+    draw_comparison(comparison, folder / "demo.png")
+    print(f"wrote {folder / 'demo.json'} and {folder / 'demo.png'}")

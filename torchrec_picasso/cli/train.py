@@ -1,0 +1,73 @@
+"""``torchrec-picasso train``: a DLRM from a YAML file, with checkpoints and resume."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+
+import torch.distributed as dist
+
+from torchrec_picasso.config import load_config
+from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.workloads.launch import run_ranks
+from torchrec_picasso.workloads.samples import check_source, make_source
+from torchrec_picasso.workloads.train_job import check_checkpoint_folder, train_on_rank
+
+__all__ = ["add_parser", "run"]
+
+_EXAMPLE = """\
+example:
+  torchrec-picasso train --config configs/dlrm_criteo.yaml
+  torchrec-picasso train --config configs/dlrm_criteo.yaml --resume
+  torchrun --nproc-per-node 2 -m torchrec_picasso train --config configs/dlrm_criteo.yaml
+"""
+
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``train`` to the command line."""
+    parser = subcommands.add_parser(
+        "train",
+        help="train a DLRM from a configuration file",
+        description=(
+            "Trains a DLRM, evaluates its AUC on held-out samples, writes checkpoints and resumes "
+            "from them. Spawns its ranks, or uses those of torchrun."
+        ),
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML configuration")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest whole checkpoint"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the subcommand.
+
+    Raises:
+        PicassoError: If the configuration, the data or the checkpoint folder cannot be used.
+        RankError: If a spawned rank fails.
+    """
+    config = load_config(args.config)
+    under_torchrun = "RANK" in os.environ
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if under_torchrun else config.ranks
+    check_source(make_source(config.data, config.seed), world_size)
+    check_checkpoint_folder(config, args.resume)
+    if not under_torchrun:
+        run_ranks(train_on_rank, world_size, config, args.resume, timeout_s=config.timeout_s)
+        return
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"RANK is set, as torchrun does, but {', '.join(missing)} is not; start with torchrun, "
+            "or unset RANK to let this command spawn its ranks"
+        )
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=config.timeout_s))
+    try:
+        train_on_rank(dist.get_rank(), world_size, config, args.resume)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,147 @@
+"""Whole checkpoints or none: written aside, renamed when every rank is done.
+
+A folder ``step_00000100`` exists only if its checkpoint is complete; ``step_00000100.tmp`` is one
+that a run did not finish. The format is torch.distributed.checkpoint's. All ranks must see the same
+file system. Nothing old is ever deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from torchrec_picasso.errors import PicassoError
+
+__all__ = ["save_checkpoint", "newest_checkpoint", "load_checkpoint", "refuse_used_folder"]
+
+_STEP_NAME = re.compile(r"step_(\d{8,})")
+_UNFINISHED_SUFFIX = ".tmp"
+_DCP_METADATA = ".metadata"
+
+
+def save_checkpoint(folder: str | Path, step: int, state: dict[str, Any]) -> Path:
+    """Writes one checkpoint.
+
+    Collective: every rank of the default process group calls this, in the same order.
+
+    Args:
+        folder: Holds all checkpoints of a run; made if missing.
+        step: Steps trained so far.
+        state: State dicts, sharded as they are in the model.
+
+    Returns:
+        The folder of the finished checkpoint.
+
+    Raises:
+        PicassoError: If that step has a checkpoint already.
+    """
+    final = Path(folder) / f"step_{step:08d}"
+    unfinished = final.with_name(final.name + _UNFINISHED_SUFFIX)
+    if _told_by_first_rank(final.exists):
+        raise PicassoError(
+            f"{final}: a checkpoint of step {step} exists already; choose another folder or move it"
+        )
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # what an earlier run left half-written
+        unfinished.mkdir(parents=True)
+    dist.barrier()
+    dcp.save({**state, "step": torch.tensor(step)}, checkpoint_id=str(unfinished))
+    dist.barrier()  # every rank's files are written
+    if dist.get_rank() == 0:
+        os.replace(unfinished, final)
+    dist.barrier()  # nobody goes on before the name stands
+    return final
+
+
+def newest_checkpoint(folder: str | Path) -> tuple[Path, list[Path]]:
+    """Finds the checkpoint to resume from.
+
+    Args:
+        folder: Where a run wrote its checkpoints.
+
+    Returns:
+        The whole checkpoint with the highest step, and the unfinished ones that were passed over.
+
+    Raises:
+        PicassoError: If there is no whole checkpoint, or the newest is of another format.
+    """
+    folder = Path(folder)
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    unfinished = [path for path in entries if path.name.endswith(_UNFINISHED_SUFFIX)]
+    whole = [path for path in entries if _STEP_NAME.fullmatch(path.name)]
+    if not whole:
+        left = f"; found only unfinished: {', '.join(path.name for path in unfinished)}"
+        raise PicassoError(
+            f"{folder}: no checkpoint to resume from; expected folders named step_<number>"
+            f"{left if unfinished else ''}; train without --resume first, or name another folder"
+        )
+    newest = max(whole, key=lambda path: int(path.name.removeprefix("step_")))
+    if not (newest / _DCP_METADATA).is_file():
+        raise PicassoError(
+            f"{newest}: not a checkpoint (no {_DCP_METADATA} file in it); move the folder away and "
+            "resume again"
+        )
+    return newest, unfinished
+
+
+def load_checkpoint(
+    path: Path, state: dict[str, Any], load_state: Callable[[dict[str, Any]], None]
+) -> int:
+    """Reads a checkpoint into a model and its optimizers.
+
+    Collective: every rank of the default process group calls this, in the same order.
+
+    Args:
+        path: A whole checkpoint.
+        state: State dicts of the freshly built model; overwritten in place.
+        load_state: Takes over the filled state dicts.
+
+    Returns:
+        Steps that the checkpoint had trained.
+
+    Raises:
+        PicassoError: If the checkpoint is of another model, or damaged.
+    """
+    filled = {**state, "step": torch.tensor(0)}
+    try:
+        dcp.load(filled, checkpoint_id=str(path))
+    except (dcp.CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
+        reason = str(error).strip().splitlines()
+        raise PicassoError(
+            f"{path}: cannot be loaded into this model ({reason[-1] if reason else error!r}); "
+            "resume with the data, model and optimizer settings it was written with"
+        ) from error
+    load_state({key: filled[key] for key in state})
+    return int(filled["step"])
+
+
+def refuse_used_folder(folder: str | Path) -> None:
+    """Refuses to start a new run in a folder that holds another run's checkpoints.
+
+    Raises:
+        PicassoError: If the folder holds a checkpoint.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise PicassoError(f"{folder}: is a file; expected a folder for the checkpoints")
+    used = [path.name for path in folder.glob("step_*") if _STEP_NAME.fullmatch(path.name)]
+    if used:
+        raise PicassoError(
+            f"{folder}: holds checkpoints already (newest {max(used)}); pass --resume to continue "
+            "that run, or set checkpoint.folder to another folder"
+        )
+
+
+def _told_by_first_rank(question: Callable[[], bool]) -> bool:
+    """Rank 0's answer on every rank, so that no rank goes another way. Collective."""
+    answer: list[Any] = [question() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0)
+    return bool(answer[0])
