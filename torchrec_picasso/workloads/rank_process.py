@@ -73,14 +73,16 @@ def rank_main(
     timeout_s: float,
     threads_per_rank: int,
 ) -> None:
-    """Runs the pickled ``(fn, args)``; sends ``b"returned"`` or ``b"raised"``, then the content."""
+    """Runs the pickled ``(environment, fn, args)``; sends "returned" or "raised", then content."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the launcher ends the ranks
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     with open(stack_file(folder, rank), "w") as file:
         faulthandler.register(STACK_SIGNAL, file, all_threads=False)
         try:
+            environment, fn, args = pickle.loads(call)
+            os.environ.clear()  # the fork server may be older than the launcher's variables
+            os.environ.update(environment)
             _join_group(rank, world_size, folder, timeout_s, threads_per_rank)
-            fn, args = pickle.loads(call)
             content = _pickled_result(fn(rank, world_size, *args))
         except BaseException as error:
             _answer(connection, b"raised", pickle.dumps(_described(rank, error)))

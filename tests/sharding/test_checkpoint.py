@@ -1,0 +1,177 @@
+"""Checkpoints are plain TorchRec's: the same keys, types and shapes, loadable both ways.
+
+A run is cut in two by ``torch.distributed.checkpoint``; the second half is trained by another
+placement. Its losses, weights and optimizer state must equal the uncut run's, within the float32 order
+of sums that test_exactness.py allows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from tests.sharding.jobs import (
+    PLAIN,
+    Job,
+    Result,
+    build,
+    dense_optimizer,
+    load_whole,
+    make_batch,
+    replicas_of,
+    result_of,
+    run_jobs,
+    train,
+    whole,
+)
+from torchrec_picasso.workloads.launch import run_ranks
+
+RTOL, ATOL = 1e-4, 2e-5
+FIRST, SECOND = range(5), range(5, 10)
+STOCK = Job(placement={"*": "row_wise"}, optimizer="adagrad")
+OURS = Job(placement={"*": 4}, optimizer="adagrad")
+OTHER_HOT = Job(placement={"a": 30, "b": 1, "c": 0}, optimizer="adagrad")
+ALL_HOT = Job(placement={t.name: t.rows for t in PLAIN}, optimizer="rowwise_adagrad")
+JOBS = {"stock": STOCK, "ours": OURS, "other_hot": OTHER_HOT}
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, ShardedTensor):
+        shards = [
+            (tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in value.metadata().shards_metadata
+        ]
+        return type(value).__name__, tuple(value.size()), value.dtype, shards
+    if isinstance(value, dict):
+        return {key: _describe(inner) for key, inner in value.items()}
+    if isinstance(value, Tensor):
+        return type(value).__name__, tuple(value.shape), value.dtype
+    return type(value).__name__
+
+
+def _describe_states(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str, Any]:
+    described = {}
+    for name, job in jobs.items():
+        model = build(job, rank, world_size)
+        described[name] = (
+            _describe(dict(model.state_dict())),
+            _describe(model.fused_optimizer.state_dict()),
+            [n for n, _ in model.named_parameters()],
+            [n for n, _ in model.named_buffers()],
+        )
+    return described
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_keys_types_and_shapes_are_stock_row_wise(world_size: int) -> None:
+    for rank in run_ranks(_describe_states, world_size, JOBS, timeout_s=100):
+        assert rank["ours"] == rank["stock"]
+        assert rank["other_hot"] == rank["stock"]
+
+
+def _state(model: Any) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optim": model.fused_optimizer.state_dict()}
+
+
+def _cut_in_two(
+    rank: int, world_size: int, first: Job, second: Job, folder: str, load_strictly: bool
+) -> Result:
+    """Trains half, saves, loads under another placement, and trains the other half."""
+    model = build(first, rank, world_size)
+    losses = train(model, first, rank, FIRST)
+    dcp.save(_state(model), checkpoint_id=folder)
+    resumed = build(second, rank, world_size)
+    # train a step first: replicas are filled and wrong, and must notice what is loaded
+    train(resumed, second, rank, [99])
+    state = _state(resumed)
+    dcp.load(state, checkpoint_id=folder)
+    if load_strictly:
+        resumed.load_state_dict(state["model"])
+        resumed.fused_optimizer.load_state_dict(state["optim"])
+    losses += train(resumed, second, rank, SECOND)
+    return result_of(resumed, losses)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("ours", "stock"), ("stock", "ours"), ("ours", "other_hot"), ("other_hot", "ours")],
+)
+@pytest.mark.parametrize("load_strictly", [True, False])
+def test_training_continues_under_another_placement(
+    tmp_path: Path, first: str, second: str, load_strictly: bool
+) -> None:
+    uncut = _uncut()
+    cut = run_ranks(
+        _cut_in_two, 2, JOBS[first], JOBS[second], str(tmp_path), load_strictly, timeout_s=100
+    )
+    for actual, expected in zip(cut, uncut):
+        torch.testing.assert_close(actual.losses, expected.losses, rtol=RTOL, atol=ATOL)
+    for kind in ("weights", "states"):
+        torch.testing.assert_close(whole(cut, kind), whole(uncut, kind), rtol=RTOL, atol=ATOL)
+
+
+_UNCUT: list[list[Result]] = []
+
+
+def _uncut() -> list[Result]:
+    if not _UNCUT:
+        by_rank = run_ranks(run_jobs, 2, {"stock": STOCK}, timeout_s=100)
+        _UNCUT.append([rank["stock"] for rank in by_rank])
+    return _UNCUT[0]
+
+
+def _write_in_flight(rank: int, world_size: int, job: Job) -> tuple[float, float, list[Tensor]]:
+    """Writes weights while a batch's ids are already exchanged; its forward must see them."""
+    model = build(job, rank, world_size)
+    train(model, job, rank, range(2))
+    ebc = model.module.ebc
+    batch = make_batch(job, rank, 7)
+    ctx = ebc.create_context()
+    exchanged = ebc.input_dist(ctx, batch.sparse_features).wait().wait()
+    fresh = {k: v.clone() for k, v in build(job, rank, world_size).state_dict().items()
+             if not isinstance(v, ShardedTensor)}
+    start = _unsharded_start(job)
+    load_whole(model, {**start, **fresh})
+    in_flight = ebc.compute_and_output_dist(ctx, exchanged).wait().values().sum().item()
+    anew = build(job, rank, world_size)
+    expected = anew.module.ebc(batch.sparse_features).wait().values().sum().item()
+    return in_flight, expected, replicas_of(model)
+
+
+def _unsharded_start(job: Job) -> dict[str, Tensor]:
+    from tests.sharding.jobs import Model
+
+    return dict(Model(job).state_dict())
+
+
+def test_weights_written_while_a_batch_is_in_flight_are_seen() -> None:
+    job = dataclasses.replace(ALL_HOT, num_steps=2)
+    ranks = run_ranks(_write_in_flight, 2, job, timeout_s=100)
+    for in_flight, expected, _ in ranks:
+        assert in_flight == pytest.approx(expected, rel=1e-6)
+    for mine, its in zip(ranks[0][2], ranks[1][2]):
+        assert torch.equal(mine, its)
+
+
+def _one_rank_reads_state(rank: int, world_size: int, job: Job) -> list[float]:
+    """A state dict taken on one rank only must not make the ranks disagree."""
+    model = build(job, rank, world_size)
+    losses = train(model, job, rank, range(3))
+    if rank == 0:
+        model.state_dict()
+        model.fused_optimizer.state_dict()
+    return losses + train(model, job, rank, range(3, 6), dense_optimizer(model))
+
+
+def test_reading_state_on_one_rank_neither_hangs_nor_changes_training() -> None:
+    job = dataclasses.replace(OURS, num_steps=6)
+    cut = run_ranks(_one_rank_reads_state, 2, job, timeout_s=60)
+    uncut = run_ranks(run_jobs, 2, {"ours": job}, timeout_s=60)
+    for rank in range(2):
+        assert cut[rank] == uncut[rank]["ours"].losses
