@@ -70,7 +70,7 @@ class CriteoSource:
             PicassoError: If the file is malformed or has fewer samples.
         """
         global_size = self._global_size(world_size)
-        stream = _Circle(self._path, 0, self._num_heldout(world_size))
+        stream = _Circle(self._path, 0, self._num_heldout(world_size) + global_size)
         for _ in range(self._data.heldout_steps):
             chunk = stream.take(global_size, keep=True)
             assert chunk is not None

@@ -1,0 +1,46 @@
+"""Our sharder passes TorchRec's own sharding harness; its stock sharder proves the harness works."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conformance.harness import Case, run_case
+from torchrec_picasso.workloads.launch import RankError, run_ranks
+
+pytestmark = pytest.mark.conformance
+
+CASES = {
+    "stock_table_wise": Case(hot_rows=None),
+    "no_hot": Case(hot_rows=0),
+    "hot": Case(hot_rows=5),
+    "all_hot": Case(hot_rows=1000),
+    "mean": Case(hot_rows=5, mean=True),
+    "variable_batch": Case(hot_rows=5, variable_batch=True),
+    "variable_batch_mean": Case(hot_rows=5, variable_batch=True, mean=True),
+    "batch_per_feature": Case(hot_rows=5, batch_per_feature=True, weighted=False),
+    "batch_per_feature_mean": Case(hot_rows=5, batch_per_feature=True, mean=True, weighted=False),
+}
+
+
+def _run(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, bool]:
+    return {name: run_case(rank, world_size, case) for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_harness(world_size: int) -> None:
+    for results in run_ranks(_run, world_size, CASES, timeout_s=200):
+        assert results == dict.fromkeys(CASES, True)
+
+
+def test_harness_can_fail() -> None:
+    """A sharder that updates every row twice as far must not pass."""
+    with pytest.raises(RankError, match="not close|Mismatch"):
+        run_ranks(_run_broken, 2, timeout_s=60)
+
+
+def _run_broken(rank: int, world_size: int) -> bool:
+    from torchrec_picasso.storage.row_storage import RowStorage
+
+    update = RowStorage.update
+    RowStorage.update = lambda self, rows, slots, grads: update(self, rows, slots, grads * 2)
+    return run_case(rank, world_size, Case(hot_rows=5))

@@ -1,0 +1,118 @@
+"""Imports point only downward: the rows of docs/architecture.md, read from the source itself.
+
+A module may import rows above its own, and its own room; never another room of its row, never a row
+below. The package's own ``__init__`` re-exports and stands below all but the command line.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import torchrec_picasso
+
+PACKAGE = "torchrec_picasso"
+ROOT = Path(torchrec_picasso.__file__).parent
+
+ROWS = (
+    ("errors", "version"),
+    ("config",),
+    ("ops", "_torchrec"),
+    ("placement", "frequency", "exchange", "cost"),
+    ("storage",),
+    ("sharding", "planner"),
+    ("train_pipeline",),
+    ("workloads",),
+    ("cli", "__main__"),
+)
+ROW_OF_ROOM = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
+
+FEWEST_FILES = 50
+"""The walk must see at least these; a walk that sees nothing finds nothing."""
+
+NOT_IN_CONFIG = ("torch", "torchrec", "fbgemm_gpu")
+"""A configuration can be read and checked before PyTorch is loaded."""
+
+
+def _files() -> list[Path]:
+    return sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+def _room(path: Path) -> str:
+    first = path.relative_to(ROOT).parts[0]
+    return first.removesuffix(".py")
+
+
+def _imports(path: Path) -> set[tuple[str, str]]:
+    """Every ``(module, name)`` that a file imports, wherever in the file; name "" for all of it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write the whole module name"
+            found |= {(node.module or "", alias.name) for alias in node.names}
+    return found
+
+
+def _imported_room(module: str, name: str) -> str | None:
+    """The room of this package that an import reaches; None for other packages."""
+    parts = module.split(".")
+    if parts[0] != PACKAGE:
+        return None
+    if len(parts) > 1:
+        return parts[1]
+    # "from torchrec_picasso import X": X is a room, or a public name that only the rooms below the
+    # re-exported ones may take from the top
+    return name if name in ROW_OF_ROOM else "sharding"
+
+
+def _complaint(room: str, other: str) -> str | None:
+    if other not in ROW_OF_ROOM:
+        return f"unknown room {other!r}; give it a row in tests/test_layers.py"
+    if other == room or ROW_OF_ROOM[other] < ROW_OF_ROOM[room]:
+        return None
+    same = ROW_OF_ROOM[other] == ROW_OF_ROOM[room]
+    return f"imports {other}, {'a room of its own row' if same else 'a row below'}"
+
+
+def test_every_room_has_a_row() -> None:
+    files = _files()
+    assert len(files) >= FEWEST_FILES
+    assert {_room(path) for path in files} <= ROW_OF_ROOM.keys()
+
+
+def test_imports_point_downward() -> None:
+    complaints = [
+        f"{path.relative_to(ROOT)}: {complaint}"
+        for path in _files()
+        for module, name in sorted(_imports(path))
+        if (other := _imported_room(module, name)) is not None
+        if (complaint := _complaint(_room(path), other)) is not None
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_config_needs_no_torch() -> None:
+    files = [path for path in _files() if _room(path) == "config"]
+    assert len(files) >= 3
+    for path in files:
+        packages = {module.split(".")[0] for module, _ in _imports(path)}
+        assert packages.isdisjoint(NOT_IN_CONFIG), path
+
+
+@pytest.mark.parametrize(
+    ("room", "other", "complaint"),
+    [
+        ("storage", "exchange", None),
+        ("ops", "ops", None),
+        ("ops", "storage", "a row below"),
+        ("sharding", "planner", "a room of its own row"),
+        ("ops", "cellar", "unknown room 'cellar'"),
+    ],
+)
+def test_the_rule_itself(room: str, other: str, complaint: str | None) -> None:
+    found = _complaint(room, other)
+    assert found is None if complaint is None else complaint in str(found)
