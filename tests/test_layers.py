@@ -1,7 +1,7 @@
 """Imports point only downward: the rows of docs/architecture.md, read from the source itself.
 
 A module may import rows above its own, and its own room; never another room of its row, never a row
-below. The package's own ``__init__`` re-exports and stands below all but the command line.
+below. The package's own ``__init__`` may re-export; a name taken from it counts as its home's.
 """
 
 from __future__ import annotations
@@ -59,14 +59,13 @@ def _imports(path: Path) -> set[tuple[str, str]]:
 
 def _imported_room(module: str, name: str) -> str | None:
     """The room of this package that an import reaches; None for other packages."""
-    parts = module.split(".")
-    if parts[0] != PACKAGE:
+    package, _, rest = module.partition(".")
+    if package != PACKAGE:
         return None
-    if len(parts) > 1:
-        return parts[1]
-    # "from torchrec_picasso import X": X is a room, or a public name that only the rooms below the
-    # re-exported ones may take from the top
-    return name if name in ROW_OF_ROOM else "sharding"
+    if not rest and name not in ROW_OF_ROOM:  # "from torchrec_picasso import HotColdParams"
+        home = getattr(torchrec_picasso, name, None)
+        return _imported_room(getattr(home, "__module__", f"{PACKAGE}.{name}"), "")
+    return (rest or name).split(".")[0]
 
 
 def _complaint(room: str, other: str) -> str | None:

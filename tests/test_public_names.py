@@ -1,49 +1,51 @@
-"""What users and plans rely on: public names, their signatures, and TorchRec's names behind them."""
+"""What users and plans rely on: public names, their signatures, and the TorchRec names behind."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import inspect
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import CacheParams
 
 import torchrec_picasso
-from torchrec_picasso import (
-    FrequencyStats,
-    HotColdEmbeddingBagCollectionSharder,
-    HotColdParams,
-    _torchrec,
-    errors,
-    hot_cold_planner,
-    version,
-)
+from torchrec_picasso import _torchrec, errors, version
 
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 
-SIGNATURES: dict[str, tuple[Callable[..., Any], list[str]]] = {
-    "collect": (FrequencyStats.collect, ["batches", "model", "num_batches"]),
-    "to_parquet": (FrequencyStats.to_parquet, ["self", "path"]),
-    "from_parquet": (FrequencyStats.from_parquet, ["path"]),
-    "merge": (FrequencyStats.merge, ["self", "other"]),
-    "to_frame": (FrequencyStats.to_frame, ["self"]),
-    "coverage": (FrequencyStats.coverage, ["self", "table", "num_rows"]),
-    "expected_unique": (FrequencyStats.expected_unique, ["self", "table", "num_lookups"]),
+PUBLIC = (
+    "FrequencyStats",
+    "HotColdEmbeddingBagCollectionSharder",
+    "HotColdParams",
+    "hot_cold_planner",
+)
+
+STATS_METHODS = {
+    "collect": ["batches", "model", "num_batches"],
+    "to_parquet": ["self", "path"],
+    "from_parquet": ["path"],
+    "merge": ["self", "other"],
+    "to_frame": ["self"],
+    "coverage": ["self", "table", "num_rows"],
+    "expected_unique": ["self", "table", "num_lookups"],
 }
 
 
-@pytest.mark.parametrize("name", list(SIGNATURES))
-def test_frequency_stats_signatures(name: str) -> None:
-    function, parameters = SIGNATURES[name]
-    assert list(inspect.signature(function).parameters) == parameters
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_is_at_the_top(name: str) -> None:
+    assert name in torchrec_picasso.__all__
+    assert hasattr(torchrec_picasso, name)
+
+
+@pytest.mark.parametrize("method", list(STATS_METHODS))
+def test_frequency_stats_signatures(method: str) -> None:
+    function = getattr(torchrec_picasso.FrequencyStats, method)
+    assert list(inspect.signature(function).parameters) == STATS_METHODS[method]
 
 
 def test_planner_signature() -> None:
-    parameters = inspect.signature(hot_cold_planner).parameters
+    parameters = inspect.signature(torchrec_picasso.hot_cold_planner).parameters
     assert list(parameters)[:2] == ["topology", "stats"]
     assert parameters["stats"].default is None
     for name in ("hot_rows", "curves", "constraints", "batch_size"):
@@ -53,28 +55,16 @@ def test_planner_signature() -> None:
 
 
 def test_hot_cold_params() -> None:
-    assert issubclass(HotColdParams, CacheParams)
-    params = HotColdParams(hot_rows=[5, 2])
+    assert issubclass(torchrec_picasso.HotColdParams, CacheParams)
+    params = torchrec_picasso.HotColdParams(hot_rows=[5, 2])
     assert params.hot_rows.tolist() == [2, 5]
     assert params.num_hot_rows == 2
 
 
 def test_sharder_takes_its_parents_arguments() -> None:
-    assert issubclass(HotColdEmbeddingBagCollectionSharder, EmbeddingBagCollectionSharder)
-    ours = inspect.signature(HotColdEmbeddingBagCollectionSharder)
-    assert ours == inspect.signature(EmbeddingBagCollectionSharder)
-
-
-def test_all_is_complete_and_importable() -> None:
-    for name in torchrec_picasso.__all__:
-        assert hasattr(torchrec_picasso, name), name
-    expected = {
-        "FrequencyStats",
-        "HotColdEmbeddingBagCollectionSharder",
-        "HotColdParams",
-        "hot_cold_planner",
-    }
-    assert expected <= set(torchrec_picasso.__all__)
+    ours = torchrec_picasso.HotColdEmbeddingBagCollectionSharder
+    assert issubclass(ours, EmbeddingBagCollectionSharder)
+    assert inspect.signature(ours) == inspect.signature(EmbeddingBagCollectionSharder)
 
 
 def test_errors_are_one_family() -> None:

@@ -10,17 +10,21 @@ from torchrec_picasso.errors import (
     PicassoError,
     PlanError,
 )
+from torchrec_picasso.frequency.stats import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.planner.planner import hot_cold_planner
 from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionSharder
 from torchrec_picasso.version import __version__
 
 __all__ = [
     "CompatError",
     "ConfigError",
+    "FrequencyStats",
     "HotColdEmbeddingBagCollectionSharder",
     "HotColdParams",
     "InputError",
     "PicassoError",
     "PlanError",
     "__version__",
+    "hot_cold_planner",
 ]

@@ -116,13 +116,13 @@ def compare_on_rank(rank: int, world_size: int, spec: CompareSpec) -> dict[str, 
     batches = list(
         itertools.islice(source.batches(rank, world_size), max(spec.num_steps, probe_steps))
     )
+    ours = _Side("hot_cold", spec, source)  # first, so that hot rows that do not fit end the run
     probe_ms: dict[str, float] = {}
     if len(spec.stock) > 1:
         for name in spec.stock:
             progress.tell(f"probing {name}")
             probe_ms[name] = _probe(name, spec, source, batches, progress)
-    best = _fastest_equal(spec, probe_ms)
-    sides = [_Side(name, spec, source) for name in (best, "hot_cold")]
+    sides = [_Side(_fastest_equal(spec, probe_ms), spec, source), ours]
     _run_sides(sides, spec, batches[: spec.num_steps], progress)
     progress.close()
     results = [side.result(batches) for side in sides]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 
 from tqdm import tqdm
@@ -30,6 +31,7 @@ class Progress:
         self._on_terminal = shown and sys.stderr.isatty()
         self._prints_lines = shown and not self._on_terminal
         self._last_line_s = time.monotonic()
+        tqdm.set_lock(threading.RLock())  # its default lock outlives a rank that is ended
         self._bar = tqdm(
             total=total, desc=label, unit="step", file=sys.stderr, disable=not self._on_terminal
         )
