@@ -25,7 +25,8 @@ ROWS = (
     ("sharding", "planner"),
     ("train_pipeline",),
     ("workloads",),
-    ("cli", "__main__"),
+    ("cli",),
+    ("__main__",),
 )
 ROW_OF_ROOM = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
 

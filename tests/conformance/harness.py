@@ -1,13 +1,18 @@
 """TorchRec's own sharding harness, run on our gloo ranks with any sharder.
 
-The harness builds an unsharded TestSparseNN on every rank, trains both for a step on the same global
-batch, and compares predictions; it also compares state-dict keys with parameters and buffers. The wheel
-leaves out ``torchrec.distributed.tests``, which the harness imports one class from, so a stand-in
-module takes its place before the import, in every process.
+The harness builds an unsharded TestSparseNN on every rank, trains both for a step on the same
+global batch, and compares predictions. The wheel leaves out ``torchrec.distributed.tests``, which
+the harness imports one class from, so a stand-in module takes its place before the import, in every
+process.
+
+Source:
+    TorchRec 1.8.0, ``torchrec/distributed/test_utils/test_sharding.py``,
+    ``sharding_single_rank_test`` without its own process group.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 from dataclasses import dataclass
@@ -17,6 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -30,7 +40,7 @@ __all__ = ["Case", "run_case"]
 class Case:
     """One run of the harness.
 
-    ``hot_rows`` is the number of hot rows per table, ``None`` for TorchRec's own sharder, table-wise.
+    ``hot_rows`` is the number of hot rows per table, ``None`` for TorchRec's own table-wise.
     """
 
     hot_rows: int | None
@@ -38,6 +48,12 @@ class Case:
     weighted: bool = True
     variable_batch: bool = False
     batch_per_feature: bool = False
+    shared: bool = False
+    """Two features look up one table, and one feature looks up two tables."""
+    stock_tables: tuple[str, ...] = ()
+    """Tables placed table-wise beside the hot/cold ones."""
+    wire: str | None = None
+    """TorchRec's name of the precision on the wire; the harness then compares loosely."""
 
 
 def run_case(rank: int, world_size: int, case: Case) -> bool:
@@ -52,35 +68,58 @@ def run_case(rank: int, world_size: int, case: Case) -> bool:
     tables, weighted_tables = _tables(case)
     ours = case.hot_rows is not None
     sharder_class = HotColdEmbeddingBagCollectionSharder if ours else EmbeddingBagCollectionSharder
-    sharding_type = ShardingType.ROW_WISE if ours else ShardingType.TABLE_WISE
     optim = EmbOptimType.EXACT_SGD  # the only one the harness compares
-    constraints = {
-        table.name: ParameterConstraints(
-            sharding_types=[sharding_type.value],
-            compute_kernels=["fused"],
-            cache_params=HotColdParams(hot_rows=range(min(case.hot_rows, table.num_embeddings)))
-            if case.hot_rows is not None
-            else None,
-        )
-        for table in [*tables, *weighted_tables]
-    }
+    wire = None
+    if case.wire is not None:
+        precision = CommType(case.wire)
+        wire = QCommsConfig(forward_precision=precision, backward_precision=precision)
+    sharder = sharder_class(
+        fused_params={"optimizer": optim, "learning_rate": 0.1},
+        qcomm_codecs_registry=wire and get_qcomm_codecs_registry(wire, device=torch.device("cpu")),
+    )
     sharding_single_rank_test_single_process(
         pg=dist.group.WORLD,
         device=torch.device("cpu"),
         rank=rank,
         world_size=world_size,
         model_class=TestSparseNN,
-        embedding_groups={"group_0": [f"feature_{i}" for i in range(4)]},
+        embedding_groups={"group_0": _output_keys(tables)},
         tables=tables,
         weighted_tables=weighted_tables or None,
-        sharders=[sharder_class(fused_params={"optimizer": optim, "learning_rate": 0.1})],
+        sharders=[sharder],
         optim=optim,
-        constraints=constraints,
+        constraints={
+            table.name: _constraints(case, table) for table in [*tables, *weighted_tables]
+        },
+        qcomms_config=wire,
         variable_batch_size=case.variable_batch,
         variable_batch_per_feature=case.batch_per_feature,
         random_seed=7,
     )
     return True
+
+
+def _constraints(case: Case, table: EmbeddingBagConfig) -> ParameterConstraints:
+    hot_rows = None if table.name in case.stock_tables else case.hot_rows
+    if hot_rows is None:
+        return ParameterConstraints(
+            sharding_types=[ShardingType.TABLE_WISE.value], compute_kernels=["fused"]
+        )
+    return ParameterConstraints(
+        sharding_types=[ShardingType.ROW_WISE.value],
+        compute_kernels=["fused"],
+        cache_params=HotColdParams(hot_rows=range(min(hot_rows, table.num_embeddings))),
+    )
+
+
+def _output_keys(tables: list[EmbeddingBagConfig]) -> list[str]:
+    """Keys of the pooled output; a feature of two tables has one per table."""
+    features = [feature for table in tables for feature in table.feature_names]
+    return [
+        feature if features.count(feature) == 1 else f"{feature}@{table.name}"
+        for table in tables
+        for feature in table.feature_names
+    ]
 
 
 def _tables(case: Case) -> tuple[list[EmbeddingBagConfig], list[EmbeddingBagConfig]]:
@@ -95,6 +134,11 @@ def _tables(case: Case) -> tuple[list[EmbeddingBagConfig], list[EmbeddingBagConf
         )
         for i in range(4)
     ]
+    if case.shared:
+        tables[3].feature_names.append("feature_4")
+        again = copy.deepcopy(tables[1])  # equal rows: the harness draws a feature's ids once
+        again.name, again.embedding_dim = "table_1_again", 12
+        tables.append(again)
     weighted = [
         EmbeddingBagConfig(
             num_embeddings=(i + 1) * 10,

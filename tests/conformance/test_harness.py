@@ -1,4 +1,4 @@
-"""Our sharder passes TorchRec's own sharding harness; its stock sharder proves the harness works."""
+"""Our sharder passes TorchRec's own sharding harness; the stock sharder proves that it works."""
 
 from __future__ import annotations
 
@@ -17,13 +17,24 @@ CASES = {
     "mean": Case(hot_rows=5, mean=True),
     "variable_batch": Case(hot_rows=5, variable_batch=True),
     "variable_batch_mean": Case(hot_rows=5, variable_batch=True, mean=True),
+    "shared": Case(hot_rows=5, shared=True),
+    "shared_mean": Case(hot_rows=5, shared=True, mean=True),
+    "beside_stock": Case(hot_rows=5, stock_tables=("table_0", "table_2", "weighted_table_1")),
+    "fp16_wire": Case(hot_rows=5, wire="fp16"),
+    "stock_shared": Case(hot_rows=None, shared=True),
     "batch_per_feature": Case(hot_rows=5, batch_per_feature=True, weighted=False),
     "batch_per_feature_mean": Case(hot_rows=5, batch_per_feature=True, mean=True, weighted=False),
 }
 
 
 def _run(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, bool]:
-    return {name: run_case(rank, world_size, case) for name, case in cases.items()}
+    results = {}
+    for name, case in cases.items():
+        try:
+            results[name] = run_case(rank, world_size, case)
+        except Exception as error:
+            raise AssertionError(f"case {name!r} of the harness failed") from error
+    return results
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -34,7 +45,7 @@ def test_harness(world_size: int) -> None:
 
 def test_harness_can_fail() -> None:
     """A sharder that updates every row twice as far must not pass."""
-    with pytest.raises(RankError, match="not close|Mismatch"):
+    with pytest.raises(RankError, match=r"not close|Mismatch"):
         run_ranks(_run_broken, 2, timeout_s=60)
 
 

@@ -82,7 +82,7 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
             row_scale=1.0 if args.data else _GENERATED_ROW_SCALE,
             heldout_steps=2,
         ),
-        model=ModelConfig(embedding_dim=args.dim, dense_layers=(128,), over_layers=(128, 64)),
+        model=ModelConfig(embedding_dim=args.dim, dense_layers=(64,), over_layers=(64,)),
         sharding=ShardingConfig(hot_rows=args.hot_rows),
     )
     spec = CompareSpec(config=config)

@@ -10,6 +10,7 @@ Source: TorchRec ``planner/enumerators.py`` ``EmbeddingEnumerator``, extended by
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,7 +83,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
                 options = hot_cold_options(options, hot_sets[table])
                 self.populate_estimates(options)
             space.extend(options)
-        self._hot_cold_space = space
+        self._hot_cold_space = copy.deepcopy(space)
         return space
 
     @property
@@ -117,8 +118,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
                 continue
             if table in rows and (table in named if named is not None else self._hot_rows):
                 raise PlanError(
-                    f"table {table!r} exists in module {paths[table]!r} and in module {path!r}, but "
-                    "hot rows are chosen by table name; give each table its own name"
+                    f"table {table!r} exists in module {paths[table]!r} and in module {path!r}, "
+                    "but hot rows are chosen by table name; give each table its own name"
                 )
             rows[table], paths[table] = options[0].tensor.shape[0], path
 
@@ -127,14 +128,14 @@ class HotColdEnumerator(EmbeddingEnumerator):
             sharder = self.sharder_map[elsewhere[table].module_type_key]
             raise PlanError(
                 f"hot_rows names table {table!r} of module {module_path!r} "
-                f"({type(module).__name__}), whose sharder {type(sharder).__name__} cannot place hot "
-                "rows; leave the table out, or pass a sharder that can, such as "
+                f"({type(module).__name__}), whose sharder {type(sharder).__name__} cannot place "
+                "hot rows; leave the table out, or pass a sharder that can, such as "
                 "HotColdEmbeddingBagCollectionSharder"
             )
-        if options_by_path and not rows and not (named is not None and not named):
+        if options_by_path and not rows and named != set():
             raise PlanError(
                 "no table can be hot/cold: none of the sharders "
-                f"{sorted({type(s).__name__ for s in self.sharder_map.values()})} supports it for a "
-                "module of this model; pass HotColdEmbeddingBagCollectionSharder() in sharders"
+                f"{sorted({type(s).__name__ for s in self.sharder_map.values()})} supports it for "
+                "a module of this model; pass HotColdEmbeddingBagCollectionSharder() in sharders"
             )
         return rows

@@ -1,8 +1,8 @@
 """Turns TorchRec's sharding options of a table into hot/cold ones, and counts their memory.
 
 A hot/cold option is a stock row-wise one whose ``cache_params`` names the hot rows: the plan keeps
-TorchRec's own words, and its validation, statistics and broadcast work on it unchanged. The replicas
-are charged to every shard, since every rank holds them beside its home block.
+TorchRec's own words, and its validation, statistics and broadcast work on it unchanged. The
+replicas are charged to every shard, since every rank holds them beside its home block.
 """
 
 from __future__ import annotations
