@@ -1,4 +1,4 @@
-"""The errors a caller may catch: every one says what was found, what was expected and what to do."""
+"""The errors a caller may catch; each says what was found, what was expected, what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class PicassoError(ValueError):
 
 
 class ConfigError(PicassoError):
-    """A configuration file or command-line value is wrong; lists every problem found, with its place."""
+    """A configuration or command-line value is wrong; lists every problem with its place."""
 
 
 class PlanError(PicassoError):

@@ -1,8 +1,8 @@
 """One table's decision, as the sharding plan carries it: which rows are hot.
 
-The marker rides in ``ParameterSharding.cache_params``, the one slot that survives TorchRec's planner,
-its broadcast to all ranks and ``shard()``; ``sharding_type`` stays ``row_wise`` and ``compute_kernel``
-stays a stock one, so everything else in TorchRec keeps working on the plan.
+The marker rides in ``ParameterSharding.cache_params``, the one slot that survives TorchRec's
+planner, its broadcast to all ranks and ``shard()``; ``sharding_type`` stays ``row_wise`` and
+``compute_kernel`` stays a stock one, so everything else in TorchRec keeps working on the plan.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Small training jobs that run the same under any placement, and what they leave behind.
 
-A job is data; ``train`` runs it on one rank and returns losses, weights and optimizer state as local
-shards, which ``whole`` joins in the test's own process. Every placement starts from the same weights
-and sees the same batches, so two results can be compared number by number.
+A job is data; ``train`` runs it on one rank and returns losses, weights and optimizer state as
+local shards, which ``whole`` joins in the test's own process. Every placement starts from the same
+weights and sees the same batches, so two results can be compared number by number.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class Model(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         pooled = self.ebc(batch.sparse_features)
         out = self.over(torch.cat([pooled[key] for key in self.keys], dim=1)).squeeze(1)
-        loss = ((out - batch.labels) ** 2).sum() / 6  # a mean would be nan for a rank without samples
+        # not a mean: that would be nan for a rank without samples
+        loss = ((out - batch.labels) ** 2).sum() / 6
         return loss, out.detach()
 
 

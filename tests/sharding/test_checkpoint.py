@@ -1,8 +1,8 @@
 """Checkpoints are plain TorchRec's: the same keys, types and shapes, loadable both ways.
 
 A run is cut in two by ``torch.distributed.checkpoint``; the second half is trained by another
-placement. Its losses, weights and optimizer state must equal the uncut run's, within the float32 order
-of sums that test_exactness.py allows.
+placement. Its losses, weights and optimizer state must equal the uncut run's, within the float32
+order of sums that test_exactness.py allows.
 """
 
 from __future__ import annotations
@@ -134,8 +134,11 @@ def _write_in_flight(rank: int, world_size: int, job: Job) -> tuple[float, float
     batch = make_batch(job, rank, 7)
     ctx = ebc.create_context()
     exchanged = ebc.input_dist(ctx, batch.sparse_features).wait().wait()
-    fresh = {k: v.clone() for k, v in build(job, rank, world_size).state_dict().items()
-             if not isinstance(v, ShardedTensor)}
+    fresh = {
+        k: v.clone()
+        for k, v in build(job, rank, world_size).state_dict().items()
+        if not isinstance(v, ShardedTensor)
+    }
     start = _unsharded_start(job)
     load_whole(model, {**start, **fresh})
     in_flight = ebc.compute_and_output_dist(ctx, exchanged).wait().values().sum().item()

@@ -1,9 +1,9 @@
 """Hot/cold training against stock TorchRec: losses, weights, optimizer state; ranks 1, 2 and 3.
 
-Both sides start from the same weights and see the same skewed, jagged batches. They may differ by the
-order of float32 sums only: a row's gradient is summed per rank first here, per lookup there. Ten steps
-at learning rate 0.1 amplify one rounding (6e-8 relative) by less than 1e3, hence the tolerance. What
-needs no sum over ranks, the replicas, is bit-equal.
+Both sides start from the same weights and see the same skewed, jagged batches. They may differ by
+the order of float32 sums only: a row's gradient is summed per rank first here, per lookup there.
+Ten steps at learning rate 0.1 amplify one rounding (6e-8 relative) by less than 1e3, hence the
+tolerance. What needs no sum over ranks, the replicas, is bit-equal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hot/cold tables run unchanged in TorchRec's pipelines, with the plain loop's results to the bit."""
+"""Hot/cold tables run unchanged in TorchRec's pipelines, bit-equal to the plain loop."""
 
 from __future__ import annotations
 

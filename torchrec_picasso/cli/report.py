@@ -17,6 +17,7 @@ __all__ = ["Comparison", "print_comparison", "write_json", "draw_comparison"]
 
 _STOCK_COLOR, _OURS_COLOR = "#9aa5b1", "#0b7285"
 _MB = 1e6
+_ROUNDING = 1e-6  # float32 losses that differ by more met such a switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,11 @@ def print_comparison(comparison: Comparison) -> None:
         print(f"  {name.ljust(widths[0])}  {aligned}".rstrip())
         if index == 0:
             print("  " + "-" * (sum(widths) + 6))
+    if comparison.max_relative_loss_difference > _ROUNDING:
+        print(
+            "  (sums in another order round differently; a ReLU whose input is that near 0 then\n"
+            "  switches, and from there the two runs drift apart like two seeds of rounding)"
+        )
     print("  (times on ranks that share one machine; a network is slower, and there bytes count)")
 
 

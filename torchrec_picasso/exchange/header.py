@@ -1,11 +1,12 @@
 """The header of a step: the one small exchange that every rank's host reads.
 
-An all-to-all of a few integers per pair of ranks carries everything that must be known before rows can
-move: how many ids come from whom, which hot rows anybody touches, whether anybody's input is bad and
-whether anybody's homes were written from outside (a checkpoint was loaded). Because all ranks learn of
-bad input together, all raise together and nobody is left waiting.
+An all-to-all of a few integers per pair of ranks carries everything that must be known before rows
+can move: how many ids come from whom, which hot rows anybody touches, whether anybody's input is
+bad and whether anybody's homes were written from outside (a checkpoint was loaded). Because all
+ranks learn of bad input together, all raise together and nobody is left waiting.
 
-It costs one collective of ``8 * (P + 3) + H / 8`` bytes per pair and the step's only planned host sync.
+It costs one collective of ``8 * (P + 3) + H / 8`` bytes per pair and the step's only planned host
+sync.
 """
 
 from __future__ import annotations

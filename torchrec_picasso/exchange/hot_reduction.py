@@ -1,8 +1,8 @@
 """Summing hot rows' gradients over ranks, touched rows only.
 
-The header already told every rank which hot rows anybody touched, so the all-reduce carries just those:
-never more bytes than reducing the whole hot set, and equal to it when all are touched. Untouched rows
-are not in the sum, hence not updated, whatever the optimizer's decay.
+The header already told every rank which hot rows anybody touched, so the all-reduce carries just
+those: never more bytes than reducing the whole hot set, and equal to it when all are touched.
+Untouched rows are not in the sum, hence not updated, whatever the optimizer's decay.
 """
 
 from __future__ import annotations

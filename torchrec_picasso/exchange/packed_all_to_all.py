@@ -1,8 +1,9 @@
 """One all-to-all for all packs: ids, rows or gradients, mixed dims in one flat buffer.
 
-Callers keep one matrix per pack, its rows grouped by rank. The wire wants the opposite nesting: one
-buffer, for each rank all packs. With one pack the two are the same memory and nothing is copied; with
-several, segments are joined before and cut after, one pass over the exchanged elements.
+Callers keep one matrix per pack, its rows grouped by rank. The wire wants the opposite nesting:
+one buffer, for each rank all packs. With one pack the two are the same memory and nothing is
+copied; with several, segments are joined before and cut after, one pass over the exchanged
+elements.
 
 Source: TorchRec ``distributed/comm_ops.py`` (sequence all-to-all, its codecs); PICASSO's Shuffle.
 """
@@ -33,13 +34,13 @@ class PackedAllToAll:
         inputs_P: One contiguous matrix ``(n_p, D_p)`` per pack, rows grouped by destination rank. A
             vector counts as ``(n_p, 1)``.
         send_PW: Rows of each pack to each rank; row ``p`` sums to ``n_p``.
-        outputs_P: Where the received rows go, ``(m_p, D_p)`` contiguous, grouped by source rank. May
-            be slices of larger matrices.
+        outputs_P: Where the received rows go, ``(m_p, D_p)`` contiguous, grouped by source rank;
+            may be slices of larger matrices.
         receive_PW: Rows of each pack from each rank; row ``p`` sums to ``m_p``.
         codec: Wire precision, or ``None`` for the inputs' own.
 
     Cost:
-        ``(n_p - own) * D_p`` elements sent per pack; one copy each way when there are several packs.
+        ``(n_p - own) * D_p`` elements sent per pack; one copy each way with several packs.
     """
 
     def __init__(

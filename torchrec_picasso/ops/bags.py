@@ -1,9 +1,9 @@
 """The order of bags: from KeyedJaggedTensor order to the order pooled embeddings are stored in.
 
-A KeyedJaggedTensor keeps bags feature by feature; a pooled output ``(B, F * D)`` keeps them sample by
-sample. Reordering the lookups (integers) before the gather costs 1 ms where transposing the pooled rows
-(B * F * D floats) would cost a pass over 54 MB at B=4,096, F=26, D=128. With a different batch size per
-feature the output is flat and feature-major, so the order stays.
+A KeyedJaggedTensor keeps bags feature by feature; a pooled output ``(B, F * D)`` keeps them sample
+by sample. Reordering the lookups (integers) before the gather costs 1 ms where transposing the
+pooled rows (B * F * D floats) would cost a pass over 54 MB at B=4,096, F=26, D=128. With a
+different batch size per feature the output is flat and feature-major, so the order stays.
 """
 
 from __future__ import annotations

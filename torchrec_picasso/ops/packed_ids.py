@@ -1,9 +1,10 @@
 """The packed id space: all tables of a sharded module behind one range of integers.
 
-``packed_id = table_base + row``, with tables of one pack side by side. Everything a lookup needs to
-know of its row - which pack, which home rank, which row there, hot or cold - follows from its packed
-id by one binary search over the ``T * W`` block starts and one over the hot ids, so no step grows with
-a Python loop over tables. Homes may be uneven; empty blocks (fewer rows than ranks) are ordinary.
+``packed_id = table_base + row``, with tables of one pack side by side. Everything a lookup needs
+to know of its row - which pack, which home rank, which row there, hot or cold - follows from its
+packed id by one binary search over the ``T * W`` block starts and one over the hot ids, so no step
+grows with a Python loop over tables. Homes may be uneven; empty blocks (fewer rows than ranks) are
+ordinary.
 
 Source: PICASSO (arXiv 2204.04903), D-Packing: one operator for many tables.
 """

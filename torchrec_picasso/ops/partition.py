@@ -1,8 +1,8 @@
 """Who serves each unique row: its home rank, or the replica at hand.
 
-Rows are put in *matrix order*, the order in which a step keeps fetched rows in memory and sends them:
-pack by pack, first hot rows, then cold rows by home rank. Within a (pack, home) segment they ascend, so
-homes read their storage forward.
+Rows are put in *matrix order*, the order in which a step keeps fetched rows in memory and sends
+them: pack by pack, first hot rows, then cold rows by home rank. Within a (pack, home) segment they
+ascend, so homes read their storage forward.
 
 Source: PICASSO (arXiv 2204.04903), Unique&Partition.
 """
@@ -25,9 +25,9 @@ class RowPartition:
     """The unique rows of a batch in matrix order."""
 
     target_U: Tensor
-    """Where to read each row: its hot slot if hot, else its row in the home's storage of the pack."""
+    """Where to read each row: its hot slot, or its row in the home's storage of the pack."""
     counts_PB: Tensor
-    """Rows of each pack served by the replicas, home 0, home 1, ...: int64, shape ``(P, 1 + W)``."""
+    """Rows of each pack at the replicas, home 0, home 1, ...: int64, shape ``(P, 1 + W)``."""
     row_of_lookup_N: Tensor
     """Position in matrix order of each lookup's row, int64, shape ``(N,)``."""
     lookups_by_row_N: Tensor
@@ -62,7 +62,7 @@ def partition_rows(rows: UniqueRows, space: PackedIdSpace) -> RowPartition:
         bucket_U = torch.where(is_hot_U, hot_bucket_U, bucket_U)
         target_U = torch.where(is_hot_U, slot_U, target_U)
         touched_H1[torch.where(is_hot_U, slot_U, space.num_hot_rows)] = True
-    # Tables of one pack are side by side and, for one home, ascend: a stable sort by bucket is enough.
+    # Tables of one pack are side by side and, for one home, ascend: a stable sort is enough.
     order_U = torch.argsort(bucket_U, stable=True)
     position_U = torch.empty_like(order_U)
     position_U[order_U] = torch.arange(order_U.numel(), device=order_U.device)

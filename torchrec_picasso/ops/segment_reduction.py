@@ -1,8 +1,8 @@
 """Pooling of fetched rows into bags, and its gradient: both are gathers, neither scatters.
 
-Forward walks bags and gathers rows; backward walks rows and gathers bags over the transposed map, so
-every row's gradient is summed once, in a fixed order (bit-equal between runs), without atomics and
-without sorting again.
+Forward walks bags and gathers rows; backward walks rows and gathers bags over the transposed map,
+so every row's gradient is summed once, in a fixed order (bit-equal between runs), without atomics
+and without sorting again.
 
 Source: PICASSO (arXiv 2204.04903), SegmentReduction.
 """

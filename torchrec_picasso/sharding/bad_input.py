@@ -60,7 +60,7 @@ def _describe_outside_id(space: PackedIdSpace, features: KeyedJaggedTensor, coun
     feature, table, rows = _table_of_feature(space)[int(feature_N[first])]
     return (
         f"feature {feature!r} looks up row {int(ids_N[first])} of table {table!r}, whose rows are "
-        f"0..{rows - 1}; {count} such ids in this rank's batch. Hash or clamp the ids before training"
+        f"0..{rows - 1}; {count} such ids in this rank's batch. Hash or clamp ids before training"
     )
 
 

@@ -19,7 +19,7 @@ __all__ = ["ExchangedBatch", "ExchangedFeatures", "exchanged_batch"]
 
 @dataclass(frozen=True)
 class ExchangedBatch:
-    """One batch of one sharded module between its ids exchange and its update; one entry per pack."""
+    """One batch of one module between ids exchange and update; one entry per pack."""
 
     header: StepHeader
     hot_slots_P: Sequence[Tensor]
@@ -49,16 +49,16 @@ class ExchangedBatch:
 class ExchangedFeatures(KeyedJaggedTensor):
     """The rank's own features, carrying their exchange through the pipeline.
 
-    The lookup needs a KeyedJaggedTensor because feature processors and trackers sit between the input
-    dist and it. A feature processor wraps the features anew but keeps the tensor of their values, so
-    the exchange is found through that tensor.
+    The lookup needs a KeyedJaggedTensor because feature processors and trackers sit between the
+    input dist and it. A feature processor wraps the features anew but keeps the tensor of their
+    values, so the exchange is found through that tensor.
     """
 
     @staticmethod
     def of(features: KeyedJaggedTensor, batch: ExchangedBatch) -> ExchangedFeatures:
         """Wraps ``features``; no copy."""
         values = features.values().detach()  # a tensor object of our own to hang the batch on
-        values._exchanged_batch = batch  # type: ignore[attr-defined]
+        values._exchanged_batch = batch
         variable = features.variable_stride_per_key()
         return ExchangedFeatures(
             keys=features.keys(),

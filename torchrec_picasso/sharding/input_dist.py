@@ -1,7 +1,7 @@
 """From a batch's features to ids at their homes: unique, partition, header, ids all-to-all.
 
-Two awaitables, as TorchRec's pipelines expect: the first ends when the header is known, the second when
-the ids have arrived. Everything here runs ahead of the step that needs it.
+Two awaitables, as TorchRec's pipelines expect: the first ends when the header is known, the second
+when the ids have arrived. Everything here runs ahead of the step that needs it.
 
 Host syncs per batch on CUDA: the number of unique rows, the header.
 """

@@ -1,4 +1,4 @@
-"""The lookup: homes gather the rows they are asked for and send them off; replicas are read here."""
+"""The lookup: homes gather and send the rows they are asked for; replicas are read here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rows arrive and are pooled where the batch is; in backward their gradients leave from here.
 
-The autograd graph holds no optimizer: its leaf is an anchor, and what hangs on it is only the fetch of
-rows, whose backward hands the rows' gradients to the step's update.
+The autograd graph holds no optimizer: its leaf is an anchor, and what hangs on it is only the
+fetch of rows, whose backward hands the rows' gradients to the step's update.
 """
 
 from __future__ import annotations

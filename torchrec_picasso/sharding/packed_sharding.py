@@ -1,8 +1,8 @@
 """The hot/cold embedding sharding: TorchRec's row-wise metadata, our exchange.
 
-Subclassing TorchRec's row-wise sharding keeps shards, names and state-dict metadata its own; only the
-three factories (input dist, lookup, output dist) differ, and tables are grouped by dim as well, because
-a pack is one matrix.
+Subclassing TorchRec's row-wise sharding keeps shards, names and state-dict metadata its own; only
+the three factories (input dist, lookup, output dist) differ, and tables are grouped by dim as
+well, because a pack is one matrix.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
             name = info.embedding_config.name
             params[name].check(name, info.embedding_config.num_embeddings)
         super().__init__(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
-        self._grouped_embedding_configs_per_rank = [
-            _one_dim_per_group(groups) for groups in self._grouped_embedding_configs_per_rank
-        ]
+        # TorchRec's grouping, one dim finer; its own methods read names and shards off these
+        stock_groups: list[list[GroupedEmbeddingConfig]] = self._grouped_embedding_configs_per_rank
+        self._grouped_embedding_configs_per_rank = list(map(_one_dim_per_group, stock_groups))
         self._grouped_embedding_configs = self._grouped_embedding_configs_per_rank[self._rank]
         means = {
             info.embedding_config.name

@@ -25,8 +25,9 @@ _POOLED_BY_PARTS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.val
 class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     """TorchRec's sharded module with one more way to shard a table.
 
-    Tables whose plan carries :class:`HotColdParams` form one group with one packed unique exchange;
-    every other table takes TorchRec's own path. Names, state dict and fused optimizer are TorchRec's.
+    Tables whose plan carries :class:`HotColdParams` form one group with one packed unique
+    exchange; every other table takes TorchRec's own path. Names, state dict and fused optimizer
+    are TorchRec's.
     """
 
     check_weights = False

@@ -1,9 +1,9 @@
 """One update per row and backward, after its last gradient has arrived.
 
-Backward only *sends* gradients. When the whole graph has run, the engine calls back, and every pack is
-updated once over all (row, gradient) pairs: what arrived at home and what was reduced for the replicas,
-from however many lookups of the module the graph held. Until then the exchange hides behind the rest of
-backward.
+Backward only *sends* gradients. When the whole graph has run, the engine calls back, and every
+pack is updated once over all (row, gradient) pairs: what arrived at home and what was reduced for
+the replicas, from however many lookups of the module the graph held. Until then the exchange hides
+behind the rest of backward.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _GradientsInFlight:
         )
 
     def wait(self) -> Sequence[Tensor]:
-        """Gradients of the home rows asked for, then of the touched replicas: ``(m, D)`` per pack."""
+        """Gradients of home rows asked for, then of touched replicas: ``(m, D)`` per pack."""
         self._cold.wait()
         self._hot.wait()
         if get_gradient_division() and self._world_size > 1:

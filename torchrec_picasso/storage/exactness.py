@@ -1,8 +1,8 @@
-"""Which optimizer and kernel settings train the same through homes and replicas as in stock TorchRec.
+"""Which optimizer and kernel settings train through homes and replicas as in stock TorchRec.
 
-The home receives one gradient per row and step, already summed over a rank's lookups. Settings that
-look at gradients before that sum, at counts of lookups, or at random numbers would silently differ, so
-they are refused by name.
+The home receives one gradient per row and step, already summed over a rank's lookups. Settings
+that look at gradients before that sum, at counts of lookups, or at random numbers would silently
+differ, so they are refused by name.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_exact(
             "clip in the dense part",
         )
     decay = fused_params.get("weight_decay_mode")
-    if getattr(decay, "name", None) in _LOOKUP_COUNTING_DECAY:
+    if decay is not None and decay.name in _LOOKUP_COUNTING_DECAY:
         refuse(
             f"weight_decay_mode {decay.name} depends on how often a row is looked up",
             "use NONE, L2 or DECOUPLE",

@@ -2,17 +2,17 @@
 
     rows of the TBE:   | table a, home | table b, home | ... | replica of hot slot 0, 1, ... |
 
-Homes are stock row-wise shards, so state dicts see plain TorchRec. Replicas share the TBE, hence its
-optimizer, learning rate and step count, and one call updates both. The replicas are a cache of the
-homes with two states:
+Homes are stock row-wise shards, so state dicts see plain TorchRec. Replicas share the TBE, hence
+its optimizer, learning rate and step count, and one call updates both. The replicas are a cache of
+the homes with two states:
 
 * *filled*: equal on all ranks; newer than their homes when ``dirty``. ``flush`` copies a rank's own
   hot rows home (local, no communication).
 * *stale*: before the first step, after a purge, or when somebody wrote into a home in place, which
   shows in the tensors' version counters. The next lookup fills them again (collective).
 
-The TBE holds each tables' rows as one table pooled one row per bag: on CPU its backward then takes 10
-ms for 23,000 rows of D=128 where the unpooled one takes 87 ms.
+To the TBE a pack is one table, pooled one row per bag: on CPU its forward and backward then take
+10 ms for 23,000 rows of D=128, where the unpooled kernel takes 88 ms.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
         return self._rows.index_select(0, rows_n).float()
 
     def gather_hot(self, slots_h: Tensor, out_hD: Tensor) -> None:
-        """Reads replicas into ``out_hD``, float32, shape ``(h, D)``; slots count from 0 in the pack."""
+        """Reads replicas of ``slots_h``, counted from 0 in the pack, into float32 ``out_hD``."""
         rows_h = slots_h + self._num_home_rows
         if self._rows.dtype == torch.float32:
             torch.index_select(self._rows, 0, rows_h, out=out_hD)
@@ -211,7 +211,7 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
         """Home rows of each table, views, shape ``(local_rows, D)``."""
         return [view for _, view in self._home_slices(self._rows)]
 
-    def state_dict(  # type: ignore[override]
+    def state_dict(
         self,
         destination: dict[str, Any] | None = None,
         prefix: str = "",
@@ -232,8 +232,8 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Homes as parameters that no outside optimizer may take."""
         for table, view in zip(self._config.embedding_tables, self.split_embedding_weights()):
-            parameter = nn.Parameter(view)
-            parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
+            parameter: Any = nn.Parameter(view)
+            parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
             yield append_prefix(prefix, f"{table.name}.weight"), parameter
 
     def named_buffers(

@@ -1,0 +1,86 @@
+"""Small models, batches and statistics that the tests of this room share."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
+
+from torchrec_picasso.frequency import FrequencyStats, TableCounts
+
+META = torch.device("meta")
+ROWS = {"small": 3, "large": 40}
+
+
+class TwoCollections(nn.Module):
+    """A pooled and a sequence collection; feature ``shared`` looks up a table of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooled = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    name="a", num_embeddings=10, embedding_dim=4, feature_names=["f0", "shared"]
+                ),
+                EmbeddingBagConfig(
+                    name="b", num_embeddings=6, embedding_dim=8, feature_names=["f1"]
+                ),
+            ],
+            device=META,
+        )
+        self.sequence = EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(
+                    name="c", num_embeddings=10, embedding_dim=4, feature_names=["shared"]
+                )
+            ],
+            device=META,
+        )
+
+
+def kjt(**bags: list[list[int]]) -> KeyedJaggedTensor:
+    """A batch from one list of bags per feature."""
+    return KeyedJaggedTensor.from_lengths_sync(
+        list(bags),
+        torch.tensor([i for feature in bags.values() for bag in feature for i in bag]).long(),
+        torch.tensor([len(bag) for feature in bags.values() for bag in feature]).long(),
+    )
+
+
+def table_counts(num_embeddings: int, counts: dict[int, int]) -> TableCounts:
+    rows = sorted(counts)
+    return TableCounts(
+        num_embeddings=num_embeddings,
+        feature_names=("f",),
+        rows_U=torch.tensor(rows, dtype=torch.int64),
+        counts_U=torch.tensor([counts[row] for row in rows], dtype=torch.int64),
+    )
+
+
+def make_stats(rows: dict[str, int], counts: dict[str, dict[int, int]]) -> FrequencyStats:
+    tables = {name: table_counts(rows[name], counts.get(name, {})) for name in rows}
+    return FrequencyStats(tables=tables, num_batches=2, num_samples=7)
+
+
+def stats_of(rows: dict[str, int]) -> st.SearchStrategy[FrequencyStats]:
+    """Any counts of any rows of the tables, none at all included."""
+    counts = {
+        name: st.dictionaries(st.integers(0, size - 1), st.integers(1, 9))
+        for name, size in rows.items()
+    }
+    return st.fixed_dictionaries(counts).map(lambda drawn: make_stats(rows, drawn))
+
+
+def dense_counts(counts: TableCounts) -> np.ndarray:
+    """Counts of every row, seen or not."""
+    dense = np.zeros(counts.num_embeddings, dtype=np.int64)
+    dense[counts.rows_U.numpy()] = counts.counts_U.numpy()
+    return dense

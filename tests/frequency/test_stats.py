@@ -1,0 +1,134 @@
+"""The laws of merge, coverage and expected_unique, and the order of the frame."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.frequency.samples import ROWS, dense_counts, make_stats, stats_of
+from torchrec_picasso.errors import PicassoError, PlanError
+from torchrec_picasso.frequency import FrequencyStats, TableCounts
+
+STATS = stats_of(ROWS)
+
+
+@given(STATS, STATS)
+def test_merge_adds_counts_and_commutes(one: FrequencyStats, two: FrequencyStats) -> None:
+    merged = one.merge(two)
+    assert merged == two.merge(one)
+    assert (merged.num_batches, merged.num_samples) == (4, 14)
+    for name in ROWS:
+        total = dense_counts(one.tables[name]) + dense_counts(two.tables[name])
+        np.testing.assert_array_equal(dense_counts(merged.tables[name]), total)
+        assert (merged.tables[name].rows_U.diff() > 0).all()
+
+
+@given(STATS, STATS, STATS)
+def test_merge_is_associative(a: FrequencyStats, b: FrequencyStats, c: FrequencyStats) -> None:
+    assert a.merge(b).merge(c) == a.merge(b.merge(c))
+
+
+def test_merge_unites_tables() -> None:
+    one, two = make_stats({"a": 3}, {"a": {0: 1}}), make_stats({"b": 4}, {"b": {3: 2}})
+    merged = one.merge(two)
+    assert list(merged.tables) == ["a", "b"]
+    assert merged.tables["b"] == two.tables["b"]
+
+
+def test_merge_refuses_another_model() -> None:
+    one, two = make_stats({"a": 3}, {}), make_stats({"a": 4}, {})
+    with pytest.raises(PlanError, match="different models: table 'a' has rows 3 here and 4 there"):
+        one.merge(two)
+    renamed = FrequencyStats(tables={"a": replace(one.tables["a"], feature_names=("g",))})
+    with pytest.raises(PlanError, match=r"table 'a' has features \('f',\) here and \('g',\)"):
+        one.merge(renamed)
+
+
+@given(STATS)
+def test_coverage_is_a_growing_share(stats: FrequencyStats) -> None:
+    for name, rows in ROWS.items():
+        shares = [stats.coverage(name, k) for k in range(rows + 2)]
+        assert shares == sorted(shares)
+        assert shares[0] == 0
+        assert shares[-1] == (1 if stats.tables[name].num_lookups else 0)
+        # each further row adds no more than the one before it
+        assert (np.diff(shares, n=2) <= 1e-12).all()
+
+
+@given(STATS, st.integers(0, 200))
+def test_expected_unique_is_the_sum_over_rows(stats: FrequencyStats, num_lookups: int) -> None:
+    for name in ROWS:
+        counts = stats.tables[name]
+        expected = stats.expected_unique(name, num_lookups)
+        share = dense_counts(counts) / max(counts.num_lookups, 1)
+        assert expected == pytest.approx((1 - (1 - share) ** num_lookups).sum(), abs=1e-9)
+        assert expected <= min(num_lookups, counts.num_rows_seen) + 1e-9
+
+
+def test_expected_unique_by_hand() -> None:
+    stats = make_stats({"a": 4, "one": 9}, {"a": {0: 5, 3: 5}, "one": {2: 7}})
+    assert stats.expected_unique("a", 1) == 1
+    assert stats.expected_unique("a", 2) == 1.5
+    assert stats.expected_unique("one", 50) == 1
+    assert stats.expected_unique("one", 0) == 0
+
+
+def test_expected_unique_keeps_rare_rows() -> None:
+    # 1 - (1 - p)^n in plain float64 would keep 7 digits of p here; the tail is a third of the sum
+    stats = make_stats({"a": 2}, {"a": {0: 10**9 - 1, 1: 1}})
+    assert stats.expected_unique("a", 2) - 1 == pytest.approx(2e-9, rel=1e-6)
+
+
+def test_frame_is_ordered() -> None:
+    stats = make_stats({"z": 9, "none": 2, "a": 9}, {"z": {1: 2, 5: 7, 0: 2}, "a": {3: 1}})
+    frame = stats.to_frame()
+    assert list(frame.columns) == ["table", "row", "count"]
+    assert frame.to_numpy().tolist() == [["z", 5, 7], ["z", 0, 2], ["z", 1, 2], ["a", 3, 1]]
+    assert frame.dtypes[["row", "count"]].tolist() == [np.int64, np.int64]
+
+
+def test_frame_of_nothing() -> None:
+    frame = FrequencyStats(tables={}).to_frame()
+    assert list(frame.columns) == ["table", "row", "count"]
+    assert frame.empty
+
+
+def test_pickle() -> None:
+    stats = make_stats(ROWS, {"large": {4: 4}})
+    assert pickle.loads(pickle.dumps(stats)) == stats
+
+
+def test_counts_differ_from_anything_else() -> None:
+    counts = make_stats({"a": 3}, {"a": {1: 2}}).tables["a"]
+    others: list[object] = [
+        replace(counts, num_embeddings=4),
+        make_stats({"a": 3}, {"a": {1: 3}}).tables["a"],
+        make_stats({"a": 3}, {"a": {2: 2}}).tables["a"],
+        "a",
+    ]
+    assert all(counts != other for other in others)
+    assert isinstance(counts, TableCounts)
+
+
+@pytest.mark.parametrize("method", ["coverage", "expected_unique"])
+def test_unknown_tables_and_numbers_are_refused(method: str) -> None:
+    ask = getattr(make_stats(ROWS, {}), method)
+    with pytest.raises(PlanError, match=r"no table 'huge'; they know \['small', 'large'\]"):
+        ask("huge", 1)
+    for wrong in (-1, 0.5, True):
+        with pytest.raises(PicassoError, match=f"is {wrong}, expected an integer of at least 0"):
+            ask("small", wrong)
+
+
+def test_check_model() -> None:
+    stats = make_stats(ROWS, {})
+    stats.check_model({"large": 40})
+    with pytest.raises(PlanError, match="'large' has 41 rows in the model, but 40 in the stat"):
+        stats.check_model({"small": 3, "large": 41})
+    with pytest.raises(PlanError, match="the statistics have no table 'other'"):
+        stats.check_model({"other": 1})
