@@ -48,6 +48,8 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
         CompatError: If the environment, kernel, optimizer or wire precision is not supported.
     """
 
+    _grouped_embedding_configs_per_rank: list[list[GroupedEmbeddingConfig]]
+
     def __init__(
         self,
         sharding_infos: list[EmbeddingShardingInfo],
@@ -69,8 +71,9 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
             params[name].check(name, info.embedding_config.num_embeddings)
         super().__init__(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
         # TorchRec's grouping, one dim finer; its own methods read names and shards off these
-        stock_groups: list[list[GroupedEmbeddingConfig]] = self._grouped_embedding_configs_per_rank
-        self._grouped_embedding_configs_per_rank = list(map(_one_dim_per_group, stock_groups))
+        self._grouped_embedding_configs_per_rank = list(
+            map(_one_dim_per_group, self._grouped_embedding_configs_per_rank)
+        )
         self._grouped_embedding_configs = self._grouped_embedding_configs_per_rank[self._rank]
         means = {
             info.embedding_config.name
