@@ -63,7 +63,7 @@ def test_batches_of_every_kind_count_alike() -> None:
 
 def test_int32_ids_and_empty_batches() -> None:
     features = kjt(**FULL)
-    small = KeyedJaggedTensor(features.keys(), features.values().int(), features.lengths())
+    small = KeyedJaggedTensor(features.keys(), features.values().int(), lengths=features.lengths())
     empty = kjt(f0=[], shared=[], f1=[])
     both = FrequencyStats.collect([small, empty], TwoCollections())
     assert both.tables == FrequencyStats.collect([features], TwoCollections()).tables
@@ -96,8 +96,10 @@ def test_a_missing_feature_is_named() -> None:
 
 def test_ids_must_be_integers() -> None:
     features = kjt(**FULL)
-    floats = KeyedJaggedTensor(features.keys(), features.values().float(), features.lengths())
-    with pytest.raises(InputError, match="'f0' of table 'a' holds torch.float32 values"):
+    floats = KeyedJaggedTensor(
+        features.keys(), features.values().float(), lengths=features.lengths()
+    )
+    with pytest.raises(InputError, match=r"'f0' of table 'a' holds torch\.float32 values"):
         FrequencyStats.collect([floats], TwoCollections())
 
 

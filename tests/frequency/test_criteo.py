@@ -1,9 +1,16 @@
-"""The figure the design rests on, from real ids: few rows serve most lookups."""
+"""The figure the design rests on, from real ids: few rows serve most lookups.
+
+How the figure is counted moves it by two points: 87.1 % where the hot rows are chosen from one half
+of the samples and measured on the other, 88.3 % where both are the whole file; a missing value
+counted as an id like any other adds one point (88.1 % and 89.2 %). A hot set serves batches that it was not
+chosen from, so the halves are what this test holds; missing values are empty bags here.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -11,39 +18,49 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
 
+FEATURES = [f"c{i + 1}" for i in range(26)]
 # Criteo Terabyte as published, large tables cut to 40 million rows (MLPerf DLRM v1)
 ROWS = """39884406 39043 17289 7420 20263 3 7120 1543 63 38532951 2953546 403346 10 2208 11938 155 4
 976 14 39979771 25641295 39664984 585935 12972 108 36"""
+TABLES = {f"t_{name}": int(rows) for name, rows in zip(FEATURES, ROWS.split())}
+
+
+def hashed_batch(data: pa.Table) -> KeyedJaggedTensor:
+    """All samples as one batch, ``id % rows``; a missing value is an empty bag."""
+    columns = [data.column(name).combine_chunks() for name in FEATURES]
+    ids = [
+        torch.from_numpy(column.drop_null().to_numpy().copy()) % rows
+        for column, rows in zip(columns, TABLES.values())
+    ]
+    lengths = [torch.from_numpy(c.is_valid().to_numpy(zero_copy_only=False)) for c in columns]
+    return KeyedJaggedTensor.from_lengths_sync(FEATURES, torch.cat(ids), torch.cat(lengths).long())
 
 
 @pytest.mark.data
-def test_twenty_thousand_rows_serve_most_lookups(criteo_path: Path) -> None:
-    rows = [int(number) for number in ROWS.split()]
-    features = [f"c{i + 1}" for i in range(len(rows))]
+def test_twenty_thousand_rows_serve_most_lookups_of_other_samples(criteo_path: Path) -> None:
     model = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
-                name=f"t_{name}", num_embeddings=size, embedding_dim=8, feature_names=[name]
+                name=table, num_embeddings=rows, embedding_dim=8, feature_names=[feature]
             )
-            for name, size in zip(features, rows)
+            for (table, rows), feature in zip(TABLES.items(), FEATURES)
         ],
         device=torch.device("meta"),
     )
-    data = pq.read_table(criteo_path, columns=features)
-    ids = [
-        torch.from_numpy(column.combine_chunks().fill_null(0).to_numpy().copy()) % size
-        for column, size in zip(data.columns, rows)
-    ]
-    lengths = torch.ones(len(features) * data.num_rows, dtype=torch.int64)
-    batch = KeyedJaggedTensor.from_lengths_sync(features, torch.cat(ids), lengths)
-
-    stats = FrequencyStats.collect([batch], model)
-    hot = select_hot_rows({f"t_{f}": n for f, n in zip(features, rows)}, 20_000, stats)
-
-    hot_lookups = sum(
-        int(counts.counts_U[torch.isin(counts.rows_U, hot[name])].sum())
-        for name, counts in stats.tables.items()
+    data = pq.read_table(criteo_path, columns=FEATURES)
+    half = data.num_rows // 2
+    seen, later = (
+        FrequencyStats.collect([hashed_batch(part)], model)
+        for part in (data.slice(0, half), data.slice(half))
     )
+
+    hot = select_hot_rows(TABLES, 20_000, seen)
+    served = sum(
+        int(counts.counts_U[torch.isin(counts.rows_U, hot[table])].sum())
+        for table, counts in later.tables.items()
+    )
+    total = sum(counts.num_lookups for counts in later.tables.values())
+
     assert sum(rows.numel() for rows in hot.values()) == 20_000
-    # 87 % is the published figure of the design, rounded to a percent
-    assert hot_lookups / (data.num_rows * len(features)) == pytest.approx(0.87, abs=0.01)
+    # a fixed file and an exact count: the tolerance is the rounding of the figure above
+    assert served / total == pytest.approx(0.871, abs=0.0005)

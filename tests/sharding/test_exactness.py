@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.sharding.jobs import ODD, PLAIN, Job, Result, Table, run_jobs, whole
-from torchrec_picasso.workloads.launch import run_ranks
+from torchrec_picasso.workloads.launch import RankError, run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
 WIRE_RTOL, WIRE_ATOL = 2e-2, 2e-2
@@ -88,15 +88,28 @@ def _placed(variant: str, placement: str) -> Job | None:
     return dataclasses.replace(job, placement=places)
 
 
+Results = dict[tuple[str, str], list[Result]]
+
+
+def _results(world_size: int) -> Results:
+    results = _trained(world_size)
+    if isinstance(results, RankError):
+        raise results
+    return results
+
+
 @cache
-def _results(world_size: int) -> dict[tuple[str, str], list[Result]]:
+def _trained(world_size: int) -> Results | RankError:
     jobs = {
         f"{variant}/{placement}": job
         for variant in _variants()
         for placement in PLACEMENTS
         if (job := _placed(variant, placement)) is not None
     }
-    by_rank = run_ranks(run_jobs, world_size, jobs, timeout_s=280)
+    try:
+        by_rank = run_ranks(run_jobs, world_size, jobs, timeout_s=280)
+    except RankError as error:  # remembered: the tests that share the run must not repeat it
+        return error
     return {tuple(name.split("/")): [rank[name] for rank in by_rank] for name in jobs}
 
 

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import os
 
+import torch
 import torch.distributed as dist
 
 from torchrec_picasso.config import load_config
@@ -66,8 +67,13 @@ def run(args: argparse.Namespace) -> None:
             f"RANK is set, as torchrun does, but {', '.join(missing)} is not; start with torchrun, "
             "or unset RANK to let this command spawn its ranks"
         )
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=config.timeout_s))
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.timeout_s))
     try:
-        train_on_rank(dist.get_rank(), world_size, config, args.resume)
+        train_on_rank(dist.get_rank(), world_size, config, args.resume, device)
     finally:
         dist.destroy_process_group()

@@ -185,11 +185,8 @@ class FrequencyStats:
         """
         counts = self._table(table)
         _check_count("num_lookups", num_lookups, at_least=0)
-        if not num_lookups or not counts.num_lookups:
-            return 0.0
         share_U = counts.counts_U.double() / counts.num_lookups
-        # -expm1(n log1p(-p)) keeps the digits that 1 - (1 - p)^n loses for a small p
-        return float(-torch.expm1(int(num_lookups) * torch.log1p(-share_U)).sum())
+        return float((1 - (1 - share_U) ** int(num_lookups)).sum())
 
     def check_model(self, tables: Mapping[str, int]) -> None:
         """Refuses statistics of another model.

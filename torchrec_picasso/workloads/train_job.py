@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torchrec_picasso.config import TrainConfig
@@ -49,7 +50,13 @@ def check_checkpoint_folder(config: TrainConfig, resume: bool) -> None:
         refuse_used_folder(folder)
 
 
-def train_on_rank(rank: int, world_size: int, config: TrainConfig, resume: bool) -> dict[str, Any]:
+def train_on_rank(
+    rank: int,
+    world_size: int,
+    config: TrainConfig,
+    resume: bool,
+    device: torch.device | None = None,
+) -> dict[str, Any]:
     """Runs the training. Collective: the main function of every rank.
 
     Args:
@@ -57,6 +64,7 @@ def train_on_rank(rank: int, world_size: int, config: TrainConfig, resume: bool)
         world_size: Ranks in the default process group.
         config: The run.
         resume: Start from the newest whole checkpoint.
+        device: Where to train, CPU if ``None``.
 
     Returns:
         ``first_step``, the ``losses`` of the steps trained here, and the held-out ``auc``.
@@ -66,7 +74,7 @@ def train_on_rank(rank: int, world_size: int, config: TrainConfig, resume: bool)
     """
     quiet_upstream()
     source = make_source(config.data, config.seed)
-    trainer = Trainer(config, source)
+    trainer = Trainer(config, source, device=device)
     progress = Progress("train", config.steps, shown=rank == 0)
     first_step = _resume(trainer, config, progress) if resume else 0
     progress.advance(first_step)

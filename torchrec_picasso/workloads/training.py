@@ -38,17 +38,24 @@ class Trainer:
         config: Model, optimizers, placement and hot rows.
         source: Tells the tables, and the held-out samples that hot rows are chosen from.
         placement: Overrides ``config.sharding.placement``.
+        device: Where the model goes, CPU if ``None``; the process group must serve it.
     """
 
     def __init__(
-        self, config: TrainConfig, source: BatchSource, placement: str | None = None
+        self,
+        config: TrainConfig,
+        source: BatchSource,
+        placement: str | None = None,
+        device: torch.device | None = None,
     ) -> None:
         pg = dist.group.WORLD
         assert pg is not None, "init_process_group comes first"
         self._pg = pg
-        self.device = torch.device("cpu")
+        self.device = device or torch.device("cpu")
         name = placement or config.sharding.placement
         model = build_dlrm(config.model, source.tables, config.seed)
+        for tower in (model.model.dense_arch, model.model.inter_arch, model.model.over_arch):
+            tower.to(self.device)
         _fuse_table_optimizer(model, config.optimizer)
         self.placement: Placement = make_placement(
             name,

@@ -1,0 +1,86 @@
+"""Models, a stand-in sharder and statistics that the tests of this room share."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.types import ShardingType
+
+from torchrec_picasso.frequency import FrequencyStats, TableCounts
+
+META = torch.device("meta")
+ROWS = {"a": 10, "b": 100, "c": 5}
+DIM = 8
+
+
+class RowWiseOnCpuSharder(EmbeddingBagCollectionSharder):
+    """Offers row-wise on every device; not able to place hot rows."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        types = super().sharding_types(compute_device_type)
+        return list(dict.fromkeys([*types, ShardingType.ROW_WISE.value]))
+
+
+class AbleSharder(RowWiseOnCpuSharder):
+    """Stands in for the hot/cold sharder: planning needs no more of it."""
+
+    supports_hot_cold = True
+
+
+class Model(nn.Module):
+    """Tables a, b, c in a pooled collection; with ``sequence``, table s in another kind."""
+
+    def __init__(self, *, sequence: bool = False) -> None:
+        super().__init__()
+        self.pooled = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    name=name,
+                    num_embeddings=rows,
+                    embedding_dim=DIM,
+                    feature_names=[f"f_{name}"],
+                )
+                for name, rows in ROWS.items()
+            ],
+            device=META,
+        )
+        if sequence:
+            self.sequence = EmbeddingCollection(
+                tables=[
+                    EmbeddingConfig(
+                        name="s", num_embeddings=50, embedding_dim=DIM, feature_names=["f_s"]
+                    )
+                ],
+                device=META,
+            )
+
+
+def topology(compute_device: str = "cpu", world_size: int = 2) -> Topology:
+    return Topology(
+        world_size=world_size, compute_device=compute_device, local_world_size=world_size
+    )
+
+
+def stats() -> FrequencyStats:
+    """Row 7 of b is looked up most, then row 2 of a, then rows 50 and 3 of b, then row 0 of c."""
+    counts = {"a": {2: 9}, "b": {3: 5, 7: 10, 50: 7}, "c": {0: 1}}
+    return FrequencyStats(
+        tables={
+            name: TableCounts(
+                num_embeddings=ROWS[name],
+                feature_names=(f"f_{name}",),
+                rows_U=torch.tensor(list(seen), dtype=torch.int64),
+                counts_U=torch.tensor(list(seen.values()), dtype=torch.int64),
+            )
+            for name, seen in counts.items()
+        },
+        num_batches=1,
+    )

@@ -1,0 +1,135 @@
+"""Plans come out of TorchRec's planner with the hot rows in them, the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.proposers import GridSearchProposer
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    Topology,
+)
+from torchrec.distributed.types import ShardingPlan
+
+from tests.planner.samples import DIM, ROWS, AbleSharder, Model, stats, topology
+from torchrec_picasso.errors import PlanError
+from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.planner import HotColdEnumerator, hot_cold_planner
+from torchrec_picasso.workloads.launch import run_ranks
+
+SHARDERS = [AbleSharder(), EmbeddingCollectionSharder()]
+
+
+def hot_rows_of(plan: ShardingPlan) -> dict[str, list[int] | None]:
+    """Hot rows by table, None for a table that TorchRec places on its own."""
+    return {
+        table: placed.cache_params.hot_rows.tolist()
+        if isinstance(placed.cache_params, HotColdParams)
+        else None
+        for module in plan.plan.values()
+        for table, placed in module.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("hot_rows", "expected"),
+    [
+        (0, {"a": [], "b": [], "c": []}),
+        (3, {"a": [2], "b": [7, 50], "c": []}),
+        (sum(ROWS.values()), {name: list(range(rows)) for name, rows in ROWS.items()}),
+        ({"a": 3}, {"a": [0, 1, 2], "b": None, "c": None}),
+        ({}, {"a": None, "b": None, "c": None}),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_plan_carries_the_hot_rows(hot_rows: Any, expected: Any, device: str) -> None:
+    planner = hot_cold_planner(topology(device), stats(), hot_rows=hot_rows)
+    assert isinstance(planner, EmbeddingShardingPlanner)
+    plan = planner.plan(Model(sequence=True), SHARDERS)
+    assert hot_rows_of(plan) == {**expected, "s": None}
+    for table, placed in plan.plan["pooled"].items():
+        if expected[table] is not None:
+            assert placed.sharding_type == "row_wise"
+            assert placed.compute_kernel == "fused"
+            assert placed.ranks == [0, 1]
+
+
+def test_same_inputs_same_plan() -> None:
+    plans = [
+        hot_cold_planner(topology(), stats(), hot_rows={"a": 1}, batch_size=64).plan(
+            Model(sequence=True), SHARDERS
+        )
+        for _ in range(2)
+    ]
+    assert str(plans[0]) == str(plans[1])
+    assert hot_rows_of(plans[0]) == hot_rows_of(plans[1])
+
+
+def test_replicas_that_do_not_fit_are_refused_by_the_planner() -> None:
+    # each rank has room for every home row twice, so for half of b and its batch, but not for a
+    # replica of all of b beside the homes of the others
+    capacity = 4 * DIM * sum(ROWS.values())
+
+    def plan(hot_rows: int) -> ShardingPlan:
+        devices = Topology(world_size=2, compute_device="cpu", ddr_cap=capacity)
+        planner = hot_cold_planner(devices, hot_rows={"b": hot_rows}, batch_size=1)
+        return planner.plan(Model(), [AbleSharder()])
+
+    assert hot_rows_of(plan(0))["b"] == []
+    with pytest.raises(PlannerError):
+        plan(ROWS["b"])
+
+
+def test_arguments_reach_torchrec() -> None:
+    proposer = GridSearchProposer()
+    constraints = {"a": ParameterConstraints(sharding_types=["column_wise"])}
+    planner = hot_cold_planner(
+        topology(), hot_rows={"b": 1}, constraints=constraints, proposer=proposer, debug=False
+    )
+    assert planner._proposers == [proposer]
+    plan = planner.plan(Model(), [AbleSharder()])
+    assert plan.plan["pooled"]["a"].sharding_type == "column_wise"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "hot_rows is None, which leaves the choice to a cost model .* not part of this rel"),
+        ({"hot_rows": 0, "curves": 1}, "curves was given, but the cost model"),
+        ({"hot_rows": 0, "stats": "s.parquet"}, "stats is a str, expected FrequencyStats"),
+        ({"hot_rows": 0, "enumerator": 1}, "enumerator was given, but hot_cold_planner brings"),
+    ],
+)
+def test_arguments_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        hot_cold_planner(topology(), **arguments)
+
+
+def test_the_enumerator_is_ours_in_torchrecs_planner() -> None:
+    planner = hot_cold_planner(topology(), hot_rows=0, batch_size=33)
+    assert isinstance(planner._enumerator, HotColdEnumerator)
+    assert planner._batch_size == planner._enumerator._batch_size == 33
+
+
+def plan_together(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any], str]:
+    model = Model(sequence=True)
+    planner = hot_cold_planner(topology(), stats() if rank == 0 else None, hot_rows=3)
+    plan = planner.collective_plan(model, SHARDERS)
+    placed = {t: (p.sharding_type, p.ranks) for m in plan.plan.values() for t, p in m.items()}
+    try:  # only rank 0 plans, but all must learn that it could not
+        hot_cold_planner(topology(), hot_rows={"z": 1}).collective_plan(model, SHARDERS)
+    except PlanError as error:
+        return hot_rows_of(plan), placed, str(error)
+    return hot_rows_of(plan), placed, "no error"
+
+
+def test_every_rank_gets_the_plan_or_the_error() -> None:
+    (hot, placed, error), other = run_ranks(plan_together, 2, timeout_s=120)
+    assert hot == {"a": [2], "b": [7, 50], "c": [], "s": None}
+    assert (hot, placed) == other[:2]
+    assert error.startswith("hot_rows names table 'z'")
+    assert other[2] == f"rank 0 could not make the plan: PlanError: {error}"
