@@ -7,6 +7,7 @@ planner, its broadcast to all ranks and ``shard()``; ``sharding_type`` stays ``r
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from torchrec_picasso.errors import PlanError
 __all__ = ["HotColdParams"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class HotColdParams(CacheParams):
     """Marks a row-wise table for the packed unique exchange and names its hot rows.
 
@@ -71,6 +72,11 @@ class HotColdParams(CacheParams):
 
     def __hash__(self) -> int:
         return hash((super().__hash__(), self.hot_rows.numpy().tobytes()))
+
+    def __repr__(self) -> str:
+        # a digest, because TorchRec tells plans apart by this text and tensors print shortened
+        digest = hashlib.sha256(self.hot_rows.numpy().tobytes()).hexdigest()[:16]
+        return f"HotColdParams(num_hot_rows={self.num_hot_rows}, hot_rows=sha256:{digest})"
 
 
 def _ascending_ids(rows: Tensor | Iterable[int]) -> Tensor:

@@ -2,8 +2,9 @@
 
 How the figure is counted moves it by two points: 87.1 % where the hot rows are chosen from one half
 of the samples and measured on the other, 88.3 % where both are the whole file; a missing value
-counted as an id like any other adds one point (88.1 % and 89.2 %). A hot set serves batches that it was not
-chosen from, so the halves are what this test holds; missing values are empty bags here.
+counted as an id like any other adds one point (88.1 % and 89.2 %). A hot set serves
+batches that it was not chosen from, so the halves are what this test holds; missing values are
+empty bags here.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def test_same_inputs_same_plan() -> None:
 
 
 def test_replicas_that_do_not_fit_are_refused_by_the_planner() -> None:
-    # each rank has room for every home row twice, so for half of b and its batch, but not for a
-    # replica of all of b beside the homes of the others
+    # each rank has room for all rows of the model once: its half of b and its batch fit, but not
+    # with a replica of all of b beside them
     capacity = 4 * DIM * sum(ROWS.values())
 
     def plan(hot_rows: int) -> ShardingPlan:
