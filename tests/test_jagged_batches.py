@@ -1,7 +1,7 @@
 """Any jagged batches: hot/cold training on 2 ranks equals an unsharded model on the global batch.
 
 Compared are each rank's outputs in every step and the weights at the end. Both sides sum a row's
-gradient in another order, nothing else differs; two Adagrad steps at learning rate 0.1 turn one
+gradient in another order, nothing else differs; three Adagrad steps at learning rate 0.1 turn one
 float32 rounding (6e-8 relative) into far less than the tolerance.
 """
 
@@ -25,7 +25,7 @@ from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
 from torchrec_picasso.workloads.launch import run_ranks
 
 WORLD_SIZE = 2
-NUM_STEPS = 2
+NUM_STEPS = 3
 RTOL, ATOL = 1e-4, 1e-5
 ADAGRAD = {"lr": 0.1, "eps": 1e-8}
 
@@ -68,11 +68,17 @@ def train_unsharded(steps: list[list[Bags]]) -> tuple[list[list[Tensor]], dict[s
     optimizer = torch.optim.Adagrad(model.parameters(), **ADAGRAD)
     seen = []
     for of_ranks in steps:
-        optimizer.zero_grad()
-        outputs = [outputs_of(model, bags) for bags in of_ranks]
-        (sum(loss_of(of_rank) for of_rank in outputs) / WORLD_SIZE).backward()
-        optimizer.step()
-        seen.append([of_rank.detach() for of_rank in outputs])
+        batch_sizes = [len(bags["f_a"]) for bags in of_ranks]
+        whole = {
+            feature: [bag for bags in of_ranks for bag in bags[feature]] for feature in of_ranks[0]
+        }
+        outputs_BD = torch.zeros(0, sum(bag.embedding_dim for bag in model.embedding_bag_configs()))
+        if sum(batch_sizes):  # TorchRec's unsharded model refuses a batch without samples
+            optimizer.zero_grad()
+            outputs_BD = outputs_of(model, whole)
+            (loss_of(outputs_BD) / WORLD_SIZE).backward()
+            optimizer.step()
+        seen.append(list(outputs_BD.detach().split(batch_sizes)))
     return seen, {name: bag.weight.detach() for name, bag in model.embedding_bags.items()}
 
 
@@ -120,7 +126,7 @@ def _home_shards(model: DistributedModelParallel) -> list[tuple[str, Any]]:
     ]
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @given(steps=steps_of_ranks({f"f_{n}": rows for n, rows in ROWS.items()}, WORLD_SIZE, NUM_STEPS))
 def test_hot_cold_equals_unsharded(steps: list[list[Bags]]) -> None:
     expected_outputs, expected_weights = train_unsharded(steps)

@@ -21,6 +21,9 @@ from torchrec.distributed.embedding_sharding import (
     EmbeddingShardingContext,
     EmbeddingShardingInfo,
 )
+from torchrec.distributed.planner.shard_estimators import (
+    _get_optimizer_multipler as optimizer_multiplier,
+)
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.types import QuantizedCommCodec, QuantizedCommCodecs, ShardingEnv2D
 from torchrec.distributed.utils import append_prefix
@@ -51,4 +54,5 @@ __all__ = [
     "data_type_to_sparse_type",
     "get_gradient_division",
     "get_state_dict",
+    "optimizer_multiplier",
 ]

@@ -1,4 +1,4 @@
-"""Two EmbeddingBagCollections in one model: two exchanges, one order of collectives, stock's result."""
+"""Two EmbeddingBagCollections in one model: two exchanges in one order, stock's result."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Hypothesis strategies of jagged batches: empty bags, repeats, one id, all ids, ranks without samples.
+"""Hypothesis strategies of jagged batches: empty bags, repeats, one id, all ids, empty batches.
 
-A batch is plain data (bags of ids by feature), so that it prints readably, shrinks well and travels to
-ranks; ``to_kjt`` makes TorchRec's tensor of it.
+A batch is plain data (bags of ids by feature), so that it prints readably, shrinks well and travels
+to ranks; ``to_kjt`` makes TorchRec's tensor of it.
 """
 
 from __future__ import annotations

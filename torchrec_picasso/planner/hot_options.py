@@ -12,10 +12,10 @@ from dataclasses import fields
 
 from torch import Tensor
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.shard_estimators import _get_optimizer_multipler
 from torchrec.distributed.planner.types import ShardingOption, Storage
 from torchrec.distributed.types import CacheParams, ShardingType
 
+from torchrec_picasso._torchrec import optimizer_multiplier
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 
@@ -80,7 +80,7 @@ def replica_bytes(option: ShardingOption) -> int:
     row_bytes = option.tensor.element_size() * shape[1]
     optimizer_class = getattr(option.tensor, "_optimizer_classes", [None])[0]
     weight_bytes = option.cache_params.num_hot_rows * row_bytes
-    return weight_bytes + math.ceil(weight_bytes * _get_optimizer_multipler(optimizer_class, shape))
+    return weight_bytes + math.ceil(weight_bytes * optimizer_multiplier(optimizer_class, shape))
 
 
 def add_replica_storage(options: list[ShardingOption], compute_device: str) -> None:

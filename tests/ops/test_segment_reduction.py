@@ -1,0 +1,83 @@
+"""Pooling and its gradients against autograd through one-hot matrices."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrec_picasso.ops.segment_reduction import PoolingIndex, mean_weights, pool_rows
+
+
+def _index(row_of_lookup: list[int], sizes: list[int], num_rows: int, mean: bool) -> PoolingIndex:
+    rows_N = torch.tensor(row_of_lookup, dtype=torch.int64)
+    bags_N = torch.repeat_interleave(
+        torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.int64)
+    )
+    lookups_N = torch.argsort(rows_N, stable=True)
+    counts_U = torch.bincount(rows_N, minlength=num_rows)
+    zero = torch.zeros(1, dtype=torch.int64)
+    return PoolingIndex(
+        row_of_lookup_N=rows_N,
+        bag_offsets_S1=torch.cat([zero, torch.tensor(sizes, dtype=torch.int64).cumsum(0)]),
+        bags_by_row_N=bags_N[lookups_N],
+        lookups_by_row_N=lookups_N,
+        row_offsets_U1=torch.cat([zero, counts_U.cumsum(0)]),
+        mean_S=torch.arange(len(sizes)) % 2 == 0 if mean else None,
+    )
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(st.data(), st.booleans(), st.booleans())
+def test_equals_a_matrix_product(data: st.DataObject, weighted: bool, mean: bool) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
+    num_rows, num_lookups = data.draw(st.integers(1, 5)), sum(sizes)
+    row = st.integers(0, num_rows - 1)
+    rows = data.draw(st.lists(row, min_size=num_lookups, max_size=num_lookups))
+    index = _index(rows, sizes, num_rows, mean)
+    torch.manual_seed(num_lookups)
+    rows_UD = torch.randn(num_rows, 3, requires_grad=True)
+    weights_N = (torch.rand(num_lookups) + 0.5).requires_grad_() if weighted else None
+    upstream_SD = torch.randn(len(sizes), 3)
+
+    scaled_N = mean_weights(weights_N, index)
+    pooled_SD = pool_rows(rows_UD, scaled_N, index)
+
+    ones_N = torch.ones(num_lookups)
+    used_N = weights_N if weights_N is not None else ones_N
+    member_SN = torch.zeros(len(sizes), num_lookups)
+    bags_N = torch.repeat_interleave(
+        torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.int64)
+    )
+    member_SN[bags_N, torch.arange(num_lookups)] = 1.0
+    if mean:
+        total_S = member_SN @ used_N.detach() + (1e-6 if weighted else 0.0)
+        member_SN = torch.where(index.mean_S[:, None], member_SN / total_S[:, None], member_SN)
+        member_SN = member_SN.nan_to_num(0.0)
+    expected_SD = member_SN @ (used_N[:, None] * rows_UD[index.row_of_lookup_N])
+
+    torch.testing.assert_close(pooled_SD, expected_SD)
+    inputs = [rows_UD] + ([weights_N] if weights_N is not None else [])
+    actual = torch.autograd.grad(pooled_SD, inputs, upstream_SD)
+    expected = torch.autograd.grad(expected_SD, inputs, upstream_SD)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_no_bags_and_no_rows() -> None:
+    index = _index([], [], 0, mean=False)
+    rows_UD = torch.zeros(0, 3, requires_grad=True)
+    pooled_SD = pool_rows(rows_UD, None, index)
+    assert pooled_SD.shape == (0, 3)
+    pooled_SD.sum().backward()
+    assert rows_UD.grad is not None
+
+
+def test_gradient_is_bit_equal_between_runs() -> None:
+    torch.manual_seed(0)
+    index = _index(torch.randint(0, 50, (4000,)).tolist(), [4] * 1000, 50, mean=False)
+    rows_UD, upstream_SD = torch.randn(50, 16, requires_grad=True), torch.randn(1000, 16)
+    first, second = (
+        torch.autograd.grad(pool_rows(rows_UD, None, index), rows_UD, upstream_SD)[0]
+        for _ in range(2)
+    )
+    assert torch.equal(first, second)
