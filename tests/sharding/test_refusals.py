@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 
 import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
+from tests.sharding import jobs
 from tests.sharding.jobs import Job, build, make_batch
-from torchrec_picasso import CompatError, InputError, PlanError
-from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
+from torchrec_picasso import (
+    CompatError,
+    HotColdEmbeddingBagCollectionSharder,
+    InputError,
+    PlanError,
+)
 from torchrec_picasso.workloads.launch import RankError, run_ranks
 
 JOB = Job(placement={"*": 2}, num_steps=2)
@@ -19,7 +25,10 @@ JOB = Job(placement={"*": 2}, num_steps=2)
 
 def _bad_batch(rank: int, world_size: int, job: Job, values: dict[str, float]) -> str:
     """Trains a good step, then one in which rank 1 holds a bad id or weight; returns the error."""
-    ShardedHotColdEmbeddingBagCollection.check_weights = job.weighted
+    if job.weighted:
+        jobs.HotColdEmbeddingBagCollectionSharder = functools.partial(
+            HotColdEmbeddingBagCollectionSharder, check_weights=True
+        )
     model = build(job, rank, world_size)
     model(make_batch(job, rank, 0))[0].backward()
     batch = make_batch(job, rank, 1)
@@ -57,8 +66,6 @@ def test_weight_that_is_not_finite(weight: float) -> None:
 
 
 def _build(rank: int, world_size: int, job: Job, what: str) -> str:
-    from tests.sharding import jobs
-
     if what == "too many":
         jobs.HotColdParams = lambda hot_rows: _params(range(61))
     if what == "outside":

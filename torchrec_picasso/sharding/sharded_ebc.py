@@ -15,7 +15,10 @@ from torchrec_picasso.errors import CompatError, PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.sharding.packed_sharding import HotColdPooledEmbeddingSharding
 
-__all__ = ["ShardedHotColdEmbeddingBagCollection"]
+__all__ = [
+    "ShardedHotColdEmbeddingBagCollection",
+    "WeightCheckingHotColdEmbeddingBagCollection",
+]
 
 _GROUP = "hot_cold"
 _POOLED_BY_PARTS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
@@ -31,7 +34,7 @@ class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     """
 
     check_weights = False
-    """Set by the sharder's subclass: whether per-sample weights must be finite."""
+    """Whether per-sample weights must be finite; TorchRec makes shardings from the class alone."""
 
     def __init__(self, module: EmbeddingBagCollectionInterface, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
@@ -98,6 +101,12 @@ class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 "checkpoint and load it under the new plan"
             )
         super().update_shards(*args, **kwargs)
+
+
+class WeightCheckingHotColdEmbeddingBagCollection(ShardedHotColdEmbeddingBagCollection):
+    """The same, refusing per-sample weights that are not finite."""
+
+    check_weights = True
 
 
 def _is_hot_cold(info: EmbeddingShardingInfo) -> bool:

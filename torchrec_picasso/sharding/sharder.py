@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
+from torchrec_picasso.sharding.sharded_ebc import (
+    ShardedHotColdEmbeddingBagCollection,
+    WeightCheckingHotColdEmbeddingBagCollection,
+)
 
 __all__ = ["HotColdEmbeddingBagCollectionSharder"]
 
@@ -15,12 +20,21 @@ __all__ = ["HotColdEmbeddingBagCollectionSharder"]
 class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """Shards EmbeddingBagCollections; drop-in for TorchRec's ``EmbeddingBagCollectionSharder``.
 
-    Takes its parent's constructor arguments. Tables without :class:`HotColdParams` in the plan are
-    sharded as by the parent.
+    Tables without :class:`HotColdParams` in the plan are sharded as by the parent.
+
+    Args:
+        args: The parent's arguments.
+        check_weights: Whether a batch of hot/cold tables with per-sample weights that are not finite
+            is refused, on all ranks at once; one more pass over the weights.
+        kwargs: The parent's arguments.
     """
 
     supports_hot_cold = True
     """Tells the planner that tables of this sharder's modules may be hot/cold."""
+
+    def __init__(self, *args: Any, check_weights: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._check_weights = check_weights
 
     def shard(
         self,
@@ -51,4 +65,6 @@ class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     @property
     def sharded_module_type(self) -> type[ShardedHotColdEmbeddingBagCollection]:
         """The class that ``shard`` makes."""
+        if self._check_weights:
+            return WeightCheckingHotColdEmbeddingBagCollection
         return ShardedHotColdEmbeddingBagCollection
