@@ -63,9 +63,13 @@ def test_hot_cold_params() -> None:
 
 
 def test_sharder_takes_its_parents_arguments() -> None:
-    ours = torchrec_picasso.HotColdEmbeddingBagCollectionSharder
-    assert issubclass(ours, EmbeddingBagCollectionSharder)
-    assert inspect.signature(ours) == inspect.signature(EmbeddingBagCollectionSharder)
+    sharder = torchrec_picasso.HotColdEmbeddingBagCollectionSharder
+    assert issubclass(sharder, EmbeddingBagCollectionSharder)
+    ours = inspect.signature(sharder).parameters
+    parents = inspect.signature(EmbeddingBagCollectionSharder).parameters
+    assert list(ours)[: len(parents)] == list(parents)
+    assert all(ours[name].default == parameter.default for name, parameter in parents.items())
+    assert all(ours[name].kind is KEYWORD_ONLY for name in list(ours)[len(parents) :])
 
 
 def test_errors_are_one_family() -> None:

@@ -9,6 +9,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from torchrec_picasso._torchrec import QuantizedCommCodecs
 from torchrec_picasso.sharding.sharded_ebc import (
     ShardedHotColdEmbeddingBagCollection,
     WeightCheckingHotColdEmbeddingBagCollection,
@@ -23,17 +24,25 @@ class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     Tables without :class:`HotColdParams` in the plan are sharded as by the parent.
 
     Args:
-        args: The parent's arguments.
-        check_weights: Whether a batch of hot/cold tables with per-sample weights that are not finite
-            is refused, on all ranks at once; one more pass over the weights.
-        kwargs: The parent's arguments.
+        fused_params: As the parent's.
+        qcomm_codecs_registry: As the parent's.
+        sharded_module_order_overwrite: As the parent's.
+        check_weights: Whether per-sample weights that are not finite are refused, on all ranks at
+            once; one more pass over the weights of hot/cold tables.
     """
 
     supports_hot_cold = True
     """Tells the planner that tables of this sharder's modules may be hot/cold."""
 
-    def __init__(self, *args: Any, check_weights: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        sharded_module_order_overwrite: list[str] | None = None,
+        *,
+        check_weights: bool = False,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
         self._check_weights = check_weights
 
     def shard(

@@ -1,0 +1,150 @@
+"""What arrives is what was sent: rows, headers, hot sums on 1-3 ranks, by plain indexing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.distributed.types import CommOp
+
+from torchrec_picasso.exchange.header import HeaderExchange
+from torchrec_picasso.exchange.hot_reduction import HotReduction
+from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
+from torchrec_picasso.workloads.launch import run_ranks
+
+NUM_CASES = 12
+
+
+def _counts(case: int, num_packs: int, world_size: int) -> list[list[list[int]]]:
+    """Rows from rank to rank and pack, the same on every rank; often none."""
+    rng = random.Random(case)
+    return [
+        [[rng.choice((0, 1, 2, 5)) for _ in range(world_size)] for _ in range(num_packs)]
+        for _ in range(world_size)
+    ]
+
+
+def _row(source: int, target: int, pack: int, i: int, dim: int) -> Tensor:
+    return torch.arange(dim) + 1.0 + 8 * i + 64 * pack + 128 * target + 512 * source
+
+
+def _rows(sources: list[int], targets: list[int], pack: int, counts: list[int], dim: int) -> Tensor:
+    rows = [
+        _row(source, target, pack, i, dim)
+        for source, target, count in zip(sources, targets, counts)
+        for i in range(count)
+    ]
+    return torch.stack(rows) if rows else torch.empty(0, dim)
+
+
+def _all_to_all(rank: int, world_size: int) -> int:
+    pg = dist.group.WORLD
+    config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16)
+    registry = get_qcomm_codecs_registry(config, device=torch.device("cpu"))
+    codec = registry[CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name].forward
+    everyone, me = list(range(world_size)), [rank] * world_size
+    for case in range(NUM_CASES):
+        dims = [(4,), (4, 8), (8, 4, 12)][case % 3]
+        counts = _counts(case, len(dims), world_size)
+        send_PW = counts[rank]
+        receive_PW = [[counts[r][p][rank] for r in everyone] for p in range(len(dims))]
+        inputs = [_rows(me, everyone, p, send_PW[p], dim) for p, dim in enumerate(dims)]
+        expected = [_rows(everyone, me, p, receive_PW[p], dim) for p, dim in enumerate(dims)]
+        for used in (None, codec):
+            # outputs are slices of larger matrices, whose head must stay as it is
+            whole = [torch.full((3 + e.size(0), e.size(1)), -1.0) for e in expected]
+            outputs = [matrix[3:] for matrix in whole]
+            PackedAllToAll(pg, inputs, send_PW, outputs, receive_PW, used).wait()
+            for matrix, output, rows in zip(whole, outputs, expected):
+                assert torch.equal(output, rows)  # small integers are exact in fp16 as well
+                assert (matrix[:3] == -1).all()
+        ids = [rows[:, 0].to(torch.int32) for rows in inputs]
+        arrived = [torch.empty(sum(c), dtype=torch.int32) for c in receive_PW]
+        PackedAllToAll(pg, ids, send_PW, arrived, receive_PW).wait()
+        for output, rows in zip(arrived, expected):
+            assert torch.equal(output, rows[:, 0].to(torch.int32))
+    return NUM_CASES
+
+
+def _headers(rank: int, world_size: int) -> int:
+    for case in range(NUM_CASES):
+        rng = random.Random(case)
+        num_packs, num_hot = rng.choice((1, 2)), rng.choice((0, 1, 63, 64, 65, 200))
+        hot_start_P1 = [0, num_hot] if num_packs == 1 else [0, num_hot // 3, num_hot]
+        counts = _counts(case, num_packs, world_size)
+        touched_WH = torch.tensor(
+            [[rng.random() < 0.1 for _ in range(num_hot)] for _ in range(world_size)],
+            dtype=torch.bool,
+        ).view(world_size, num_hot)
+        bad_rank, written_rank = rng.randrange(world_size), rng.randrange(-1, world_size)
+        hot_P = [7 + p for p in range(num_packs)]
+        header = HeaderExchange(
+            dist.group.WORLD,
+            counts_PB=torch.tensor([[h, *c] for h, c in zip(hot_P, counts[rank])]),
+            lookups_P=torch.arange(num_packs) + 100 * rank,
+            touched_H=touched_WH[rank],
+            hot_start_P1=hot_start_P1,
+            outside_ids=torch.tensor(5 if rank == bad_rank else 0),
+            bad_weights=torch.tensor(rank),
+            homes_written=rank == written_rank,
+        ).wait()
+        assert header.hot_P == hot_P
+        assert header.send_PW == counts[rank]
+        assert header.receive_PW == [
+            [counts[r][p][rank] for r in range(world_size)] for p in range(num_packs)
+        ]
+        assert header.lookups_P == [p + 100 * rank for p in range(num_packs)]
+        assert header.outside_ids_W == [5 if r == bad_rank else 0 for r in range(world_size)]
+        assert header.bad_weights_W == list(range(world_size))
+        assert header.homes_written == (written_rank >= 0)
+        union_T = touched_WH.any(0).nonzero().flatten()
+        assert torch.equal(header.touched_slots_T, union_T)
+        assert header.touched_P == [
+            int(((union_T >= start) & (union_T < end)).sum())
+            for start, end in itertools.pairwise(hot_start_P1)
+        ]
+    return NUM_CASES
+
+
+def _hot_sums(rank: int, world_size: int) -> list[Tensor]:
+    torch.manual_seed(rank)
+    sums = []
+    for dims, touched in (((8,), (6,)), ((4, 8), (3, 5)), ((4,), (0,))):
+        positions = [torch.arange(count)[rank % 2 :: 2] for count in touched]
+        grads = [torch.randn(p.numel(), dim) for p, dim in zip(positions, dims)]
+        outputs = [torch.full((count, dim), 9.0) for count, dim in zip(touched, dims)]
+        reduction = HotReduction(dist.group.WORLD, grads, positions, outputs)
+        sums += [output.clone() for output in reduction.wait()]
+        dense = [torch.zeros(count, dim) for count, dim in zip(touched, dims)]
+        for full, place, grad in zip(dense, positions, grads):
+            full[place] = grad
+            dist.all_reduce(full)
+        for actual, expected in zip(outputs, dense):
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    return sums
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rows_arrive_where_they_were_sent(world_size: int) -> None:
+    assert run_ranks(_all_to_all, world_size, timeout_s=60) == [NUM_CASES] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_rank_knows_what_the_others_ask(world_size: int) -> None:
+    assert run_ranks(_headers, world_size, timeout_s=60) == [NUM_CASES] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_hot_sums_have_the_same_bits_everywhere(world_size: int) -> None:
+    first, *others = run_ranks(_hot_sums, world_size, timeout_s=60)
+    for other in others:
+        assert all(torch.equal(mine, its) for mine, its in zip(first, other))

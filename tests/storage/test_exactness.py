@@ -1,0 +1,59 @@
+"""Every setting that would silently differ from stock TorchRec is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from torchrec.modules.embedding_configs import DataType
+
+from torchrec_picasso import CompatError
+from torchrec_picasso.storage.exactness import check_exact
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def _check(device: torch.device = CPU, **settings: Any) -> None:
+    data_type = settings.pop("data_type", DataType.FP32)
+    num_hot_rows = settings.pop("num_hot_rows", 1)
+    check_exact(settings, ["t"], data_type=data_type, device=device, num_hot_rows=num_hot_rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer": EmbOptimType.ADAM}, "the optimizer ADAM has no CPU kernel"),
+        ({"optimizer": EmbOptimType.LAMB}, "the optimizer LAMB has no CPU kernel"),
+        ({"gradient_clipping": True}, "gradient_clipping clips each lookup's gradient"),
+        ({"weight_decay_mode": WeightDecayMode.COUNTER}, "weight_decay_mode COUNTER"),
+        ({"weight_decay_mode": WeightDecayMode.COWCLIP}, "weight_decay_mode COWCLIP"),
+        ({"output_dtype": SparseType.FP16}, "rounds before pooling"),
+        ({"data_type": DataType.INT8}, "weights of type INT8"),
+        ({"data_type": DataType.FP16}, "stochastic rounding would give every replica another"),
+    ],
+)
+def test_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(CompatError, match=message) as caught:
+        _check(**settings)
+    assert str(caught.value).startswith("hot/cold tables 't': ")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"optimizer": EmbOptimType.EXACT_SGD},
+        {"optimizer": EmbOptimType.EXACT_ADAGRAD},
+        {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD},
+        {"optimizer": EmbOptimType.ADAM, "device": CUDA},
+        {"weight_decay_mode": WeightDecayMode.L2},
+        {"output_dtype": SparseType.FP32},
+        {"data_type": DataType.FP16, "num_hot_rows": 0},
+        {"data_type": DataType.FP16, "stochastic_rounding": False},
+    ],
+)
+def test_allowed(settings: dict[str, Any]) -> None:
+    _check(**settings)
