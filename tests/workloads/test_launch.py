@@ -144,10 +144,12 @@ def test_no_ranks_are_refused() -> None:
 def test_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
     script = tmp_path / "main.py"
     script.write_text(
-        "import sys\n"
+        "import signal, sys\n"
         "from tests.workloads.test_launch import say_pid_and_wait\n"
         "from torchrec_picasso.workloads.launch import run_ranks\n"
         "if __name__ == '__main__':\n"
+        # started in the background, a process inherits that Ctrl-C is ignored
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "    run_ranks(say_pid_and_wait, 2, sys.argv[1], timeout_s=60.0)\n"
     )
     root = Path(__file__).parents[2]

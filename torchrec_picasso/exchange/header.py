@@ -80,7 +80,9 @@ class HeaderExchange:
         self._world_size = width - 1
         self._hot_start_P1 = hot_start_P1
         self._local = torch.cat([counts_PB.reshape(-1), lookups_P])
-        flags_3 = torch.stack([outside_ids, bad_weights, outside_ids.new_tensor(homes_written)])
+        flags_3 = torch.stack(
+            [outside_ids, bad_weights, torch.full_like(outside_ids, homes_written)]
+        )
         same_for_all = torch.cat([flags_3.to(torch.int64), _pack_bits(touched_H)])
         sent_WX = torch.cat(
             [counts_PB[:, 1:].t(), same_for_all.expand(self._world_size, -1)], dim=1

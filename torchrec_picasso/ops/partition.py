@@ -63,7 +63,9 @@ def partition_rows(rows: UniqueRows, space: PackedIdSpace) -> RowPartition:
         target_U = torch.where(is_hot_U, slot_U, target_U)
         touched_H1[torch.where(is_hot_U, slot_U, space.num_hot_rows)] = True
     # Tables of one pack are side by side and, for one home, ascend: a stable sort is enough.
-    order_U = torch.argsort(bucket_U, stable=True)
+    bucket_U, order_U = torch.sort(bucket_U, stable=True)
+    edges = torch.arange(space.num_buckets + 1, device=ids_U.device)
+    counts_B = torch.diff(torch.searchsorted(bucket_U, edges))  # bincount would sync the host
     position_U = torch.empty_like(order_U)
     position_U[order_U] = torch.arange(order_U.numel(), device=order_U.device)
     lookups_by_row_N = rows.lookups_by_row_N
@@ -72,7 +74,7 @@ def partition_rows(rows: UniqueRows, space: PackedIdSpace) -> RowPartition:
     )
     return RowPartition(
         target_U=target_U[order_U],
-        counts_PB=torch.bincount(bucket_U, minlength=space.num_buckets).view(space.num_packs, -1),
+        counts_PB=counts_B.view(space.num_packs, -1),
         row_of_lookup_N=position_U[rows.row_of_lookup_N],
         lookups_by_row_N=lookups_by_row_N,
         lookup_end_U=lookups_U.cumsum(0),
