@@ -12,9 +12,8 @@ from torch import Tensor
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
     QCommsConfig,
-    get_qcomm_codecs_registry,
+    get_qcomm_codecs,
 )
-from torchrec.distributed.types import CommOp
 
 from torchrec_picasso.exchange.header import HeaderExchange
 from torchrec_picasso.exchange.hot_reduction import HotReduction
@@ -48,9 +47,15 @@ def _rows(sources: list[int], targets: list[int], pack: int, counts: list[int], 
 
 def _all_to_all(rank: int, world_size: int) -> int:
     pg = dist.group.WORLD
-    config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16)
-    registry = get_qcomm_codecs_registry(config, device=torch.device("cpu"))
-    codec = registry[CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name].forward
+    # not the registry: on CPU it replaces BF16 by FP16
+    codecs = get_qcomm_codecs(
+        QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
+    )
+    wires = {
+        torch.float32: None,
+        torch.float16: codecs.forward,
+        torch.bfloat16: codecs.backward,
+    }
     everyone, me = list(range(world_size)), [rank] * world_size
     for case in range(NUM_CASES):
         dims = [(4,), (4, 8), (8, 4, 12)][case % 3]
@@ -59,13 +64,13 @@ def _all_to_all(rank: int, world_size: int) -> int:
         receive_PW = [[counts[r][p][rank] for r in everyone] for p in range(len(dims))]
         inputs = [_rows(me, everyone, p, send_PW[p], dim) for p, dim in enumerate(dims)]
         expected = [_rows(everyone, me, p, receive_PW[p], dim) for p, dim in enumerate(dims)]
-        for used in (None, codec):
+        for dtype, codec in wires.items():
             # outputs are slices of larger matrices, whose head must stay as it is
             whole = [torch.full((3 + e.size(0), e.size(1)), -1.0) for e in expected]
             outputs = [matrix[3:] for matrix in whole]
-            PackedAllToAll(pg, inputs, send_PW, outputs, receive_PW, used).wait()
+            PackedAllToAll(pg, inputs, send_PW, outputs, receive_PW, codec).wait()
             for matrix, output, rows in zip(whole, outputs, expected):
-                assert torch.equal(output, rows)  # small integers are exact in fp16 as well
+                assert torch.equal(output, rows.to(dtype).float())
                 assert (matrix[:3] == -1).all()
         ids = [rows[:, 0].to(torch.int32) for rows in inputs]
         arrived = [torch.empty(sum(c), dtype=torch.int32) for c in receive_PW]

@@ -170,3 +170,33 @@ def test_bags_come_sample_by_sample(data: st.DataObject) -> None:
     assert [part.tolist() for part in bags.ids_N.split(sizes)] == expected
     assert bags.source_N is not None
     assert torch.equal(ids_N[bags.source_N], bags.ids_N)
+
+
+def test_a_batch_size_per_feature_keeps_the_order() -> None:
+    ids_N = torch.tensor([7, 5, 7], dtype=torch.int32)
+    bags = reorder_bags(ids_N, torch.tensor([2, 0, 1], dtype=torch.int32), None, keep_source=False)
+    assert torch.equal(bags.ids_N, ids_N)
+    assert bags.offsets_S1.tolist() == [0, 2, 2, 3]
+    assert bags.source_N is None
+
+
+def test_any_integer_type_of_rows() -> None:
+    hot = torch.tensor([1])
+    tables = [
+        PackedTable(name=n, pack=0, block_rows_W=(2, 1), hot_rows_H=hot, feature_names=(n,))
+        for n in "ab"
+    ]
+    space = PackedIdSpace.build(tables, CPU)
+    for dtype in (torch.int32, torch.int64):
+        rows_N = torch.tensor([2, torch.iinfo(dtype).max, torch.iinfo(dtype).min, 2], dtype=dtype)
+        packed_N, outside_N = space.pack_ids(rows_N, torch.tensor([1, 3]))
+        assert outside_N.tolist() == [False, True, True, False]
+        assert packed_N[[0, 3]].tolist() == [2, 5]
+
+
+@PROPERTY
+@given(batches())
+def test_repeats_are_bit_equal(drawn: tuple[PackedIdSpace, list[list[int]]]) -> None:
+    space, lookups = drawn
+    first, second = (partition_rows(unique_rows(_pack(space, lookups)[0]), space) for _ in range(2))
+    assert all(map(torch.equal, vars(first).values(), vars(second).values()))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
-from tests.sharding.jobs import Job, Table, build
+import torch
+from torch import Tensor, nn
+
+from tests.sharding.jobs import OPTIMIZERS, Job, Table, build
 from torchrec_picasso.storage.row_storage import RowStorage
 from torchrec_picasso.workloads.launch import run_ranks
 
@@ -17,27 +22,40 @@ JOB = Job(
 NUM_HOME, NUM_HOT = 9, 4
 
 
-def _storage() -> RowStorage:
-    (lookup,) = build(JOB, 0, 1).module.ebc._lookups
+UPDATES: Mapping[str, Mapping[str, Any]] = {
+    "sgd": {"lr": 0.5},
+    "adagrad": {"lr": 0.5, "eps": 1e-8},
+    "rowwise_adagrad": {"lr": 0.5, "eps": 1e-8},
+}
+
+
+def _storage(job: Job = JOB) -> RowStorage:
+    (lookup,) = build(job, 0, 1).module.ebc._lookups
     (storage,) = lookup._storages
     storage.fill_replicas()
     return storage
 
 
-def _update(rank: int, world_size: int) -> None:
-    storage = _storage()
-    before = storage._rows.clone()
-    torch.manual_seed(0)
-    grads_mD = torch.randn(5, 4)
-    # row 1 comes twice, as from two ranks; slot 2 is a replica; nothing else may move
-    storage.update(torch.tensor([1, 7, 1, 8], dtype=torch.int32), torch.tensor([2]), grads_mD)
-    expected = before.clone()
-    summed = {1: grads_mD[0] + grads_mD[2], 7: grads_mD[1], 8: grads_mD[3]}
-    for row, grad_D in {**summed, NUM_HOME + 2: grads_mD[4]}.items():
-        expected[row] -= 0.5 * grad_D / (grad_D.abs() + 1e-8)
-    torch.testing.assert_close(storage._rows, expected)
-    moved = (storage._rows != before).any(1).nonzero().flatten().tolist()
-    assert moved == [1, 7, 8, NUM_HOME + 2]
+def _update(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+    """Rows before, after two steps, and after the same two steps of PyTorch's optimizer."""
+    results = {}
+    for name, settings in UPDATES.items():
+        storage = _storage(dataclasses.replace(JOB, optimizer=name, optimizer_kwargs=settings))
+        before = storage._rows.clone()
+        by_row = [nn.Parameter(row_1D.clone()) for row_1D in before.split(1)]
+        reference = OPTIMIZERS[name](by_row, **settings)
+        torch.manual_seed(0)
+        for _ in range(2):
+            grads_mD = torch.randn(5, 4)
+            # row 1 comes twice, as from two ranks; slot 2 is a replica; nothing else may move
+            rows_n = torch.tensor([1, 7, 1, 8], dtype=torch.int32)
+            storage.update(rows_n, torch.tensor([2]), grads_mD)
+            summed = {1: grads_mD[0] + grads_mD[2], 7: grads_mD[1], 8: grads_mD[3]}
+            for row, grad_D in {**summed, NUM_HOME + 2: grads_mD[4]}.items():
+                by_row[row].grad = grad_D.unsqueeze(0)
+            reference.step()
+        results[name] = [before, storage._rows.clone(), torch.cat(by_row).detach()]
+    return results
 
 
 def _life_of_a_replica(rank: int, world_size: int) -> None:
@@ -78,7 +96,12 @@ def _life_of_a_replica(rank: int, world_size: int) -> None:
 
 
 def test_one_update_per_row() -> None:
-    assert run_ranks(_update, 1, timeout_s=60) == [None]
+    (results,) = run_ranks(_update, 1, timeout_s=60)
+    assert results.keys() == UPDATES.keys()
+    for before, after, expected in results.values():
+        torch.testing.assert_close(after, expected)
+        moved = (after != before).any(1).nonzero().flatten().tolist()
+        assert moved == [1, 7, 8, NUM_HOME + 2]
 
 
 def test_life_of_a_replica() -> None:

@@ -1,0 +1,156 @@
+"""A refused batch leaves nothing behind; placements that cannot be hot/cold are refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.sharding.jobs import Job, build, make_batch, replicas_of, train
+from torchrec_picasso import (
+    CompatError,
+    HotColdEmbeddingBagCollectionSharder,
+    HotColdParams,
+    InputError,
+    PlanError,
+)
+from torchrec_picasso.workloads.launch import run_ranks
+
+JOB = Job(placement={"*": 2}, num_steps=4)
+ROWS = {"f0": 60, "f1": 12, "f2": 12, "f3": 6}
+"""Rows of the table that each feature of ``JOB`` looks up."""
+
+
+def _with_id(features: KeyedJaggedTensor, feature: str, row: int) -> KeyedJaggedTensor:
+    """The same batch, in which the last lookup of ``feature`` is ``row``."""
+    ids = features.values().clone()
+    end = features.offset_per_key()[features.keys().index(feature) + 1]
+    ids[end - 1] = row
+    return KeyedJaggedTensor(keys=features.keys(), values=ids, lengths=features.lengths())
+
+
+def _refused_batches(rank: int, world_size: int) -> tuple[list[str], list[float], list[Any]]:
+    """Every feature in turn has a bad id on rank 1, then on all ranks; good steps in between."""
+    model = build(JOB, rank, world_size)
+    told, losses = [], []
+    for step, (feature, rows) in enumerate(ROWS.items()):
+        losses += train(model, JOB, rank, [step])
+        for bad_ranks in ([1], range(world_size)):
+            batch = make_batch(JOB, rank, step)
+            if rank in bad_ranks:
+                batch.sparse_features = _with_id(batch.sparse_features, feature, rows + rank)
+            with pytest.raises(InputError) as caught:
+                model(batch)
+            told.append(str(caught.value))
+    return told, losses, replicas_of(model)
+
+
+def _undisturbed(rank: int, world_size: int) -> tuple[list[float], list[Any]]:
+    model = build(JOB, rank, world_size)
+    return train(model, JOB, rank, range(len(ROWS))), replicas_of(model)
+
+
+def test_training_goes_on_after_a_refused_batch() -> None:
+    disturbed = run_ranks(_refused_batches, 2, timeout_s=60)
+    undisturbed = run_ranks(_undisturbed, 2, timeout_s=60)
+    for rank, ((told, losses, replicas), expected) in enumerate(zip(disturbed, undisturbed)):
+        assert losses == expected[0]
+        assert all(map(torch.equal, replicas, expected[1]))
+        for (feature, rows), alone, together in zip(ROWS.items(), told[::2], told[1::2]):
+            own = f"feature {feature!r} looks up row {rows + rank} of table "
+            assert together.startswith(own)
+            assert f"whose rows are 0..{rows - 1}; 1 such ids" in together
+            assert alone.startswith(own if rank == 1 else "rank 1 holds 1 ids outside their tables")
+
+
+def _bad_id_beside_an_empty_batch(rank: int, world_size: int) -> str:
+    job = dataclasses.replace(JOB, batch_sizes=(0, 6))
+    model = build(job, rank, world_size)
+    batch = make_batch(job, rank, 0)
+    if rank == 1:
+        batch.sparse_features = _with_id(batch.sparse_features, "f3", -7)
+    with pytest.raises(InputError) as caught:
+        model(batch)
+    return str(caught.value)
+
+
+def test_a_rank_without_data_hears_of_it_too() -> None:
+    told_0, told_1 = run_ranks(_bad_id_beside_an_empty_batch, 2, timeout_s=60)
+    assert "feature 'f3' looks up row -7 of table 'c', whose rows are 0..5" in told_1
+    assert "rank 1 holds 1 ids outside their tables" in told_0
+
+
+def _plan(generator: Any, compute_kernel: str = "fused") -> EmbeddingModuleShardingPlan:
+    """A plan of one marked table ``t``."""
+    plan = construct_module_sharding_plan(
+        _collection(8),
+        {"t": generator},
+        sharder=HotColdEmbeddingBagCollectionSharder(),
+        local_size=1,
+        world_size=1,
+        device_type="cpu",
+    )
+    plan["t"].cache_params = HotColdParams(hot_rows=[0])
+    plan["t"].compute_kernel = compute_kernel
+    return plan
+
+
+def _collection(dim: int) -> EmbeddingBagCollection:
+    table = EmbeddingBagConfig(name="t", embedding_dim=dim, num_embeddings=10, feature_names=["f"])
+    return EmbeddingBagCollection(tables=[table], device=torch.device("cpu"))
+
+
+def _shard(
+    plan: EmbeddingModuleShardingPlan, dim: int = 8, wire: CommType | None = None
+) -> Callable[[], object]:
+    registry = None
+    if wire is not None:
+        config = QCommsConfig(forward_precision=wire, backward_precision=CommType.FP32)
+        registry = get_qcomm_codecs_registry(config, device=torch.device("cpu"))
+    sharder = HotColdEmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return lambda: sharder.shard(_collection(dim), plan, env, torch.device("cpu"))
+
+
+def _refusals(rank: int, world_size: int) -> dict[str, str]:
+    told = {}
+    for name, shard in {
+        "table-wise": _shard(_plan(table_wise(rank=0))),
+        "kernel": _shard(_plan(row_wise(), "fused_uvm_caching")),
+        "dim": _shard(_plan(row_wise()), dim=6),
+        "wire": _shard(_plan(row_wise()), wire=CommType.INT8),
+    }.items():
+        with pytest.raises((PlanError, CompatError)) as caught:
+            shard()
+        told[name] = f"{type(caught.value).__name__}: {caught.value}"
+    return told
+
+
+def test_refused_placements() -> None:
+    (told,) = run_ranks(_refusals, 1, timeout_s=60)
+    assert told == {
+        "table-wise": "PlanError: table 't' carries HotColdParams but is placed 'table_wise'; "
+        "hot/cold tables are placed 'row_wise'",
+        "kernel": "CompatError: hot/cold table 't' has compute kernel 'fused_uvm_caching'; use "
+        "one of 'fused', 'fused_uvm'",
+        "dim": "CompatError: hot/cold table 't' has embedding_dim 6; FBGEMM needs a multiple of 4",
+        "wire": "CompatError: the wire precision torch.uint8 of SEQUENCE_EMBEDDINGS_ALL_TO_ALL is "
+        "not supported for hot/cold tables; use CommType.FP32, FP16 or BF16",
+    }

@@ -1,0 +1,127 @@
+"""HotColdParams: one order, one identity, and a marker that survives TorchRec's planner."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrec.distributed.types import CacheAlgorithm, CacheParams, ParameterSharding
+
+from torchrec_picasso import HotColdParams, PlanError
+
+PROPERTY = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+ROWS = st.lists(st.integers(0, 2**40), unique=True, max_size=20)
+
+
+@PROPERTY
+@given(ROWS)
+def test_rows_ascend_as_int64(rows: list[int]) -> None:
+    params = HotColdParams(hot_rows=rows)
+    assert params.hot_rows.dtype == torch.int64
+    assert params.hot_rows.tolist() == sorted(rows)
+    assert params.num_hot_rows == len(rows)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (3, 0, 2),
+        {0, 2, 3},
+        iter([2, 3, 0]),
+        torch.tensor([3, 2, 0], dtype=torch.int32),
+        torch.tensor([[0, 3, 2]]),
+    ],
+    ids=["tuple", "set", "iterator", "int32 tensor", "matrix"],
+)
+def test_any_sequence_of_integers_will_do(rows: object) -> None:
+    assert HotColdParams(hot_rows=rows) == HotColdParams(hot_rows=[0, 2, 3])
+
+
+def test_the_callers_tensor_stays_as_it_is() -> None:
+    rows = torch.tensor([3, 1, 2])
+    HotColdParams(hot_rows=rows)
+    assert rows.tolist() == [3, 1, 2]
+
+
+@PROPERTY
+@given(ROWS, ROWS)
+def test_equal_rows_equal_params(left: list[int], right: list[int]) -> None:
+    params, same = HotColdParams(hot_rows=left), HotColdParams(hot_rows=left[::-1])
+    other = HotColdParams(hot_rows=right)
+    assert params == same
+    assert hash(params) == hash(same)
+    assert repr(params) == repr(same)
+    assert (params == other) == (set(left) == set(right))
+    # the planner tells proposals apart by hash, and plans by text
+    assert (hash(params) == hash(other)) == (set(left) == set(right))
+    assert (repr(params) == repr(other)) == (set(left) == set(right))
+
+
+def test_long_hot_sets_differ_in_one_row() -> None:
+    rows = torch.arange(0, 20_000, 2)
+    other = rows.clone()
+    other[5000] += 1
+    params, changed = HotColdParams(hot_rows=rows), HotColdParams(hot_rows=other)
+    assert params != changed
+    assert hash(params) != hash(changed)
+    assert repr(params) != repr(changed)
+
+
+def test_cache_settings_count_too() -> None:
+    params = HotColdParams(hot_rows=[1])
+    assert params != HotColdParams(CacheAlgorithm.LFU, hot_rows=[1])
+    assert params != HotColdParams(load_factor=0.5, hot_rows=[1])
+    assert params != CacheParams()
+
+
+@pytest.mark.parametrize("rows", [[], [4, 1], range(1000)], ids=["none", "two", "thousand"])
+def test_survives_pickle_and_deepcopy(rows: list[int]) -> None:
+    """As a plan is broadcast, and as the enumerator copies options."""
+    sharding = ParameterSharding("row_wise", "fused", cache_params=HotColdParams(hot_rows=rows))
+    for twin in (pickle.loads(pickle.dumps(sharding)), copy.deepcopy(sharding)):
+        assert isinstance(twin.cache_params, HotColdParams)
+        assert isinstance(twin.cache_params, CacheParams)
+        assert twin.cache_params == sharding.cache_params
+        assert hash(twin.cache_params) == hash(sharding.cache_params)
+        assert twin.cache_params.hot_rows is not sharding.cache_params.hot_rows
+
+
+def test_defaults_do_not_share_a_tensor() -> None:
+    assert HotColdParams().num_hot_rows == 0
+    assert HotColdParams().hot_rows is not HotColdParams().hot_rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([4, -1, 2], "hot row -1 is negative; row ids start at 0"),
+        ([4, 2, 4], "hot row 4 is named twice; name each hot row once"),
+    ],
+)
+def test_refused_rows(rows: list[int], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        HotColdParams(hot_rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            range(4),
+            "table 't' has 3 rows, but 4 hot rows were asked for; ask for at most 3",
+        ),
+        ([0, 3], r"hot row 3 lies outside table 't', whose rows are 0\.\.2; were the hot rows"),
+    ],
+)
+def test_check_refuses_what_the_table_cannot_hold(rows: list[int], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        HotColdParams(hot_rows=rows).check("t", num_embeddings=3)
+
+
+@pytest.mark.parametrize("rows", [[], [2], [0, 1, 2]], ids=["none", "last", "all"])
+def test_check_accepts_what_it_can(rows: list[int]) -> None:
+    HotColdParams(hot_rows=rows).check("t", num_embeddings=3)
