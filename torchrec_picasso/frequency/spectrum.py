@@ -1,0 +1,135 @@
+"""The shape of a table's skew: how many rows were looked up how often.
+
+Everything that sizes an exchange (distinct rows of a batch, cold rows beside a hot set, load of a
+home) depends on the counts alone, not on which rows have them. A spectrum keeps each distinct count
+once, so a table of millions of rows answers in microseconds.
+
+Distinct rows follow rarefaction: lookups of a batch are a random subset of the sampled lookups,
+which is unbiased up to the size of the sample, where plugging shares into ``1 - (1 - p)^n`` is too
+low by the rows that the sample never saw. Beyond the sample, rows not seen yet are extrapolated.
+
+Source: Hurlbert 1971 (rarefaction); Chao 1984 and Colwell et al. 2012, eq. 9 (extrapolation);
+Good 1953 (mass of the unseen).
+
+Shape letters: K distinct counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["CountSpectrum"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CountSpectrum:
+    """Rows of one table by how often they were looked up.
+
+    Args:
+        counts_K: Distinct counts, descending, float64, shape ``(K,)``.
+        rows_K: How many rows have each count; estimates where a tail was sampled; float64.
+        num_lookups: Lookups counted, the sum of ``counts_K * rows_K`` up to a tail's estimate.
+        num_embeddings: Rows of the table.
+    """
+
+    counts_K: Tensor
+    rows_K: Tensor
+    num_lookups: float
+    num_embeddings: int
+
+    @staticmethod
+    def of(
+        counts_U: Tensor,
+        num_embeddings: int,
+        tail_counts_V: Tensor | None = None,
+        tail_rows_per_sampled: float = 1.0,
+        num_lookups: float | None = None,
+    ) -> CountSpectrum:
+        """Makes the spectrum of counted rows and, where only a sample of the tail was kept, of it.
+
+        Args:
+            counts_U: Count of every row in full, shape ``(U,)``.
+            num_embeddings: Rows of the table.
+            tail_counts_V: Counts of sampled rows outside ``counts_U``.
+            tail_rows_per_sampled: Rows that each sampled row stands for.
+            num_lookups: Lookups in all; ``None`` = the sum over the rows.
+        """
+        tail_V = counts_U.new_empty(0) if tail_counts_V is None else tail_counts_V
+        counts, inverse = torch.unique(
+            torch.cat([counts_U.double(), tail_V.double()]), return_inverse=True
+        )
+        weights = torch.ones(inverse.numel(), dtype=torch.float64)
+        weights[counts_U.numel() :] = tail_rows_per_sampled
+        rows = torch.zeros_like(counts).index_add_(0, inverse, weights)
+        total = float((counts * rows).sum()) if num_lookups is None else float(num_lookups)
+        return CountSpectrum(
+            counts_K=counts.flip(0),
+            rows_K=rows.flip(0),
+            num_lookups=total,
+            num_embeddings=num_embeddings,
+        )
+
+    def presence_K(self, num_lookups: float) -> Tensor:
+        """Chance that a row of each count is among some lookups.
+
+        Args:
+            num_lookups: Lookups of the table, at least 0.
+
+        Returns:
+            Between 0 and 1, float64, shape ``(K,)``; 1 from the size of the sample on.
+        """
+        total, drawn = self.num_lookups, min(float(num_lookups), self.num_lookups)
+        if not total:
+            return torch.zeros_like(self.counts_K)
+        # C(N - c, n) / C(N, n), the chance that none of a row's c lookups is drawn
+        left_K = total - self.counts_K - drawn
+        log_absent_K = (
+            torch.lgamma(total - self.counts_K + 1)
+            - torch.lgamma(left_K.clamp(min=0) + 1)
+            - torch.lgamma(torch.tensor(total + 1, dtype=torch.float64))
+            + torch.lgamma(torch.tensor(total - drawn + 1, dtype=torch.float64))
+        )
+        absent_K = torch.where(left_K >= 0, log_absent_K.exp(), torch.zeros_like(left_K))
+        return (1 - absent_K).clamp(0, 1)
+
+    def expected_unique(self, num_lookups: float) -> float:
+        """Expected distinct rows among some lookups, between 0 and the rows of the table."""
+        seen = float((self.rows_K * self.presence_K(num_lookups)).sum())
+        return min(
+            seen + self.expected_unseen(num_lookups), float(self.num_embeddings), num_lookups
+        )
+
+    def expected_unseen(self, num_lookups: float) -> float:
+        """Rows that the sample never saw, expected among more lookups than it holds; else 0."""
+        extra = num_lookups - self.num_lookups
+        unseen = self.num_unseen
+        if extra <= 0 or not unseen:
+            return 0.0
+        once = self._rows_with_count(1)
+        return (
+            unseen
+            * -torch.expm1(
+                extra
+                * torch.log1p(
+                    torch.tensor(-once / (self.num_lookups * unseen + once), dtype=torch.float64)
+                )
+            ).item()
+        )
+
+    @property
+    def num_unseen(self) -> float:
+        """Rows in use that the sample never saw: Chao's lower bound, within the table."""
+        once, twice = self._rows_with_count(1), self._rows_with_count(2)
+        estimate = once * (once - 1) / 2 if twice == 0 else once * once / (2 * twice)
+        return max(0.0, min(estimate, self.num_embeddings - float(self.rows_K.sum())))
+
+    @property
+    def unseen_mass(self) -> float:
+        """Share of future lookups that go to rows the sample never saw (Good-Turing)."""
+        return self._rows_with_count(1) / self.num_lookups if self.num_lookups else 1.0
+
+    def _rows_with_count(self, count: int) -> float:
+        return float(self.rows_K[self.counts_K == count].sum())
