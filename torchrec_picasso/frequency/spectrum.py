@@ -72,7 +72,7 @@ class CountSpectrum:
             num_embeddings=num_embeddings,
         )
 
-    def presence_K(self, num_lookups: float) -> Tensor:
+    def presence(self, num_lookups: float) -> Tensor:
         """Chance that a row of each count is among some lookups.
 
         Args:
@@ -97,7 +97,7 @@ class CountSpectrum:
 
     def expected_unique(self, num_lookups: float) -> float:
         """Expected distinct rows among some lookups, between 0 and the rows of the table."""
-        seen = float((self.rows_K * self.presence_K(num_lookups)).sum())
+        seen = float((self.rows_K * self.presence(num_lookups)).sum())
         return min(
             seen + self.expected_unseen(num_lookups), float(self.num_embeddings), num_lookups
         )
