@@ -1,0 +1,228 @@
+"""CommCurves: how long each collective takes here, measured once, kept in a file.
+
+The planner reads two things from it: communication (a curve per collective, per level of the
+network when hosts have several ranks) and local work (:class:`LocalCosts`). Both come from the
+process group and the machine that will train, because published bandwidths say little of either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrec_picasso.cost.curve import Curve
+from torchrec_picasso.cost.local import LocalCosts
+from torchrec_picasso.errors import PicassoError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+__all__ = ["COLLECTIVES", "CommCurves"]
+
+COLLECTIVES = ("all_to_all", "all_to_all_skewed", "all_reduce", "reduce_scatter", "all_gather")
+"""Collectives with a curve; ``skewed``: one rank is asked for half of all rows."""
+
+_FORMAT_VERSION = 1
+_HINT = "make it with `torchrec-picasso calibrate` or CommCurves.measure(pg).to_json(path)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommCurves:
+    """Measured time of the collectives of one process group.
+
+    Sizes are the bytes that the busiest rank sends or receives, by the usual bandwidth-optimal
+    algorithm: ``(W-1)/W`` of an all-to-all's buffer, ``2 (W-1)/W`` of an all-reduce's.
+
+    Args:
+        world_size: Ranks of the group.
+        ranks_per_host: Ranks that share a host.
+        backend: Its backend, such as ``"gloo"``.
+        device: Where the tensors were, ``"cpu"`` or ``"cuda"``.
+        collectives: Curve by name, one of :data:`COLLECTIVES`.
+        levels: The same among the ranks of one host (``"intra_host"``) and among ranks of
+            different hosts (``"inter_host"``), where a host has several.
+        local: Local work per row; assumed, not measured, when left out.
+        measured_on: Date, hardware and versions, for the reader.
+    """
+
+    world_size: int
+    ranks_per_host: int = 1
+    backend: str
+    device: str
+    collectives: Mapping[str, Curve]
+    levels: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict)
+    local: LocalCosts = field(default_factory=LocalCosts)
+    measured_on: Mapping[str, str | int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        missing = [name for name in COLLECTIVES if name not in self.collectives]
+        if missing:
+            raise PicassoError(f"curves of {', '.join(missing)} are missing; {_HINT}")
+
+    @staticmethod
+    def measure(
+        pg: dist.ProcessGroup,
+        device: torch.device | None = None,
+        *,
+        max_bytes: int = 64 << 20,
+        seconds_per_point: float = 0.3,
+        ranks_per_host: int | None = None,
+    ) -> CommCurves:
+        """Measures the collectives of ``pg``; local costs stay the assumed ones.
+
+        Collective: every rank of ``pg`` calls this, in the same order; nothing else may use the
+        network or the cores meanwhile.
+
+        Args:
+            pg: Process group; of one rank it gives curves that are all zero.
+            device: Where the tensors are; CPU if ``None``.
+            max_bytes: Largest buffer per rank; sizes go from 4 KiB in powers of 4.
+            seconds_per_point: About how long each size is repeated.
+            ranks_per_host: Ranks per host; ``None`` reads ``LOCAL_WORLD_SIZE``, else 1.
+
+        Returns:
+            The same curves on every rank.
+        """
+        from torchrec_picasso.cost.measure import measure_curves
+
+        return measure_curves(pg, device, max_bytes, seconds_per_point, ranks_per_host)
+
+    @staticmethod
+    def assumed(
+        world_size: int,
+        *,
+        gbytes_per_s: float,
+        latency_ms: float = 0.05,
+        backend: str = "assumed",
+        device: str = "cpu",
+        ranks_per_host: int = 1,
+        local: LocalCosts | None = None,
+    ) -> CommCurves:
+        """Curves of a network that cannot be measured: one line for every collective."""
+        line = Curve.line(latency_ms, gbytes_per_s)
+        return CommCurves(
+            world_size=world_size,
+            ranks_per_host=ranks_per_host,
+            backend=backend,
+            device=device,
+            collectives=dict.fromkeys(COLLECTIVES, line),
+            local=local or LocalCosts(),
+            measured_on={"assumed": f"{gbytes_per_s:g} GB/s, {latency_ms:g} ms latency"},
+        )
+
+    def ms(self, collective: str, busiest_bytes: float, world_size: int | None = None) -> float:
+        """Time of one collective.
+
+        At another world size than measured, latency grows with the ``W - 1`` peers that each rank
+        talks to (a ring's steps, an all-to-all's messages); bandwidth per rank stays.
+
+        Args:
+            collective: One of :data:`COLLECTIVES`.
+            busiest_bytes: What the busiest rank sends or receives.
+            world_size: Ranks; ``None`` = as measured. One rank costs nothing.
+
+        Returns:
+            Milliseconds.
+        """
+        world_size = world_size or self.world_size
+        if world_size == 1:
+            return 0.0
+        curve = self.collectives[collective]
+        more_peers = (world_size - 1) / max(1, self.world_size - 1) - 1
+        return max(0.0, curve.ms_at(busiest_bytes) + curve.latency_ms * more_peers)
+
+    def with_bandwidth(self, factor: float) -> CommCurves:
+        """The same network with ``factor`` times the bandwidth: a what-if."""
+
+        def scaled(curve: Curve) -> Curve:
+            gained = tuple(curve.ms_per_byte * n * (1 - 1 / factor) for n in curve.sent_bytes)
+            least = curve.latency_ms or min(curve.ms)
+            return dataclasses.replace(
+                curve,
+                ms=tuple(max(least, ms - gain) for ms, gain in zip(curve.ms, gained)),
+                ms_per_byte=curve.ms_per_byte / factor,
+            )
+
+        return dataclasses.replace(
+            self, collectives={name: scaled(curve) for name, curve in self.collectives.items()}
+        )
+
+    def mismatch(self, *, world_size: int, device: str) -> str | None:
+        """How these curves differ from what they are to be used for, or ``None``.
+
+        Args:
+            world_size: Ranks to plan for.
+            device: Compute device to plan for, ``"cpu"`` or ``"cuda"``.
+        """
+        if self.world_size == 1 and world_size > 1:
+            raise PicassoError(
+                f"the curves are of 1 rank, which sends nothing, but the plan is for {world_size} "
+                "ranks; measure them on a process group of at least 2 ranks"
+            )
+        found, wanted = [], []
+        if self.world_size != world_size:
+            found.append(f"{self.world_size} ranks")
+            wanted.append(f"{world_size} ranks")
+        if self.device != device:
+            found.append(f"backend {self.backend} on {self.device}")
+            wanted.append(device)
+        if not found:
+            return None
+        return f"curves of {', '.join(found)} are used for {', '.join(wanted)}"
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Writes everything; the file appears under its name only when it is whole.
+
+        Raises:
+            PicassoError: If the folder does not exist.
+        """
+        target = Path(path)
+        if not target.parent.is_dir():
+            raise PicassoError(f"there is no folder {target.parent} to write {target.name} into")
+        document = {"format_version": _FORMAT_VERSION, **dataclasses.asdict(self)}
+        aside = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            aside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            os.replace(aside, target)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    @staticmethod
+    def from_json(path: str | os.PathLike[str]) -> CommCurves:
+        """Reads what :meth:`to_json` wrote.
+
+        Raises:
+            PicassoError: If the file is missing or not such curves.
+        """
+        source = Path(path)
+        if not source.is_file():
+            raise PicassoError(f"there is no curves file {source}; {_HINT}")
+        try:
+            document: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
+            version = document.pop("format_version")
+            if version != _FORMAT_VERSION:
+                raise PicassoError(
+                    f"the curves file {source} has format version {version!r}, expected "
+                    f"{_FORMAT_VERSION}; measure again with this release"
+                )
+            document["collectives"] = _curves(document["collectives"])
+            document["levels"] = {name: _curves(of) for name, of in document["levels"].items()}
+            document["local"] = LocalCosts.from_dict(document["local"])
+            return CommCurves(**document)
+        except PicassoError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PicassoError(f"{source} does not hold curves ({error!r}); {_HINT}") from error
+
+
+def _curves(document: Mapping[str, Mapping[str, Any]]) -> dict[str, Curve]:
+    return {
+        name: Curve(**{**of, "sent_bytes": tuple(of["sent_bytes"]), "ms": tuple(of["ms"])})
+        for name, of in document.items()
+    }

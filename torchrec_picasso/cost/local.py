@@ -1,0 +1,225 @@
+"""What a step does on the rank itself, in milliseconds per row, lookup and element.
+
+Each phase of a step (input dist, forward, backward with the update) is a sum of terms that are
+linear in the work. The coefficients are fitted to measured steps of the real sharded modules on one
+rank, so Python, page faults and cache misses are in them; ``torchrec-picasso calibrate`` measures
+them on all ranks at once, so that ranks that share cores slow each other as they will in training.
+
+Shape letters: M measurements, X terms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from torchrec_picasso.errors import PicassoError
+
+__all__ = ["PHASES", "LocalCosts", "LocalWork", "PhaseCost", "SideCosts"]
+
+PHASES = ("input_dist", "forward", "backward")
+"""Parts of a step, in order; ``backward`` includes the tables' update."""
+
+_TERMS = (
+    "fixed_ms",
+    "feature_us",
+    "lookup_ns",
+    "row_ns",
+    "lookup_element_ns",
+    "row_element_ns",
+    "paged_element_ns",
+)
+
+# glibc keeps up to this much freed memory for the next step; what a step needs beyond it is mapped
+# afresh and pays a page fault for every 4 KiB (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX on 64 bits).
+_KEPT_BYTES = 32 << 20
+_ELEMENT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalWork:
+    """One rank's work in one step.
+
+    Args:
+        features: Features of the module.
+        lookups: Lookups of the rank's batch.
+        rows: Rows that are fetched, reduced or updated one by one.
+        lookup_elements: Elements of the lookups' pooled rows: lookups x dim.
+        row_elements: Elements of those rows: rows x dim.
+        buffer_elements: Elements of the large buffers that a phase makes.
+    """
+
+    features: float = 0.0
+    lookups: float = 0.0
+    rows: float = 0.0
+    lookup_elements: float = 0.0
+    row_elements: float = 0.0
+    buffer_elements: float = 0.0
+
+    def terms(self) -> tuple[float, ...]:
+        """The factors of the coefficients of :class:`PhaseCost`, in milliseconds."""
+        return (
+            1.0,
+            self.features * 1e-3,
+            self.lookups * 1e-6,
+            self.rows * 1e-6,
+            self.lookup_elements * 1e-6,
+            self.row_elements * 1e-6,
+            max(0.0, self.buffer_elements - _KEPT_BYTES / _ELEMENT_BYTES) * 1e-6,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseCost:
+    """Coefficients of one phase, all at least 0.
+
+    Args:
+        fixed_ms: Per step.
+        feature_us: Per feature, microseconds.
+        lookup_ns: Per lookup, nanoseconds.
+        row_ns: Per row.
+        lookup_element_ns: Per element of a looked-up row.
+        row_element_ns: Per element of a row.
+        paged_element_ns: Per element of the buffers beyond the memory that is kept, on top.
+        median_error: Median relative error of the fit.
+        worst_error: Largest relative error of the fit.
+    """
+
+    fixed_ms: float = 0.0
+    feature_us: float = 0.0
+    lookup_ns: float = 0.0
+    row_ns: float = 0.0
+    lookup_element_ns: float = 0.0
+    row_element_ns: float = 0.0
+    paged_element_ns: float = 0.0
+    median_error: float = 0.0
+    worst_error: float = 0.0
+
+    def ms(self, work: LocalWork) -> float:
+        """Milliseconds of the phase for some work."""
+        return sum(getattr(self, term) * x for term, x in zip(_TERMS, work.terms()))
+
+    @staticmethod
+    def fit(works: Sequence[LocalWork], ms: Sequence[float]) -> PhaseCost:
+        """Fits the coefficients to measurements, by relative error, none below 0.
+
+        Args:
+            works: What was done.
+            ms: How long it took.
+
+        Raises:
+            PicassoError: If there are no measurements, or a time is not above 0.
+        """
+        if not works or len(works) != len(ms) or min(ms) <= 0:
+            raise PicassoError(
+                f"expected one time above 0 for each of {len(works)} measurements, got {list(ms)}; "
+                "measure again"
+            )
+        times_M = np.asarray(ms, dtype=float)
+        design_MX = np.array([work.terms() for work in works]) / times_M[:, None]
+        found_X = _non_negative_least_squares(design_MX, np.ones(len(works)))
+        errors_M = np.abs(design_MX @ found_X - 1)
+        return PhaseCost(
+            **dict(zip(_TERMS, map(float, found_X))),
+            median_error=float(np.median(errors_M)),
+            worst_error=float(errors_M.max()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideCosts:
+    """The phases of one kind of sharding."""
+
+    input_dist: PhaseCost = field(default_factory=PhaseCost)
+    forward: PhaseCost = field(default_factory=PhaseCost)
+    backward: PhaseCost = field(default_factory=PhaseCost)
+
+
+# One core of an Intel Xeon at 2.1-2.7 GHz, FP32, row-wise Adagrad; replaced by calibration.
+_ASSUMED_HOT_COLD = SideCosts(
+    input_dist=PhaseCost(fixed_ms=1.0, feature_us=15, lookup_ns=120, row_ns=100),
+    forward=PhaseCost(fixed_ms=0.5, lookup_element_ns=2.0, row_element_ns=1.5),
+    backward=PhaseCost(fixed_ms=0.7, lookup_element_ns=1.0, row_element_ns=5.0),
+)
+_ASSUMED_STOCK = SideCosts(
+    input_dist=PhaseCost(fixed_ms=1.0, feature_us=20, lookup_ns=40),
+    forward=PhaseCost(fixed_ms=0.5, feature_us=20, lookup_element_ns=5.0),
+    backward=PhaseCost(fixed_ms=0.7, feature_us=20, lookup_element_ns=9.0),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCosts:
+    """Local costs of both kinds of sharding.
+
+    Args:
+        hot_cold: Of this package's exchange.
+        stock: Of TorchRec's fused table-wise lookup.
+        measured: Whether they were measured, or are the values for one core of a server CPU that
+            stand here by default.
+    """
+
+    hot_cold: SideCosts = _ASSUMED_HOT_COLD
+    stock: SideCosts = _ASSUMED_STOCK
+    measured: bool = False
+
+    @staticmethod
+    def from_dict(document: Mapping[str, Any]) -> LocalCosts:
+        """Reads what ``dataclasses.asdict`` made of it."""
+        sides = {
+            name: SideCosts(**{phase: PhaseCost(**document[name][phase]) for phase in PHASES})
+            for name in ("hot_cold", "stock")
+        }
+        return LocalCosts(**sides, measured=bool(document["measured"]))
+
+    def scaled(self, factor: float) -> LocalCosts:
+        """The same on cores ``1 / factor`` times as fast: a what-if."""
+
+        def phase(cost: PhaseCost) -> PhaseCost:
+            return dataclasses.replace(
+                cost, **{term: getattr(cost, term) * factor for term in _TERMS}
+            )
+
+        def side(costs: SideCosts) -> SideCosts:
+            return SideCosts(**{name: phase(getattr(costs, name)) for name in PHASES})
+
+        return dataclasses.replace(self, hot_cold=side(self.hot_cold), stock=side(self.stock))
+
+
+def _non_negative_least_squares(a_MX: np.ndarray, b_M: np.ndarray) -> np.ndarray:
+    """Minimises ``|a x - b|`` over ``x >= 0``.
+
+    Source:
+        Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: active sets.
+    """
+    num_terms = a_MX.shape[1]
+    scale_X = np.linalg.norm(a_MX, axis=0)
+    scale_X[scale_X == 0] = 1.0
+    a_MX = a_MX / scale_X
+    free_X = np.zeros(num_terms, dtype=bool)
+    x = np.zeros(num_terms)
+    tolerance = 1e-10 * len(b_M)
+    while True:
+        gradient_X = a_MX.T @ (b_M - a_MX @ x)
+        gradient_X[free_X] = -np.inf
+        best = int(gradient_X.argmax())
+        if gradient_X[best] <= tolerance:
+            return x / scale_X
+        free_X[best] = True
+        while True:
+            trial = np.zeros(num_terms)
+            trial[free_X] = np.linalg.lstsq(a_MX[:, free_X], b_M, rcond=None)[0]
+            blocked = free_X & (trial <= 0)
+            if not blocked.any():
+                break
+            steps = x[blocked] / np.maximum(x[blocked] - trial[blocked], 1e-300)
+            x = x + steps.min() * (trial - x)
+            free_X &= x > 1e-14
+            x[~free_X] = 0.0
+            if not free_X.any():
+                return x / scale_X
+        x = trial

@@ -1,0 +1,76 @@
+"""The answer of the cost model: one step of one placement in milliseconds and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["StepCost"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Expected cost of the embedding part of one step, on the busiest rank.
+
+    Args:
+        input_dist_ms: Ids to their homes: wire and work; a pipeline hides the wire's part.
+        forward_compute_ms: Gather and pooling.
+        forward_comms_ms: Rows on the wire.
+        backward_compute_ms: Gradients of rows, and the update.
+        backward_comms_ms: Gradients on the wire.
+        input_dist_wire_ms: The wire's part of ``input_dist_ms``.
+        sent_bytes: Bytes that a rank sends, by purpose; mean over ranks.
+    """
+
+    input_dist_ms: float = 0.0
+    forward_compute_ms: float = 0.0
+    forward_comms_ms: float = 0.0
+    backward_compute_ms: float = 0.0
+    backward_comms_ms: float = 0.0
+    input_dist_wire_ms: float = 0.0
+    sent_bytes: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def forward_ms(self) -> float:
+        """Forward with its input dist."""
+        return self.input_dist_ms + self.forward_compute_ms + self.forward_comms_ms
+
+    @property
+    def backward_ms(self) -> float:
+        """Backward with the update."""
+        return self.backward_compute_ms + self.backward_comms_ms
+
+    @property
+    def total_ms(self) -> float:
+        """The whole step, nothing hidden."""
+        return self.forward_ms + self.backward_ms
+
+    @property
+    def hidden_ms(self) -> float:
+        """What TorchRec's pipelines hide: the wire of the next batch's input dist."""
+        return self.input_dist_wire_ms
+
+    @property
+    def exposed_ms(self) -> float:
+        """What stays in the step's way under TorchRec's pipelines."""
+        return self.total_ms - self.hidden_ms
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes that a rank sends per step."""
+        return sum(self.sent_bytes.values())
+
+    def __add__(self, other: StepCost) -> StepCost:
+        names = {**self.sent_bytes, **other.sent_bytes}
+        return StepCost(
+            input_dist_ms=self.input_dist_ms + other.input_dist_ms,
+            forward_compute_ms=self.forward_compute_ms + other.forward_compute_ms,
+            forward_comms_ms=self.forward_comms_ms + other.forward_comms_ms,
+            backward_compute_ms=self.backward_compute_ms + other.backward_compute_ms,
+            backward_comms_ms=self.backward_comms_ms + other.backward_comms_ms,
+            input_dist_wire_ms=self.input_dist_wire_ms + other.input_dist_wire_ms,
+            sent_bytes={
+                name: self.sent_bytes.get(name, 0.0) + other.sent_bytes.get(name, 0.0)
+                for name in names
+            },
+        )

@@ -1,0 +1,133 @@
+"""What one table asks of a step: expected rows as a function of how many of its rows are hot.
+
+Built once per (table, batch, world size) from the table's spectrum; every question afterwards is
+an interpolation in cumulative sums, so trying thousands of hot sets costs nothing.
+
+Shape letters: K distinct counts, descending: the hottest rows come first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchrec_picasso.frequency.spectrum import CountSpectrum
+
+__all__ = ["HotSplit", "TableLoad", "TableWork"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableLoad:
+    """One table and what a rank's batch looks up in it.
+
+    Args:
+        name: Table name.
+        num_embeddings: Rows.
+        dim: Columns.
+        lookups: Lookups per rank and step: samples x pooling factor, over all its features.
+        bags: Bags per rank and step: samples x features.
+        num_features: Features that look it up.
+        spectrum: How its lookups spread over rows; ``None`` = evenly.
+        element_bytes: Bytes of a stored element.
+        optimizer_share: Optimizer state as a share of the weights' bytes.
+    """
+
+    name: str
+    num_embeddings: int
+    dim: int
+    lookups: float
+    bags: float
+    num_features: int = 1
+    spectrum: CountSpectrum | None = None
+    element_bytes: int = 4
+    optimizer_share: float = 0.0
+
+    @property
+    def row_bytes(self) -> float:
+        """Bytes of a row with its optimizer state."""
+        return self.dim * self.element_bytes * (1 + self.optimizer_share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotSplit:
+    """A table's expected rows per step when its ``num_hot`` most frequent rows are hot.
+
+    Args:
+        num_hot: Hot rows.
+        coverage: Share of lookups that replicas serve.
+        hot_used: Hot rows that one rank's batch uses.
+        hot_touched: Hot rows that any rank's batch uses.
+        cold_used: Cold rows that one rank's batch uses.
+    """
+
+    num_hot: float
+    coverage: float
+    hot_used: float
+    hot_touched: float
+    cold_used: float
+
+
+class TableWork:
+    """Expected rows of one table at one batch size and world size.
+
+    Args:
+        load: The table.
+        world_size: Ranks with a batch like this one's.
+    """
+
+    def __init__(self, load: TableLoad, world_size: int) -> None:
+        self.load = load
+        self.world_size = world_size
+        all_lookups = load.lookups * world_size
+        if load.spectrum is None or not load.spectrum.num_lookups:
+            rows = float(load.num_embeddings)
+            self.rows_K = np.array([rows])
+            share_K = np.array([1.0])
+            self.used_K = np.array([_chance_of_row(rows, load.lookups)])
+            self.touched_K = np.array([_chance_of_row(rows, all_lookups)])
+            self._unseen_used = self._unseen_touched = 0.0
+        else:
+            spectrum = load.spectrum
+            self.rows_K = spectrum.rows_K.numpy()
+            share_K = (spectrum.counts_K * spectrum.rows_K / spectrum.num_lookups).numpy()
+            self.used_K = spectrum.presence(load.lookups).numpy()
+            self.touched_K = spectrum.presence(all_lookups).numpy()
+            self._unseen_used = spectrum.expected_unseen(load.lookups)
+            self._unseen_touched = spectrum.expected_unseen(all_lookups)
+        self._end_K = np.concatenate([[0.0], self.rows_K.cumsum()])
+        self._coverage_K = np.concatenate([[0.0], share_K.cumsum()])
+        self._used_K = np.concatenate([[0.0], (self.rows_K * self.used_K).cumsum()])
+        self._touched_K = np.concatenate([[0.0], (self.rows_K * self.touched_K).cumsum()])
+
+    @property
+    def unique(self) -> float:
+        """Distinct rows of one rank's batch."""
+        return float(self._used_K[-1]) + self._unseen_used
+
+    @property
+    def unique_anywhere(self) -> float:
+        """Distinct rows of all ranks' batches together."""
+        return float(self._touched_K[-1]) + self._unseen_touched
+
+    def split(self, num_hot: float) -> HotSplit:
+        """What a hot set of the most frequent rows leaves to do.
+
+        Args:
+            num_hot: Hot rows; rows of equal count are taken in part.
+        """
+        hot_used = self._at(self._used_K, num_hot)
+        return HotSplit(
+            num_hot=num_hot,
+            coverage=self._at(self._coverage_K, num_hot),
+            hot_used=hot_used,
+            hot_touched=self._at(self._touched_K, num_hot),
+            cold_used=max(0.0, self.unique - hot_used),
+        )
+
+    def _at(self, cumulative_K: np.ndarray, num_hot: float) -> float:
+        return float(np.interp(num_hot, self._end_K, cumulative_K))
+
+
+def _chance_of_row(num_rows: float, num_lookups: float) -> float:
+    return float(-np.expm1(num_lookups * np.log1p(-1 / num_rows))) if num_rows > 1 else 1.0
