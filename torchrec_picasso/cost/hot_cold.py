@@ -1,21 +1,23 @@
 """Cost of the packed unique exchange for given hot sets. Pure arithmetic.
 
-One exchange serves all tables of a module, so cost is asked for all of them together; what one
-table adds is the difference of two answers. Five collectives carry a step: header, ids, rows,
-gradients, and the hot rows' all-reduce.
+One exchange serves all tables of a module, so cost is a function of totals over the tables; what a
+table or a row adds is a difference of two answers. Five collectives carry a step: header, ids,
+rows, gradients, and the hot rows' all-reduce.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalWork
 from torchrec_picasso.cost.step_cost import StepCost
-from torchrec_picasso.cost.table_work import HotSplit, TableWork
+from torchrec_picasso.cost.table_work import TableWork
 
-__all__ = ["hot_cold_cost", "hot_cold_memory_bytes"]
+__all__ = ["HotColdTotals", "hot_cold_cost", "hot_cold_memory_bytes", "hot_cold_totals"]
 
 _WORD_BYTES = 8
 _WORD_BITS = 64
@@ -24,64 +26,119 @@ _WIRE_BYTES = 4  # a float32 element
 _LARGEST_INT32 = 2**31 - 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class HotColdTotals:
+    """What the tables of one exchange ask of a step, expected, per rank.
+
+    Args:
+        features: Features of the tables.
+        lookups: Lookups of the rank's batch.
+        lookup_elements: The same times dim.
+        unique: Distinct rows of the rank's batch.
+        unique_elements: The same times dim.
+        cold: Those of them that travel.
+        cold_elements: The same times dim.
+        touched: Hot rows that any rank uses.
+        touched_elements: The same times dim.
+        hot: Hot rows, used or not.
+        rows: Rows of the tables.
+    """
+
+    features: float = 0.0
+    lookups: float = 0.0
+    lookup_elements: float = 0.0
+    unique: float = 0.0
+    unique_elements: float = 0.0
+    cold: float = 0.0
+    cold_elements: float = 0.0
+    touched: float = 0.0
+    touched_elements: float = 0.0
+    hot: float = 0.0
+    rows: float = 0.0
+
+    def plus(self, other: HotColdTotals, times: float = 1.0) -> HotColdTotals:
+        """The sum with ``times`` the other; ``times=-1`` takes a table out again."""
+        return HotColdTotals(
+            **{
+                field.name: getattr(self, field.name) + times * getattr(other, field.name)
+                for field in dataclasses.fields(HotColdTotals)
+            }
+        )
+
+    @staticmethod
+    def of(work: TableWork, num_hot: float) -> HotColdTotals:
+        """One table whose ``num_hot`` most frequent rows are hot."""
+        load, split = work.load, work.split(num_hot)
+        return HotColdTotals(
+            features=load.num_features,
+            lookups=load.lookups,
+            lookup_elements=load.lookups * load.dim,
+            unique=work.unique,
+            unique_elements=work.unique * load.dim,
+            cold=split.cold_used,
+            cold_elements=split.cold_used * load.dim,
+            touched=split.hot_touched,
+            touched_elements=split.hot_touched * load.dim,
+            hot=num_hot,
+            rows=load.num_embeddings,
+        )
+
+
+def hot_cold_totals(works: Iterable[TableWork], num_hot: Iterable[float]) -> HotColdTotals:
+    """Sums tables with their numbers of hot rows."""
+    total = HotColdTotals()
+    for work, hot in zip(works, num_hot):
+        total = total.plus(HotColdTotals.of(work, hot))
+    return total
+
+
 def hot_cold_cost(
-    works: Sequence[TableWork],
-    num_hot: Sequence[float],
+    totals: HotColdTotals,
     curves: CommCurves,
+    world_size: int,
     *,
+    num_packs: int = 1,
     home_max_over_mean: float = 1.0,
 ) -> StepCost:
     """Expected cost of one step of one module's hot/cold tables.
 
     Args:
-        works: Its tables, all of one world size.
-        num_hot: Hot rows of each.
+        totals: Their sum.
         curves: Measured communication and local work.
+        world_size: Ranks.
+        num_packs: Distinct dims among the tables.
         home_max_over_mean: Load of the busiest home over the mean.
 
     Returns:
         Zero for no tables.
     """
-    if not works:
+    if not totals.features:
         return StepCost()
-    world_size = works[0].world_size
-    splits = [work.split(hot) for work, hot in zip(works, num_hot)]
-    wire = _sent_bytes(works, splits, world_size)
+    wire = _sent_bytes(totals, world_size, num_packs)
 
-    def ms(collective: str, name: str, uneven: float) -> float:
+    def ms(collective: str, name: str, uneven: float = 1.0) -> float:
         return curves.ms(collective, wire[name] * uneven, world_size)
 
-    header_and_ids_ms = ms("all_to_all", "header", 1.0) + ms(
-        "all_to_all", "ids", home_max_over_mean
-    )
-    hot_ms = ms("all_reduce", "hot", 1.0) if wire["hot"] else 0.0
-    costs = curves.local.hot_cold
-    lookup_elements = sum(work.load.lookups * work.load.dim for work in works)
-    unique_elements = sum(work.unique * work.load.dim for work in works)
-    buffers = lookup_elements + 2 * unique_elements
-    lookups = LocalWork(
-        features=sum(work.load.num_features for work in works),
-        lookups=sum(work.load.lookups for work in works),
-        rows=sum(work.unique for work in works),
-        lookup_elements=lookup_elements,
-        row_elements=unique_elements,
-        buffer_elements=buffers,
+    header_and_ids_ms = ms("all_to_all", "header") + ms("all_to_all", "ids", home_max_over_mean)
+    hot_ms = ms("all_reduce", "hot") if wire["hot"] else 0.0
+    fetched = LocalWork(
+        features=totals.features,
+        lookups=totals.lookups,
+        rows=totals.unique,
+        lookup_elements=totals.lookup_elements,
+        row_elements=totals.unique_elements,
+        buffer_elements=totals.lookup_elements + 2 * totals.unique_elements,
     )
     # every rank updates all touched replicas, and the cold rows that are at home there
-    updated = LocalWork(
-        features=lookups.features,
-        lookups=lookups.lookups,
-        rows=sum(split.cold_used + split.hot_touched for split in splits),
-        lookup_elements=lookup_elements,
-        row_elements=sum(
-            (split.cold_used + split.hot_touched) * work.load.dim
-            for work, split in zip(works, splits)
-        ),
-        buffer_elements=buffers,
+    updated = dataclasses.replace(
+        fetched,
+        rows=totals.cold + totals.touched,
+        row_elements=totals.cold_elements + totals.touched_elements,
     )
+    costs = curves.local.hot_cold
     return StepCost(
-        input_dist_ms=costs.input_dist.ms(lookups) + header_and_ids_ms,
-        forward_compute_ms=costs.forward.ms(lookups),
+        input_dist_ms=costs.input_dist.ms(fetched) + header_and_ids_ms,
+        forward_compute_ms=costs.forward.ms(fetched),
         forward_comms_ms=ms("all_to_all", "rows", home_max_over_mean),
         backward_compute_ms=costs.backward.ms(updated),
         backward_comms_ms=ms("all_to_all", "gradients", home_max_over_mean) + hot_ms,
@@ -90,28 +147,19 @@ def hot_cold_cost(
     )
 
 
-def _sent_bytes(
-    works: Sequence[TableWork], splits: Sequence[HotSplit], world_size: int
-) -> dict[str, float]:
+def _sent_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> dict[str, float]:
     """Mean bytes that a rank sends, by purpose; homes share the cold rows evenly."""
     to_others = (world_size - 1) / world_size
-    cold_elements = sum(split.cold_used * work.load.dim for work, split in zip(works, splits))
-    touched_elements = sum(split.hot_touched * work.load.dim for work, split in zip(works, splits))
-    hot_words = math.ceil(sum(split.num_hot for split in splits) / _WORD_BITS)
-    packs = len({work.load.dim for work in works})
-    rows = cold_elements * _WIRE_BYTES * to_others
+    hot_words = math.ceil(totals.hot / _WORD_BITS)
+    id_bytes = 4 if totals.rows <= _LARGEST_INT32 else 8
+    rows = totals.cold_elements * _WIRE_BYTES * to_others
     return {
-        "header": (world_size - 1) * _WORD_BYTES * (packs + _FLAGS + hot_words),
-        "ids": sum(split.cold_used for split in splits) * to_others * _id_bytes(works, world_size),
+        "header": (world_size - 1) * _WORD_BYTES * (num_packs + _FLAGS + hot_words),
+        "ids": totals.cold * id_bytes * to_others,
         "rows": rows,
         "gradients": rows,
-        "hot": 2 * to_others * touched_elements * _WIRE_BYTES,
+        "hot": 2 * to_others * totals.touched_elements * _WIRE_BYTES,
     }
-
-
-def _id_bytes(works: Sequence[TableWork], world_size: int) -> int:
-    num_rows = sum(work.load.num_embeddings for work in works)
-    return 4 if num_rows <= _LARGEST_INT32 else 8
 
 
 def hot_cold_memory_bytes(works: Sequence[TableWork], num_hot: Sequence[float]) -> dict[str, float]:
@@ -123,21 +171,17 @@ def hot_cold_memory_bytes(works: Sequence[TableWork], num_hot: Sequence[float]) 
 
     Returns:
         ``home`` and ``replica`` (weights and optimizer state), ``optimizer`` (the state's part of
-        both), ``buffers`` (fetched rows, their gradients, pooled output and its gradient).
+        both), ``buffers`` (rows asked of this home, rows fetched, the gradients of both, and the
+        pooled output with its gradient).
     """
-    home = sum(w.load.num_embeddings * w.load.row_bytes / w.world_size for w in works)
-    replica = sum(hot * w.load.row_bytes for w, hot in zip(works, num_hot))
-    optimizer = sum(
-        (w.load.num_embeddings / w.world_size + hot)
-        * (w.load.row_bytes - w.load.dim * w.load.element_bytes)
-        for w, hot in zip(works, num_hot)
-    )
-    fetched = sum(w.unique * w.load.dim * _WIRE_BYTES for w in works)
-    pooled = sum(w.load.bags * w.load.dim * _WIRE_BYTES for w in works)
-    # rows asked of this home, rows fetched, and the gradients of both; the output and its gradient
-    return {
-        "home": home,
-        "replica": replica,
-        "optimizer": optimizer,
-        "buffers": 4 * fetched + 2 * pooled,
-    }
+    home = replica = optimizer = buffers = 0.0
+    for work, hot in zip(works, num_hot):
+        load = work.load
+        at_home = load.num_embeddings / work.world_size
+        home += at_home * load.row_bytes
+        replica += hot * load.row_bytes
+        optimizer += (
+            (at_home + hot) * load.row_bytes * (load.optimizer_share / (1 + load.optimizer_share))
+        )
+        buffers += (4 * work.unique + 2 * load.bags) * load.dim * _WIRE_BYTES
+    return {"home": home, "replica": replica, "optimizer": optimizer, "buffers": buffers}

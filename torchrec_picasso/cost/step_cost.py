@@ -7,6 +7,15 @@ from dataclasses import dataclass, field
 
 __all__ = ["StepCost"]
 
+_MILLISECONDS = (
+    "input_dist_ms",
+    "forward_compute_ms",
+    "forward_comms_ms",
+    "backward_compute_ms",
+    "backward_comms_ms",
+    "input_dist_wire_ms",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
@@ -60,17 +69,13 @@ class StepCost:
         """Bytes that a rank sends per step."""
         return sum(self.sent_bytes.values())
 
-    def __add__(self, other: StepCost) -> StepCost:
+    def plus(self, other: StepCost, times: float = 1.0) -> StepCost:
+        """The sum with ``times`` the other; ``times=-1`` gives what a table adds."""
         names = {**self.sent_bytes, **other.sent_bytes}
         return StepCost(
-            input_dist_ms=self.input_dist_ms + other.input_dist_ms,
-            forward_compute_ms=self.forward_compute_ms + other.forward_compute_ms,
-            forward_comms_ms=self.forward_comms_ms + other.forward_comms_ms,
-            backward_compute_ms=self.backward_compute_ms + other.backward_compute_ms,
-            backward_comms_ms=self.backward_comms_ms + other.backward_comms_ms,
-            input_dist_wire_ms=self.input_dist_wire_ms + other.input_dist_wire_ms,
+            **{name: getattr(self, name) + times * getattr(other, name) for name in _MILLISECONDS},
             sent_bytes={
-                name: self.sent_bytes.get(name, 0.0) + other.sent_bytes.get(name, 0.0)
+                name: self.sent_bytes.get(name, 0.0) + times * other.sent_bytes.get(name, 0.0)
                 for name in names
             },
         )

@@ -10,17 +10,27 @@ Source: TorchRec ``distributed/sharding/{tw,rw,cw,dp}_sharding.py``, ``distribut
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalWork
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 
-__all__ = ["STOCK_TYPES", "stock_cost", "stock_memory_bytes"]
+__all__ = [
+    "STOCK_TYPES",
+    "StockTotals",
+    "max_over_mean",
+    "stock_cost",
+    "stock_memory_bytes",
+    "stock_totals",
+]
 
 STOCK_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
-"""TorchRec sharding types with a cost; the first three place every table on its own ranks."""
+"""TorchRec sharding types that have a cost here."""
 
 _ID_BYTES = 8
 _LENGTH_BYTES = 4
@@ -29,53 +39,114 @@ _MIN_COLUMNS = 4  # FBGEMM's narrowest shard
 _DENSE_UPDATE_PASSES = 3  # gradient zeroed, written and applied over the whole table
 
 
-def stock_cost(sharding_type: str, works: Sequence[TableWork], curves: CommCurves) -> StepCost:
+@dataclass(frozen=True, kw_only=True)
+class StockTotals:
+    """What tables of one stock sharding type ask of a step, expected.
+
+    Args:
+        features: Features of the tables.
+        lookups: Lookups of one rank's batch, each as often as it is sent.
+        lookup_elements: Lookups x dim.
+        lengths: Bag lengths of one rank's batch, each as often as it is sent.
+        bag_elements: Bags x dim.
+        rows: Distinct rows of all ranks' batches, per rank that updates them.
+        row_elements: The same times dim.
+        table_elements: Elements of the tables.
+    """
+
+    features: float = 0.0
+    lookups: float = 0.0
+    lookup_elements: float = 0.0
+    lengths: float = 0.0
+    bag_elements: float = 0.0
+    rows: float = 0.0
+    row_elements: float = 0.0
+    table_elements: float = 0.0
+
+    def plus(self, other: StockTotals, times: float = 1.0) -> StockTotals:
+        """The sum with ``times`` the other; ``times=-1`` takes a table out again."""
+        return StockTotals(
+            **{
+                field.name: getattr(self, field.name) + times * getattr(other, field.name)
+                for field in dataclasses.fields(StockTotals)
+            }
+        )
+
+    @staticmethod
+    def of(sharding_type: str, work: TableWork) -> StockTotals:
+        """One table under a sharding type of :data:`STOCK_TYPES`."""
+        load, world_size = work.load, work.world_size
+        copies = _column_shards(load, world_size) if sharding_type == "column_wise" else 1
+        rows = (
+            work.unique if sharding_type == "data_parallel" else work.unique_anywhere / world_size
+        )
+        return StockTotals(
+            features=load.num_features,
+            lookups=load.lookups * copies,
+            lookup_elements=load.lookups * load.dim,
+            lengths=load.bags * (world_size if sharding_type == "row_wise" else copies),
+            bag_elements=load.bags * load.dim,
+            rows=rows,
+            row_elements=rows * load.dim,
+            table_elements=load.num_embeddings * load.dim,
+        )
+
+
+def stock_totals(sharding_type: str, works: Iterable[TableWork]) -> StockTotals:
+    """Sums tables of one sharding type."""
+    total = StockTotals()
+    for work in works:
+        total = total.plus(StockTotals.of(sharding_type, work))
+    return total
+
+
+def stock_cost(
+    sharding_type: str,
+    totals: StockTotals,
+    curves: CommCurves,
+    world_size: int,
+    *,
+    uneven: float = 1.0,
+) -> StepCost:
     """Expected cost of one step of tables that all take one stock sharding type.
 
     Args:
         sharding_type: One of :data:`STOCK_TYPES`.
-        works: The tables, all of one world size.
+        totals: Their sum.
         curves: Measured communication and local work.
+        world_size: Ranks.
+        uneven: Load of the busiest rank over the mean, see :func:`max_over_mean`.
 
     Returns:
         Zero for no tables.
     """
-    if not works:
+    if not totals.features:
         return StepCost()
     if sharding_type == "data_parallel":
-        return _data_parallel(works, curves)
-    world_size = works[0].world_size
-    loads = [work.load for work in works]
+        return _data_parallel(totals, curves, world_size)
     to_others = (world_size - 1) / world_size
-    lookups = sum(load.lookups for load in loads)
-    bags = sum(load.bags for load in loads)
-    pooled_bytes = sum(load.bags * load.dim for load in loads) * _WIRE_BYTES
-    shards = {load.name: _column_shards(load, world_size) for load in loads}
-    if sharding_type == "table_wise":
-        copies, uneven = 1.0, _max_over_mean([load.bags * load.dim for load in loads], world_size)
-    elif sharding_type == "column_wise":
-        columns = [
-            load.bags * load.dim / shards[load.name]
-            for load in loads
-            for _ in range(shards[load.name])
-        ]
-        copies = sum(load.lookups * shards[load.name] for load in loads) / max(lookups, 1e-9)
-        uneven = _max_over_mean(columns, world_size)
-    else:
-        copies, uneven = 1.0, 1.0
-    length_copies = float(world_size) if sharding_type == "row_wise" else copies
-    ids = (lookups * copies * _ID_BYTES + bags * length_copies * _LENGTH_BYTES) * to_others
-    rows = pooled_bytes * (world_size - 1 if sharding_type == "row_wise" else to_others)
+    is_row_wise = sharding_type == "row_wise"
+    ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
+    # row-wise: a partial sum of every bag goes to each other rank
+    rows = totals.bag_elements * _WIRE_BYTES * (world_size - 1 if is_row_wise else to_others)
     forward, backward = (
-        ("reduce_scatter", "all_gather")
-        if sharding_type == "row_wise"
-        else ("all_to_all", "all_to_all")
+        ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all", "all_to_all")
     )
-    # lengths and values travel in an all-to-all each; so do their splits, before them
-    ids_ms = 2 * curves.ms("all_to_all", ids * uneven / 2, world_size) + curves.ms(
-        "all_to_all", 0, world_size
+    # splits first, then lengths and values in an all-to-all each
+    ids_ms = curves.ms("all_to_all", 0, world_size) + 2 * curves.ms(
+        "all_to_all", ids * uneven / 2, world_size
     )
-    work = _local_work(sharding_type, works, copies, uneven)
+    gathered = totals.lookup_elements * uneven
+    if is_row_wise:
+        gathered += totals.bag_elements * (world_size - 1)
+    work = LocalWork(
+        features=totals.features,
+        lookups=totals.lookups * uneven,
+        rows=totals.rows * uneven,
+        lookup_elements=gathered,
+        row_elements=totals.row_elements * uneven,
+        buffer_elements=2 * gathered,
+    )
     costs = curves.local.stock
     return StepCost(
         input_dist_ms=costs.input_dist.ms(work) + ids_ms,
@@ -88,68 +159,59 @@ def stock_cost(sharding_type: str, works: Sequence[TableWork], curves: CommCurve
     )
 
 
-def stock_memory_bytes(sharding_type: str, loads: Sequence[TableLoad], world_size: int) -> float:
-    """Expected bytes per rank: weights and optimizer state, a whole copy if data-parallel."""
-    total = sum(load.num_embeddings * load.row_bytes for load in loads)
-    return total if sharding_type == "data_parallel" else total / world_size
-
-
-def _local_work(
-    sharding_type: str, works: Sequence[TableWork], copies: float, uneven: float
-) -> LocalWork:
-    """Work of the busiest rank: its share of all ranks' lookups."""
-    world_size = works[0].world_size
-    pooled = sum(work.load.bags * work.load.dim for work in works)
-    gathered = sum(work.load.lookups * work.load.dim for work in works) * uneven
-    if sharding_type == "row_wise":
-        gathered += pooled * (world_size - 1)  # partial sums of every rank's bags, mostly empty
-    rows = sum(work.unique_anywhere for work in works) / world_size
-    row_elements = sum(work.unique_anywhere * work.load.dim for work in works) / world_size
-    return LocalWork(
-        features=sum(work.load.num_features for work in works),
-        lookups=sum(work.load.lookups for work in works) * copies * uneven,
-        rows=rows * uneven,
-        lookup_elements=gathered,
-        row_elements=row_elements * uneven,
-        buffer_elements=2 * gathered,
+def _data_parallel(totals: StockTotals, curves: CommCurves, world_size: int) -> StepCost:
+    work = LocalWork(
+        features=totals.features,
+        lookups=totals.lookups,
+        rows=totals.rows,
+        lookup_elements=totals.lookup_elements,
+        row_elements=totals.row_elements,
+        buffer_elements=2 * totals.lookup_elements,
     )
-
-
-def _data_parallel(works: Sequence[TableWork], curves: CommCurves) -> StepCost:
-    world_size = works[0].world_size
+    whole = LocalWork(
+        lookup_elements=totals.table_elements * _DENSE_UPDATE_PASSES,
+        buffer_elements=totals.table_elements,
+    )
+    sent = 2 * (world_size - 1) / world_size * totals.table_elements * _WIRE_BYTES
     costs = curves.local.stock
-    elements = sum(work.load.num_embeddings * work.load.dim for work in works)
-    gathered = sum(work.load.lookups * work.load.dim for work in works)
-    local = LocalWork(
-        features=sum(work.load.num_features for work in works),
-        lookups=sum(work.load.lookups for work in works),
-        rows=sum(work.unique for work in works),
-        lookup_elements=gathered,
-        row_elements=sum(work.unique * work.load.dim for work in works),
-        buffer_elements=2 * gathered,
-    )
-    sent = 2 * (world_size - 1) / world_size * elements * _WIRE_BYTES
-    dense = LocalWork(lookup_elements=elements * _DENSE_UPDATE_PASSES, buffer_elements=elements)
     return StepCost(
-        forward_compute_ms=costs.forward.ms(local),
-        backward_compute_ms=costs.backward.ms(local) + costs.forward.ms(dense),
+        forward_compute_ms=costs.forward.ms(work),
+        backward_compute_ms=costs.backward.ms(work) + costs.forward.ms(whole),
         backward_comms_ms=curves.ms("all_reduce", sent, world_size),
         sent_bytes={"gradients": sent},
     )
 
 
-def _column_shards(load: TableLoad, world_size: int) -> int:
-    """Column shards of a table cut over all ranks, each at least FBGEMM's narrowest."""
-    widest = load.dim // world_size // _MIN_COLUMNS * _MIN_COLUMNS
-    return world_size if widest and load.dim % widest == 0 else 1
+def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: int) -> float:
+    """Load of the busiest rank over the mean, largest shards placed first.
 
-
-def _max_over_mean(weights: Sequence[float], world_size: int) -> float:
-    """Load of the busiest rank over the mean when the largest shards are placed first."""
+    Args:
+        sharding_type: One of :data:`STOCK_TYPES`; row-wise and data-parallel tables spread evenly.
+        loads: The tables.
+        world_size: Ranks.
+    """
+    if sharding_type not in ("table_wise", "column_wise"):
+        return 1.0
+    weights: list[float] = []
+    for load in loads:
+        shards = _column_shards(load, world_size) if sharding_type == "column_wise" else 1
+        weights += [load.bags * load.dim / shards] * shards
     total = sum(weights)
     if not total:
         return 1.0
-    loads = [0.0] * world_size
+    rank_loads = [0.0] * world_size
     for weight in sorted(weights, reverse=True):
-        loads[loads.index(min(loads))] += weight
-    return max(loads) * world_size / total
+        heapq.heapreplace(rank_loads, rank_loads[0] + weight)
+    return max(rank_loads) * world_size / total
+
+
+def stock_memory_bytes(sharding_type: str, load: TableLoad, world_size: int) -> float:
+    """Expected bytes of a table per rank: weights and optimizer state, a copy if data-parallel."""
+    total = load.num_embeddings * load.row_bytes
+    return total if sharding_type == "data_parallel" else total / world_size
+
+
+def _column_shards(load: TableLoad, world_size: int) -> int:
+    """Column shards of a table cut over all ranks, each at least FBGEMM's narrowest."""
+    width = load.dim // world_size // _MIN_COLUMNS * _MIN_COLUMNS
+    return world_size if width and load.dim % width == 0 else 1

@@ -1,0 +1,304 @@
+"""Which tables are hot/cold, and how many of their rows are hot: the least predicted step.
+
+Three facts make the search small. A row's gain from being hot does not depend on other rows, but
+for the latencies that all share, so hot sets are thresholds on the gain. One exchange serves all
+hot/cold tables, so what counts for a table is what it adds. And the answer need only beat stock
+TorchRec: where the prediction is closer than its error, the simpler plan is taken.
+
+Everything here is arithmetic on one host: same input, same answer, on every run and rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchrec_picasso.cost.curves import CommCurves
+from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost, hot_cold_totals
+from torchrec_picasso.cost.marginal import marginal_hot_cold_costs, marginal_stock_costs, num_packs
+from torchrec_picasso.cost.step_cost import StepCost
+from torchrec_picasso.cost.stock import max_over_mean, stock_cost, stock_totals
+from torchrec_picasso.cost.table_work import TableWork
+
+__all__ = ["Choice", "TableQuestion", "best_hot_counts", "choose"]
+
+_STOCK_MARGIN = 0.02
+"""Hot/cold must be predicted to take this share less than stock, or stock stays."""
+_HOT_MARGIN = 0.005
+"""A larger hot set must be predicted to take this share less than a smaller one."""
+_MOST_PLANS = 64
+"""Numbers of hot/cold tables that are tried."""
+_SIZES = (0.0, 1 / 16, 1 / 4, 1 / 2, 3 / 4, 1.0)
+"""Parts of the rows with a gain that are tried as hot set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableQuestion:
+    """One table and what may be done with it.
+
+    Args:
+        work: Its expected rows.
+        may_be_hot_cold: Whether a hot/cold option exists and is allowed.
+        stock_types: Stock sharding types that exist and are allowed.
+    """
+
+    work: TableWork
+    may_be_hot_cold: bool
+    stock_types: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The answer, one entry per question, in their order.
+
+    Args:
+        hot_cold: Which tables take the packed unique exchange.
+        num_hot: Hot rows of each; 0 for stock tables.
+        stock_types: Best stock sharding type of each; ``None`` where none is allowed.
+        cost: Predicted step of the answer.
+        stock_cost: Predicted step with every table stock; ``None`` where one cannot be.
+    """
+
+    hot_cold: tuple[bool, ...]
+    num_hot: tuple[int, ...]
+    stock_types: tuple[str | None, ...]
+    cost: StepCost
+    stock_cost: StepCost | None
+
+
+def choose(
+    questions: Sequence[TableQuestion],
+    curves: CommCurves,
+    world_size: int,
+    replica_budget_bytes: float = float("inf"),
+) -> Choice:
+    """Finds the placement with the least predicted step.
+
+    Args:
+        questions: All tables of the model.
+        curves: Measured communication and local work.
+        world_size: Ranks.
+        replica_budget_bytes: Memory per rank that replicas may take.
+
+    Returns:
+        The choice.
+    """
+    stock_types = _best_stock_types(questions, curves, world_size)
+    able = [i for i, question in enumerate(questions) if question.may_be_hot_cold]
+    works = [question.work for question in questions]
+    num_hot = dict(
+        zip(
+            able,
+            best_hot_counts([works[i] for i in able], curves, world_size, replica_budget_bytes),
+        )
+    )
+    gains = _gains_over_stock(able, num_hot, works, stock_types, curves, world_size)
+    # tables that gain most from the exchange join it first; those without a stock option must
+    order = sorted(able, key=lambda i: (stock_types[i] is not None, -gains[i], i))
+    must = sum(stock_types[i] is None for i in able)
+    plans = {
+        size: _cost(set(order[:size]), num_hot, works, stock_types, curves, world_size)
+        for size in _sizes_to_try(must, len(order))
+    }
+    best = min(plans, key=lambda size: (plans[size].total_ms, size))
+    if plans[best].total_ms > plans[must].total_ms * (1 - _STOCK_MARGIN):
+        best = must
+    chosen = sorted(order[:best])
+    if len(chosen) < len(able):  # fewer tables share the latencies: choose their rows again
+        again = best_hot_counts(
+            [works[i] for i in chosen], curves, world_size, replica_budget_bytes
+        )
+        num_hot = dict(zip(chosen, again))
+    in_exchange = set(chosen)
+    return Choice(
+        hot_cold=tuple(i in in_exchange for i in range(len(questions))),
+        num_hot=tuple(num_hot[i] if i in in_exchange else 0 for i in range(len(questions))),
+        stock_types=tuple(stock_types),
+        cost=_cost(in_exchange, num_hot, works, stock_types, curves, world_size),
+        stock_cost=plans[0] if must == 0 else None,
+    )
+
+
+def _sizes_to_try(least: int, most: int) -> list[int]:
+    """All numbers of tables, or evenly spread ones where there are many."""
+    if most - least <= _MOST_PLANS:
+        return list(range(least, most + 1))
+    return sorted({round(x) for x in np.linspace(least, most, _MOST_PLANS + 1)})
+
+
+def best_hot_counts(
+    works: Sequence[TableWork],
+    curves: CommCurves,
+    world_size: int,
+    replica_budget_bytes: float = float("inf"),
+) -> list[int]:
+    """How many rows of each table of one exchange should be hot.
+
+    Args:
+        works: The tables.
+        curves: Measured communication and local work.
+        world_size: Ranks.
+        replica_budget_bytes: Memory per rank that replicas may take.
+
+    Returns:
+        Hot rows of each table, its most frequent ones; possibly all 0.
+    """
+    none_hot = [0] * len(works)
+    if not works or world_size == 1:
+        return none_hot
+    packs = num_packs(works)
+
+    def cost_ms(num_hot: Sequence[float]) -> float:
+        totals = hot_cold_totals(works, num_hot)
+        return hot_cold_cost(totals, curves, world_size, num_packs=packs).total_ms
+
+    best, best_ms = none_hot, cost_ms(none_hot)
+    rows_with_gain = _rows_by_gain(works, hot_cold_totals(works, none_hot), curves, world_size)
+    for size in _SIZES[1:]:
+        tried = _prefix(rows_with_gain, works, size, replica_budget_bytes)
+        ms = cost_ms(tried)
+        if ms < best_ms * (1 - _HOT_MARGIN):
+            best, best_ms = tried, ms
+    return best
+
+
+@dataclass(frozen=True)
+class _RowGroup:
+    """Rows of one table with the same count, and what each gains from being hot."""
+
+    gain_ms: float
+    table: int
+    position: int
+    num_rows: float
+
+
+def _rows_by_gain(
+    works: Sequence[TableWork], totals: HotColdTotals, curves: CommCurves, world_size: int
+) -> list[_RowGroup]:
+    """Groups of rows with a gain, largest first.
+
+    A cold row costs by how often one rank uses it, a hot row by how often any rank does; both
+    prices are slopes of the cost at the totals of a step without hot rows.
+    """
+    packs = num_packs(works)
+    base_ms = hot_cold_cost(totals, curves, world_size, num_packs=packs).total_ms
+    mean_dim = totals.unique_elements / max(totals.unique, 1e-9)
+
+    def price(sign: float, **fields: float) -> float:
+        """Milliseconds per row of a step with some thousand rows more (or fewer)."""
+        rows = max(1.0, 0.1 * totals.unique)
+        step = HotColdTotals(**{name: rows * x for name, x in fields.items()})
+        moved_ms = hot_cold_cost(
+            totals.plus(step, sign), curves, world_size, num_packs=packs
+        ).total_ms
+        return (moved_ms - base_ms) * sign / rows
+
+    cold_row_ms = price(-1, cold=1.0, cold_elements=0.0)
+    cold_element_ms = price(-1, cold_elements=mean_dim) / mean_dim
+    # with a reduction already running, so that its latency is not charged to each row
+    latency_ms = curves.ms("all_reduce", 0, world_size)
+    rows = max(1.0, 0.1 * totals.unique)
+    hot_row_ms = price(1, touched=1.0)
+    hot_element_ms = max(0.0, price(1, touched_elements=mean_dim) - latency_ms / rows) / mean_dim
+    bit_ms = max(0.0, price(1, hot=1.0))
+    groups = []
+    for table, work in enumerate(works):
+        dim = work.load.dim
+        cold_ms = cold_row_ms + dim * cold_element_ms
+        hot_ms = hot_row_ms + dim * hot_element_ms
+        gain_K = work.used_K * cold_ms - work.touched_K * hot_ms - bit_ms
+        for position in np.flatnonzero(gain_K > 0).tolist():
+            groups.append(
+                _RowGroup(float(gain_K[position]), table, position, float(work.rows_K[position]))
+            )
+    groups.sort(key=lambda group: (-group.gain_ms, group.table, group.position))
+    return groups
+
+
+def _prefix(
+    groups: Sequence[_RowGroup], works: Sequence[TableWork], share: float, budget_bytes: float
+) -> list[int]:
+    """Hot counts when the first ``share`` of the rows with a gain are hot, as memory allows."""
+    wanted = share * sum(group.num_rows for group in groups)
+    counts = [0.0] * len(works)
+    for group in groups:
+        row_bytes = works[group.table].load.row_bytes
+        taken = min(group.num_rows, wanted, budget_bytes / row_bytes)
+        if taken < 1:
+            break
+        counts[group.table] += taken
+        wanted -= taken
+        budget_bytes -= taken * row_bytes
+    return [int(count) for count in counts]
+
+
+def _best_stock_types(
+    questions: Sequence[TableQuestion], curves: CommCurves, world_size: int
+) -> list[str | None]:
+    """The stock type that adds least, for each table, when all tables have that type."""
+    marginal: list[dict[str, float]] = [{} for _ in questions]
+    for sharding_type in sorted({kind for q in questions for kind in q.stock_types}):
+        group = [i for i, q in enumerate(questions) if sharding_type in q.stock_types]
+        works = [questions[i].work for i in group]
+        added = marginal_stock_costs(sharding_type, works, curves, world_size)
+        for i, cost in zip(group, added):
+            marginal[i][sharding_type] = cost.total_ms
+    return [min(of, key=lambda kind: (of[kind], kind)) if of else None for of in marginal]
+
+
+def _gains_over_stock(
+    able: Sequence[int],
+    num_hot: dict[int, int],
+    works: Sequence[TableWork],
+    stock_types: Sequence[str | None],
+    curves: CommCurves,
+    world_size: int,
+) -> dict[int, float]:
+    gains = {
+        i: -cost.total_ms
+        for i, cost in zip(
+            able,
+            marginal_hot_cold_costs(
+                [works[i] for i in able], [num_hot[i] for i in able], curves, world_size
+            ),
+        )
+    }
+    for sharding_type in sorted({kind for kind in stock_types if kind is not None}):
+        group = [i for i in able if stock_types[i] == sharding_type]
+        added = marginal_stock_costs(sharding_type, [works[i] for i in group], curves, world_size)
+        for i, cost in zip(group, added):
+            gains[i] += cost.total_ms
+    return gains
+
+
+def _cost(
+    in_exchange: set[int],
+    num_hot: dict[int, int],
+    works: Sequence[TableWork],
+    stock_types: Sequence[str | None],
+    curves: CommCurves,
+    world_size: int,
+) -> StepCost:
+    """A step with some tables in the exchange and the others stock."""
+    packed = [works[i] for i in sorted(in_exchange)]
+    totals = hot_cold_totals(packed, [num_hot[i] for i in sorted(in_exchange)])
+    cost = hot_cold_cost(totals, curves, world_size, num_packs=max(1, num_packs(packed)))
+    for sharding_type in sorted({kind for kind in stock_types if kind is not None}):
+        group = [
+            works[i]
+            for i, kind in enumerate(stock_types)
+            if kind == sharding_type and i not in in_exchange
+        ]
+        uneven = max_over_mean(sharding_type, [work.load for work in group], world_size)
+        cost = cost.plus(
+            stock_cost(
+                sharding_type,
+                stock_totals(sharding_type, group),
+                curves,
+                world_size,
+                uneven=uneven,
+            )
+        )
+    return cost
