@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import GridSearchProposer
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
-    PlannerError,
     Topology,
 )
 from torchrec.distributed.types import ShardingPlan
 
 from tests.planner.samples import DIM, ROWS, AbleSharder, Model, stats, topology
+from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import HotColdEnumerator, hot_cold_planner
@@ -80,8 +81,14 @@ def test_replicas_that_do_not_fit_are_refused_by_the_planner() -> None:
         return planner.plan(Model(), [AbleSharder()])
 
     assert hot_rows_of(plan(0))["b"] == []
-    with pytest.raises(PlannerError):
+    message = (
+        r"table 'b' with [\d,]+, 3,200 of them replicas\. .* ddr_cap=[\d,]+ at least, or ask for "
+        r"at most \d+ hot rows instead of 100"
+    )
+    with pytest.raises(PlanError, match=message) as caught:
         plan(ROWS["b"])
+    most = int(re.search(r"at most (\d+)", str(caught.value)).group(1))  # type: ignore[union-attr]
+    assert hot_rows_of(plan(most))["b"] == list(range(most))
 
 
 def test_arguments_reach_torchrec() -> None:
@@ -98,8 +105,8 @@ def test_arguments_reach_torchrec() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "hot_rows is None, which leaves the choice to a cost model .* not part of this rel"),
-        ({"hot_rows": 0, "curves": 1}, "curves was given, but the cost model"),
+        ({"hot_rows": 0, "curves": 1}, "curves is a int, expected CommCurves"),
+        ({"curves": CommCurves.assumed(1, gbytes_per_s=1)}, "curves are of 1 rank, which sends"),
         ({"hot_rows": 0, "stats": "s.parquet"}, "stats is a str, expected FrequencyStats"),
         ({"hot_rows": 0, "enumerator": 1}, "enumerator was given, but hot_cold_planner brings"),
     ],

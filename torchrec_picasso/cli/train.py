@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 
-import torch
 import torch.distributed as dist
 
+from torchrec_picasso.cli.launcher import join_torchrun, under_torchrun
 from torchrec_picasso.config import load_config
-from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.workloads.launch import run_ranks
 from torchrec_picasso.workloads.samples import check_source, make_source
 from torchrec_picasso.workloads.train_job import check_checkpoint_folder, train_on_rank
@@ -23,8 +21,6 @@ example:
   torchrec-picasso train --config configs/dlrm_criteo.yaml --resume
   torchrun --nproc-per-node 2 -m torchrec_picasso train --config configs/dlrm_criteo.yaml
 """
-
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,25 +50,14 @@ def run(args: argparse.Namespace) -> None:
         RankError: If a spawned rank fails.
     """
     config = load_config(args.config)
-    under_torchrun = "RANK" in os.environ
-    world_size = int(os.environ.get("WORLD_SIZE", "1")) if under_torchrun else config.ranks
+    spawns = not under_torchrun()
+    world_size = config.ranks if spawns else int(os.environ.get("WORLD_SIZE", "1"))
     check_source(make_source(config.data, config.seed), world_size)
     check_checkpoint_folder(config, args.resume)
-    if not under_torchrun:
+    if spawns:
         run_ranks(train_on_rank, world_size, config, args.resume, timeout_s=config.timeout_s)
         return
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"RANK is set, as torchrun does, but {', '.join(missing)} is not; start with torchrun, "
-            "or unset RANK to let this command spawn its ranks"
-        )
-    device, backend = torch.device("cpu"), "gloo"
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.timeout_s))
+    device = join_torchrun(config.timeout_s)
     try:
         train_on_rank(dist.get_rank(), world_size, config, args.resume, device)
     finally:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrec_picasso.cost.curve import Curve
 from torchrec_picasso.cost.local import LocalCosts
-from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.errors import PicassoError, PlanError
 
 if TYPE_CHECKING:
     import torch
@@ -159,9 +159,12 @@ class CommCurves:
         Args:
             world_size: Ranks to plan for.
             device: Compute device to plan for, ``"cpu"`` or ``"cuda"``.
+
+        Raises:
+            PlanError: If they are of one rank and cannot be used for several.
         """
         if self.world_size == 1 and world_size > 1:
-            raise PicassoError(
+            raise PlanError(
                 f"the curves are of 1 rank, which sends nothing, but the plan is for {world_size} "
                 "ranks; measure them on a process group of at least 2 ranks"
             )

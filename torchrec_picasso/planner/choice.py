@@ -10,7 +10,7 @@ Everything here is arithmetic on one host: same input, same answer, on every run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.stock import max_over_mean, stock_cost, stock_totals
 from torchrec_picasso.cost.table_work import TableWork
 
-__all__ = ["Choice", "TableQuestion", "best_hot_counts", "choose"]
+__all__ = ["Choice", "TableQuestion", "best_hot_counts", "choose", "given_choice"]
 
 _STOCK_MARGIN = 0.02
 """Hot/cold must be predicted to take this share less than stock, or stock stays."""
@@ -118,6 +118,32 @@ def choose(
         stock_types=tuple(stock_types),
         cost=_cost(in_exchange, num_hot, works, stock_types, curves, world_size),
         stock_cost=plans[0] if must == 0 else None,
+    )
+
+
+def given_choice(
+    questions: Sequence[TableQuestion],
+    num_hot: Mapping[int, int],
+    curves: CommCurves,
+    world_size: int,
+) -> Choice:
+    """Prices a choice that somebody else made.
+
+    Args:
+        questions: All tables of the model.
+        num_hot: Hot rows by position, of the tables that are hot/cold; the others are stock.
+        curves: Measured communication and local work.
+        world_size: Ranks.
+    """
+    stock_types = _best_stock_types(questions, curves, world_size)
+    works = [question.work for question in questions]
+    no_stock = any(kind is None for kind in stock_types)
+    return Choice(
+        hot_cold=tuple(i in num_hot for i in range(len(questions))),
+        num_hot=tuple(num_hot.get(i, 0) for i in range(len(questions))),
+        stock_types=tuple(stock_types),
+        cost=_cost(set(num_hot), num_hot, works, stock_types, curves, world_size),
+        stock_cost=None if no_stock else _cost(set(), {}, works, stock_types, curves, world_size),
     )
 
 
@@ -275,7 +301,7 @@ def _gains_over_stock(
 
 def _cost(
     in_exchange: set[int],
-    num_hot: dict[int, int],
+    num_hot: Mapping[int, int],
     works: Sequence[TableWork],
     stock_types: Sequence[str | None],
     curves: CommCurves,

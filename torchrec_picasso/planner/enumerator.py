@@ -1,8 +1,8 @@
 """The planner's list of choices, with the hot/cold decision made in it.
 
-The hot sets are chosen here, because only here are the model's tables and their sharders known. A
-table that is to be hot/cold keeps no other option: the proposers then place the remaining tables
-around it. Weighing hot/cold against stock options is the work of a cost model, not of this file.
+The decision is made here, because only here are the model's tables and their sharders known. A
+table that is to be hot/cold keeps no other option, a table that is not keeps its stock ones; the
+proposers then place all of them, weighing the cost model's times where there are any.
 
 Source: TorchRec ``planner/enumerators.py`` ``EmbeddingEnumerator``, extended by ``enumerate`` and
 ``populate_estimates`` only.
@@ -14,16 +14,28 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder
 
+from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
-from torchrec_picasso.planner.hot_options import add_replica_storage, hot_cold_options
+from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.planner.capacity import replica_budget_bytes
+from torchrec_picasso.planner.decision import Decision, TableFacts, decide
+from torchrec_picasso.planner.hot_options import (
+    add_replica_storage,
+    cut_home_blocks,
+    hot_cold_options,
+)
+from torchrec_picasso.planner.prices import Prices, make_prices, price_options
+from torchrec_picasso.planner.table_facts import assumed_curves, facts_of_options
 
 __all__ = ["HotColdEnumerator"]
+
+OptionsByPath = Mapping[tuple[str, str], list[ShardingOption]]
 
 
 class HotColdEnumerator(EmbeddingEnumerator):
@@ -35,9 +47,10 @@ class HotColdEnumerator(EmbeddingEnumerator):
     Args:
         topology: Devices to plan for.
         batch_size: Samples per rank and step.
-        hot_rows: A total over all tables that can be hot/cold, or a number of rows for each table
-            that shall be.
+        hot_rows: ``None`` = the cost model chooses tables and rows; a total over all tables that
+            can be hot/cold; or a number of rows for each table that shall be.
         stats: Lookup counts; needed for a total above 0.
+        curves: Measured costs; ``None`` = the topology's bandwidths, where the model chooses.
         kwargs: Further arguments of TorchRec's ``EmbeddingEnumerator``.
     """
 
@@ -45,14 +58,25 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self,
         topology: Topology,
         batch_size: int,
-        hot_rows: int | Mapping[str, int],
+        hot_rows: int | Mapping[str, int] | None,
         stats: FrequencyStats | None = None,
+        curves: CommCurves | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(topology, batch_size, **kwargs)
+        self._topology = topology
         self._hot_rows = hot_rows
         self._frequency_stats = stats
+        self._has_prices = curves is not None or hot_rows is None
+        self._curves = curves if curves is not None else assumed_curves(topology)
+        self._decision: Decision | None = None
+        self._prices: Prices = {}
         self._hot_cold_space: list[ShardingOption] | None = None
+
+    @property
+    def decision(self) -> Decision | None:
+        """What the last call of ``enumerate`` decided; ``None`` before it, or for equal names."""
+        return self._decision
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
@@ -69,20 +93,34 @@ class HotColdEnumerator(EmbeddingEnumerator):
         Raises:
             PlanError: If the hot rows asked for cannot be placed; the message says why.
         """
+        self._prices = {}
         options_by_path: dict[tuple[str, str], list[ShardingOption]] = {}
         for option in super().enumerate(module, sharders):
             options_by_path.setdefault((option.path, option.name), []).append(option)
-
-        rows_by_path = self._hot_cold_candidates(options_by_path)
-        hot_sets = select_hot_rows(rows_by_path, self._hot_rows, self._frequency_stats)
-        space: list[ShardingOption] = []
-        for (_, table), options in options_by_path.items():
+        for options in options_by_path.values():
             # TorchRec builds its lists from sets of strings, whose order varies between processes
             options.sort(key=lambda option: (option.sharding_type, option.compute_kernel))
-            if table in hot_sets and self._can_be_hot_cold(options[0]):
-                options = hot_cold_options(options, hot_sets[table])
-                self.populate_estimates(options)
+
+        rows_by_path = self._hot_cold_candidates(options_by_path)
+        self._decision = self._decide(options_by_path)
+        if self._decision is not None:
+            hot_sets, blocks = self._decision.hot_rows, self._decision.block_rows
+        else:
+            assert self._hot_rows is not None
+            hot_sets = select_hot_rows(rows_by_path, self._hot_rows, self._frequency_stats)
+            blocks = {}
+        space: list[ShardingOption] = []
+        for (_, table), options in options_by_path.items():
+            if self._can_be_hot_cold(options[0]) and table in hot_sets:
+                options = hot_cold_options(options, self._hot_set(options[0], hot_sets[table]))
+                if table in blocks:
+                    cut_home_blocks(options, blocks[table])
+            elif self._hot_rows is None:
+                options = self._stock_options(options)
             space.extend(options)
+        if self._decision is not None and self._has_prices:
+            self._prices = make_prices(self._decision)
+        self.populate_estimates(space)
         self._hot_cold_space = copy.deepcopy(space)
         return space
 
@@ -99,16 +137,60 @@ class HotColdEnumerator(EmbeddingEnumerator):
         """
         super().populate_estimates(sharding_options)
         add_replica_storage(sharding_options, self._compute_device)
+        price_options(sharding_options, self._prices, self._topology.world_size)
+
+    def _decide(self, options_by_path: OptionsByPath) -> Decision | None:
+        tables = [table for _, table in options_by_path]
+        if not tables or len(set(tables)) < len(tables):
+            return None
+        if self._hot_rows is not None and not self._has_prices and self._frequency_stats is None:
+            return None
+        pooled = {key: o for key, o in options_by_path.items() if self._can_be_hot_cold(o[0])}
+        if not pooled:
+            return None
+        return decide(
+            [self._facts(options) for options in pooled.values()],
+            self._frequency_stats,
+            self._curves,
+            world_size=self._topology.world_size,
+            batch_size=self._batch_size,
+            hot_rows=self._hot_rows,
+            replica_budget_bytes=replica_budget_bytes(
+                list(options_by_path.values()), self._topology
+            ),
+        )
+
+    def _facts(self, options: list[ShardingOption]) -> TableFacts:
+        constraint = (self._constraints or {}).get(options[0].name)
+        return facts_of_options(
+            options,
+            self._frequency_stats,
+            batch_size=self._batch_size,
+            sharder_can=self._can_be_hot_cold(options[0]),
+            asked_types=constraint.sharding_types if constraint is not None else None,
+        )
+
+    def _stock_options(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """Options that train the same model: see ``stock_types_of``."""
+        if not self._can_be_hot_cold(options[0]):
+            return options
+        kept = self._facts(options).stock_types
+        return [option for option in options if option.sharding_type in kept] or options
+
+    def _hot_set(self, option: ShardingOption, chosen: Tensor) -> Tensor:
+        """The user's own hot rows, from constraints, before those that the cost model chose."""
+        if self._hot_rows is None and isinstance(option.cache_params, HotColdParams):
+            return option.cache_params.hot_rows
+        return chosen
 
     def _can_be_hot_cold(self, option: ShardingOption) -> bool:
         sharder = self.sharder_map[option.module_type_key]
         return getattr(type(sharder), "supports_hot_cold", False) is True
 
-    def _hot_cold_candidates(
-        self, options_by_path: Mapping[tuple[str, str], list[ShardingOption]]
-    ) -> dict[str, int]:
+    def _hot_cold_candidates(self, options_by_path: OptionsByPath) -> dict[str, int]:
         """Number of rows of each table that can be hot/cold, refusing what cannot be meant."""
         named = set(self._hot_rows) if isinstance(self._hot_rows, Mapping) else None
+        by_name = self._hot_rows is None or bool(self._hot_rows)
         rows: dict[str, int] = {}
         paths: dict[str, str] = {}
         elsewhere: dict[str, ShardingOption] = {}
@@ -116,7 +198,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
             if not self._can_be_hot_cold(options[0]):
                 elsewhere[table] = options[0]
                 continue
-            if table in rows and (table in named if named is not None else self._hot_rows):
+            if table in rows and (table in named if named is not None else by_name):
                 raise PlanError(
                     f"table {table!r} exists in module {paths[table]!r} and in module {path!r}, "
                     "but hot rows are chosen by table name; give each table its own name"

@@ -8,6 +8,7 @@ replicas are charged to every shard, since every rank holds them beside its home
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 
 from torch import Tensor
@@ -19,7 +20,13 @@ from torchrec_picasso._torchrec import optimizer_multiplier
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 
-__all__ = ["HOT_COLD_KERNELS", "add_replica_storage", "hot_cold_options", "replica_bytes"]
+__all__ = [
+    "HOT_COLD_KERNELS",
+    "add_replica_storage",
+    "cut_home_blocks",
+    "hot_cold_options",
+    "replica_bytes",
+]
 
 HOT_COLD_KERNELS = (
     EmbeddingComputeKernel.FUSED.value,
@@ -60,6 +67,20 @@ def hot_cold_options(options: list[ShardingOption], hot_rows_H: Tensor) -> list[
         option.cache_params = _params(option.cache_params, hot_rows_H)
         option.cache_params.check(option.name, option.tensor.shape[0])
     return kept
+
+
+def cut_home_blocks(options: list[ShardingOption], block_rows_W: Sequence[int]) -> None:
+    """Moves the cuts between the row-wise shards of one table's options.
+
+    Args:
+        options: Row-wise options of one table, one shard per rank.
+        block_rows_W: Rows at home on each rank, summing to the table's.
+    """
+    for option in options:
+        start = 0
+        for shard, rows in zip(option.shards, block_rows_W, strict=True):
+            shard.size, shard.offset = [rows, shard.size[1]], [start, 0]
+            start += rows
 
 
 def replica_bytes(option: ShardingOption) -> int:

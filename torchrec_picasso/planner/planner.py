@@ -7,23 +7,31 @@ dynamic programming divides HBM into bins that a CPU does not have.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
-from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
+from torchrec_picasso.planner.capacity import explain_shortage
+from torchrec_picasso.planner.decision import Decision
 from torchrec_picasso.planner.enumerator import HotColdEnumerator
+from torchrec_picasso.planner.explain import explain
 
-__all__ = ["hot_cold_planner"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["HotColdPlanner", "hot_cold_planner"]
 
 
 def hot_cold_planner(
@@ -31,23 +39,26 @@ def hot_cold_planner(
     stats: FrequencyStats | None = None,
     *,
     hot_rows: int | Mapping[str, int] | None = None,
-    curves: object | None = None,
+    curves: CommCurves | None = None,
     constraints: dict[str, ParameterConstraints] | None = None,
     batch_size: int | None = None,
     **planner_kwargs: Any,
-) -> EmbeddingShardingPlanner:
-    """Makes a TorchRec planner that gives tables hot rows.
+) -> HotColdPlanner:
+    """Makes a TorchRec planner that decides which tables are hot/cold and which rows are hot.
 
-    The hot sets are chosen when ``plan`` or ``collective_plan`` sees the model. Same inputs, same
-    plan, in every process.
+    The decision is made when ``plan`` or ``collective_plan`` sees the model; ``planner.explain()``
+    shows it afterwards. Same inputs, same plan, in every process.
 
     Args:
         topology: Devices to plan for.
-        stats: Lookup counts of the model's tables; needed for a total above 0.
-        hot_rows: A number is a total over all tables, spent on the rows looked up most; ``0`` is
-            the packed unique exchange without replicas. A mapping ``{table: rows}`` is exactly
-            that, and leaves tables it does not name to TorchRec.
-        curves: Measured communication times; not used in this release.
+        stats: Lookup counts of the model's tables; needed for a total above 0. They also balance
+            the homes. Without them every row counts as looked up equally often.
+        hot_rows: ``None`` lets the cost model choose, for each table, between hot/cold and stock
+            and how many rows are hot, possibly none. A number is a total over all tables, spent on
+            the rows looked up most; ``0`` is the packed unique exchange without replicas. A mapping
+            ``{table: rows}`` is exactly that, and leaves tables it does not name to TorchRec.
+        curves: Measured costs, see :class:`torchrec_picasso.CommCurves`; ``None`` takes the
+            bandwidths of ``topology`` where the cost model has to choose.
         constraints: TorchRec's constraints by table name.
         batch_size: Samples per rank and step; TorchRec's default if ``None``.
         planner_kwargs: Further arguments of TorchRec's ``EmbeddingShardingPlanner``.
@@ -56,19 +67,22 @@ def hot_cold_planner(
         An ``EmbeddingShardingPlanner``; where it fails, every rank of ``collective_plan`` raises.
 
     Raises:
-        PlanError: If ``hot_rows`` is ``None``, or an argument is not of its kind.
+        PlanError: If an argument is not of its kind, or the curves are of a single rank.
+
+    Warns:
+        UserWarning: If the curves are of another world size or device.
     """
-    if hot_rows is None:
+    if curves is not None and not isinstance(curves, CommCurves):
         raise PlanError(
-            "hot_rows is None, which leaves the choice to a cost model that is not part of this "
-            "release; pass a total over all tables (an int), a dict {table: rows}, or 0 for the "
-            "packed unique exchange without replicas"
+            f"curves is a {type(curves).__name__}, expected CommCurves; make them with "
+            "CommCurves.measure or CommCurves.from_json"
         )
     if curves is not None:
-        raise PlanError(
-            "curves was given, but the cost model that reads it is not part of this release; leave "
-            "curves out and pass hot_rows as an int or a dict"
-        )
+        mismatch = curves.mismatch(world_size=topology.world_size, device=topology.compute_device)
+        if mismatch is not None:
+            warnings.warn(
+                f"{mismatch}: times are extrapolated; calibrate where you train", stacklevel=2
+            )
     if stats is not None and not isinstance(stats, FrequencyStats):
         raise PlanError(
             f"stats is a {type(stats).__name__}, expected FrequencyStats; make it with "
@@ -83,19 +97,66 @@ def hot_cold_planner(
     if topology.compute_device == "cpu":
         cpu_proposers = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
         planner_kwargs.setdefault("proposer", cpu_proposers)
-    return _HotColdPlanner(
+    return HotColdPlanner(
         topology=topology,
         batch_size=batch_size,
         enumerator=HotColdEnumerator(
-            topology, batch_size, hot_rows, stats, constraints=constraints
+            topology, batch_size, hot_rows, stats, curves, constraints=constraints
         ),
         constraints=constraints,
         **planner_kwargs,
     )
 
 
-class _HotColdPlanner(EmbeddingShardingPlanner):
-    """Reports a failure of rank 0 to every rank: TorchRec leaves the others in a broadcast."""
+class HotColdPlanner(EmbeddingShardingPlanner):
+    """TorchRec's planner that can explain itself; made by :func:`hot_cold_planner`.
+
+    It reports a failure of rank 0 to every rank, where TorchRec leaves the others in a broadcast.
+    """
+
+    _enumerator: HotColdEnumerator
+
+    @property
+    def decision(self) -> Decision:
+        """What the last plan decided, on the rank that made it.
+
+        Raises:
+            PlanError: If there is no plan yet.
+        """
+        decision = self._enumerator.decision
+        if decision is None:
+            raise PlanError(
+                "there is no decision to show: plan(model, sharders) comes first, on this rank "
+                "(collective_plan decides on rank 0), with statistics, curves or hot_rows=None"
+            )
+        return decision
+
+    def explain(self) -> pd.DataFrame:
+        """One line per table: what was chosen, what it costs, and why.
+
+        Returns:
+            See :func:`torchrec_picasso.planner.explain.explain` for the columns.
+
+        Raises:
+            PlanError: If there is no plan yet.
+        """
+        return explain(self.decision)
+
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """Plans without a process group.
+
+        Args:
+            module: The model before sharding.
+            sharders: Sharders of its embedding modules.
+
+        Raises:
+            PlanError: If the tables do not fit; names the largest and the memory that would do.
+        """
+        try:
+            return super().plan(module, sharders)
+        except PlannerError as error:
+            space = self._enumerator.last_stored_search_space or []
+            raise (explain_shortage(space, self._topology) or error) from error
 
     def collective_plan(
         self,

@@ -1,0 +1,153 @@
+"""``torchrec-picasso calibrate``: measures what the cost model needs, where training will run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchrec_picasso.cli.launcher import add_rank_arguments, run_on_ranks
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.curves import COLLECTIVES
+from torchrec_picasso.cost.local import PHASES
+from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.workloads.local_probe import PROBES, measure_local_costs
+from torchrec_picasso.workloads.progress import Progress
+from torchrec_picasso.workloads.quiet import quiet_upstream
+
+__all__ = ["add_parser", "calibrate_on_rank", "print_curves", "run"]
+
+_EXAMPLE = """\
+example:
+  torchrec-picasso calibrate --ranks 2 -o curves.json
+  torchrun --nnodes 2 --nproc-per-node 4 ... -m torchrec_picasso calibrate -o curves.json
+"""
+
+_TIMEOUT_S = 1800.0
+_MIN_BYTES = 4 << 10
+
+
+def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``calibrate`` to the command line."""
+    parser = subcommands.add_parser(
+        "calibrate",
+        help="measure the network and the local work for the planner",
+        description=(
+            "Measures all-to-all (even and skewed), all-reduce, reduce-scatter and all-gather on "
+            "the process group at hand, fits latency and bandwidth, and measures what a step does "
+            "on the rank itself. Spawns its ranks on this machine, or uses those of torchrun."
+        ),
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="JSON file to write")
+    add_rank_arguments(parser)
+    parser.add_argument(
+        "--max-mib",
+        type=float,
+        default=64,
+        metavar="M",
+        help="largest buffer per rank, MiB (default: 64)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.3,
+        metavar="S",
+        help="about how long each size is repeated (default: 0.3)",
+    )
+    parser.add_argument(
+        "--no-local", action="store_true", help="leave local costs at their assumed values"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the subcommand.
+
+    Raises:
+        PicassoError: If an argument or the output's folder cannot be used.
+        RankError: If a rank fails.
+    """
+    if args.max_mib * (1 << 20) < _MIN_BYTES:
+        raise ConfigError(f"--max-mib: expected at least 0.004 (4 KiB), got {args.max_mib:g}")
+    out = Path(args.out)
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it or name another")
+    curves = run_on_ranks(
+        calibrate_on_rank,
+        args,
+        int(args.max_mib * (1 << 20)),
+        args.seconds,
+        not args.no_local,
+        timeout_s=_TIMEOUT_S,
+    )
+    if curves is None:  # another rank of torchrun writes
+        return
+    curves.to_json(out)
+    print_curves(curves)
+    print(f"wrote {out}")
+
+
+def calibrate_on_rank(
+    rank: int, world_size: int, max_bytes: int, seconds_per_point: float, with_local: bool
+) -> CommCurves:
+    """Measures curves and local costs. Collective: the main function of every rank.
+
+    Args:
+        rank: This rank.
+        world_size: Ranks in the default process group.
+        max_bytes: Largest buffer per rank.
+        seconds_per_point: About how long each size is repeated.
+        with_local: Whether to measure local costs too.
+    """
+    quiet_upstream()
+    pg = dist.group.WORLD
+    assert pg is not None, "init_process_group comes first"
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and "nccl" in dist.get_backend(pg):
+        device = torch.device("cuda", torch.cuda.current_device())
+    progress = Progress("calibrate", 1 + len(PROBES) * with_local, shown=rank == 0)
+    progress.tell("collectives")
+    curves = CommCurves.measure(
+        pg, device, max_bytes=max_bytes, seconds_per_point=seconds_per_point
+    )
+    progress.advance()
+    if with_local:
+        progress.tell("local work")
+        local = measure_local_costs(device, progress.advance)
+        curves = dataclasses.replace(curves, local=local)
+    progress.close()
+    return curves
+
+
+def print_curves(curves: CommCurves) -> None:
+    """Prints the fits on stdout."""
+    facts = curves.measured_on
+    print(
+        f"\n{curves.world_size} ranks, {curves.ranks_per_host} per host, {curves.backend} on "
+        f"{curves.device} ({facts.get('hardware', '?')}), {facts.get('date_utc', '?')}"
+    )
+    print(f"  {'collective':<20}{'latency ms':>12}{'GB/s':>9}{'fit error, median':>19}{'worst':>8}")
+    levels = {"": curves.collectives, **curves.levels}
+    for level, of in levels.items():
+        for name in COLLECTIVES:
+            curve = of[name]
+            label = f"{name} ({level})" if level else name
+            print(
+                f"  {label:<20}{curve.latency_ms:>12.3f}{curve.gbytes_per_s:>9.3f}"
+                f"{curve.median_error:>19.0%}{curve.worst_error:>8.0%}"
+            )
+    local = curves.local
+    print(f"  local work per step ({'measured' if local.measured else 'assumed'}), ns per element:")
+    for side in ("hot_cold", "stock"):
+        costs = getattr(local, side)
+        cells = ", ".join(
+            f"{phase} {getattr(costs, phase).lookup_element_ns:.2f} per lookup "
+            f"{getattr(costs, phase).row_element_ns:.2f} per row"
+            for phase in PHASES[1:]
+        )
+        print(f"    {side:<10}{cells}; input_dist {costs.input_dist.lookup_ns:.0f} ns per lookup")

@@ -1,0 +1,92 @@
+"""Runs a command's function on spawned ranks, or on the ranks that torchrun started."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.workloads.launch import run_ranks
+
+__all__ = ["add_rank_arguments", "join_torchrun", "run_on_ranks", "under_torchrun"]
+
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--ranks``, the number of ranks to spawn."""
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=2,
+        metavar="N",
+        help="processes to spawn; under torchrun its world size counts (default: 2)",
+    )
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank of torchrun."""
+    return "RANK" in os.environ
+
+
+def join_torchrun(timeout_s: float) -> torch.device:
+    """Makes the default process group of torchrun's ranks.
+
+    Args:
+        timeout_s: How long a collective may wait.
+
+    Returns:
+        This rank's device.
+
+    Raises:
+        ConfigError: If torchrun's variables are incomplete.
+    """
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"RANK is set, as torchrun does, but {', '.join(missing)} is not; start with torchrun, "
+            "or unset RANK to let this command spawn its ranks"
+        )
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    return device
+
+
+def run_on_ranks(
+    fn: Callable[..., Any], args: argparse.Namespace, *fn_args: Any, timeout_s: float
+) -> Any:
+    """Runs ``fn(rank, world_size, *fn_args)`` on every rank.
+
+    Args:
+        fn: A function at the top level of a module.
+        args: Parsed arguments with ``ranks``.
+        *fn_args: Its further arguments.
+        timeout_s: Seconds until every rank must have returned.
+
+    Returns:
+        Rank 0's result; ``None`` on the other ranks of torchrun.
+
+    Raises:
+        ConfigError: If ``--ranks`` or torchrun's variables cannot be used.
+        RankError: If a spawned rank fails.
+    """
+    if not under_torchrun():
+        if args.ranks < 1:
+            raise ConfigError(f"--ranks: expected at least 1, got {args.ranks}")
+        return run_ranks(fn, args.ranks, *fn_args, timeout_s=timeout_s)[0]
+    join_torchrun(timeout_s)
+    try:
+        result = fn(dist.get_rank(), dist.get_world_size(), *fn_args)
+        return result if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,175 @@
+"""One table's fate and why: what the cost model saw, what was chosen, in numbers that can be shown.
+
+A decision is made from plain facts (loads, allowed types, statistics, curves), with no process
+group, no TorchRec planner and no machine at hand: the planner makes one for the model it shards,
+and a what-if makes one for a world size that does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrec_picasso.cost.curves import CommCurves
+from torchrec_picasso.cost.table_work import TableLoad, TableWork
+from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
+from torchrec_picasso.planner.choice import Choice, TableQuestion, choose, given_choice
+from torchrec_picasso.planner.home_blocks import HomeBlocks, RowLoads, balance_homes
+
+__all__ = ["Decision", "TableFacts", "decide"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFacts:
+    """One table of the model as the decision sees it.
+
+    Args:
+        load: Rows, columns and lookups per step.
+        may_be_hot_cold: Whether its sharder and constraints allow hot/cold.
+        stock_types: Stock sharding types they allow.
+    """
+
+    load: TableLoad
+    may_be_hot_cold: bool = True
+    stock_types: tuple[str, ...] = ("table_wise", "row_wise")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decision:
+    """Where every table goes.
+
+    Args:
+        facts: The tables.
+        works: Their expected rows, same order.
+        choice: Which are hot/cold, with how many hot rows.
+        hot_rows: Hot rows of each hot/cold table by name, ascending int64.
+        homes: Cuts of the hot/cold tables, in the order of ``hot_rows``.
+        curves: What the costs were computed from.
+        world_size: Ranks.
+        batch_size: Samples per rank and step.
+    """
+
+    facts: tuple[TableFacts, ...]
+    works: tuple[TableWork, ...]
+    choice: Choice
+    hot_rows: Mapping[str, Tensor]
+    homes: HomeBlocks | None
+    curves: CommCurves
+    world_size: int
+    batch_size: int
+
+    @property
+    def block_rows(self) -> dict[str, tuple[int, ...]]:
+        """Home rows of each hot/cold table on each rank."""
+        if self.homes is None:
+            return {}
+        return dict(zip(self.hot_rows, self.homes.block_rows_TW))
+
+    @property
+    def home_max_over_mean(self) -> float:
+        """Expected requests at the busiest home over the mean."""
+        return self.homes.max_over_mean if self.homes is not None else 1.0
+
+
+def decide(
+    facts: Sequence[TableFacts],
+    stats: FrequencyStats | None,
+    curves: CommCurves,
+    *,
+    world_size: int,
+    batch_size: int,
+    hot_rows: int | Mapping[str, int] | None = None,
+    replica_budget_bytes: float = float("inf"),
+) -> Decision:
+    """Decides for every table whether it is hot/cold, which rows are hot, and where homes are cut.
+
+    Args:
+        facts: The tables.
+        stats: Lookup counts; ``None`` = every row is looked up equally often.
+        curves: Measured communication and local work.
+        world_size: Ranks.
+        batch_size: Samples per rank and step.
+        hot_rows: ``None`` = the cost model chooses; else as for ``hot_cold_planner``.
+        replica_budget_bytes: Memory per rank that replicas may take, if the model chooses.
+
+    Raises:
+        PlanError: If the statistics are of other tables, or hot rows cannot be had.
+    """
+    able = {fact.load.name: fact.load.num_embeddings for fact in facts if fact.may_be_hot_cold}
+    if stats is not None:
+        stats.check_model(able)
+    works = tuple(TableWork(fact.load, world_size) for fact in facts)
+    questions = [
+        TableQuestion(work=work, may_be_hot_cold=fact.may_be_hot_cold, stock_types=fact.stock_types)
+        for fact, work in zip(facts, works)
+    ]
+    if hot_rows is None:
+        choice = choose(questions, curves, world_size, replica_budget_bytes)
+        counts = {
+            fact.load.name: num_hot
+            for fact, is_hot_cold, num_hot in zip(facts, choice.hot_cold, choice.num_hot)
+            if is_hot_cold
+        }
+        hot_sets = select_hot_rows(able, counts, stats)
+    else:
+        hot_sets = select_hot_rows(able, hot_rows, stats)
+        given = {
+            position: hot_sets[fact.load.name].numel()
+            for position, fact in enumerate(facts)
+            if fact.load.name in hot_sets
+        }
+        choice = given_choice(questions, given, curves, world_size)
+    return Decision(
+        facts=tuple(facts),
+        works=works,
+        choice=choice,
+        hot_rows=hot_sets,
+        homes=_homes(works, hot_sets, stats, world_size),
+        curves=curves,
+        world_size=world_size,
+        batch_size=batch_size,
+    )
+
+
+def _homes(
+    works: Sequence[TableWork],
+    hot_sets: Mapping[str, Tensor],
+    stats: FrequencyStats | None,
+    world_size: int,
+) -> HomeBlocks | None:
+    """Balanced cuts of the hot/cold tables; ``None`` without statistics."""
+    if stats is None or not hot_sets:
+        return None
+    by_name = {work.load.name: work for work in works}
+    return balance_homes(
+        [_row_loads(by_name[name], hot, stats) for name, hot in hot_sets.items()], world_size
+    )
+
+
+def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoads:
+    """Bytes that homes are asked for per step and rank, row by row.
+
+    Rows seen once say where the sample happened to fall, not where the next batch will: their load
+    is spread over the table, which is also the estimate for rows never seen (Good 1953).
+    """
+    counts = stats.tables[work.load.name]
+    again_U = counts.counts_U > 1
+    rows_U, counts_U = counts.rows_U[again_U], counts.counts_U[again_U]
+    spectrum = work.load.spectrum
+    assert spectrum is not None
+    ascending = spectrum.counts_K.flip(0)
+    used = torch.from_numpy(work.used_K[::-1].copy())
+    place_U = torch.searchsorted(ascending, counts_U.double()).clamp(max=used.numel() - 1)
+    load_U = used[place_U] if used.numel() else counts_U.double()
+    load_U = torch.where(torch.isin(rows_U, hot_H), torch.zeros_like(load_U), load_U)
+    cold = work.split(hot_H.numel()).cold_used
+    dim = float(work.load.dim)
+    return RowLoads(
+        num_embeddings=work.load.num_embeddings,
+        rows_U=rows_U.numpy(),
+        load_U=load_U.numpy() * dim,
+        spread_load=max(0.0, cold - float(load_U.sum())) * dim,
+    )

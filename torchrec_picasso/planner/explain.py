@@ -1,0 +1,146 @@
+"""A decision as a table that can be read: numbers per table, and one sentence why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torchrec_picasso.cost.hot_cold import hot_cold_memory_bytes
+from torchrec_picasso.cost.marginal import marginal_hot_cold_costs, marginal_stock_costs
+from torchrec_picasso.cost.step_cost import StepCost
+from torchrec_picasso.cost.stock import STOCK_TYPES, stock_memory_bytes
+from torchrec_picasso.planner.decision import Decision
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["explain", "summarize"]
+
+
+def explain(decision: Decision) -> pd.DataFrame:
+    """What was chosen for each table, what it costs, and what every alternative would cost.
+
+    Costs of a table are what it adds to a step in which all tables are placed alike, because tables
+    of one kind share their exchanges; the latencies they share belong to none of them.
+
+    Args:
+        decision: The decision.
+
+    Returns:
+        One line per table, in model order: ``table, rows, dim, placement, hot_rows, coverage``
+        (share of lookups that replicas serve), ``lookups, unique_rows, cold_rows`` (expected, per
+        rank and step); ``<kind>_ms, <kind>_bytes`` per rank and step for ``hot_cold`` and each
+        stock sharding type; ``home_bytes, replica_bytes, optimizer_bytes, buffer_bytes,
+        stock_bytes`` per rank; ``why``.
+    """
+    import pandas as pd
+
+    works = decision.works
+    num_hot = decision.choice.num_hot
+    costs = {
+        "hot_cold": marginal_hot_cold_costs(works, num_hot, decision.curves, decision.world_size)
+    }
+    for kind in STOCK_TYPES:
+        costs[kind] = marginal_stock_costs(kind, works, decision.curves, decision.world_size)
+    return pd.DataFrame(
+        [_line(decision, i, {kind: of[i] for kind, of in costs.items()}) for i in range(len(works))]
+    )
+
+
+def summarize(decision: Decision) -> dict[str, Any]:
+    """The whole step of a decision: predicted milliseconds, bytes, memory and balance.
+
+    Args:
+        decision: The decision.
+
+    Returns:
+        Plain numbers, ready for JSON; ``stock_ms`` and ``speedup`` are ``None`` where some table
+        has no stock option.
+    """
+    choice, homes = decision.choice, decision.homes
+    chosen = [work for work, hot in zip(decision.works, choice.hot_cold) if hot]
+    hot_counts = [count for count, hot in zip(choice.num_hot, choice.hot_cold) if hot]
+    stock = choice.stock_cost
+    return {
+        "world_size": decision.world_size,
+        "batch_size": decision.batch_size,
+        "hot_cold_tables": len(chosen),
+        "stock_tables": len(decision.works) - len(chosen),
+        "hot_rows": sum(choice.num_hot),
+        "step_ms": choice.cost.total_ms,
+        "exposed_ms": choice.cost.exposed_ms,
+        "hidden_ms": choice.cost.hidden_ms,
+        "sent_bytes": choice.cost.total_bytes,
+        "stock_ms": stock.total_ms if stock is not None else None,
+        "stock_sent_bytes": stock.total_bytes if stock is not None else None,
+        "speedup": stock.total_ms / choice.cost.total_ms
+        if stock is not None and choice.cost.total_ms
+        else None,
+        "memory_bytes": hot_cold_memory_bytes(chosen, hot_counts),
+        "home_max_over_mean": homes.max_over_mean if homes is not None else None,
+        "even_home_max_over_mean": homes.even_max_over_mean if homes is not None else None,
+        "curves": decision.curves.mismatch(
+            world_size=decision.world_size, device=decision.curves.device
+        )
+        or "of this world size",
+    }
+
+
+def _line(decision: Decision, index: int, costs: dict[str, StepCost]) -> dict[str, Any]:
+    work, choice = decision.works[index], decision.choice
+    load, num_hot = work.load, choice.num_hot[index]
+    split = work.split(num_hot)
+    memory = hot_cold_memory_bytes([work], [num_hot])
+    line: dict[str, Any] = {
+        "table": load.name,
+        "rows": load.num_embeddings,
+        "dim": load.dim,
+        "placement": "hot_cold" if choice.hot_cold[index] else choice.stock_types[index],
+        "hot_rows": num_hot,
+        "coverage": split.coverage,
+        "lookups": load.lookups,
+        "unique_rows": work.unique,
+        "cold_rows": split.cold_used,
+    }
+    for kind, cost in costs.items():
+        line[f"{kind}_ms"] = cost.total_ms
+        line[f"{kind}_bytes"] = cost.total_bytes
+    line |= {
+        "home_bytes": memory["home"],
+        "replica_bytes": memory["replica"],
+        "optimizer_bytes": memory["optimizer"],
+        "buffer_bytes": memory["buffers"],
+        "stock_bytes": stock_memory_bytes("table_wise", load, decision.world_size),
+        "why": _why(decision, index, costs),
+    }
+    return line
+
+
+def _why(decision: Decision, index: int, costs: dict[str, StepCost]) -> str:
+    work, choice, fact = decision.works[index], decision.choice, decision.facts[index]
+    stock_type, num_hot = choice.stock_types[index], choice.num_hot[index]
+    ours_ms = costs["hot_cold"].total_ms
+    stock_ms = costs[stock_type].total_ms if stock_type is not None else None
+    distinct = work.unique / max(1.0, work.load.lookups)
+    if not choice.hot_cold[index]:
+        if not fact.may_be_hot_cold:
+            return "stock: its sharder or its constraints do not allow hot/cold"
+        return (
+            f"stock {stock_type}: {distinct:.0%} of its lookups are distinct rows, so the packed "
+            f"exchange ({ours_ms:.2f} ms) does not beat it ({stock_ms:.2f} ms)"
+        )
+    against = (
+        f"{ours_ms:.2f} ms against {stock_ms:.2f} ms for {stock_type}"
+        if stock_ms is not None
+        else f"{ours_ms:.2f} ms; no stock type is allowed"
+    )
+    split = work.split(num_hot)
+    if not num_hot:
+        return (
+            f"hot/cold without replicas: {work.unique:,.0f} distinct rows travel for "
+            f"{work.load.lookups:,.0f} lookups ({against}); reducing a replica's gradient would "
+            "cost more than fetching its row"
+        )
+    return (
+        f"hot/cold: {num_hot:,} replicas serve {split.coverage:.0%} of lookups, "
+        f"{split.cold_used:,.0f} cold rows travel for {work.load.lookups:,.0f} lookups ({against})"
+    )

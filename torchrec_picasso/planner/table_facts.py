@@ -1,0 +1,183 @@
+"""From TorchRec options, or a model alone, to the plain facts that a decision is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from torchrec_picasso._torchrec import optimizer_multiplier
+from torchrec_picasso.cost.curves import CommCurves
+from torchrec_picasso.cost.stock import STOCK_TYPES
+from torchrec_picasso.cost.table_work import TableLoad
+from torchrec_picasso.errors import PlanError
+from torchrec_picasso.frequency import FrequencyStats
+from torchrec_picasso.frequency.spectrum import CountSpectrum
+from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.planner.decision import TableFacts
+from torchrec_picasso.planner.hot_options import HOT_COLD_KERNELS
+
+__all__ = ["assumed_curves", "facts_of_model", "facts_of_options", "stock_types_of"]
+
+_BYTES_PER_MS_TO_GB_PER_S = 1e-6
+_NOT_UNASKED = ShardingType.DATA_PARALLEL.value  # it takes its optimizer from the dense side
+
+
+def facts_of_options(
+    options: Sequence[ShardingOption],
+    stats: FrequencyStats | None,
+    *,
+    batch_size: int,
+    sharder_can: bool,
+    asked_types: Collection[str] | None,
+) -> TableFacts:
+    """Facts of one table in the planner.
+
+    Args:
+        options: All of TorchRec's options of the table.
+        stats: Lookup counts, or ``None``.
+        batch_size: Samples per rank and step.
+        sharder_can: Whether its sharder can place hot rows.
+        asked_types: Sharding types that the user's constraints name, or ``None``.
+    """
+    first = options[0]
+    (config,) = (c for c in _configs(first.module[1]) if c.name == first.name)
+    # without statistics: the pooling factors of the constraints, 1 by default, for each feature
+    per_feature = sum(first.input_lengths) / max(1, len(first.input_lengths))
+    is_fixed = isinstance(first.cache_params, HotColdParams)
+    return TableFacts(
+        load=_load(
+            config,
+            stats,
+            batch_size,
+            lookups_per_sample=per_feature * len(config.feature_names),
+            element_bytes=first.tensor.element_size(),
+            optimizer_share=optimizer_multiplier(_optimizer_class(first), first.tensor.shape),
+        ),
+        may_be_hot_cold=sharder_can and any(map(_is_row_wise_fused, options)),
+        stock_types=() if is_fixed and sharder_can else stock_types_of(options, asked_types),
+    )
+
+
+def stock_types_of(
+    options: Sequence[ShardingOption], asked_types: Collection[str] | None
+) -> tuple[str, ...]:
+    """Stock types that the planner may take unasked, and those that the user's constraints name.
+
+    Column-wise sharding keeps a row-wise optimizer's state per column shard, which trains another
+    model; data-parallel tables need an optimizer of their own. Both are taken when asked for.
+    """
+    found = [t for t in STOCK_TYPES if any(o.sharding_type == t for o in options)]
+    if asked_types:
+        return tuple(found)
+    optimizer = _optimizer_class(options[0])
+    row_wise_state = optimizer is not None and "rowwise" in optimizer.__name__.lower()
+    return tuple(
+        t
+        for t in found
+        if t != _NOT_UNASKED and not (row_wise_state and t == ShardingType.COLUMN_WISE.value)
+    )
+
+
+def facts_of_model(
+    model: nn.Module, stats: FrequencyStats | None, batch_size: int
+) -> list[TableFacts]:
+    """Facts of an unsharded model's pooled tables, without TorchRec's planner.
+
+    Args:
+        model: May be on the meta device.
+        stats: Lookup counts, or ``None``.
+        batch_size: Samples per rank and step.
+    """
+    facts = []
+    for module in model.modules():
+        if not isinstance(module, EmbeddingBagCollection):
+            continue
+        parameters = dict(module.named_parameters())
+        for config in module.embedding_bag_configs():
+            tensor = parameters[f"embedding_bags.{config.name}.weight"]
+            optimizer = getattr(tensor, "_optimizer_classes", [None])[0]
+            facts.append(
+                TableFacts(
+                    load=_load(
+                        config,
+                        stats,
+                        batch_size,
+                        lookups_per_sample=len(config.feature_names),
+                        element_bytes=tensor.element_size(),
+                        optimizer_share=optimizer_multiplier(optimizer, tensor.shape),
+                    )
+                )
+            )
+    return facts
+
+
+def assumed_curves(topology: Topology) -> CommCurves:
+    """Curves from the bandwidths of a topology, for when nothing was measured."""
+    on_one_host = topology.world_size <= topology.local_world_size
+    bytes_per_ms = topology.intra_host_bw if on_one_host else topology.inter_host_bw
+    return CommCurves.assumed(
+        topology.world_size,
+        gbytes_per_s=bytes_per_ms * _BYTES_PER_MS_TO_GB_PER_S,
+        device=topology.compute_device,
+        ranks_per_host=topology.local_world_size,
+    )
+
+
+def _load(
+    config: BaseEmbeddingConfig,
+    stats: FrequencyStats | None,
+    batch_size: int,
+    *,
+    lookups_per_sample: float,
+    element_bytes: int,
+    optimizer_share: float,
+) -> TableLoad:
+    spectrum = None
+    if stats is not None:
+        if config.name not in stats.tables:
+            raise PlanError(
+                f"the statistics have no table {config.name!r}; they know {list(stats.tables)}. "
+                "Collect statistics for this model"
+            )
+        counts = stats.tables[config.name]
+        spectrum = CountSpectrum.of(counts.counts_U, counts.num_embeddings)
+        if stats.num_samples:
+            lookups_per_sample = spectrum.num_lookups / stats.num_samples
+    return TableLoad(
+        name=config.name,
+        num_embeddings=config.num_embeddings,
+        dim=config.embedding_dim,
+        lookups=batch_size * lookups_per_sample,
+        bags=float(batch_size * len(config.feature_names)),
+        num_features=len(config.feature_names),
+        spectrum=spectrum,
+        element_bytes=element_bytes,
+        optimizer_share=optimizer_share,
+    )
+
+
+def _configs(module: nn.Module) -> Sequence[BaseEmbeddingConfig]:
+    """Table configurations of an unsharded embedding module, wrappers included."""
+    for inner in module.modules():
+        if isinstance(inner, EmbeddingBagCollection):
+            return inner.embedding_bag_configs()
+        if isinstance(inner, EmbeddingCollection):
+            return inner.embedding_configs()
+    return ()
+
+
+def _is_row_wise_fused(option: ShardingOption) -> bool:
+    return (
+        option.sharding_type == ShardingType.ROW_WISE.value
+        and option.compute_kernel in HOT_COLD_KERNELS
+    )
+
+
+def _optimizer_class(option: ShardingOption) -> type | None:
+    found: type | None = getattr(option.tensor, "_optimizer_classes", [None])[0]
+    return found
