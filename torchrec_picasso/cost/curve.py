@@ -1,8 +1,8 @@
 """Time of one collective against bytes: measured points, and the line through them.
 
-Inside the measured range the points speak (links have kinks: socket buffers, protocol switches);
-beyond it, and wherever one number is wanted, the line ``latency + bytes / bandwidth`` does. The
-line minimises relative error, since a planner compares times from microseconds to seconds.
+Times are read off the points, because links have kinks (socket buffers, token buckets, protocol
+switches) that no line follows; the line ``latency + bytes / bandwidth`` and its error tell a reader
+what the link is like. The line minimises relative error, since sizes span four decades.
 """
 
 from __future__ import annotations
@@ -89,8 +89,16 @@ class Curve:
         """Bandwidth of the fitted line, GB/s (10^9 bytes); infinite for a flat one."""
         return _BYTES_PER_MS_TO_GB_PER_S / self.ms_per_byte if self.ms_per_byte else float("inf")
 
+    @property
+    def _last_ms_per_byte(self) -> float:
+        """Slope at the largest sizes, where latency no longer shows."""
+        if len(self.ms) < 2:
+            return self.ms_per_byte
+        rise = (self.ms[-1] - self.ms[-2]) / (self.sent_bytes[-1] - self.sent_bytes[-2])
+        return max(0.0, rise)
+
     def ms_at(self, num_bytes: float) -> float:
-        """Time of a size: the first point's below the points, the line's slope beyond them.
+        """Time of a size: the first point's below the points, on along the last two beyond them.
 
         Args:
             num_bytes: Bytes that the busiest rank sends or receives, at least 0.
@@ -103,7 +111,7 @@ class Curve:
             return self.ms[0]
         x0, t0 = self.sent_bytes[right - 1], self.ms[right - 1]
         if right == len(self.sent_bytes):
-            return t0 + (num_bytes - x0) * self.ms_per_byte
+            return t0 + (num_bytes - x0) * self._last_ms_per_byte
         x1, t1 = self.sent_bytes[right], self.ms[right]
         return t0 + (t1 - t0) * (num_bytes - x0) / (x1 - x0)
 

@@ -61,6 +61,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float,
     threads_per_rank: int = 1,
+    on_start: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """Runs ``fn(rank, world_size, *args)`` on every rank of a new gloo process group.
 
@@ -70,6 +71,7 @@ def run_ranks(
         *args: Further arguments, pickled by value and equal on every rank.
         timeout_s: Seconds from the start until every rank must have returned.
         threads_per_rank: Threads of each rank's tensor operators.
+        on_start: Called with the rank in each process, before it joins the group; pickled by value.
 
     Returns:
         What each rank returned, by rank; each result is pickled by value.
@@ -83,7 +85,7 @@ def run_ranks(
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; run_ranks needs at least 1 rank")
     try:
-        call = pickle.dumps((dict(os.environ), fn, args))
+        call = pickle.dumps((dict(os.environ), fn, args, on_start))
     except Exception as error:
         raise ValueError(
             f"run_ranks cannot send {getattr(fn, '__qualname__', fn)!r} and its arguments to other "

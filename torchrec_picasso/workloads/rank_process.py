@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -73,16 +74,16 @@ def rank_main(
     timeout_s: float,
     threads_per_rank: int,
 ) -> None:
-    """Runs the pickled ``(environment, fn, args)``; sends "returned" or "raised", then content."""
+    """Runs the pickled ``call`` of the launcher; sends "returned" or "raised", then content."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the launcher ends the ranks
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     with open(stack_file(folder, rank), "w") as file:
         faulthandler.register(STACK_SIGNAL, file, all_threads=False)
         try:
-            environment, fn, args = pickle.loads(call)
+            environment, fn, args, on_start = pickle.loads(call)
             os.environ.clear()  # the fork server may be older than the launcher's variables
             os.environ.update(environment)
-            _join_group(rank, world_size, folder, timeout_s, threads_per_rank)
+            _join_group(rank, world_size, folder, timeout_s, threads_per_rank, on_start)
             content = _pickled_result(fn(rank, world_size, *args))
         except BaseException as error:
             _answer(connection, b"raised", pickle.dumps(_described(rank, error)))
@@ -95,7 +96,12 @@ def rank_main(
 
 
 def _join_group(
-    rank: int, world_size: int, folder: str, timeout_s: float, threads_per_rank: int
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout_s: float,
+    threads_per_rank: int,
+    on_start: Callable[[int], None] | None,
 ) -> None:
     # What torchrun would set; OMP_NUM_THREADS for libraries that start their own pools.
     os.environ.update(
@@ -105,6 +111,8 @@ def _join_group(
         LOCAL_WORLD_SIZE=str(world_size),
         OMP_NUM_THREADS=str(threads_per_rank),
     )
+    if on_start is not None:
+        on_start(rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(threads_per_rank)
     dist.init_process_group(
