@@ -16,7 +16,6 @@ from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.cost.table_work import TableLoad
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
-from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.decision import TableFacts
 from torchrec_picasso.planner.hot_options import HOT_COLD_KERNELS
@@ -145,7 +144,7 @@ def _load(
                 "Collect statistics for this model"
             )
         counts = stats.tables[config.name]
-        spectrum = CountSpectrum.of(counts.counts_U, counts.num_embeddings)
+        spectrum = counts.spectrum()
         if stats.num_samples:
             lookups_per_sample = spectrum.num_lookups / stats.num_samples
     return TableLoad(

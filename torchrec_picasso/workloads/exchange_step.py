@@ -7,7 +7,7 @@ batches and a fixed gradient of its output, phase by phase.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardedTensor, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -111,6 +111,8 @@ class ExchangeStep:
             sharders=placement.sharders,
         ).module
         self._grad: Tensor | None = None
+        for state in _local_tensors(self._module.fused_optimizer.state_dict()["state"]):
+            state.mul_(1)  # memory that no step has touched yet would be paid for by the first ones
 
     def run(self, batch: KeyedJaggedTensor) -> PhaseTimes:
         """Takes one step. Collective.
@@ -142,3 +144,14 @@ class ExchangeStep:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return self._clock()
+
+
+def _local_tensors(state: Any) -> Iterator[Tensor]:
+    """This rank's part of every tensor in a nested state dict."""
+    if isinstance(state, dict):
+        for value in state.values():
+            yield from _local_tensors(value)
+    elif isinstance(state, ShardedTensor):
+        yield from (shard.tensor for shard in state.local_shards())
+    elif isinstance(state, Tensor):
+        yield state

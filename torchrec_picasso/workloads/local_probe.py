@@ -26,6 +26,8 @@ __all__ = ["PROBES", "measure_local_costs"]
 
 _WARMUP_STEPS, _TIMED_STEPS = 2, 5
 _BUSY_S = 0.3
+_TABLES_BYTES = 1 << 29  # far beyond what caches and their page tables reach
+_ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,7 @@ class _Probe:
     batch_size: int
     dim: int
     rows_per_sample: float
-    """Rows of each table over the batch size: many = few repeated ids."""
+    """Rows in use of each table over the batch size: many = few repeated ids."""
 
 
 PROBES = (
@@ -112,7 +114,8 @@ def _probe(
     clock: Callable[[], float],
 ) -> tuple[LocalWork, dict[str, float]]:
     """One shape: its work, and the median over steps of the slowest rank's time of each phase."""
-    rows = max(1, round(probe.batch_size * probe.rows_per_sample))
+    used = max(1, round(probe.batch_size * probe.rows_per_sample))
+    rows = max(used, _TABLES_BYTES // (probe.tables * probe.dim * _ELEMENT_BYTES))
     collection = bag_collection([rows] * probe.tables, [probe.dim] * probe.tables)
     placement = make_placement(
         side, collection, pg, device_type=device.type, batch_size=probe.batch_size
@@ -122,7 +125,8 @@ def _probe(
     times: list[list[float]] = []
     unique = 0.0
     for index in range(_WARMUP_STEPS + _TIMED_STEPS):
-        ids_TB = torch.randint(rows, (probe.tables, probe.batch_size), generator=generator)
+        ids_TB = torch.randint(used, (probe.tables, probe.batch_size), generator=generator)
+        ids_TB *= rows // used  # rows in use lie scattered, as real ones do
         dist.barrier()
         taken = step.run(one_hot_batch(ids_TB).to(device))
         if index >= _WARMUP_STEPS:
