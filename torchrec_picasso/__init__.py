@@ -3,6 +3,7 @@
 A plug-in after PICASSO (Zhang et al., ICDE 2022, arXiv 2204.04903).
 """
 
+from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.errors import (
     CompatError,
     ConfigError,
@@ -17,6 +18,7 @@ from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionShard
 from torchrec_picasso.version import __version__
 
 __all__ = [
+    "CommCurves",
     "CompatError",
     "ConfigError",
     "FrequencyStats",

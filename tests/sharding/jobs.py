@@ -83,6 +83,8 @@ class Job:
     tables: tuple[Table, ...] = PLAIN
     optimizer: str = "rowwise_adagrad"
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1})
+    lopsided: bool = False
+    """Whether hot/cold tables are cut into homes of unequal size, an empty one among them."""
     kwargs_of_table: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     num_steps: int = 10
     lr_decay: float = 1.0
@@ -220,6 +222,8 @@ def build(job: Job, rank: int, world_size: int) -> DistributedModelParallel:
             # every third row, so that hot rows are spread over the homes
             by_thirds = sorted(range(table.rows), key=lambda row: (row % 3, row))
             plan[table.name].cache_params = HotColdParams(hot_rows=by_thirds[:place])
+            if job.lopsided:
+                _cut_lopsided(plan[table.name], table.rows)
     sharded = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
@@ -229,6 +233,16 @@ def build(job: Job, rank: int, world_size: int) -> DistributedModelParallel:
     )
     load_whole(sharded, start)
     return sharded
+
+
+def _cut_lopsided(sharding: Any, rows: int) -> None:
+    """Gives rank 0 a seventh of the rows, the last rank the rest, others nothing."""
+    shards = sharding.sharding_spec.shards
+    sizes = [rows // 7, *[0] * (len(shards) - 2), rows - rows // 7] if len(shards) > 1 else [rows]
+    start = 0
+    for shard, size in zip(shards, sizes, strict=True):
+        shard.shard_sizes, shard.shard_offsets = [size, shard.shard_sizes[1]], [start, 0]
+        start += size
 
 
 def load_whole(model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -40,6 +40,7 @@ OURS = Job(placement={"*": 4}, optimizer="adagrad")
 OTHER_HOT = Job(placement={"a": 30, "b": 1, "c": 0}, optimizer="adagrad")
 ALL_HOT = Job(placement={t.name: t.rows for t in PLAIN}, optimizer="rowwise_adagrad")
 JOBS = {"stock": STOCK, "ours": OURS, "other_hot": OTHER_HOT}
+JOBS_LOPSIDED = {**JOBS, "lopsided": dataclasses.replace(OURS, lopsided=True)}
 
 
 def _describe(value: Any) -> Any:
@@ -100,7 +101,14 @@ def _cut_in_two(
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("ours", "stock"), ("stock", "ours"), ("ours", "other_hot"), ("other_hot", "ours")],
+    [
+        ("ours", "stock"),
+        ("stock", "ours"),
+        ("ours", "other_hot"),
+        ("other_hot", "ours"),
+        ("lopsided", "stock"),
+        ("stock", "lopsided"),
+    ],
 )
 @pytest.mark.parametrize("load_strictly", [True, False])
 def test_training_continues_under_another_placement(
@@ -108,7 +116,13 @@ def test_training_continues_under_another_placement(
 ) -> None:
     uncut = _uncut()
     cut = run_ranks(
-        _cut_in_two, 2, JOBS[first], JOBS[second], str(tmp_path), load_strictly, timeout_s=100
+        _cut_in_two,
+        2,
+        JOBS_LOPSIDED[first],
+        JOBS_LOPSIDED[second],
+        str(tmp_path),
+        load_strictly,
+        timeout_s=100,
     )
     for actual, expected in zip(cut, uncut):
         torch.testing.assert_close(actual.losses, expected.losses, rtol=RTOL, atol=ATOL)

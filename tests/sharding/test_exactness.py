@@ -70,9 +70,10 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "some_hot": {"*": 2, "one_row": 1},
     "all_hot": {},
     "mixed": {"a": 5, "b": "table_wise", "c": 2, "one_row": 0, "two_rows": 1, "d": "table_wise"},
+    "lopsided_homes": {"*": 2, "one_row": 0},
     "beside_row_wise": {"*": 2, "one_row": 1, "c": "row_wise", "d": "row_wise"},
 }
-OURS = ("no_hot", "some_hot", "all_hot", "mixed", "beside_row_wise")
+OURS = ("no_hot", "some_hot", "all_hot", "mixed", "beside_row_wise", "lopsided_homes")
 
 
 def _placed(variant: str, placement: str) -> Job | None:
@@ -85,7 +86,7 @@ def _placed(variant: str, placement: str) -> Job | None:
         places: dict[str, Any] = {table.name: table.rows for table in job.tables}
     else:
         places = PLACEMENTS[placement]
-    return dataclasses.replace(job, placement=places)
+    return dataclasses.replace(job, placement=places, lopsided=placement == "lopsided_homes")
 
 
 Results = dict[tuple[str, str], list[Result]]

@@ -84,10 +84,17 @@ class ShardingConfig(Rules):
     """How the tables are spread over the ranks."""
 
     placement: str = rule("hot_cold", "Who places the tables.", choices=PLACEMENTS)
-    hot_rows: int | Mapping[str, int] = rule(
+    hot_rows: int | Mapping[str, int] | None = rule(
         5_000,
-        "Replicated rows: a total over all tables, or a count per table; 0 = no replicas.",
+        "Replicated rows: a total over all tables, or a count per table; 0 = no replicas; null = "
+        "the cost model chooses, for each table, between hot/cold and stock too.",
         at_least=0,
+    )
+    stats: str | None = rule(
+        None, "Statistics file (torchrec-picasso stats); null = count the held-out samples."
+    )
+    curves: str | None = rule(
+        None, "Curves file (torchrec-picasso calibrate); null = TorchRec's bandwidths."
     )
 
 

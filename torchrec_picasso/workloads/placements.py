@@ -24,6 +24,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_picasso.config import PLACEMENTS
+from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
@@ -72,8 +73,9 @@ def make_placement(
     *,
     device_type: str,
     batch_size: int,
-    hot_rows: int | Mapping[str, int] = 0,
+    hot_rows: int | Mapping[str, int] | None = 0,
     stats: FrequencyStats | None = None,
+    curves: CommCurves | None = None,
 ) -> Placement:
     """Plans a model. Collective: every rank of ``pg`` calls this, in the same order.
 
@@ -83,8 +85,10 @@ def make_placement(
         pg: The ranks to place tables on; one machine.
         device_type: ``"cpu"`` or ``"cuda"``.
         batch_size: Samples per rank and step.
-        hot_rows: For ``hot_cold``: how many rows to replicate, in total or by table.
+        hot_rows: For ``hot_cold``: how many rows to replicate, in total or by table; ``None`` = the
+            cost model chooses.
         stats: For ``hot_cold``: which rows are frequent.
+        curves: For ``hot_cold``: measured costs.
 
     Returns:
         The placement, rank 0's plan on every rank.
@@ -101,6 +105,7 @@ def make_placement(
             topology,
             stats,
             hot_rows=dict(hot_rows) if isinstance(hot_rows, Mapping) else hot_rows,
+            curves=curves,
             batch_size=batch_size,
             debug=False,
         )

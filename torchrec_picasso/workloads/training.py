@@ -20,12 +20,13 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_picasso.config import OptimizerConfig, TrainConfig
+from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.workloads.dlrm import build_dlrm, write_initial_tables
 from torchrec_picasso.workloads.placements import Placement, make_placement
 from torchrec_picasso.workloads.source import BatchSource
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "unsharded_model"]
 
 
 class Trainer:
@@ -53,10 +54,9 @@ class Trainer:
         self._pg = pg
         self.device = device or torch.device("cpu")
         name = placement or config.sharding.placement
-        model = build_dlrm(config.model, source.tables, config.seed)
+        model = unsharded_model(config, source)
         for tower in (model.model.dense_arch, model.model.inter_arch, model.model.over_arch):
             tower.to(self.device)
-        _fuse_table_optimizer(model, config.optimizer)
         self.placement: Placement = make_placement(
             name,
             model,
@@ -64,7 +64,8 @@ class Trainer:
             device_type=self.device.type,
             batch_size=config.data.batch_size,
             hot_rows=config.sharding.hot_rows,
-            stats=_heldout_stats(config, source, model, pg.size()) if name == "hot_cold" else None,
+            stats=_stats(config, source, model, pg.size()) if name == "hot_cold" else None,
+            curves=_curves(config) if name == "hot_cold" else None,
         )
         self.model = DistributedModelParallel(
             module=model,
@@ -149,14 +150,33 @@ class Trainer:
                 return
 
 
-def _heldout_stats(
+def unsharded_model(config: TrainConfig, source: BatchSource) -> DLRMTrain:
+    """The DLRM of a configuration before sharding: tables on the meta device, optimizer fused in.
+
+    Args:
+        config: Model, optimizer and seed.
+        source: Tells the tables.
+    """
+    model = build_dlrm(config.model, source.tables, config.seed)
+    _fuse_table_optimizer(model, config.optimizer)
+    return model
+
+
+def _stats(
     config: TrainConfig, source: BatchSource, model: torch.nn.Module, world_size: int
 ) -> FrequencyStats | None:
-    """Counts of the held-out samples of all ranks: what a sample of past data would give."""
+    """The file's statistics, or counts of the held-out samples of all ranks: a past sample."""
+    if config.sharding.stats is not None:
+        return FrequencyStats.from_parquet(config.sharding.stats)
     if config.sharding.hot_rows == 0:
         return None
     shares = (source.heldout(rank, world_size) for rank in range(world_size))
     return FrequencyStats.collect(itertools.chain.from_iterable(shares), model)
+
+
+def _curves(config: TrainConfig) -> CommCurves | None:
+    path = config.sharding.curves
+    return CommCurves.from_json(path) if path is not None else None
 
 
 def _fuse_table_optimizer(model: DLRMTrain, optimizer: OptimizerConfig) -> None:

@@ -1,0 +1,112 @@
+"""Curves: measured on a real group, kept in a file, used at another world size."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.curves import COLLECTIVES
+from torchrec_picasso.errors import PicassoError, PlanError
+from torchrec_picasso.workloads.launch import run_ranks
+
+MAX_BYTES = 1 << 20
+
+
+def _measure(rank: int, world_size: int, ranks_per_host: int) -> CommCurves:
+    assert dist.group.WORLD is not None
+    return CommCurves.measure(
+        dist.group.WORLD,
+        max_bytes=MAX_BYTES,
+        seconds_per_point=0.01,
+        ranks_per_host=ranks_per_host,
+    )
+
+
+def test_measured_curves_are_equal_on_all_ranks_and_survive_a_file(tmp_path: Path) -> None:
+    curves, other = run_ranks(_measure, 2, 1, timeout_s=60)
+    assert curves == other
+    assert (curves.world_size, curves.backend, curves.device) == (2, "gloo", "cpu")
+    assert set(curves.collectives) == set(COLLECTIVES)
+    assert not curves.levels
+    for name, share in (("all_to_all", 1 / 2), ("all_reduce", 1), ("all_gather", 1 / 2)):
+        assert curves.collectives[name].sent_bytes[-1] == int(MAX_BYTES * share)
+    assert all(ms > 0 for curve in curves.collectives.values() for ms in curve.ms)
+    assert {"date_utc", "hardware", "torch"} <= set(curves.measured_on)
+    path = tmp_path / "curves.json"
+    curves.to_json(path)
+    assert CommCurves.from_json(path) == curves
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_levels_of_hosts_with_several_ranks() -> None:
+    curves = run_ranks(_measure, 4, 2, timeout_s=90)[0]
+    assert curves.ranks_per_host == 2
+    assert set(curves.levels) == {"intra_host", "inter_host"}
+    for level in curves.levels.values():
+        # two ranks each: an all-to-all sends half of the buffer, at four ranks three quarters
+        assert level["all_to_all"].sent_bytes[-1] == MAX_BYTES // 2
+    assert curves.collectives["all_to_all"].sent_bytes[-1] == MAX_BYTES * 3 // 4
+
+
+def test_one_rank_costs_nothing_and_cannot_stand_for_two() -> None:
+    curves = run_ranks(_measure, 1, 1, timeout_s=30)[0]
+    assert all(curves.ms(name, 1e6) == 0 for name in COLLECTIVES)
+    with pytest.raises(PlanError, match=r"of 1 rank, which sends nothing, .* for 2 ranks"):
+        curves.mismatch(world_size=2, device="cpu")
+
+
+def test_latency_grows_with_the_peers_and_bandwidth_stays() -> None:
+    curves = CommCurves.assumed(2, gbytes_per_s=1.0, latency_ms=0.5)
+    assert curves.ms("all_to_all", 1e6) == pytest.approx(1.5)
+    assert curves.ms("all_to_all", 1e6, world_size=5) == pytest.approx(4 * 0.5 + 1.0)
+    assert curves.ms("all_to_all", 1e6, world_size=1) == 0
+
+
+def test_more_bandwidth_keeps_the_latency() -> None:
+    curves = CommCurves.assumed(2, gbytes_per_s=1.0, latency_ms=0.5)
+    for factor in (0.5, 4.0):
+        faster = curves.with_bandwidth(factor)
+        assert faster.ms("all_reduce", 1e6) == pytest.approx(0.5 + 1.0 / factor)
+
+
+def test_a_mismatch_names_both_sides() -> None:
+    curves = CommCurves.assumed(2, gbytes_per_s=1.0, backend="nccl", device="cuda")
+    assert curves.mismatch(world_size=2, device="cuda") is None
+    assert curves.mismatch(world_size=8, device="cpu") == (
+        "curves of 2 ranks, backend nccl on cuda are used for 8 ranks, cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "does not hold curves"),
+        ("[]", "does not hold curves"),
+        ('{"format_version": 99}', "format version 99, expected 1; measure again"),
+        ('{"format_version": 1, "levels": {}, "collectives": {}}', "does not hold curves"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "curves.json"
+    path.write_text(text)
+    with pytest.raises(PicassoError, match=message):
+        CommCurves.from_json(path)
+
+
+def test_missing_parts_and_places_are_named(tmp_path: Path) -> None:
+    with pytest.raises(PicassoError, match="there is no curves file"):
+        CommCurves.from_json(tmp_path / "none.json")
+    curves = CommCurves.assumed(2, gbytes_per_s=1.0)
+    with pytest.raises(PicassoError, match="there is no folder"):
+        curves.to_json(tmp_path / "none" / "curves.json")
+    document = {"format_version": 1, **dataclasses.asdict(curves)}
+    del document["collectives"]["all_reduce"]
+    path = tmp_path / "curves.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(PicassoError, match="curves of all_reduce are missing"):
+        CommCurves.from_json(path)

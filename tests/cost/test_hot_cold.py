@@ -1,0 +1,163 @@
+"""Expected rows and bytes of a step, against counting them on generated batches.
+
+The sharded module's own traffic is compared with the model in benchmarks/cost_model.py; here the
+arithmetic is checked where every number can be known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.hot_cold import (
+    HotColdTotals,
+    hot_cold_cost,
+    hot_cold_memory_bytes,
+    hot_cold_totals,
+)
+from torchrec_picasso.cost.local import LocalCosts, SideCosts
+from torchrec_picasso.cost.marginal import marginal_hot_cold_costs, marginal_stock_costs
+from torchrec_picasso.cost.stock import STOCK_TYPES, max_over_mean, stock_cost, stock_totals
+from torchrec_picasso.cost.table_work import TableLoad, TableWork
+from torchrec_picasso.frequency.spectrum import CountSpectrum
+
+FREE = LocalCosts(hot_cold=SideCosts(), stock=SideCosts())
+WIRE = CommCurves.assumed(2, gbytes_per_s=1.0, latency_ms=0.0, local=FREE)
+
+
+def load(name: str = "t", **changes: object) -> TableLoad:
+    """Rows 0, 1, 2 with counts 600, 300, 100."""
+    usual = TableLoad(
+        name=name,
+        num_embeddings=100,
+        dim=16,
+        lookups=50.0,
+        bags=50.0,
+        spectrum=CountSpectrum.of(torch.tensor([600, 300, 100]), 100),
+    )
+    return dataclasses.replace(usual, **changes)  # type: ignore[arg-type]
+
+
+def test_expected_rows_agree_with_simulation() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.repeat_interleave(torch.arange(3), torch.tensor([600, 300, 100]))
+    batch = 8
+    work = TableWork(load(lookups=float(batch), bags=float(batch)), world_size=4)
+    cold = touched = 0.0
+    trials = 4000
+    for _ in range(trials):
+        drawn = sample[torch.randperm(sample.numel(), generator=generator)[: 4 * batch]]
+        cold += (drawn[:batch].unique() > 0).sum().item() / trials
+        touched += (drawn == 0).any().item() / trials
+    split = work.split(1)
+    # 4,000 trials of a number below 2: standard error below 0.01
+    assert split.cold_used == pytest.approx(cold, abs=0.04)
+    assert split.hot_touched == pytest.approx(touched, abs=0.04)
+    assert split.coverage == pytest.approx(0.6)
+
+
+def test_hot_and_cold_rows_add_up_to_the_batchs() -> None:
+    work = TableWork(load(), world_size=2)
+    for num_hot in (0, 1, 1.5, 3, 100):
+        split = work.split(num_hot)
+        assert split.hot_used + split.cold_used == pytest.approx(work.unique)
+        assert split.hot_used <= split.hot_touched + 1e-9
+    assert work.split(3).cold_used == pytest.approx(0, abs=1e-9)
+
+
+def test_without_statistics_every_row_counts_alike() -> None:
+    work = TableWork(load(spectrum=None, num_embeddings=50), world_size=2)
+    assert work.unique == pytest.approx(50 * (1 - (1 - 1 / 50) ** 50))
+    assert work.unique_anywhere == pytest.approx(50 * (1 - (1 - 1 / 50) ** 100))
+
+
+def test_bytes_of_known_rows() -> None:
+    # all three rows are in every batch of 50: 3 cold rows, half of them at the other rank's home
+    work = TableWork(load(), world_size=2)
+    cost = hot_cold_cost(HotColdTotals.of(work, 0), WIRE, 2)
+    rows = work.unique
+    assert cost.sent_bytes == pytest.approx(
+        {
+            "header": 8 * (1 + 3),
+            "ids": rows / 2 * 4,
+            "rows": rows / 2 * 16 * 4,
+            "gradients": rows / 2 * 16 * 4,
+            "hot": 0.0,
+        }
+    )
+    all_hot = hot_cold_cost(HotColdTotals.of(work, 3), WIRE, 2)
+    touched = work.split(3).hot_touched
+    assert all_hot.sent_bytes["hot"] == pytest.approx(2 / 2 * touched * 16 * 4)
+    assert all_hot.sent_bytes["rows"] == pytest.approx(0, abs=1e-6)
+    assert all_hot.sent_bytes["header"] == 8 * (1 + 3 + 1)
+
+
+def test_bytes_of_stock_types() -> None:
+    work = TableWork(load(lookups=100.0), world_size=2)  # 50 bags of 2
+    pooled = 50 * 16 * 4
+    expected = {
+        "table_wise": {"ids": (100 * 8 + 50 * 4) / 2, "rows": pooled / 2},
+        "row_wise": {"ids": (100 * 8 + 2 * 50 * 4) / 2, "rows": pooled},
+        "column_wise": {"ids": (200 * 8 + 100 * 4) / 2, "rows": pooled / 2},
+    }
+    for kind, sent in expected.items():
+        cost = stock_cost(kind, stock_totals(kind, [work]), WIRE, 2)
+        assert cost.sent_bytes == pytest.approx({**sent, "gradients": sent["rows"]}), kind
+    whole = stock_cost("data_parallel", stock_totals("data_parallel", [work]), WIRE, 2)
+    assert whole.sent_bytes == pytest.approx({"gradients": 100 * 16 * 4})
+
+
+def test_the_busiest_rank_of_few_tables() -> None:
+    tables = [load(str(i)) for i in range(3)]
+    assert max_over_mean("table_wise", tables, 2) == pytest.approx(2 / 1.5)
+    assert max_over_mean("table_wise", tables, 6) == pytest.approx(2.0)
+    assert max_over_mean("column_wise", tables, 2) == pytest.approx(1.0)
+    assert max_over_mean("row_wise", tables, 6) == 1.0
+
+
+def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:
+    works = [TableWork(load(str(i), dim=8 * (i + 1)), world_size=2) for i in range(3)]
+    curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2)
+    hot = [0, 1, 2]
+
+    def all_of(chosen: list[int]) -> float:
+        totals = hot_cold_totals([works[i] for i in chosen], [hot[i] for i in chosen])
+        return hot_cold_cost(totals, curves, 2, num_packs=3).total_ms
+
+    added = marginal_hot_cold_costs(works, hot, curves, 2)
+    for left_out in range(3):
+        rest = [i for i in range(3) if i != left_out]
+        saved = all_of([0, 1, 2]) - all_of(rest)
+        assert added[left_out].total_ms == pytest.approx(saved)
+    for kind in STOCK_TYPES:
+        assert all(cost.total_ms > 0 for cost in marginal_stock_costs(kind, works, curves, 2))
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    work = TableWork(load(), world_size=2)
+    curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2)
+    cost = hot_cold_cost(HotColdTotals.of(work, 1), curves, 2)
+    assert cost.total_ms == pytest.approx(cost.hidden_ms + cost.exposed_ms)
+    assert cost.total_ms == pytest.approx(cost.forward_ms + cost.backward_ms)
+    assert 0 < cost.hidden_ms < cost.total_ms
+    assert cost.plus(cost, -1.0).total_ms == pytest.approx(0)
+    uneven = hot_cold_cost(HotColdTotals.of(work, 1), curves, 2, home_max_over_mean=1.5)
+    assert uneven.total_ms > cost.total_ms
+    assert uneven.total_bytes == cost.total_bytes
+
+
+def test_memory_counts_homes_replicas_and_state() -> None:
+    work = TableWork(load(optimizer_share=0.5), world_size=2)
+    memory = hot_cold_memory_bytes([work], [3])
+    assert memory["home"] == pytest.approx(50 * 16 * 4 * 1.5)
+    assert memory["replica"] == pytest.approx(3 * 16 * 4 * 1.5)
+    assert memory["optimizer"] == pytest.approx(53 * 16 * 4 * 0.5)
+    assert memory["buffers"] > 0
+
+
+def test_no_tables_cost_nothing() -> None:
+    assert hot_cold_cost(HotColdTotals(), WIRE, 2).total_ms == 0
+    assert stock_cost("table_wise", stock_totals("table_wise", []), WIRE, 2).total_bytes == 0

@@ -1,0 +1,68 @@
+"""Local costs: coefficients found again, none negative, errors stated."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from torchrec_picasso.cost.local import LocalCosts, LocalWork, PhaseCost
+from torchrec_picasso.errors import PicassoError
+
+RNG = np.random.default_rng(0)
+
+
+def _works(num: int) -> list[LocalWork]:
+    return [
+        LocalWork(
+            features=float(RNG.integers(1, 100)),
+            lookups=float(n := RNG.integers(1_000, 100_000)),
+            rows=float(u := RNG.integers(1, n)),
+            lookup_elements=float(n * (d := RNG.integers(4, 128))),
+            row_elements=float(u * d),
+            buffer_elements=float((n + 2 * u) * d),
+        )
+        for _ in range(num)
+    ]
+
+
+def test_coefficients_are_found_again() -> None:
+    true = PhaseCost(
+        fixed_ms=1.5, feature_us=20, lookup_ns=80, row_element_ns=3, paged_element_ns=2
+    )
+    works = _works(40)
+    found = PhaseCost.fit(works, [true.ms(work) for work in works])
+    assert found.worst_error < 1e-6
+    for name, value in dataclasses.asdict(true).items():
+        if not name.endswith("error"):
+            assert getattr(found, name) == pytest.approx(value, rel=1e-4, abs=1e-5)
+
+
+def test_no_coefficient_is_negative() -> None:
+    works = _works(12)
+    noisy = [float(ms) for ms in RNG.uniform(1, 100, len(works))]
+    found = PhaseCost.fit(works, noisy)
+    assert min(dataclasses.asdict(found).values()) >= 0
+    errors = sorted(abs(found.ms(work) / ms - 1) for work, ms in zip(works, noisy))
+    assert found.worst_error == pytest.approx(errors[-1])
+
+
+def test_memory_beyond_what_is_kept_costs_extra() -> None:
+    cost = PhaseCost(paged_element_ns=1.0)
+    kept = (32 << 20) / 4
+    assert cost.ms(LocalWork(buffer_elements=kept)) == 0
+    assert cost.ms(LocalWork(buffer_elements=kept + 1e6)) == pytest.approx(1.0)
+
+
+def test_slower_cores_take_longer() -> None:
+    work = _works(1)[0]
+    costs, slower = LocalCosts(), LocalCosts().scaled(3.0)
+    assert slower.stock.forward.ms(work) == pytest.approx(3 * costs.stock.forward.ms(work))
+    assert LocalCosts.from_dict(dataclasses.asdict(slower)) == slower
+
+
+def test_measurements_that_are_none_are_refused() -> None:
+    for works, ms in (([], []), (_works(2), [1.0]), (_works(1), [0.0])):
+        with pytest.raises(PicassoError, match="expected one time above 0"):
+            PhaseCost.fit(works, ms)

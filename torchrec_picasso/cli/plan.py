@@ -1,0 +1,166 @@
+"""``torchrec-picasso plan``: what the planner would decide, and why, on a cluster not at hand."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import warnings
+
+from torchrec.distributed.planner import Topology
+
+from torchrec_picasso.cli.plan_report import draw_plan, draw_sweep, print_plan, print_sweep
+from torchrec_picasso.cli.plan_report import write_plan_json as write_json
+from torchrec_picasso.config import load_config
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.frequency import FrequencyStats
+from torchrec_picasso.planner.explain import explain, summarize
+from torchrec_picasso.planner.planner import hot_cold_planner
+from torchrec_picasso.planner.table_facts import assumed_curves, facts_of_model
+from torchrec_picasso.planner.what_if import sweep
+from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionSharder
+from torchrec_picasso.workloads.samples import make_source
+from torchrec_picasso.workloads.training import unsharded_model
+
+__all__ = ["add_parser", "run"]
+
+_EXAMPLE = """\
+example:
+  torchrec-picasso plan --config configs/dlrm_criteo.yaml --stats stats.parquet \\
+      --curves curves.json --world-size 16
+  torchrec-picasso plan --config configs/dlrm_criteo.yaml --stats stats.parquet \\
+      --curves curves.json --sweep world_size=2..1024 --plot sweep.png
+"""
+
+_SWEEP = re.compile(r"(world_size|bandwidth)=([\d.]+?)\.\.([\d.]+)")
+_GIB = 1 << 30
+
+
+def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``plan`` to the command line."""
+    parser = subcommands.add_parser(
+        "plan",
+        help="decide hot rows and placements for a cluster, and say why",
+        description=(
+            "Plans the model of a configuration for N ranks, on any machine: prints for each table "
+            "what was chosen, what it costs, what every alternative would cost, and why."
+        ),
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML configuration")
+    parser.add_argument(
+        "--stats", metavar="FILE", help="frequency statistics (default: all rows equally frequent)"
+    )
+    parser.add_argument(
+        "--curves", metavar="FILE", help="measured curves (default: TorchRec's bandwidths)"
+    )
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks (default: those of the curves)"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="compute device (default: cpu)"
+    )
+    parser.add_argument(
+        "--memory-gib", type=float, metavar="G", help="memory per rank (default: TorchRec's)"
+    )
+    parser.add_argument(
+        "--hot-rows", type=int, metavar="N", help="a total over all tables (default: chosen)"
+    )
+    parser.add_argument(
+        "--sweep",
+        metavar="WHAT=A..B",
+        help="what-if: world_size=2..1024 or bandwidth=0.1..10, in powers of 2",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw it")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the subcommand.
+
+    Raises:
+        PicassoError: If an argument or a file cannot be used, or the tables do not fit.
+    """
+    config = load_config(args.config)
+    source = make_source(config.data, config.seed)
+    model = unsharded_model(config, source)
+    stats = FrequencyStats.from_parquet(args.stats) if args.stats else None
+    curves = CommCurves.from_json(args.curves) if args.curves else None
+    world_size = args.world_size or (curves.world_size if curves is not None else config.ranks)
+    if world_size < 2:
+        raise ConfigError(f"--world-size: expected at least 2, got {world_size}")
+    topology = _topology(args, world_size, curves)
+    if args.sweep:
+        name, values = _sweep_values(args.sweep)
+        frame = sweep(
+            facts_of_model(model, stats, config.data.batch_size),
+            stats,
+            curves or assumed_curves(topology),
+            batch_size=config.data.batch_size,
+            world_sizes=[int(v) for v in values] if name == "world_size" else [world_size],
+            bandwidths=values if name == "bandwidth" else (1.0,),
+        )
+        print_sweep(frame)
+        _write(args, {"sweep": frame.to_dict("records")})
+        if args.plot:
+            draw_sweep(frame, name, args.plot)
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        planner = hot_cold_planner(
+            topology,
+            stats,
+            hot_rows=args.hot_rows,
+            curves=curves,
+            batch_size=config.data.batch_size,
+            debug=False,
+        )
+    for warning in caught:
+        if "curves" in str(warning.message):
+            print(f"warning: {warning.message}")
+    planner.plan(model, [HotColdEmbeddingBagCollectionSharder()])
+    decision = planner.decision
+    frame, summary = explain(decision), summarize(decision)
+    print_plan(frame, summary)
+    _write(args, {"summary": summary, "tables": frame.to_dict("records")})
+    if args.plot:
+        draw_plan(frame, args.plot)
+
+
+def _topology(args: argparse.Namespace, world_size: int, curves: CommCurves | None) -> Topology:
+    memory = {}
+    if args.memory_gib is not None:
+        kind = "ddr_cap" if args.device == "cpu" else "hbm_cap"
+        memory[kind] = int(args.memory_gib * _GIB)
+    per_host = curves.ranks_per_host if curves is not None else 1
+    return Topology(
+        world_size=world_size,
+        compute_device=args.device,
+        local_world_size=per_host if world_size % per_host == 0 else 1,
+        **memory,
+    )
+
+
+def _sweep_values(text: str) -> tuple[str, list[float]]:
+    found = _SWEEP.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"--sweep: expected world_size=A..B or bandwidth=A..B, such as world_size=2..1024; got "
+            f"{text!r}"
+        )
+    name, low, high = found.group(1), float(found.group(2)), float(found.group(3))
+    least = 2.0 if name == "world_size" else 1e-6
+    if not least <= low <= high:
+        raise ConfigError(f"--sweep {text}: expected {least:g} <= A <= B")
+    values = [low]
+    while values[-1] * 2 <= high:
+        values.append(values[-1] * 2)
+    return name, values
+
+
+def _write(args: argparse.Namespace, content: dict[str, object]) -> None:
+    if args.json:
+        write_json(content, args.json)
+        print(f"wrote {args.json}")
