@@ -139,16 +139,35 @@ class SideCosts:
     backward: PhaseCost = field(default_factory=PhaseCost)
 
 
-# One core of an Intel Xeon at 2.1-2.7 GHz, FP32, row-wise Adagrad; replaced by calibration.
+# Calibrated with 2 ranks on 2 cores of an Intel Xeon at 2.5 GHz: FP32, row-wise Adagrad, torch 2.13
+# fbgemm-gpu-cpu 1.8. Only a start: calibrate where you train.
 _ASSUMED_HOT_COLD = SideCosts(
-    input_dist=PhaseCost(fixed_ms=1.0, feature_us=15, lookup_ns=120, row_ns=100),
-    forward=PhaseCost(fixed_ms=0.5, lookup_element_ns=2.0, row_element_ns=1.5),
-    backward=PhaseCost(fixed_ms=0.7, lookup_element_ns=1.0, row_element_ns=5.0),
+    input_dist=PhaseCost(fixed_ms=2.2, feature_us=23, lookup_ns=117, row_ns=141),
+    forward=PhaseCost(
+        fixed_ms=0.7,
+        lookup_ns=50,
+        row_ns=36,
+        lookup_element_ns=0.7,
+        row_element_ns=1.4,
+        paged_element_ns=2.4,
+    ),
+    backward=PhaseCost(
+        fixed_ms=1.2, lookup_ns=16, row_ns=172, row_element_ns=7.3, paged_element_ns=3.4
+    ),
 )
 _ASSUMED_STOCK = SideCosts(
-    input_dist=PhaseCost(fixed_ms=1.0, feature_us=20, lookup_ns=40),
-    forward=PhaseCost(fixed_ms=0.5, feature_us=20, lookup_element_ns=5.0),
-    backward=PhaseCost(fixed_ms=0.7, feature_us=20, lookup_element_ns=9.0),
+    input_dist=PhaseCost(fixed_ms=1.6, feature_us=2.5, lookup_ns=21),
+    forward=PhaseCost(
+        fixed_ms=1.2, feature_us=8, lookup_ns=17, lookup_element_ns=3.9, paged_element_ns=2.9
+    ),
+    backward=PhaseCost(
+        fixed_ms=0.5,
+        feature_us=9,
+        lookup_ns=58,
+        lookup_element_ns=2.4,
+        row_element_ns=2.0,
+        paged_element_ns=1.2,
+    ),
 )
 
 

@@ -1,0 +1,87 @@
+"""Cuts of the homes: every row has one home, and the homes are asked for equally much."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrec_picasso.planner.home_blocks import RowLoads, balance_homes, even_blocks
+
+
+def table(rows: int, load: np.ndarray, spread: float = 0.0) -> RowLoads:
+    """Loads of the first rows of a table."""
+    return RowLoads(
+        num_embeddings=rows,
+        rows_U=np.arange(load.size),
+        load_U=load.astype(np.float64),
+        spread_load=spread,
+    )
+
+
+@settings(deadline=None)
+@given(data=st.data(), world_size=st.integers(1, 9))
+def test_every_row_has_one_home(data: st.DataObject, world_size: int) -> None:
+    tables = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        rows = data.draw(st.integers(1, 60))
+        seen = sorted(data.draw(st.sets(st.integers(0, rows - 1))))
+        loads = [data.draw(st.floats(0, 100)) for _ in seen]
+        tables.append(
+            RowLoads(
+                num_embeddings=rows,
+                rows_U=np.array(seen, dtype=np.int64),
+                load_U=np.array(loads, dtype=np.float64),
+                spread_load=data.draw(st.floats(0, 100)),
+            )
+        )
+    homes = balance_homes(tables, world_size)
+    for cut, of in zip(homes.block_rows_TW, tables, strict=True):
+        assert len(cut) == world_size
+        assert min(cut) >= 0
+        assert sum(cut) == of.num_embeddings
+    assert homes.max_over_mean <= homes.even_max_over_mean + 1e-9
+    # the balance reported is the balance of the cuts
+    loads = np.zeros(world_size)
+    for cut, of in zip(homes.block_rows_TW, tables):
+        dense = np.full(of.num_embeddings, of.spread_load / of.num_embeddings)
+        dense[of.rows_U] += of.load_U
+        loads += [part.sum() for part in np.split(dense, np.cumsum(cut)[:-1])]
+    if loads.sum() > 1e-6:
+        assert homes.max_over_mean == pytest.approx(loads.max() / loads.mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 16, 64])
+def test_ids_in_order_of_frequency_are_balanced(world_size: int) -> None:
+    # no row has more load than a rank's share
+    loads = np.minimum(1.0, 300 / np.arange(1, 20_001))
+    homes = balance_homes([table(20_000, loads)], world_size)
+    assert homes.even_max_over_mean > 1.2
+    assert homes.max_over_mean < 1.1
+
+
+def test_fine_tables_make_up_for_coarse_ones() -> None:
+    coarse = table(3, np.array([50.0, 1.0, 1.0]))
+    fine = table(1000, np.full(1000, 0.2))
+    homes = balance_homes([coarse, fine], 4)
+    assert homes.max_over_mean < 1.05
+
+
+def test_a_row_that_outweighs_a_rank_is_the_limit() -> None:
+    homes = balance_homes([table(100, np.array([90.0] + [1.0] * 99))], 4)
+    assert homes.max_over_mean == pytest.approx(90 / (189 / 4), rel=0.05)
+
+
+def test_rows_are_spread_too() -> None:
+    loads = np.array([1.0] * 10)
+    tight = balance_homes([table(100_000, loads)], 2, evenness=1.0)
+    loose = balance_homes([table(100_000, loads)], 2, evenness=0.01)
+    assert max(tight.block_rows_TW[0]) <= max(loose.block_rows_TW[0])
+
+
+def test_equal_blocks_are_torchrecs() -> None:
+    assert even_blocks(10, 4) == (3, 3, 3, 1)
+    assert even_blocks(2, 4) == (1, 1, 0, 0)
+    balanced = balance_homes([table(8, np.ones(8))], 4)
+    assert balanced.block_rows_TW == ((2, 2, 2, 2),)
