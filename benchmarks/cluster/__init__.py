@@ -1,10 +1,11 @@
 """Several hosts on one machine: network namespaces whose links are shaped to a real network's rate.
 
 While bytes wait for a shaped link, the cores are idle, as on a real cluster; what a schedule hides
-there it hides here. Needs root and iproute2; :func:`why_unavailable` says what is missing.
+there it hides here. Not emulated: propagation delay, loss, a switch's small buffers, and cores of
+their own for the hosts. Needs root and iproute2; :func:`why_unavailable` says what is missing.
 """
 
-from benchmarks.cluster.emulated import EmulatedCluster
-from benchmarks.cluster.namespaces import ClusterError, why_unavailable
+from benchmarks.cluster.emulated import EmulatedCluster, why_unavailable
+from benchmarks.cluster.namespaces import ClusterError
 
 __all__ = ["ClusterError", "EmulatedCluster", "why_unavailable"]

@@ -1,153 +1,115 @@
-"""Makes and removes namespaces, their links and the bridge between them, by the ``ip`` command.
+"""A network namespace without a name: it lives as long as a file descriptor of this process.
 
-Names carry the maker's process id, so two clusters never collide, and what a killed process left
-behind can be told from what is in use and swept at the next start.
+``ip netns add`` would leave its namespaces behind when their maker is killed. A descriptor cannot:
+the kernel closes it with the process, however that ends, and takes the namespace and its links
+with it. Nor can two clusters collide, there being no names. The price: to look inside from a shell,
+``nsenter --net=/proc/PID/fd/FD``.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
-import re
-import shutil
 import subprocess
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-__all__ = ["ClusterError", "HOST_INTERFACE", "add_host", "host_name", "remove_all", "sweep"]
+__all__ = ["ClusterError", "Namespace", "enter_namespace"]
 
-HOST_INTERFACE = "eth0"
-"""Name of the one link inside every host."""
+_CLONE_NEWNET = 0x40000000
+_OWN_NAMESPACE = "/proc/thread-self/ns/net"
 
-_PREFIX = "tpc"
-_NAME = re.compile(rf"{_PREFIX}(\d+)[hbv]\d*")
-_BITS_PER_MBIT = 1_000_000
-# A bucket must hold what arrives between two timer ticks, and at least one offloaded 64 KiB packet
-_MIN_BURST_BYTES = 128 << 10
-_BURST_S = 0.002
-_QUEUE_MS = 50
+_Result = TypeVar("_Result")
 
 
 class ClusterError(RuntimeError):
-    """The emulated cluster cannot be made; the message says what is missing."""
+    """The emulated cluster cannot be made or entered; the message says what to do."""
 
 
-def why_unavailable() -> str | None:
-    """What keeps this machine from emulating a cluster, or ``None``."""
-    if os.name != "posix" or not Path("/proc/self/ns/net").exists():
-        return "network namespaces are a feature of Linux"
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        return f"{' and '.join(missing)} not found; install iproute2"
-    if os.geteuid() != 0:
-        return "making network namespaces needs root"
-    probe = f"{_PREFIX}{os.getpid()}h999"
-    try:
-        run("ip", "netns", "add", probe)
-        run("ip", "-n", probe, "link", "set", "lo", "up")
-        run("ip", "netns", "exec", probe, "tc", *_shaper("lo", 1000.0))
-    except ClusterError as error:
-        return str(error)
-    finally:
-        subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
-    return None
-
-
-def host_name(index: int) -> str:
-    """Namespace of this process's host ``index``."""
-    return f"{_PREFIX}{os.getpid()}h{index}"
-
-
-def add_bridge() -> None:
-    """Makes the switch that all hosts hang on."""
-    run("ip", "link", "add", _bridge(), "type", "bridge")
-    run("ip", "link", "set", _bridge(), "up")
-
-
-def add_host(index: int, rate_mbit: float | None) -> None:
-    """Makes one host with a link to the switch, shaped in both directions.
-
-    Args:
-        index: Host number; its address ends in ``index + 1``.
-        rate_mbit: Link rate, Mbit/s; ``None`` = not shaped.
-    """
-    name, port = host_name(index), f"{_PREFIX}{os.getpid()}v{index}"
-    run("ip", "netns", "add", name)
-    run("ip", "link", "add", port, "type", "veth", "peer", "name", HOST_INTERFACE, "netns", name)
-    run("ip", "link", "set", port, "master", _bridge(), "up")
-    run("ip", "-n", name, "link", "set", "lo", "up")
-    address = f"10.77.{index // 250}.{index % 250 + 1}/16"
-    run("ip", "-n", name, "addr", "add", address, "dev", HOST_INTERFACE)
-    run("ip", "-n", name, "link", "set", HOST_INTERFACE, "up")
-    if rate_mbit is not None:
-        run("ip", "netns", "exec", name, "tc", *_shaper(HOST_INTERFACE, rate_mbit))
-        run("tc", *_shaper(port, rate_mbit))
-
-
-def sent_bytes(index: int) -> int:
-    """Bytes that a host put on its link so far, by the interface's counter, headers included."""
-    path = f"/sys/class/net/{HOST_INTERFACE}/statistics/tx_bytes"
-    # /sys shows the namespace of whoever mounted it; ip netns exec mounts its own
-    return int(run("ip", "netns", "exec", host_name(index), "cat", path))
-
-
-def remove_all(owner: int | None = None) -> None:
-    """Removes everything a process made; its own by default. Never fails."""
-    owner = owner or os.getpid()
-    for name in _names("ip", "-o", "netns", "list"):
-        if _owner(name) == owner:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-    for name in _links():
-        if _owner(name) == owner:
-            subprocess.run(["ip", "link", "del", name], capture_output=True, check=False)
-
-
-def sweep() -> None:
-    """Removes what processes that no longer exist left behind."""
-    names = [*_names("ip", "-o", "netns", "list"), *_links()]
-    for owner in {_owner(name) for name in names} - {None}:
-        assert owner is not None
-        if not Path(f"/proc/{owner}").exists():
-            remove_all(owner)
-
-
-def run(*command: str) -> str:
-    """Runs a command and returns its output.
+class Namespace:
+    """A new network namespace, empty but for its loopback device.
 
     Raises:
-        ClusterError: If it fails, with its own words.
+        ClusterError: If this process may not make one, or this is not Linux.
     """
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        words = (done.stderr or done.stdout).strip().splitlines()
-        raise ClusterError(
-            f"`{' '.join(command)}` failed: {words[0] if words else done.returncode}"
-        )
-    return done.stdout
+
+    def __init__(self) -> None:
+        self._file = _in_thread(_new_namespace)
+
+    @property
+    def path(self) -> str:
+        """Where other processes, and ``ip``, find it while this process keeps it."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def run(self, *command: str) -> str:
+        """Runs a command inside and returns what it printed.
+
+        Raises:
+            ClusterError: If it is not installed, or fails; the message ends in its own words.
+        """
+
+        def enter_and_run() -> str:
+            enter_namespace(self.path)
+            return _output(command)
+
+        return _in_thread(enter_and_run)
+
+    def close(self) -> None:
+        """Gives it up; it goes, links and all, once no process is left inside."""
+        os.close(self._file)
 
 
-def _shaper(interface: str, rate_mbit: float) -> list[str]:
-    burst = max(_MIN_BURST_BYTES, int(rate_mbit * _BITS_PER_MBIT / 8 * _BURST_S))
-    rate = f"{int(rate_mbit * _BITS_PER_MBIT)}bit"
-    return [
-        *("qdisc", "add", "dev", interface, "root", "tbf"),
-        *("rate", rate, "burst", str(burst), "latency", f"{_QUEUE_MS}ms"),
-    ]
+def enter_namespace(path: str) -> None:
+    """Moves the calling thread, and whatever threads and processes it starts later.
 
-
-def _bridge() -> str:
-    return f"{_PREFIX}{os.getpid()}b"
-
-
-def _owner(name: str) -> int | None:
-    found = _NAME.fullmatch(name)
-    return int(found.group(1)) if found else None
-
-
-def _names(*command: str) -> list[str]:
+    Raises:
+        ClusterError: If the namespace is gone, or this process may not enter it.
+    """
     try:
-        return [line.split()[0] for line in run(*command).splitlines() if line.strip()]
-    except (ClusterError, OSError):
-        return []
+        with open(path, "rb") as namespace:
+            _call("setns", namespace.fileno(), _CLONE_NEWNET)
+    except OSError as error:
+        raise ClusterError(
+            f"cannot enter the network namespace {path}: {error.strerror}; run as root, while the "
+            "process that made it keeps it"
+        ) from error
 
 
-def _links() -> list[str]:
-    return [path.name for path in Path("/sys/class/net").iterdir()]
+def _new_namespace() -> int:
+    try:
+        _call("unshare", _CLONE_NEWNET)
+        return os.open(_OWN_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ClusterError(
+            f"cannot make a network namespace: {error.strerror}; "
+            + ("run as root" if error.errno == errno.EPERM else "it takes a Linux that allows them")
+        ) from error
+
+
+def _in_thread(work: Callable[[], _Result]) -> _Result:
+    """Runs ``work`` in a thread of its own: a namespace is a thread's, so the caller stays put."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(work).result()
+
+
+def _call(name: str, *args: int) -> None:
+    """A function of the C library that returns 0 or sets errno; ``os`` has these from 3.12 on."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is None:
+        raise OSError(errno.ENOSYS, f"this system has no {name}()")
+    if function(*args):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _output(command: tuple[str, ...]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise ClusterError(f"{command[0]!r} is not installed; install iproute2") from error
+    if done.returncode:
+        words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise ClusterError(f"`{' '.join(command)}` failed: {words}")
+    return done.stdout

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,26 @@ def both_raise_second_first(rank: int, world_size: int) -> None:
 
 def returns_a_lambda(rank: int, world_size: int) -> Any:
     return lambda: rank
+
+
+@dataclass(frozen=True)
+class SetLocalRank:
+    """Numbers local ranks from a start; refuses one rank."""
+
+    start: int
+    refused_rank: int | None = None
+
+    def __call__(self, rank: int) -> None:
+        if rank == self.refused_rank:
+            raise InputError(f"there is no host for rank {rank}")
+        assert not dist.is_initialized()
+        assert os.environ["LOCAL_RANK"] == str(rank)
+        os.environ["LOCAL_RANK"] = str(self.start + rank)
+
+
+def local_rank(rank: int, world_size: int) -> int:
+    assert dist.is_initialized()
+    return int(os.environ["LOCAL_RANK"])
 
 
 def test_results_come_back_by_rank() -> None:
@@ -129,6 +150,23 @@ def test_a_stuck_rank_is_named_with_its_stack() -> None:
 def test_a_result_that_cannot_be_sent_says_what_to_return() -> None:
     with pytest.raises(RankError, match=r"function, cannot be sent back: .* return plain data"):
         run_ranks(returns_a_lambda, 1, timeout_s=TIMEOUT_S)
+
+
+def test_on_start_runs_on_each_rank_before_its_group() -> None:
+    results = run_ranks(local_rank, 2, timeout_s=TIMEOUT_S, on_start=SetLocalRank(10))
+    assert results == [10, 11]
+    assert run_ranks(local_rank, 2, timeout_s=TIMEOUT_S) == [0, 1]
+
+
+def test_a_failing_on_start_is_the_failure_of_its_rank() -> None:
+    with pytest.raises(RankError, match="raised InputError: there is no host for rank 1") as caught:
+        run_ranks(local_rank, 2, timeout_s=TIMEOUT_S, on_start=SetLocalRank(0, refused_rank=1))
+    assert caught.value.rank == 1
+
+
+def test_a_local_on_start_is_refused() -> None:
+    with pytest.raises(ValueError, match="use a function at the top level of a module"):
+        run_ranks(local_rank, 1, timeout_s=TIMEOUT_S, on_start=lambda rank: None)
 
 
 def test_a_local_function_is_refused() -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from torchrec_picasso.cli import calibrate, demo, plan, train
+from torchrec_picasso.cli import calibrate, demo, plan, stats, train
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.version import __version__
 from torchrec_picasso.workloads.launch import RankError
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (demo, calibrate, plan, train):
+    for module in (demo, stats, calibrate, plan, train):
         module.add_parser(subcommands)
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by ranks; each rank is one worker

@@ -6,8 +6,7 @@ sets of rows that do not exist. The check costs one pass over each feature's ids
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 import torch
@@ -16,18 +15,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import InputError, PlanError
-from torchrec_picasso.frequency.counts import CountAccumulator, TableCounts
+from torchrec_picasso.frequency.accumulate import MAX_ROWS_COUNTED, CountAccumulator
+from torchrec_picasso.frequency.counts import TableCounts
+from torchrec_picasso.frequency.table import ModelTable
 
-__all__ = ["ModelTable", "count_lookups", "model_tables"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelTable:
-    """What counting needs to know of a table."""
-
-    name: str
-    num_embeddings: int
-    feature_names: tuple[str, ...]
+__all__ = ["count_lookups", "model_tables"]
 
 
 def model_tables(model: nn.Module) -> list[ModelTable]:
@@ -73,7 +65,10 @@ def model_tables(model: nn.Module) -> list[ModelTable]:
 
 
 def count_lookups(
-    batches: Iterable[object], tables: list[ModelTable], num_batches: int | None
+    batches: Iterable[object],
+    tables: Sequence[ModelTable],
+    num_batches: int | None,
+    max_rows_counted: int = MAX_ROWS_COUNTED,
 ) -> tuple[dict[str, TableCounts], int, int]:
     """Counts the lookups of each table.
 
@@ -81,6 +76,7 @@ def count_lookups(
         batches: KeyedJaggedTensors, or objects with one in their ``sparse_features``.
         tables: Tables to count; batch features that none of them uses are ignored.
         num_batches: How many batches to take from ``batches``; ``None`` takes all.
+        max_rows_counted: Rows of a table that are counted one by one, about.
 
     Returns:
         Counts per table name, batches read, samples read.
@@ -89,26 +85,19 @@ def count_lookups(
         InputError: If a batch is not of the kind above, lacks a feature, or holds an id outside its
             table.
     """
-    counters = {table.name: CountAccumulator() for table in tables}
+    counters = [CountAccumulator(table, max_rows_counted) for table in tables]
     batches_read = samples_read = 0
     for batch in islice(batches, num_batches):
         features = _sparse_features(batch)
         values_by_feature = _values_by_feature(features)
-        for table in tables:
+        num_bags = dict(zip(features.keys(), features.stride_per_key()))
+        for table, counter in zip(tables, counters):
             for feature in table.feature_names:
-                counters[table.name].add(_checked_ids(values_by_feature, feature, table))
+                ids_N = _checked_ids(values_by_feature, feature, table)
+                counter.add(feature, ids_N, num_bags[feature])
         batches_read += 1
         samples_read += features.stride()
-
-    counts = {}
-    for table in tables:
-        rows_U, counts_U = counters[table.name].result()
-        counts[table.name] = TableCounts(
-            num_embeddings=table.num_embeddings,
-            feature_names=table.feature_names,
-            rows_U=rows_U,
-            counts_U=counts_U,
-        )
+    counts = {table.name: counter.result() for table, counter in zip(tables, counters)}
     return counts, batches_read, samples_read
 
 
@@ -145,10 +134,11 @@ def _checked_ids(
     ids_N = ids_N.to(torch.int64)
     if ids_N.numel():
         smallest, largest = (int(x) for x in torch.aminmax(ids_N))
-        if smallest < 0 or largest >= table.num_embeddings:
+        num_embeddings = table.num_embeddings
+        if smallest < 0 or (num_embeddings is not None and largest >= num_embeddings):
             wrong = smallest if smallest < 0 else largest
             raise InputError(
                 f"feature {feature!r} holds id {wrong}, but the rows of table {table.name!r} are "
-                f"0..{table.num_embeddings - 1}; hash or clip the ids to the table first"
+                f"{table.row_range}; hash or clip the ids to the table first"
             )
     return ids_N

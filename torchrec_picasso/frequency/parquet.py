@@ -1,7 +1,11 @@
 """The Parquet form of frequency statistics: columns ``table, row, count``, facts in the metadata.
 
-One line per row seen, readable by any tool; what a line cannot say (a table without lookups, sizes,
-feature names) is JSON under one key of the schema metadata. Written aside, then renamed.
+One line per row counted, readable by any tool; what a line cannot say (a table without lookups,
+sizes, feature names, error bounds) is JSON under one key of the schema metadata. Where a table has
+a tail, a fourth column ``in_tail`` marks the lines of its sample. Written aside, then renamed.
+
+Format version 1 holds exact whole counts and is written where they are all there is, so releases
+that know no other read it; version 2 holds the rest.
 """
 
 from __future__ import annotations
@@ -17,23 +21,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
+from torch import Tensor
 
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.frequency.counts import TableCounts
+from torchrec_picasso.frequency.tail import TailSample
 
 __all__ = ["read_tables", "write_tables"]
 
 _METADATA_KEY = b"torchrec_picasso.frequency_stats"
-_FORMAT_VERSION = 1
+_EXACT_VERSION, _FORMAT_VERSION = 1, 2
 _COLUMNS = ("table", "row", "count")
+_TAIL_COLUMN = "in_tail"
 _HINT = "write it with FrequencyStats.to_parquet"
 
 
 def write_tables(
     path: str | os.PathLike[str],
     tables: Mapping[str, TableCounts],
-    num_batches: int,
-    num_samples: int,
+    num_batches: float,
+    num_samples: float,
 ) -> None:
     """Writes the file under a name of its own, then renames it.
 
@@ -51,33 +58,40 @@ def write_tables(
         raise PicassoError(
             f"cannot write statistics to {target}: its folder does not exist; create it first"
         )
+    are_floats = any(counts.counts_U.is_floating_point() for counts in tables.values())
+    have_tails = any(counts.tail is not None for counts in tables.values())
+    are_exact = not are_floats and all(counts.is_exact for counts in tables.values())
     facts = {
-        "format_version": _FORMAT_VERSION,
+        "format_version": _EXACT_VERSION if are_exact else _FORMAT_VERSION,
         "num_batches": num_batches,
         "num_samples": num_samples,
-        "tables": {
-            name: {
-                "num_embeddings": counts.num_embeddings,
-                "feature_names": list(counts.feature_names),
-            }
-            for name, counts in tables.items()
-        },
+        "tables": {name: _about(counts) for name, counts in tables.items()},
     }
-    schema = pa.schema(
-        [
-            ("table", pa.dictionary(pa.int32(), pa.string())),
-            ("row", pa.int64()),
-            ("count", pa.int64()),
-        ],
-        metadata={_METADATA_KEY: json.dumps(facts)},
-    )
-    sizes = [counts.num_rows_seen for counts in tables.values()]
-    codes = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    fields = [
+        ("table", pa.dictionary(pa.int32(), pa.string())),
+        ("row", pa.int64()),
+        ("count", pa.float64() if are_floats else pa.int64()),
+    ]
+    if have_tails:
+        fields.append((_TAIL_COLUMN, pa.bool_()))
+    # per table: its head, then its tail
+    parts = [
+        (code, *_lines(rows, counts), in_tail)
+        for code, table in enumerate(tables.values())
+        for rows, counts, in_tail in _parts(table)
+    ]
+    sizes = [rows.size for _, rows, _, _ in parts]
+    codes = np.repeat(np.array([part[0] for part in parts], dtype=np.int32), sizes)
     columns = [
         pa.DictionaryArray.from_arrays(codes, pa.array(list(tables), pa.string())),
-        pa.array(np.concatenate([_EMPTY, *(c.rows_U.numpy() for c in tables.values())])),
-        pa.array(np.concatenate([_EMPTY, *(c.counts_U.numpy() for c in tables.values())])),
+        pa.array(np.concatenate([_EMPTY, *(rows for _, rows, _, _ in parts)])),
+        pa.array(np.concatenate([_EMPTY, *(counts for _, _, counts, _ in parts)])).cast(
+            fields[2][1]
+        ),
     ]
+    if have_tails:
+        columns.append(pa.array(np.repeat([part[3] for part in parts], sizes)))
+    schema = pa.schema(fields, metadata={_METADATA_KEY: json.dumps(facts)})
     aside = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         pq.write_table(pa.Table.from_arrays(columns, schema=schema), aside)
@@ -86,7 +100,7 @@ def write_tables(
         aside.unlink(missing_ok=True)
 
 
-def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, TableCounts], int, int]:
+def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, TableCounts], float, float]:
     """Reads the file and checks every line against the table's facts.
 
     Args:
@@ -103,25 +117,86 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, TableCounts], i
     names = list(facts["tables"])
     codes = _table_codes(path, data.column("table"), names)
     rows, counts = (data.column(name).to_numpy() for name in ("row", "count"))
+    in_tail = np.zeros(rows.size, dtype=bool)
+    if _TAIL_COLUMN in data.column_names:
+        in_tail = data.column(_TAIL_COLUMN).to_numpy()
 
-    # lines sorted by (table, row), then cut at the tables' borders
-    order = np.lexsort((rows, codes))
-    codes, rows, counts = codes[order], rows[order].astype(np.int64), counts[order].astype(np.int64)
-    borders = np.searchsorted(codes, np.arange(len(names) + 1))
+    # lines sorted by (table, head before tail, row), then cut at the borders of heads and tails
+    order = np.lexsort((rows, in_tail, codes))
+    rows, counts = rows[order].astype(np.int64), counts[order]
+    borders = np.searchsorted((2 * codes + in_tail)[order], np.arange(2 * len(names) + 1))
     tables = {}
-    for name, start, end in zip(names, borders[:-1], borders[1:]):
-        about = facts["tables"][name]
-        _check_lines(path, name, about["num_embeddings"], rows[start:end], counts[start:end])
-        tables[name] = TableCounts(
-            num_embeddings=about["num_embeddings"],
-            feature_names=tuple(about["feature_names"]),
-            rows_U=torch.from_numpy(rows[start:end].copy()),
-            counts_U=torch.from_numpy(counts[start:end].copy()),
+    for place, name in enumerate(names):
+        start, middle, end = borders[2 * place : 2 * place + 3]
+        head, tail = slice(start, middle), slice(middle, end)
+        for lines in (head, tail):
+            _check_lines(
+                path, name, facts["tables"][name]["num_embeddings"], rows[lines], counts[lines]
+            )
+        tables[name] = _table(
+            facts["tables"][name], rows[head], counts[head], rows[tail], counts[tail]
         )
     return tables, facts["num_batches"], facts["num_samples"]
 
 
 _EMPTY = np.empty(0, dtype=np.int64)
+
+
+def _about(counts: TableCounts) -> dict[str, Any]:
+    """What lines cannot say of a table; what is as in any exact table is left out."""
+    about: dict[str, Any] = {
+        "num_embeddings": counts.num_embeddings,
+        "feature_names": list(counts.feature_names),
+    }
+    if counts.counts_U.is_floating_point():
+        about["decayed"] = True
+    if counts.max_undercount:
+        about["max_undercount"] = counts.max_undercount
+    if counts.tail is not None:
+        about["tail_level"] = counts.tail.level
+    for name in ("total_lookups", "feature_lookups", "feature_bags"):
+        if getattr(counts, name):
+            about[name] = getattr(counts, name)
+    return about
+
+
+def _parts(counts: TableCounts) -> list[tuple[Tensor, Tensor, bool]]:
+    head = (counts.rows_U, counts.counts_U, False)
+    if counts.tail is None:
+        return [head]
+    return [head, (counts.tail.rows_V, counts.tail.counts_V, True)]
+
+
+def _lines(rows: Tensor, counts: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    return rows.numpy(), counts.numpy()
+
+
+def _table(
+    about: Mapping[str, Any],
+    rows_U: np.ndarray,
+    counts_U: np.ndarray,
+    rows_V: np.ndarray,
+    counts_V: np.ndarray,
+) -> TableCounts:
+    number = np.float64 if about.get("decayed") else np.int64
+    tail = None
+    if "tail_level" in about:
+        tail = TailSample(
+            level=about["tail_level"],
+            rows_V=torch.from_numpy(rows_V.copy()),
+            counts_V=torch.from_numpy(counts_V.astype(number)),
+        )
+    return TableCounts(
+        num_embeddings=about["num_embeddings"],
+        feature_names=tuple(about["feature_names"]),
+        rows_U=torch.from_numpy(rows_U.copy()),
+        counts_U=torch.from_numpy(counts_U.astype(number)),
+        max_undercount=about.get("max_undercount", 0),
+        tail=tail,
+        total_lookups=about.get("total_lookups"),
+        feature_lookups=tuple(about.get("feature_lookups", ())),
+        feature_bags=tuple(about.get("feature_bags", ())),
+    )
 
 
 def _read(path: Path) -> pa.Table:
@@ -137,15 +212,19 @@ def _read(path: Path) -> pa.Table:
                 f"the statistics file {path} lacks columns {missing}; it has {schema.names}, "
                 f"expected {list(_COLUMNS)}; {_HINT}"
             )
-        data = pq.read_table(path, columns=list(_COLUMNS))
+        present = [name for name in (*_COLUMNS, _TAIL_COLUMN) if name in schema.names]
+        data = pq.read_table(path, columns=present)
     except pa.ArrowException as error:
         raise PicassoError(f"{path} cannot be read as Parquet ({error}); {_HINT}") from error
-    for name in ("row", "count"):
+    for name, expected in (("row", "integers"), ("count", "numbers")):
         column = data.column(name)
-        if not pa.types.is_integer(column.type) or column.null_count:
+        is_number = pa.types.is_integer(column.type) or (
+            name == "count" and pa.types.is_floating(column.type)
+        )
+        if not is_number or column.null_count:
             raise PicassoError(
                 f"column {name!r} of the statistics file {path} is {column.type} with "
-                f"{column.null_count} nulls, expected integers without nulls; {_HINT}"
+                f"{column.null_count} nulls, expected {expected} without nulls; {_HINT}"
             )
     return data
 
@@ -158,10 +237,11 @@ def _facts(path: str | os.PathLike[str], schema: pa.Schema) -> dict[str, Any]:
             f"has (metadata key {_METADATA_KEY.decode()!r}); {_HINT}"
         )
     facts: dict[str, Any] = json.loads(written)
-    if facts.get("format_version") != _FORMAT_VERSION:
+    if facts.get("format_version") not in (_EXACT_VERSION, _FORMAT_VERSION):
         raise PicassoError(
             f"the statistics file {path} has format version {facts.get('format_version')!r}, "
-            f"expected {_FORMAT_VERSION}; read it with the release that wrote it, or collect again"
+            f"expected {_EXACT_VERSION} or {_FORMAT_VERSION}; read it with the release that wrote "
+            "it, or collect again"
         )
     return facts
 
@@ -197,5 +277,5 @@ def _check_lines(
     repeated = rows[1:][rows[1:] == rows[:-1]]
     if repeated.size:
         raise PicassoError(f"{place} has row {repeated[0]} twice, expected one line each; {_HINT}")
-    if counts.min() < 1:
-        raise PicassoError(f"{place} has count {counts.min()}, expected at least 1; {_HINT}")
+    if not counts.min() > 0:
+        raise PicassoError(f"{place} has count {counts.min()}, expected more than 0; {_HINT}")

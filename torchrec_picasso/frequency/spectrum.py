@@ -16,12 +16,16 @@ Shape letters: K distinct counts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 __all__ = ["CountSpectrum"]
+
+_EXACT_UP_TO = 1e6
+"""Lookups up to which log-gammas keep enough digits."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,14 +88,8 @@ class CountSpectrum:
         total, drawn = self.num_lookups, min(float(num_lookups), self.num_lookups)
         if not total:
             return torch.zeros_like(self.counts_K)
-        # C(N - c, n) / C(N, n), the chance that none of a row's c lookups is drawn
         left_K = total - self.counts_K - drawn
-        log_absent_K = (
-            torch.lgamma(total - self.counts_K + 1)
-            - torch.lgamma(left_K.clamp(min=0) + 1)
-            - torch.lgamma(torch.tensor(total + 1, dtype=torch.float64))
-            + torch.lgamma(torch.tensor(total - drawn + 1, dtype=torch.float64))
-        )
+        log_absent_K = _log_absent(total, self.counts_K, drawn)
         absent_K = torch.where(left_K >= 0, log_absent_K.exp(), torch.zeros_like(left_K))
         return (1 - absent_K).clamp(0, 1)
 
@@ -101,6 +99,28 @@ class CountSpectrum:
         return min(
             seen + self.expected_unseen(num_lookups), float(self.num_embeddings), num_lookups
         )
+
+    def expected_hot(self, num_lookups: float, num_hot: float) -> float:
+        """Expected distinct rows among some lookups that are of the ``num_hot`` most frequent."""
+        ends_K = self.rows_K.cumsum(0)
+        taken_K = (num_hot - (ends_K - self.rows_K)).clamp(min=0).minimum(self.rows_K)
+        return float((taken_K * self.presence(num_lookups)).sum())
+
+    def rows_for_coverage(self, share: float) -> int:
+        """How many of the most frequent rows take ``share`` of the lookups."""
+        wanted = share * self.num_lookups
+        lookups_K = (self.counts_K * self.rows_K).cumsum(0)
+        index = int(torch.searchsorted(lookups_K, torch.tensor(wanted, dtype=torch.float64)))
+        if index == lookups_K.numel():
+            return round(float(self.rows_K.sum()))
+        rows_before = float(self.rows_K[:index].sum())
+        rest = wanted - (float(lookups_K[index - 1]) if index else 0.0)
+        return math.ceil(rows_before + rest / float(self.counts_K[index]) - 1e-9)
+
+    def coverage_curve(self) -> tuple[Tensor, Tensor]:
+        """Rows, most frequent first, against the share of lookups they take; both ``(K,)``."""
+        share_K = (self.counts_K * self.rows_K).cumsum(0) / max(self.num_lookups, 1e-9)
+        return self.rows_K.cumsum(0), share_K
 
     def expected_unseen(self, num_lookups: float) -> float:
         """Rows that the sample never saw, expected among more lookups than it holds; else 0."""
@@ -132,4 +152,18 @@ class CountSpectrum:
         return self._rows_with_count(1) / self.num_lookups if self.num_lookups else 1.0
 
     def _rows_with_count(self, count: int) -> float:
-        return float(self.rows_K[self.counts_K == count].sum())
+        return float(self.rows_K[(self.counts_K - count).abs() < 0.5].sum())
+
+
+def _log_absent(total: float, counts_K: Tensor, drawn: float) -> Tensor:
+    """Log of ``C(N - c, n) / C(N, n)``: none of a row's c lookups is among n drawn of N."""
+    if total <= _EXACT_UP_TO:
+        left_K = (total - counts_K - drawn).clamp(min=0)
+        whole = torch.tensor([total + 1, total - drawn + 1], dtype=torch.float64).lgamma()
+        log_absent_K = (total - counts_K + 1).lgamma() - (left_K + 1).lgamma()
+        return log_absent_K - whole[0] + whole[1]
+    # The ratio is a product of k factors 1 - m / (N - i), k the smaller of c and n. Differences of
+    # log-gammas cancel for large N; the middle factor k times does not, and errs by O((k/N)^3).
+    fewer_K, more_K = counts_K.clamp(max=drawn), counts_K.clamp(min=drawn)
+    ratio_K = more_K / (total - (fewer_K - 1) / 2)
+    return fewer_K * torch.log1p(-ratio_K.clamp(max=1 - 1e-15))

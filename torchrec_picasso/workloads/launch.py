@@ -71,13 +71,16 @@ def run_ranks(
         *args: Further arguments, pickled by value and equal on every rank.
         timeout_s: Seconds from the start until every rank must have returned.
         threads_per_rank: Threads of each rank's tensor operators.
-        on_start: Called with the rank in each process, before it joins the group; pickled by value.
+        on_start: Called with the rank in each process, before it joins the group and after the
+            variables of ``torchrun`` are set, which it may change; pickled by value. For what the
+            group's sockets depend on: a network namespace, ``GLOO_SOCKET_IFNAME``, cores.
 
     Returns:
         What each rank returned, by rank; each result is pickled by value.
 
     Raises:
-        ValueError: If ``world_size`` is less than 1, or ``fn`` or an argument cannot be pickled.
+        ValueError: If ``world_size`` is less than 1, or ``fn``, ``on_start`` or an argument cannot
+            be pickled.
         RankError: If a rank raised, died or was still running at the deadline. The others are ended
             within seconds, and the failure named is the first one: a connection lost because a peer
             ended is never named while its cause is known.

@@ -1,0 +1,444 @@
+"""``torchrec-picasso stats``: counts the ids of data files; how skewed and stable they are."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torchrec.datasets.utils import Batch
+
+from torchrec_picasso.config import DataConfig, load_config
+from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_rows
+from torchrec_picasso.frequency.accumulate import MAX_ROWS_COUNTED
+from torchrec_picasso.frequency.collect import count_lookups
+from torchrec_picasso.frequency.decay import decayed_stats
+from torchrec_picasso.frequency.drift import DriftReport, drift_of_windows
+from torchrec_picasso.frequency.files import CHUNK_ROWS, Reading, num_samples_of
+from torchrec_picasso.frequency.windows import TimedIds, read_windows
+from torchrec_picasso.workloads.criteo import hash_ids, log_dense
+from torchrec_picasso.workloads.criteo_files import MISSING_ID, read_criteo
+from torchrec_picasso.workloads.progress import Progress
+from torchrec_picasso.workloads.samples import make_source
+from torchrec_picasso.workloads.source import make_batch
+from torchrec_picasso.workloads.tables import table_specs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["add_parser", "run"]
+
+_EXAMPLE = """\
+example:
+  torchrec-picasso stats day_0.parquet day_1.parquet --features user,item -o stats.parquet
+  torchrec-picasso stats clicks.parquet --features article --time-column ts_ms -o stats.parquet
+  torchrec-picasso stats day_0.tsv --config configs/dlrm_criteo.yaml -o stats.parquet
+  torchrec-picasso stats --config configs/dlrm_criteo.yaml -o stats.parquet
+"""
+
+_PARQUET_MAGIC = b"PAR1"
+_TEXT_BYTES_PER_CHUNK = 16 << 20  # about, for the progress bar
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SHOWN_AGES = (1, 2, 3, 6, 12, 24, 48)
+_MAX_LEGEND = 12
+
+
+def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``stats`` to the command line."""
+    parser = subcommands.add_parser(
+        "stats",
+        help="count how often each row is looked up",
+        description=(
+            "Counts the ids of data files in one pass, writes the statistics that planning needs "
+            "and prints a line per table. With a time column also: how fast a hot set goes stale."
+        ),
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", nargs="*", metavar="FILES", help="Parquet files of samples")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--features", metavar="C1,C2", help="columns of ids; each becomes a table of its name"
+    )
+    what.add_argument(
+        "--config",
+        "--tables-from",
+        metavar="FILE",
+        help="YAML configuration whose tables and ids are counted; without FILES its own data",
+    )
+    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="statistics to write")
+    parser.add_argument(
+        "--rows",
+        metavar="N",
+        help="rows of the tables, one number or c1=N,c2=N (default: largest id + 1)",
+    )
+    parser.add_argument("--hash", action="store_true", help="take ids modulo the table's rows")
+    parser.add_argument(
+        "--batches", type=int, default=100, metavar="N", help="generated batches (default: 100)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="samples of the batch that is judged (default: the configuration's, or 4096)",
+    )
+    parser.add_argument("--hot-rows", type=int, metavar="N", help="rows to judge as a hot set")
+    parser.add_argument("--time-column", metavar="C", help="column of the time, for drift")
+    parser.add_argument(
+        "--time-unit",
+        choices=("s", "ms", "us", "ns"),
+        help="of a column of numbers (default: as its name ends, such as ts_ms)",
+    )
+    parser.add_argument(
+        "--window", metavar="1h", help="time that a hot set is chosen from (default: 1h)"
+    )
+    parser.add_argument(
+        "--half-life", metavar="6h", help="let a lookup count half when it is that old"
+    )
+    parser.add_argument(
+        "--max-rows-counted",
+        type=int,
+        default=MAX_ROWS_COUNTED,
+        metavar="N",
+        help=f"rows of a table counted one by one, 16 bytes each (default: {MAX_ROWS_COUNTED})",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw coverage curves, such as stats.png")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the subcommand.
+
+    Raises:
+        PicassoError: If an argument, a file or the output cannot be used.
+    """
+    _check_arguments(args)
+    data = None
+    if args.config:
+        config = load_config(args.config)
+        data = config.data if not args.files else replace(config.data, path=args.files[0])
+        seed = config.seed
+    batch_size = args.batch_size or (data.batch_size if data is not None else 4096)
+    if data is None:
+        tables = _tables_of(args)
+        reading = Reading(hash_ids=args.hash)
+        stats = _count_parquet(args, args.files, tables, reading)
+    else:
+        tables = [
+            ModelTable(
+                name=spec.name, num_embeddings=spec.num_embeddings, feature_names=(spec.feature,)
+            )
+            for spec in table_specs(data)
+        ]
+        reading = Reading(hash_ids=True, missing_id=MISSING_ID)
+        files = args.files or ([data.path] if data.path is not None else [])
+        if files and all(_is_parquet(file) for file in files):
+            stats = _count_parquet(args, files, tables, reading)
+        else:
+            stats = _count_batches(args, files, data, seed, tables)
+        args.files = files
+    tables = [  # sizes that were found while counting
+        replace(table, num_embeddings=stats.tables[table.name].num_embeddings) for table in tables
+    ]
+    drift, window_s = None, 0.0
+    if args.time_column:
+        window_s = _seconds("--window", args.window or "1h")
+        num_hot = args.hot_rows or max(1, sum(map(stats.num_distinct, stats.tables)) // 100)
+        drift = drift_of_windows(_windows(args, tables, reading, window_s, "drift"), 1.0, num_hot)
+    if args.half_life:
+        stats = decayed_stats(
+            _windows(args, tables, reading, window_s, "decay"),
+            tables,
+            _seconds("--half-life", args.half_life) / window_s,
+            max_rows_counted=args.max_rows_counted,
+        )
+    _print_tables(stats.summary(batch_size), batch_size)
+    if args.hot_rows:
+        _print_hot_set(stats, args.hot_rows, batch_size)
+    if drift is not None:
+        _print_drift(drift, window_s)
+    stats.to_parquet(args.out)
+    wrote = [args.out]
+    if args.plot:
+        draw_coverage(stats, Path(args.plot))
+        wrote.append(args.plot)
+    print(f"wrote {' and '.join(wrote)}")
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Everything that can be refused before hours of counting."""
+    for flag in ("batch_size", "batches", "hot_rows", "max_rows_counted"):
+        value = getattr(args, flag)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')}: expected at least 1, got {value}")
+    for flag in ("out", "plot"):
+        value = getattr(args, flag)
+        if value is not None and not Path(value).parent.is_dir():
+            raise ConfigError(
+                f"--{flag} {value}: there is no folder {Path(value).parent}; make it or name "
+                "another"
+            )
+    if args.config and (args.rows or args.hash):
+        raise ConfigError("--rows and --hash: the tables and ids are those of --config; leave out")
+    if args.features and not args.files:
+        raise ConfigError("FILES: expected at least one Parquet file, got none")
+    if args.hash and not args.rows:
+        raise ConfigError("--hash: expected --rows, which ids are taken modulo of; add --rows")
+    for flag in ("window", "half_life", "time_unit"):
+        if getattr(args, flag) and not args.time_column:
+            raise ConfigError(
+                f"--{flag.replace('_', '-')}: expected --time-column, the column of the time; add "
+                "it"
+            )
+    if args.window:
+        _seconds("--window", args.window)
+    if args.half_life:
+        _seconds("--half-life", args.half_life)
+
+
+def _tables_of(args: argparse.Namespace) -> list[ModelTable]:
+    """One table per feature."""
+    features = [name.strip() for name in args.features.split(",") if name.strip()]
+    if not features:
+        raise ConfigError(f"--features {args.features!r}: expected column names, such as c1,c2")
+    rows = _rows_of(args.rows, features)
+    return [
+        ModelTable(name=name, num_embeddings=rows.get(name), feature_names=(name,))
+        for name in dict.fromkeys(features)
+    ]
+
+
+def _rows_of(text: str | None, features: list[str]) -> Mapping[str, int]:
+    """Rows by feature, of ``1000`` or ``c1=1000,c2=5000``."""
+    if text is None:
+        return {}
+    pairs = [part.rpartition("=")[::2] for part in text.split(",")]
+    if len(pairs) == 1 and not pairs[0][0]:
+        pairs = [(name, pairs[0][1]) for name in features]
+    rows = {}
+    for name, number in pairs:
+        if not number.strip().replace("_", "").isdigit() or int(number) < 1:
+            raise ConfigError(f"--rows {text}: expected N or c1=N,c2=N with whole numbers above 0")
+        if name.strip() not in features:
+            raise ConfigError(
+                f"--rows {text}: {name.strip()!r} is not among --features {', '.join(features)}"
+            )
+        rows[name.strip()] = int(number)
+    return rows
+
+
+def _count_parquet(
+    args: argparse.Namespace, files: list[str], tables: list[ModelTable], reading: Reading
+) -> FrequencyStats:
+    if reading.hash_ids and any(table.num_embeddings is None for table in tables):
+        names = [table.name for table in tables if table.num_embeddings is None]
+        raise ConfigError(f"--hash: expected --rows for every feature, none for {', '.join(names)}")
+    progress = _progress("count", files)
+    stats = FrequencyStats.from_files(
+        files,
+        tables,
+        hash_ids=reading.hash_ids,
+        missing_id=reading.missing_id,
+        max_rows_counted=args.max_rows_counted,
+        progress=lambda _: progress.advance(),
+    )
+    progress.close()
+    return stats
+
+
+def _count_batches(
+    args: argparse.Namespace,
+    files: list[str],
+    data: DataConfig,
+    seed: int,
+    tables: list[ModelTable],
+) -> FrequencyStats:
+    """Criteo's text, or generated samples where there are no files."""
+    if args.time_column:
+        raise ConfigError("--time-column: expected Parquet files, which have columns by name")
+    batches: Iterator[Batch]
+    if files:
+        num_bytes = sum(Path(file).stat().st_size for file in files if Path(file).is_file())
+        progress = Progress("count", -(-num_bytes // _TEXT_BYTES_PER_CHUNK))
+        batches = itertools.chain.from_iterable(_text_batches(file, tables) for file in files)
+    else:
+        progress = Progress("count", args.batches)
+        source = make_source(data, seed)
+        batches = itertools.islice(source.batches(rank=0, world_size=1), args.batches)
+
+    def counted() -> Iterator[Batch]:
+        for batch in batches:
+            yield batch
+            progress.advance()
+
+    counts, num_batches, num_samples = count_lookups(counted(), tables, None, args.max_rows_counted)
+    progress.close()
+    return FrequencyStats(
+        tables=counts, num_batches=0 if files else num_batches, num_samples=num_samples
+    )
+
+
+def _text_batches(file: str, tables: list[ModelTable]) -> Iterator[Batch]:
+    """A Criteo file's samples, mapped to rows as training maps them."""
+    rows_F = np.array([table.num_embeddings for table in tables], dtype=np.int64)
+    names = [table.feature_names[0] for table in tables]
+    for chunk in read_criteo(file):
+        ids_BF = hash_ids(chunk.ids_NF, rows_F)
+        yield make_batch(chunk.labels_N, log_dense(chunk.dense_NI), ids_BF, names)
+
+
+def _windows(
+    args: argparse.Namespace,
+    tables: list[ModelTable],
+    reading: Reading,
+    window_s: float,
+    label: str,
+) -> Iterator[TimedIds]:
+    progress = _progress(label, args.files)
+    yield from read_windows(
+        args.files,
+        tables,
+        args.time_column,
+        window_s,
+        time_unit=args.time_unit,
+        reading=reading,
+        progress=lambda _: progress.advance(),
+    )
+    progress.close()
+
+
+def _progress(label: str, files: list[str]) -> Progress:
+    return Progress(label, sum(-(-num_samples_of(file) // CHUNK_ROWS) for file in files))
+
+
+def _is_parquet(file: str) -> bool:
+    if not Path(file).is_file():
+        return False
+    with open(file, "rb") as opened:
+        return opened.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
+
+
+def _seconds(flag: str, text: str) -> float:
+    """``1h``, ``30m``, ``2d`` in seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)(ms|s|m|h|d)", text.strip())
+    if found is None or not float(found[1]):
+        raise ConfigError(f"{flag} {text}: expected a time such as 30s, 15m, 1h or 2d")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def _print_tables(summary: pd.DataFrame, batch_size: int) -> None:
+    """Prints one line per table."""
+    shown = {
+        "table": summary["table"],
+        "rows": summary["rows"].map("{:,}".format),
+        "lookups": summary["lookups"].map("{:,.0f}".format),
+        "per sample": summary["pooling_factor"].map("{:.2f}".format),
+        "distinct": summary["distinct"].map("{:,}".format),
+        "unseen": summary["unseen_mass"].map("{:.2%}".format),
+        "unique": summary["unique_per_batch"].map("{:,.0f}".format),
+        "rows for 50 %": summary["rows_for_50"].map("{:,}".format),
+        "80 %": summary["rows_for_80"].map("{:,}".format),
+        "90 %": summary["rows_for_90"].map("{:,}".format),
+        "lacks at most": summary["max_undercount"].map("{:g}".format),
+    }
+    print()
+    widths = {name: max(map(len, [name, *column])) for name, column in shown.items()}
+    for line in ([*shown], *zip(*shown.values())):
+        first, *cells = [
+            cell.ljust(width) if name == "table" else cell.rjust(width)
+            for (name, width), cell in zip(widths.items(), line)
+        ]
+        print("  " + "  ".join([first, *cells]).rstrip())
+    lookups = float((summary["pooling_factor"] * batch_size).sum())
+    unique = float(summary["unique_per_batch"].sum())
+    share = f", {unique / lookups:.0%}" if lookups else ""
+    print(
+        f"  a batch of {batch_size:,} samples has {lookups:,.0f} lookups and {unique:,.0f} distinct"
+        f" rows (unique{share}); unseen: share of lookups that go to rows never seen"
+    )
+
+
+def _print_hot_set(stats: FrequencyStats, num_hot: int, batch_size: int) -> None:
+    rows = {name: counts.num_embeddings for name, counts in stats.tables.items()}
+    hot = select_hot_rows(rows, num_hot, stats)
+    served = total = cold = 0.0
+    for name, counts in stats.tables.items():
+        served += stats.coverage(name, hot[name].numel()) * counts.num_lookups
+        total += counts.num_lookups
+        per_sample = counts.num_lookups / stats.num_samples if stats.num_samples else 0.0
+        cold += stats.expected_unique_cold(name, round(batch_size * per_sample), hot[name].numel())
+    print(
+        f"  the {num_hot:,} most frequent rows took {served / max(total, 1):.1%} of the lookups; "
+        f"a batch has {cold:,.0f} distinct rows beside them"
+    )
+
+
+def _print_drift(drift: DriftReport, window_s: float) -> None:
+    """Prints coverage by age."""
+    print(
+        f"\n  {drift.num_hot:,} hot rows chosen in a window of {_time(window_s)} cover, later:\n"
+        f"  {'age':>8}{'coverage':>11}{'of fresh':>11}"
+    )
+    for age in _SHOWN_AGES:
+        if age <= len(drift.coverage):
+            of, fresh = drift.coverage[age - 1], drift.coverage_fresh[age - 1]
+            kept = f"{of / fresh:.0%}" if fresh else "-"
+            print(f"  {_time(age * window_s):>8}{of:>11.1%}{kept:>11}")
+    if drift.half_life is None:
+        print(f"  more than half is left after {_time(len(drift.coverage) * window_s)}")
+    else:
+        half_life = _time(drift.half_life * window_s)
+        print(f"  half of the fresh coverage is gone after {half_life}: refresh hot sets as often")
+
+
+def _time(seconds: float) -> str:
+    unit = next((u for u in ("d", "h", "m", "s") if seconds >= _SECONDS[u]), "s")
+    return f"{seconds / _SECONDS[unit]:.3g} {unit}"
+
+
+def draw_coverage(stats: FrequencyStats, path: Path) -> None:
+    """Draws the share of lookups over the share of rows, the most frequent first.
+
+    Args:
+        stats: The statistics.
+        path: Picture to write; its name says the format.
+
+    Raises:
+        ConfigError: If the format is not known.
+    """
+    import matplotlib  # here, because only a picture needs it and it is slow to import
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.8), layout="constrained")
+    colors = pyplot.get_cmap("viridis")(np.linspace(0, 0.95, max(1, len(stats.tables))))
+    for (name, counts), color in zip(stats.tables.items(), colors):
+        spectrum = counts.spectrum()
+        if not spectrum.num_lookups:
+            continue
+        rows_K, share_K = spectrum.coverage_curve()
+        axes.plot(rows_K / counts.num_embeddings, share_K, label=name, color=color, linewidth=1.4)
+    axes.set(
+        xscale="log",
+        xlabel="share of the table's rows, most frequent first",
+        ylabel="share of the lookups",
+        ylim=(0, 1.02),
+        title="Coverage",
+    )
+    if len(stats.tables) <= _MAX_LEGEND:
+        axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise ConfigError(f"--plot {path}: {error}") from error
+    finally:
+        pyplot.close(figure)
