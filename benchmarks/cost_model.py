@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.cluster import EmulatedCluster, why_unavailable
+from benchmarks.cluster import run_on_hosts, why_unavailable
 from torchrec_picasso.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.stock import max_over_mean, stock_cost, stock_totals
@@ -36,7 +36,6 @@ from torchrec_picasso.planner.table_facts import facts_of_model
 from torchrec_picasso.workloads.environment import describe_environment
 from torchrec_picasso.workloads.exchange_step import ExchangeStep, bag_collection, one_hot_batch
 from torchrec_picasso.workloads.generated import zipf_cdf
-from torchrec_picasso.workloads.launch import run_ranks
 from torchrec_picasso.workloads.placements import make_placement
 from torchrec_picasso.workloads.quiet import quiet_upstream
 
@@ -269,14 +268,13 @@ def main() -> int:
     curves = []
     for network in networks:
         arguments = (network, POINTS, max_bytes)
-        with EmulatedCluster(network.world_size, network.rate_mbit) as cluster:
-            measured = run_ranks(
-                measure_network,
-                network.world_size,
-                *arguments,
-                timeout_s=_TIMEOUT_S,
-                on_start=cluster.on_start,
-            )[0]
+        measured = run_on_hosts(
+            measure_network,
+            network.world_size,
+            network.rate_mbit,
+            *arguments,
+            timeout_s=_TIMEOUT_S,
+        )[0]
         curves.append(asdict(measured[0]))
         results += measured[1]
     summary = report(results)

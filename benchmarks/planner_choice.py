@@ -4,9 +4,10 @@
     python -m benchmarks.planner_choice --data globo ../shared/data/globo_clicks_8days.parquet
     python -m benchmarks.planner_choice --data uniform
 
-The ranks calibrate, the planner chooses from statistics of the first part of the data, and then the
-choice, every size of the sweep and the stock plans take turns on the part that follows. Times are
-of the embedding part of a step: what the choice changes.
+The ranks calibrate (or read ``--curves``, where a first run wrote them), the planner chooses from
+statistics of the first part of the data, and then the choice, every size of the sweep and the stock
+plans take turns on the part that follows. Times are of the embedding part of a step: what the
+choice changes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,13 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.cluster import EmulatedCluster, why_unavailable
+from benchmarks.cluster import run_on_hosts, usable_rate
 from torchrec_picasso.cli.calibrate import calibrate_on_rank
+from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.workloads.environment import describe_environment
 from torchrec_picasso.workloads.exchange_step import ExchangeStep, bag_collection, one_hot_batch
-from torchrec_picasso.workloads.launch import run_ranks
 from torchrec_picasso.workloads.placements import Placement, make_placement
 from torchrec_picasso.workloads.quiet import quiet_upstream
 
@@ -57,6 +58,7 @@ class Question:
         batch_size: Samples per rank and step.
         dim: Columns of every table.
         max_rows: Cap on a table's rows; ids wrap around.
+        curves: File of measured curves; ``None`` = measure.
         rounds: Turns of every contestant; a turn is one warm and two timed steps.
     """
 
@@ -67,6 +69,7 @@ class Question:
     dim: int
     max_rows: int
     rounds: int
+    curves: str | None
 
 
 class Samples:
@@ -110,7 +113,12 @@ def compare(rank: int, world_size: int, question: Question) -> dict[str, Any]:
     quiet_upstream()
     pg = dist.group.WORLD
     assert pg is not None
-    curves = calibrate_on_rank(rank, world_size, 64 << 20, 0.3, True)
+    if question.curves is not None and Path(question.curves).is_file():
+        curves = CommCurves.from_json(question.curves)
+    else:
+        curves = calibrate_on_rank(rank, world_size, 64 << 20, 0.3, True)
+        if question.curves is not None and rank == 0:
+            curves.to_json(question.curves)
     samples = Samples(question)
     rows_T, dims_T = samples.rows_T, [question.dim] * len(samples.rows_T)
     stats = FrequencyStats.collect(samples.counted(), bag_collection(rows_T, dims_T))
@@ -148,7 +156,11 @@ def compare(rank: int, world_size: int, question: Question) -> dict[str, Any]:
                 dist.all_reduce(taken, dist.ReduceOp.MAX)
                 if step and turn:
                     times[label].append(float(taken))
-    return {"ms": {label: median(of) for label, of in times.items()}, "chosen": chosen}
+    return {
+        "ms": {label: median(of) for label, of in times.items()},
+        "quartiles_ms": {label: quantiles(of, n=4) for label, of in times.items()},
+        "chosen": chosen,
+    }
 
 
 def _describe(placement: Placement) -> dict[str, Any]:
@@ -172,7 +184,8 @@ def main() -> int:
     parser.add_argument("--rate-mbit", type=float, default=1000.0, help="0 = loopback")
     parser.add_argument("--batch-size", type=int, default=4096)
     parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--max-rows", type=int, default=200_000)
+    parser.add_argument("--max-rows", type=int, default=100_000)
+    parser.add_argument("--curves", metavar="FILE", help="measured curves, written if missing")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("-o", "--out", metavar="FILE")
     args = parser.parse_args()
@@ -184,17 +197,10 @@ def main() -> int:
         dim=args.dim,
         max_rows=args.max_rows,
         rounds=args.rounds,
+        curves=args.curves,
     )
-    reason = why_unavailable()
-    rate = args.rate_mbit or None
-    if reason is None:
-        with EmulatedCluster(args.ranks, rate) as cluster:
-            answer = run_ranks(
-                compare, args.ranks, question, timeout_s=_TIMEOUT_S, on_start=cluster.on_start
-            )[0]
-    else:
-        print(f"on loopback, not on shaped links: {reason}", file=sys.stderr)
-        answer, rate = run_ranks(compare, args.ranks, question, timeout_s=_TIMEOUT_S)[0], None
+    rate = usable_rate(args.rate_mbit or None)
+    answer = run_on_hosts(compare, args.ranks, rate, question, timeout_s=_TIMEOUT_S)[0]
     ms = answer["ms"]
     swept = {label: value for label, value in ms.items() if label.endswith("hot")}
     best_size = min(swept, key=lambda label: swept[label])
@@ -203,7 +209,11 @@ def main() -> int:
     link = f"{rate:g} Mbit/s" if rate else "loopback"
     print(f"{args.data}, {args.ranks} ranks x {args.batch_size}, dim {args.dim}, {link}")
     for label, value in ms.items():
-        print(f"  {label:<12}{value:>9.1f} ms{value / best:>8.3f} of the best swept")
+        low, _, high = answer["quartiles_ms"][label]
+        print(
+            f"  {label:<12}{value:>9.1f} ms{value / best:>8.3f} of the best swept"
+            f"   (half of the steps: {low:.1f} to {high:.1f} ms)"
+        )
     print(f"  planner chose {answer['chosen']}")
     print(
         f"  planner / best swept ({best_size}) {ms['planner'] / swept[best_size]:.3f}, "

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
+
+# machines that build are slow now and then; a property that hangs is ended by the job's own limit
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 CHECKOUT = Path(__file__).parents[1]
 CRITEO_FILE = "shared/data/criteo_tb_80k.parquet"

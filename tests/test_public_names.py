@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+from collections.abc import Callable
 
 import pytest
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -16,6 +17,7 @@ KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 
 PUBLIC = (
+    "CommCurves",
     "FrequencyStats",
     "HotColdEmbeddingBagCollectionSharder",
     "HotColdParams",
@@ -32,6 +34,12 @@ STATS_METHODS = {
     "expected_unique": ["self", "table", "num_lookups"],
 }
 
+CURVES_METHODS = {
+    "measure": ["pg"],
+    "to_json": ["self", "path"],
+    "from_json": ["path"],
+}
+
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_name_is_at_the_top(name: str) -> None:
@@ -41,8 +49,21 @@ def test_public_name_is_at_the_top(name: str) -> None:
 
 @pytest.mark.parametrize("method", list(STATS_METHODS))
 def test_frequency_stats_signatures(method: str) -> None:
-    function = getattr(torchrec_picasso.FrequencyStats, method)
-    assert list(inspect.signature(function).parameters) == STATS_METHODS[method]
+    check_signature(getattr(torchrec_picasso.FrequencyStats, method), STATS_METHODS[method])
+
+
+@pytest.mark.parametrize("method", list(CURVES_METHODS))
+def test_curves_signatures(method: str) -> None:
+    check_signature(getattr(torchrec_picasso.CommCurves, method), CURVES_METHODS[method])
+
+
+def check_signature(function: Callable[..., object], expected: list[str]) -> None:
+    """Users call these by position: what came later is keyword-only and has a default."""
+    parameters = list(inspect.signature(function).parameters.values())
+    assert [p.name for p in parameters[: len(expected)]] == expected
+    for added in parameters[len(expected) :]:
+        assert added.kind is KEYWORD_ONLY
+        assert added.default is not inspect.Parameter.empty
 
 
 def test_planner_signature() -> None:

@@ -7,5 +7,6 @@ their own for the hosts. Needs root and iproute2; :func:`why_unavailable` says w
 
 from benchmarks.cluster.emulated import EmulatedCluster, why_unavailable
 from benchmarks.cluster.namespaces import ClusterError
+from benchmarks.cluster.run import run_on_hosts, usable_rate
 
-__all__ = ["ClusterError", "EmulatedCluster", "why_unavailable"]
+__all__ = ["ClusterError", "EmulatedCluster", "run_on_hosts", "usable_rate", "why_unavailable"]

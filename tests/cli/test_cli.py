@@ -10,30 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.support import TINY_CONFIG, error_of
 from tests.workloads.criteo_data import samples, write_parquet, write_text
 from torchrec_picasso.cli.main import main
 
 TINY_DEMO = ["--steps", "10", "--batch-size", "64", "--dim", "8", "--hot-rows", "200"]
 
-TINY_CONFIG = """
-steps: 4
-log_every: 2
-data: {batch_size: 16, row_scale: 0.001, num_tables: 4, heldout_steps: 1}
-model: {embedding_dim: 8, dense_layers: [8], over_layers: [8]}
-sharding: {hot_rows: 20}
-"""
 
-
-def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The message of a command that must end with exit code 2 and without a traceback."""
-    assert main(argv) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("torchrec-picasso: error: ")
-    assert "Traceback" not in message
-    return message.removeprefix("torchrec-picasso: error: ").rstrip("\n")
-
-
-@pytest.mark.parametrize("command", [[], ["demo"], ["train"]])
+@pytest.mark.parametrize("command", [[], ["demo"], ["stats"], ["calibrate"], ["plan"], ["train"]])
 def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])

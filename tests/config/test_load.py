@@ -85,7 +85,8 @@ def test_all_problems_at_once_each_with_its_place() -> None:
         ),
         (
             {"sharding": {"hot_rows": [1]}},
-            "expected a whole number or a mapping from text to a whole number, got [1] (list)",
+            "expected a whole number or a mapping from text to a whole number or null, "
+            "got [1] (list)",
         ),
         ({"data": 5}, "data: expected a mapping of settings, got 5 (int)"),
         ({"data": {"path": 5}}, "data.path: expected text or null, got 5 (int)"),

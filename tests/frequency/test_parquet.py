@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.frequency.samples import ROWS, make_stats, stats_of
+from tests.frequency.samples import ROWS, TwoCollections, kjt, make_stats, stats_of
+from tests.frequency.streams import HUGE, chunks_of, counted
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.frequency import FrequencyStats
 
@@ -26,6 +29,85 @@ def test_round_trip(stats: FrequencyStats) -> None:
         read = FrequencyStats.from_parquet(str(path))
     assert read == stats
     assert list(read.tables) == list(stats.tables)
+
+
+@given(
+    chunks_of(40),
+    chunks_of(40),
+    st.integers(1, 50),
+    st.sampled_from([1, 0.5, 1e-3]),
+    st.booleans(),
+)
+def test_heads_tails_and_decayed_counts_make_the_round_trip(
+    counted_here: list[list[int]],
+    merged_in: list[list[int]],
+    max_rows: int,
+    factor: float,
+    later: bool,
+) -> None:
+    """Exact tables beside sampled ones, whole counts beside faded ones."""
+    budget = {"max_rows_counted": max_rows, "max_rows_sampled": 8}
+    one, two = (
+        FrequencyStats(
+            tables={"sampled": counted(chunks, HUGE, **budget), "dense": counted(chunks, 40)},
+            num_batches=3,
+            num_samples=9,
+        )
+        for chunks in (counted_here, merged_in)
+    )
+    stats = one.decayed(factor).merge(two if later else make_stats({"other": 3}, {"other": {1: 1}}))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stats.parquet"
+        stats.to_parquet(path)
+        read = FrequencyStats.from_parquet(path)
+        version = format_version(path)
+    assert read == stats
+    assert list(read.tables) == list(stats.tables)
+    for name, counts in stats.tables.items():
+        assert read.tables[name].counts_U.dtype == counts.counts_U.dtype
+        assert read.tables[name].rows_U.dtype == counts.rows_U.dtype
+        assert read.tables[name].is_exact == counts.is_exact
+    is_plain = factor == 1 and all(counts.is_exact for counts in stats.tables.values())
+    assert version == (1 if is_plain else 2)
+
+
+def format_version(path: Path) -> int:
+    version: int = json.loads(pq.read_schema(path).metadata[METADATA_KEY])["format_version"]
+    return version
+
+
+def test_samples_by_feature_make_the_round_trip(tmp_path: Path) -> None:
+    batch = kjt(f0=[[0, 3], []], shared=[[9], [3]], f1=[[], []])
+    stats = FrequencyStats.collect([batch], TwoCollections())
+    stats.to_parquet(tmp_path / "stats.parquet")
+    read = FrequencyStats.from_parquet(tmp_path / "stats.parquet")
+    assert read == stats
+    assert [read.pooling_factor(name) for name in ("f0", "shared", "f1")] == [1.0, 1.0, 0.0]
+
+
+def test_a_tail_is_marked_for_any_tool(tmp_path: Path) -> None:
+    counts = counted([[1, 1, 1, 2, 3]], HUGE, max_rows_counted=1)
+    assert counts.tail is not None
+    FrequencyStats(tables={"t": counts}).to_parquet(tmp_path / "stats.parquet")
+    frame = pq.read_table(tmp_path / "stats.parquet").to_pandas()
+    lines = frame[["row", "count", "in_tail"]].to_numpy().tolist()
+    assert lines == [[1, 2, False], [1, 3, True], [2, 1, True], [3, 1, True]]
+
+
+def test_statistics_of_the_first_release_are_read(tmp_path: Path) -> None:
+    """Its metadata knows nothing of bounds, tails or samples by feature."""
+    path = tmp_path / "stats.parquet"
+    facts = {
+        "format_version": 1,
+        "num_batches": 2,
+        "num_samples": 7,
+        "tables": {
+            name: {"num_embeddings": rows, "feature_names": ["f"]} for name, rows in ROWS.items()
+        },
+    }
+    lines = pa.table({"table": ["large", "large", "small"], "row": [4, 30, 0], "count": [4, 1, 2]})
+    pq.write_table(lines.replace_schema_metadata({METADATA_KEY: json.dumps(facts)}), path)
+    assert FrequencyStats.from_parquet(path) == SOME
 
 
 def test_no_tables_at_all(tmp_path: Path) -> None:
@@ -131,8 +213,8 @@ def test_columns_and_facts_must_be_there(tmp_path: Path) -> None:
     SOME.to_frame().to_parquet(path)
     assert "does not say how many rows" in refused(path)
     newer = pa.table({"table": ["a"], "row": [1], "count": [1]}).replace_schema_metadata(
-        {METADATA_KEY: '{"format_version": 2}'}
+        {METADATA_KEY: '{"format_version": 3}'}
     )
     pq.write_table(newer, path)
-    with pytest.raises(PicassoError, match="has format version 2, expected 1"):
+    with pytest.raises(PicassoError, match="has format version 3, expected 1 or 2"):
         FrequencyStats.from_parquet(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from math import comb
 
 import numpy as np
 import pytest
@@ -61,20 +62,25 @@ def test_coverage_is_a_growing_share(stats: FrequencyStats) -> None:
 
 
 @given(STATS, st.integers(0, 200))
-def test_expected_unique_is_the_sum_over_rows(stats: FrequencyStats, num_lookups: int) -> None:
+def test_expected_unique_is_the_mean_over_random_subsets(
+    stats: FrequencyStats, num_lookups: int
+) -> None:
     for name in ROWS:
-        counts = stats.tables[name]
+        counts_U = stats.tables[name].counts_U.tolist()
+        total = sum(counts_U)
         expected = stats.expected_unique(name, num_lookups)
-        share = dense_counts(counts) / max(counts.num_lookups, 1)
-        assert expected == pytest.approx((1 - (1 - share) ** num_lookups).sum(), abs=1e-9)
-        assert expected <= min(num_lookups, counts.num_rows_seen) + 1e-9
+        if num_lookups <= total:  # a row is absent when all lookups drawn are of other rows
+            absent = [comb(total - c, num_lookups) / comb(total, num_lookups) for c in counts_U]
+            assert expected == pytest.approx(sum(1 - a for a in absent), rel=1e-7, abs=1e-7)
+        else:
+            assert len(counts_U) - 1e-9 <= expected <= min(ROWS[name], num_lookups) + 1e-9
 
 
 def test_expected_unique_by_hand() -> None:
     stats = make_stats({"a": 4, "one": 9}, {"a": {0: 5, 3: 5}, "one": {2: 7}})
-    assert stats.expected_unique("a", 1) == 1
-    assert stats.expected_unique("a", 2) == 1.5
-    assert stats.expected_unique("one", 50) == 1
+    assert stats.expected_unique("a", 1) == pytest.approx(1)
+    assert stats.expected_unique("a", 2) == pytest.approx(14 / 9)  # of 45 pairs, 25 are of both
+    assert stats.expected_unique("one", 50) == pytest.approx(1)
     assert stats.expected_unique("one", 0) == 0
 
 

@@ -113,7 +113,7 @@ def calibrate_on_rank(
     progress = Progress("calibrate", 1 + len(PROBES) * with_local, shown=rank == 0)
     progress.tell("collectives")
     curves = CommCurves.measure(
-        pg, device, max_bytes=max_bytes, seconds_per_point=seconds_per_point
+        pg, device=device, max_bytes=max_bytes, seconds_per_point=seconds_per_point
     )
     progress.advance()
     if with_local:

@@ -8,6 +8,7 @@ import warnings
 
 from torchrec.distributed.planner import Topology
 
+from torchrec_picasso.cli.outputs import check_outputs
 from torchrec_picasso.cli.plan_report import draw_plan, draw_sweep, print_plan, print_sweep
 from torchrec_picasso.cli.plan_report import write_plan_json as write_json
 from torchrec_picasso.config import load_config
@@ -32,7 +33,7 @@ example:
       --curves curves.json --sweep world_size=2..1024 --plot sweep.png
 """
 
-_SWEEP = re.compile(r"(world_size|bandwidth)=([\d.]+?)\.\.([\d.]+)")
+_SWEEP = re.compile(r"(?:(world_size)=(\d+)\.\.(\d+)|(bandwidth)=(\d*\.?\d+)\.\.(\d*\.?\d+))")
 _GIB = 1 << 30
 
 
@@ -83,17 +84,21 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         PicassoError: If an argument or a file cannot be used, or the tables do not fit.
     """
+    _check_arguments(args)
+    sweep_over = _sweep_values(args.sweep) if args.sweep else None
     config = load_config(args.config)
     source = make_source(config.data, config.seed)
     model = unsharded_model(config, source)
     stats = FrequencyStats.from_parquet(args.stats) if args.stats else None
     curves = CommCurves.from_json(args.curves) if args.curves else None
-    world_size = args.world_size or (curves.world_size if curves is not None else config.ranks)
+    world_size = curves.world_size if curves is not None else config.ranks
+    if args.world_size is not None:
+        world_size = args.world_size
     if world_size < 2:
         raise ConfigError(f"--world-size: expected at least 2, got {world_size}")
     topology = _topology(args, world_size, curves)
-    if args.sweep:
-        name, values = _sweep_values(args.sweep)
+    if sweep_over is not None:
+        name, values = sweep_over
         frame = sweep(
             facts_of_model(model, stats, config.data.batch_size),
             stats,
@@ -106,6 +111,7 @@ def run(args: argparse.Namespace) -> None:
         _write(args, {"sweep": frame.to_dict("records")})
         if args.plot:
             draw_sweep(frame, name, args.plot)
+            print(f"wrote {args.plot}")
         return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -127,6 +133,13 @@ def run(args: argparse.Namespace) -> None:
     _write(args, {"summary": summary, "tables": frame.to_dict("records")})
     if args.plot:
         draw_plan(frame, args.plot)
+        print(f"wrote {args.plot}")
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    check_outputs(args, "json", "plot")
+    if args.memory_gib is not None and not args.memory_gib > 0:
+        raise ConfigError(f"--memory-gib: expected more than 0, got {args.memory_gib:g}")
 
 
 def _topology(args: argparse.Namespace, world_size: int, curves: CommCurves | None) -> Topology:
@@ -147,10 +160,11 @@ def _sweep_values(text: str) -> tuple[str, list[float]]:
     found = _SWEEP.fullmatch(text)
     if found is None:
         raise ConfigError(
-            f"--sweep: expected world_size=A..B or bandwidth=A..B, such as world_size=2..1024; got "
-            f"{text!r}"
+            f"--sweep: expected world_size=A..B with whole numbers or bandwidth=A..B, such as "
+            f"world_size=2..1024; got {text!r}"
         )
-    name, low, high = found.group(1), float(found.group(2)), float(found.group(3))
+    name, *ends = (group for group in found.groups() if group is not None)
+    low, high = map(float, ends)
     least = 2.0 if name == "world_size" else 1e-6
     if not least <= low <= high:
         raise ConfigError(f"--sweep {text}: expected {least:g} <= A <= B")

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrec_picasso.cli.outputs import new_picture, save_picture
 from torchrec_picasso.workloads.environment import describe_environment
 
 if TYPE_CHECKING:
@@ -102,46 +103,26 @@ def write_plan_json(content: dict[str, Any], path: str | Path) -> None:
 
 def draw_plan(frame: pd.DataFrame, path: str | Path) -> None:
     """Draws what each table adds to a step, hot/cold against stock table- and row-wise."""
-    pyplot = _pyplot()
     shown = frame.sort_values("table_wise_ms", ascending=False, kind="stable").head(_MOST_BARS)
-    figure, axes = pyplot.subplots(figsize=(max(6, 0.4 * len(shown)), 4.2), layout="constrained")
+    figure, axes = new_picture(width=max(6, 0.4 * len(shown)))
     width = 0.8 / len(_COLORS)
     for index, (kind, color) in enumerate(_COLORS.items()):
         places = [position + (index - 1) * width for position in range(len(shown))]
         axes.bar(places, shown[f"{kind}_ms"], width, color=color, label=kind)
     axes.set_xticks(range(len(shown)), shown["table"], rotation=90)
     axes.set(ylabel="ms per step", title="What each table adds to a step")
-    _finish(pyplot, figure, axes, path)
+    save_picture(figure, axes, path)
 
 
 def draw_sweep(frame: pd.DataFrame, over: str, path: str | Path) -> None:
     """Draws the predicted step against world size or bandwidth, ours and stock."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(6.5, 4.2), layout="constrained")
-    axes.plot(frame[over], frame["step_ms"], color=_COLORS["hot_cold"], marker="o", label="plan")
-    axes.plot(
-        frame[over], frame["stock_ms"], color=_COLORS["table_wise"], marker="o", label="all stock"
-    )
+    figure, axes = new_picture()
+    for column, kind, label in (
+        ("step_ms", "hot_cold", "plan"),
+        ("stock_ms", "table_wise", "all stock"),
+    ):
+        axes.plot(frame[over], frame[column], color=_COLORS[kind], marker="o", label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set(xlabel=over.replace("_", " "), ylabel="embedding part of a step, ms")
-    _finish(pyplot, figure, axes, path)
-
-
-def _pyplot() -> Any:
-    import matplotlib  # here, because only a picture needs it and it is slow to import
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _finish(pyplot: Any, figure: Any, axes: Any, path: str | Path) -> None:
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.25)
-    axes.set_axisbelow(True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    print(f"wrote {path}")
+    save_picture(figure, axes, path)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torchrec.datasets.utils import Batch
 
+from torchrec_picasso.cli.outputs import check_outputs, new_picture, save_picture
 from torchrec_picasso.config import DataConfig, load_config
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_rows
@@ -146,11 +147,7 @@ def run(args: argparse.Namespace) -> None:
     tables = [  # sizes that were found while counting
         replace(table, num_embeddings=stats.tables[table.name].num_embeddings) for table in tables
     ]
-    drift, window_s = None, 0.0
-    if args.time_column:
-        window_s = _seconds("--window", args.window or "1h")
-        num_hot = args.hot_rows or max(1, sum(map(stats.num_distinct, stats.tables)) // 100)
-        drift = drift_of_windows(_windows(args, tables, reading, window_s, "drift"), 1.0, num_hot)
+    window_s = _seconds("--window", args.window or "1h")
     if args.half_life:
         stats = decayed_stats(
             _windows(args, tables, reading, window_s, "decay"),
@@ -158,17 +155,17 @@ def run(args: argparse.Namespace) -> None:
             _seconds("--half-life", args.half_life) / window_s,
             max_rows_counted=args.max_rows_counted,
         )
+    stats.to_parquet(args.out)  # hours of counting are not lost to what follows
     _print_tables(stats.summary(batch_size), batch_size)
     if args.hot_rows:
         _print_hot_set(stats, args.hot_rows, batch_size)
-    if drift is not None:
-        _print_drift(drift, window_s)
-    stats.to_parquet(args.out)
-    wrote = [args.out]
+    if args.time_column:
+        num_hot = args.hot_rows or max(1, sum(map(stats.num_distinct, stats.tables)) // 100)
+        windows = _windows(args, tables, reading, window_s, "drift")
+        _print_drift(drift_of_windows(windows, 1.0, num_hot), window_s)
     if args.plot:
         draw_coverage(stats, Path(args.plot))
-        wrote.append(args.plot)
-    print(f"wrote {' and '.join(wrote)}")
+    print("wrote " + " and ".join(filter(None, (args.out, args.plot))))
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -177,13 +174,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, flag)
         if value is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')}: expected at least 1, got {value}")
-    for flag in ("out", "plot"):
-        value = getattr(args, flag)
-        if value is not None and not Path(value).parent.is_dir():
-            raise ConfigError(
-                f"--{flag} {value}: there is no folder {Path(value).parent}; make it or name "
-                "another"
-            )
+    check_outputs(args, "out", "plot")
     if args.config and (args.rows or args.hash):
         raise ConfigError("--rows and --hash: the tables and ids are those of --config; leave out")
     if args.features and not args.files:
@@ -408,23 +399,17 @@ def draw_coverage(stats: FrequencyStats, path: Path) -> None:
     Args:
         stats: The statistics.
         path: Picture to write; its name says the format.
-
-    Raises:
-        ConfigError: If the format is not known.
     """
-    import matplotlib  # here, because only a picture needs it and it is slow to import
+    from matplotlib import colormaps  # here, because only a picture needs it; slow to import
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.8), layout="constrained")
-    colors = pyplot.get_cmap("viridis")(np.linspace(0, 0.95, max(1, len(stats.tables))))
-    for (name, counts), color in zip(stats.tables.items(), colors):
-        spectrum = counts.spectrum()
-        if not spectrum.num_lookups:
-            continue
+    figure, axes = new_picture(7.5, 4.8)
+    spectra = {name: counts.spectrum() for name, counts in stats.tables.items()}
+    spectra = {name: spectrum for name, spectrum in spectra.items() if spectrum.num_lookups}
+    for index, (name, spectrum) in enumerate(spectra.items()):
         rows_K, share_K = spectrum.coverage_curve()
-        axes.plot(rows_K / counts.num_embeddings, share_K, label=name, color=color, linewidth=1.4)
+        label = name if len(spectra) <= _MAX_LEGEND else None
+        color = colormaps["viridis"](0.95 * index / max(1, len(spectra) - 1))
+        axes.plot(rows_K / spectrum.num_embeddings, share_K, label=label, color=color)
     axes.set(
         xscale="log",
         xlabel="share of the table's rows, most frequent first",
@@ -432,13 +417,4 @@ def draw_coverage(stats: FrequencyStats, path: Path) -> None:
         ylim=(0, 1.02),
         title="Coverage",
     )
-    if len(stats.tables) <= _MAX_LEGEND:
-        axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise ConfigError(f"--plot {path}: {error}") from error
-    finally:
-        pyplot.close(figure)
+    save_picture(figure, axes, path)

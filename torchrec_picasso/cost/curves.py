@@ -25,8 +25,16 @@ if TYPE_CHECKING:
 
 __all__ = ["COLLECTIVES", "CommCurves"]
 
-COLLECTIVES = ("all_to_all", "all_to_all_skewed", "all_reduce", "reduce_scatter", "all_gather")
-"""Collectives with a curve; ``skewed``: one rank is asked for half of all rows."""
+COLLECTIVES = (
+    "all_to_all",
+    "all_to_all_skewed",
+    "row_exchange",
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+)
+"""Collectives with a curve. ``all_to_all_skewed``: one rank is asked for half of all rows.
+``row_exchange``: this package's all-to-all, see :mod:`torchrec_picasso.exchange.all_to_all`."""
 
 _FORMAT_VERSION = 1
 _HINT = "make it with `torchrec-picasso calibrate` or CommCurves.measure(pg).to_json(path)"
@@ -68,8 +76,8 @@ class CommCurves:
     @staticmethod
     def measure(
         pg: dist.ProcessGroup,
-        device: torch.device | None = None,
         *,
+        device: torch.device | None = None,
         max_bytes: int = 64 << 20,
         seconds_per_point: float = 0.3,
         ranks_per_host: int | None = None,

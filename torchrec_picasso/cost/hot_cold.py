@@ -119,7 +119,7 @@ def hot_cold_cost(
     def ms(collective: str, name: str, uneven: float = 1.0) -> float:
         return curves.ms(collective, wire[name] * uneven, world_size)
 
-    header_and_ids_ms = ms("all_to_all", "header") + ms("all_to_all", "ids", home_max_over_mean)
+    header_and_ids_ms = ms("row_exchange", "header") + ms("row_exchange", "ids", home_max_over_mean)
     hot_ms = ms("all_reduce", "hot") if wire["hot"] else 0.0
     fetched = LocalWork(
         features=totals.features,
@@ -139,9 +139,9 @@ def hot_cold_cost(
     return StepCost(
         input_dist_ms=costs.input_dist.ms(fetched) + header_and_ids_ms,
         forward_compute_ms=costs.forward.ms(fetched),
-        forward_comms_ms=ms("all_to_all", "rows", home_max_over_mean),
+        forward_comms_ms=ms("row_exchange", "rows", home_max_over_mean),
         backward_compute_ms=costs.backward.ms(updated),
-        backward_comms_ms=ms("all_to_all", "gradients", home_max_over_mean) + hot_ms,
+        backward_comms_ms=ms("row_exchange", "gradients", home_max_over_mean) + hot_ms,
         input_dist_wire_ms=header_and_ids_ms,
         sent_bytes=wire,
     )

@@ -1,8 +1,9 @@
 """Measures the collectives of a process group, each size until its median stands.
 
 All ranks do the same number of repetitions, agreed by reduction; a time is the slowest rank's,
-because a step waits for it. Sizes are reported as what the busiest rank sends or receives, so that
-curves of different world sizes compare.
+because a step waits for it. Ranks take turns in coming a little late, as in a step one always does:
+gloo's all-to-all takes up to twice as long then. Sizes are reported as what the busiest rank sends
+or receives, so that curves of different world sizes compare.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from torch import Tensor
 from torchrec_picasso.cost.curve import Curve
 from torchrec_picasso.cost.curves import COLLECTIVES, CommCurves
 from torchrec_picasso.cost.hardware import describe_hardware
+from torchrec_picasso.exchange.all_to_all import start_all_to_all
 
 __all__ = ["measure_curves"]
 
 _MIN_BYTES = 4 << 10
 _MIN_REPEATS, _MAX_REPEATS = 3, 40
+_LATE_MS = 1.0
 _BYTES_PER_FLOAT = 4
 _SKEWED_SHARE = 0.5  # of every rank's rows, to one rank
 
@@ -98,9 +101,13 @@ def _median_ms(
     first_ms = _slowest(pg, _time_ms(call, device))
     repeats = int(max(_MIN_REPEATS, min(_MAX_REPEATS, seconds * 1e3 / max(first_ms, 1e-3))))
     times = []
-    for _ in range(repeats):
+    for turn in range(repeats):
         dist.barrier(group=pg)
-        times.append(_time_ms(call, device))
+        if turn % pg.size() == pg.rank():
+            time.sleep(_LATE_MS / 1e3)
+            times.append(_time_ms(call, device))
+        else:  # from the late rank's coming on
+            times.append(max(0.0, _time_ms(call, device) - _LATE_MS))
     return median(_slowest(pg, *times, each=True))
 
 
@@ -132,6 +139,14 @@ def _all_to_all(pg: dist.ProcessGroup, numel: int, device: torch.device) -> _Cal
     source, target = _buffers(numel, numel, device)
     sent = numel * (world_size - 1) // world_size * _BYTES_PER_FLOAT
     return sent, lambda: dist.all_to_all_single(target, source, group=pg)
+
+
+def _row_exchange(pg: dist.ProcessGroup, numel: int, device: torch.device) -> _Call:
+    world_size = pg.size()
+    block_W = [numel // world_size] * world_size
+    source, target = _buffers(sum(block_W), sum(block_W), device)
+    sent = sum(block_W[1:]) * _BYTES_PER_FLOAT
+    return sent, lambda: start_all_to_all(pg, target, source, block_W, block_W).wait()
 
 
 def _all_to_all_skewed(pg: dist.ProcessGroup, numel: int, device: torch.device) -> _Call:
@@ -171,6 +186,7 @@ def _buffers(first: int, second: int, device: torch.device) -> tuple[Tensor, Ten
 _CALLS: dict[str, Callable[[dist.ProcessGroup, int, torch.device], _Call]] = {
     "all_to_all": _all_to_all,
     "all_to_all_skewed": _all_to_all_skewed,
+    "row_exchange": _row_exchange,
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,

@@ -1,7 +1,8 @@
 """What one table asks of a step: expected rows as a function of how many of its rows are hot.
 
 Built once per (table, batch, world size) from the table's spectrum; every question afterwards is
-an interpolation in cumulative sums, so trying thousands of hot sets costs nothing.
+an interpolation in cumulative sums, so trying thousands of hot sets costs nothing. What the hot
+set owes to luck in the sample it was chosen from is taken off (:mod:`frequency.split`).
 
 Shape letters: K distinct counts, descending: the hottest rows come first.
 """
@@ -9,12 +10,16 @@ Shape letters: K distinct counts, descending: the hottest rows come first.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from torchrec_picasso.frequency.spectrum import CountSpectrum
+from torchrec_picasso.frequency.split import winners_curse
 
 __all__ = ["HotSplit", "TableLoad", "TableWork"]
+
+_LUCK_POINTS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,17 +121,33 @@ class TableWork:
         Args:
             num_hot: Hot rows; rows of equal count are taken in part.
         """
-        hot_used = self._at(self._used_K, num_hot)
+        luck = self._luck(num_hot)
+        hot_used = max(0.0, self._at(self._used_K, num_hot) - luck)
         return HotSplit(
             num_hot=num_hot,
             coverage=self._at(self._coverage_K, num_hot),
             hot_used=hot_used,
-            hot_touched=self._at(self._touched_K, num_hot),
+            hot_touched=max(hot_used, self._at(self._touched_K, num_hot) - luck),
             cold_used=max(0.0, self.unique - hot_used),
         )
 
+    def _luck(self, num_hot: float) -> float:
+        """Hot rows that a batch of the sample uses, but a new batch does not."""
+        spectrum, lookups = self.load.spectrum, self.load.lookups
+        if num_hot <= 0 or spectrum is None or not spectrum.num_lookups or lookups <= 0:
+            return 0.0
+        return float(np.interp(num_hot, *_luck_curve(spectrum, lookups)))
+
     def _at(self, cumulative_K: np.ndarray, num_hot: float) -> float:
         return float(np.interp(num_hot, self._end_K, cumulative_K))
+
+
+@lru_cache(maxsize=1 << 14)
+def _luck_curve(spectrum: CountSpectrum, lookups: float) -> tuple[np.ndarray, np.ndarray]:
+    """The winner's curse at some numbers of hot rows, for interpolation; some ms each."""
+    hot_X = np.geomspace(1, max(2.0, float(spectrum.rows_K.sum())), _LUCK_POINTS)
+    luck_X = [max(0.0, winners_curse(spectrum, lookups, num_hot)) for num_hot in hot_X.tolist()]
+    return np.concatenate([[0.0], hot_X]), np.concatenate([[0.0], luck_X])
 
 
 def _chance_of_row(num_rows: float, num_lookups: float) -> float:

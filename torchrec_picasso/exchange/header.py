@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchrec_picasso.exchange.all_to_all import start_all_to_all
+
 __all__ = ["HeaderExchange", "StepHeader"]
 
 _WORD_BYTES = 8
@@ -89,7 +91,10 @@ class HeaderExchange:
         ).contiguous()
         self._sent_WX = sent_WX
         self._received_WX = torch.empty_like(sent_WX)
-        self._work = dist.all_to_all_single(self._received_WX, sent_WX, group=pg, async_op=True)
+        words_W = [sent_WX.size(1)] * self._world_size
+        self._work = start_all_to_all(
+            pg, self._received_WX.view(-1), sent_WX.view(-1), words_W, words_W
+        )
 
     def wait(self) -> StepHeader:
         """Finishes the exchange and brings it to the host (one sync on CUDA)."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_picasso._torchrec import QuantizedCommCodec
+from torchrec_picasso.exchange.all_to_all import start_all_to_all
 
 __all__ = ["Counts", "PackedAllToAll"]
 
@@ -68,9 +69,7 @@ class PackedAllToAll:
         self._wire_out = outputs_P[0].view(-1) if in_place else wire_in.new_empty(sum(receive_W))
         self._in_place = in_place
         self._wire_in = wire_in  # the work object need not keep its input alive
-        self._work = dist.all_to_all_single(
-            self._wire_out, wire_in, receive_W, send_W, group=pg, async_op=True
-        )
+        self._work = start_all_to_all(pg, self._wire_out, wire_in, receive_W, send_W)
 
     def wait(self) -> Sequence[Tensor]:
         """Finishes the exchange.

@@ -50,16 +50,16 @@ class DriftReport:
 
     @property
     def half_life(self) -> float | None:
-        """Age, in the unit of ``window``, at which half of the fresh coverage is lost.
+        """Time, in the unit of ``window``, in which a fresh hot set loses half of its coverage.
 
-        Interpolated between windows; ``None`` if the data shows no such age.
+        Interpolated between windows; ``None`` if the data is not long enough to show it.
         """
         kept = [of / fresh if fresh else 1.0 for of, fresh in self._pairs()]
         for place in range(1, len(kept)):
             if kept[place] <= 0.5:
                 before, after = kept[place - 1], kept[place]
                 part = (before - 0.5) / (before - after)
-                return (place + part) * self.window  # kept[0] is age 1
+                return (place - 1 + part) * self.window  # kept[0] is fresh, of age 1
         return None
 
     def to_frame(self) -> pd.DataFrame:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
-__all__ = ["coverage", "expected_unique_cold"]
+__all__ = ["coverage", "expected_unique_cold", "winners_curse"]
 
 # Where a row at the cut loses more lookups than this, no row near it is absent from any batch.
 _SURELY_PRESENT = 48.0
@@ -59,23 +59,23 @@ def expected_unique_cold(spectrum: CountSpectrum, num_lookups: float, num_hot: f
     Cost:
         O(K) time and a few thousand binomial terms.
     """
-    if num_hot >= spectrum.num_embeddings or not spectrum.num_lookups:
+    if num_lookups <= 0 or num_hot >= spectrum.num_embeddings or not spectrum.num_lookups:
         return 0.0
     if num_hot <= 0:
         return spectrum.expected_unique(num_lookups)
     hot = spectrum.expected_hot(num_lookups, num_hot)
     as_sampled = max(0.0, spectrum.expected_unique(num_lookups) - hot)
-    return as_sampled + _winners_curse(spectrum, num_lookups, num_hot)
+    return as_sampled + winners_curse(spectrum, num_lookups, num_hot)
 
 
-def _taken(rows_K: Tensor, num_rows: float) -> Tensor:
-    """How many rows of each count are among the first ``num_rows``."""
-    before_K = rows_K.cumsum(0) - rows_K
-    return (num_rows - before_K).clamp(min=0).minimum(rows_K)
+def winners_curse(spectrum: CountSpectrum, num_lookups: float, num_hot: float) -> float:
+    """Cold rows of a held-out batch, less those of a batch that helped to choose the hot set.
 
-
-def _winners_curse(spectrum: CountSpectrum, num_lookups: float, num_hot: float) -> float:
-    """Cold rows of a held-out batch, less those of a batch that helped to choose the hot set."""
+    Args:
+        spectrum: The table's counts, with lookups.
+        num_lookups: Lookups of the table in the batch, above 0.
+        num_hot: Its most frequent rows, which are hot.
+    """
     counts_K, rows_K = _whole_counts(spectrum)
     share = min(num_lookups / float((counts_K * rows_K).sum()), _LARGEST_SHARE_HELD_OUT)
     cut = _cut(counts_K, rows_K, share, num_hot)
@@ -91,6 +91,12 @@ def _winners_curse(spectrum: CountSpectrum, num_lookups: float, num_hot: float) 
     cold_K = torch.where(counts_K > cut, below_K + (1 - hot_share) * at_K, present_K)
     as_sampled_K = (rows_K - _taken(rows_K, num_hot)) * present_K
     return float((rows_K * cold_K - as_sampled_K).sum())
+
+
+def _taken(rows_K: Tensor, num_rows: float) -> Tensor:
+    """How many rows of each count are among the first ``num_rows``."""
+    before_K = rows_K.cumsum(0) - rows_K
+    return (num_rows - before_K).clamp(min=0).minimum(rows_K)
 
 
 def _whole_counts(spectrum: CountSpectrum) -> tuple[Tensor, Tensor]:

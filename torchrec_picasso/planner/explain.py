@@ -128,11 +128,12 @@ def _why(decision: Decision, index: int, costs: dict[str, StepCost]) -> str:
             f"stock {stock_type}: {distinct:.0%} of its lookups are distinct rows, so the packed "
             f"exchange ({ours_ms:.2f} ms) does not beat it ({stock_ms:.2f} ms)"
         )
-    against = (
-        f"{ours_ms:.2f} ms against {stock_ms:.2f} ms for {stock_type}"
-        if stock_ms is not None
-        else f"{ours_ms:.2f} ms; no stock type is allowed"
-    )
+    if stock_ms is None:
+        against = f"{ours_ms:.2f} ms; no stock type is allowed"
+    else:
+        against = f"{ours_ms:.2f} ms against {stock_ms:.2f} ms for {stock_type}"
+        if ours_ms > stock_ms:
+            against += ", which would need exchanges of its own"
     split = work.split(num_hot)
     if not num_hot:
         return (

@@ -1,0 +1,48 @@
+"""Ranks on emulated hosts where the machine can, on loopback where it cannot, and which it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.cluster.emulated import EmulatedCluster, why_unavailable
+from torchrec_picasso.workloads.launch import run_ranks
+
+__all__ = ["run_on_hosts", "usable_rate"]
+
+
+def usable_rate(rate_mbit: float | None) -> float | None:
+    """The rate that links can have here: the one asked for, or none, said on standard error."""
+    if rate_mbit is None or (reason := why_unavailable()) is None:
+        return rate_mbit
+    print(f"on loopback, not on links of {rate_mbit:g} Mbit/s: {reason}", file=sys.stderr)
+    return None
+
+
+def run_on_hosts(
+    fn: Callable[..., Any],
+    num_hosts: int,
+    rate_mbit: float | None,
+    *args: Any,
+    timeout_s: float,
+    ranks_per_host: int = 1,
+) -> list[Any]:
+    """:func:`run_ranks` with the ranks on hosts of their own, if the machine emulates any.
+
+    Args:
+        fn: As for ``run_ranks``.
+        num_hosts: Hosts.
+        rate_mbit: Rate of each link; ``None`` = not shaped. See :func:`usable_rate`.
+        *args: As for ``run_ranks``.
+        timeout_s: As for ``run_ranks``.
+        ranks_per_host: Ranks on each host.
+
+    Returns:
+        What each rank returned, by rank.
+    """
+    world_size = num_hosts * ranks_per_host
+    if why_unavailable() is not None:
+        return run_ranks(fn, world_size, *args, timeout_s=timeout_s)
+    with EmulatedCluster(num_hosts, rate_mbit, ranks_per_host) as cluster:
+        return run_ranks(fn, world_size, *args, timeout_s=timeout_s, on_start=cluster.on_start)

@@ -1,0 +1,61 @@
+"""``calibrate``: measured curves of real ranks, in a file that planning reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.support import error_of, output_of
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.curves import COLLECTIVES
+
+SMALLEST = ["--max-mib", "0.004", "--seconds", "0.001", "--no-local"]
+
+
+def test_two_ranks_write_curves_that_planning_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "curves.json"
+    argv = ["calibrate", "--ranks", "2", "-o", str(out), *SMALLEST]
+    argv[argv.index("0.004")] = "0.02"  # 4 and 16 KiB
+    text = output_of(argv, capsys)
+    curves = CommCurves.from_json(out)
+    assert (curves.world_size, curves.ranks_per_host, curves.device) == (2, 2, "cpu")
+    assert not curves.local.measured
+    for name in COLLECTIVES:
+        assert len(curves.collectives[name].sent_bytes) == 2
+        assert curves.ms(name, 4096) > 0
+        assert f"\n  {name} " in text
+    assert "\n2 ranks, 2 per host, gloo on cpu" in text
+    assert "local work per step (assumed), ns per element:" in text
+    assert text.endswith(f"wrote {out}\n")
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_one_rank_sends_nothing_and_is_no_basis_for_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, config = tmp_path / "curves.json", tmp_path / "run.yaml"
+    output_of(["calibrate", "--ranks", "1", "-o", str(out), *SMALLEST], capsys)
+    assert CommCurves.from_json(out).ms("all_reduce", 1e9) == 0
+    config.write_text("data: {num_tables: 2, row_scale: 0.001}\n")
+    argv = ["plan", "--config", str(config), "--curves", str(out), "--world-size", "2"]
+    assert "the curves are of 1 rank, which sends nothing" in error_of(argv, capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-mib", "0.001"], "--max-mib: expected at least 0.004 (4 KiB), got 0.001"),
+        (["--ranks", "0"], "--ranks: expected at least 1, got 0"),
+        (["-o", "DIR/no/c.json"], "--out DIR/no/c.json: there is no folder DIR/no; make it or"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placed = [option.replace("DIR", str(tmp_path)) for option in options]
+    argv = ["calibrate", "-o", str(tmp_path / "curves.json"), *SMALLEST, *placed]
+    assert error_of(argv, capsys).startswith(words.replace("DIR", str(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
