@@ -209,7 +209,7 @@ REFUSALS: list[tuple[list[str], str]] = [
     ([*CLICKS, "--max-rows-counted", "0"], "--max-rows-counted: expected at least 1, got 0"),
     (["CLICKS", "--features", "article", "-o", "DIR/no/a"], "--out DIR/no/a: there is no folder"),
     ([*CLICKS, "--plot", "DIR/no/a.png"], "--plot DIR/no/a.png: there is no folder DIR/no; make"),
-    ([*CLICKS, "--plot", "DIR/a.xyz"], "--plot DIR/a.xyz: Format 'xyz' is not supported"),
+    ([*CLICKS, "--plot", "DIR/a.xyz"], "--plot DIR/a.xyz: expected a name that ends in one of"),
     (["--config", "CONFIG", "--rows", "9", *OUT], "--rows and --hash: the tables and ids are"),
     (["--config", "CONFIG", "--hash", *OUT], "--rows and --hash: the tables and ids are"),
     (["--features", "a", *OUT], "FILES: expected at least one Parquet file, got none"),

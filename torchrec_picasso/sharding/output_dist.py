@@ -17,6 +17,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec_picasso._torchrec import BaseEmbeddingDist, EmbeddingShardingContext
 from torchrec_picasso.ops.segment_reduction import mean_weights, pool_rows
 from torchrec_picasso.sharding.lookup import RowsInFlight
+from torchrec_picasso.sharding.step_update import StepUpdate
 
 __all__ = ["PooledOutputDist"]
 
@@ -75,12 +76,13 @@ class _FetchRows(Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, rows: RowsInFlight) -> tuple[Tensor, ...]:
-        ctx.rows = rows
+        # not rows themselves: they hold what this returns, which would hold ctx, for ever
+        ctx.update, ctx.batch = rows.update, rows.batch
         rows.arrival.wait()
         return tuple(rows.rows_PUD)
 
     @staticmethod
     def backward(ctx: Any, *grads_P: Tensor) -> tuple[None, None]:
-        rows: RowsInFlight = ctx.rows
-        rows.update.send(rows.batch, grads_P)
+        update: StepUpdate = ctx.update
+        update.send(ctx.batch, grads_P)
         return None, None
