@@ -40,7 +40,7 @@ from torchrec_picasso.workloads.placements import make_placement
 from torchrec_picasso.workloads.quiet import quiet_upstream
 
 _STATS_BATCHES = 20
-_WARMUP_STEPS, _TIMED_STEPS = 2, 5
+_WARMUP_STEPS, _TIMED_STEPS = 2, 9
 _TIMEOUT_S = 1500.0
 
 

@@ -15,6 +15,7 @@ from torchrec_picasso.frequency.stats import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.planner import hot_cold_planner
 from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionSharder
+from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
 from torchrec_picasso.version import __version__
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "HotColdEmbeddingBagCollectionSharder",
     "HotColdParams",
     "InputError",
+    "InterleavedTrainPipeline",
     "PicassoError",
     "PlanError",
     "__version__",

@@ -25,6 +25,13 @@ from torchrec.distributed.planner.shard_estimators import (
     _get_optimizer_multipler as optimizer_multiplier,
 )
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
+from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
+from torchrec.distributed.train_pipeline.utils import (
+    _override_input_dist_forwards as override_input_dist_forwards,
+)
+from torchrec.distributed.train_pipeline.utils import _rewrite_model as rewrite_model
+from torchrec.distributed.train_pipeline.utils import _start_data_dist as start_data_dist
 from torchrec.distributed.types import QuantizedCommCodec, QuantizedCommCodecs, ShardingEnv2D
 from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_configs import data_type_to_sparse_type
@@ -43,6 +50,7 @@ __all__ = [
     "EmptyFusedOptimizer",
     "FusedOptimizerModule",
     "GroupedPooledEmbeddingsLookup",
+    "PipelinedForward",
     "PoolingMode",
     "QuantizedCommCodec",
     "QuantizedCommCodecs",
@@ -50,9 +58,13 @@ __all__ = [
     "ShardingEnv2D",
     "SplitTableBatchedEmbeddingBagsCodegen",
     "TableBatchedEmbeddingSlice",
+    "TrainPipelineContext",
     "append_prefix",
     "data_type_to_sparse_type",
     "get_gradient_division",
     "get_state_dict",
     "optimizer_multiplier",
+    "override_input_dist_forwards",
+    "rewrite_model",
+    "start_data_dist",
 ]

@@ -25,7 +25,7 @@ from torchrec_picasso.exchange.all_to_all import start_all_to_all
 __all__ = ["measure_curves"]
 
 _MIN_BYTES = 4 << 10
-_MIN_REPEATS, _MAX_REPEATS = 3, 40
+_MIN_REPEATS, _MAX_REPEATS = 5, 40
 _LATE_MS = 1.0
 _BYTES_PER_FLOAT = 4
 _SKEWED_SHARE = 0.5  # of every rank's rows, to one rank

@@ -162,6 +162,12 @@ class PackedIdSpace:
         return packed_N.to(self.id_dtype), outside_N
 
     @property
+    def home_row_dtype(self) -> torch.dtype:
+        """The smallest integer type that holds every row of every home."""
+        largest = max(rows for rows_W in self.home_rows_PW for rows in rows_W)
+        return torch.int32 if largest < 2**31 else torch.int64
+
+    @property
     def id_dtype(self) -> torch.dtype:
         """The smallest integer type that holds every packed id."""
         return torch.int32 if self.num_rows < 2**31 else torch.int64

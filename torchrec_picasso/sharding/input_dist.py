@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -22,12 +23,14 @@ from torchrec_picasso._torchrec import BaseSparseFeaturesDist
 from torchrec_picasso.exchange.header import HeaderExchange, StepHeader
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.ops.bags import Bags, bag_order, reorder_bags
+from torchrec_picasso.ops.first_use import first_use_chunks
 from torchrec_picasso.ops.packed_ids import PackedIdSpace
-from torchrec_picasso.ops.partition import RowPartition, partition_rows
+from torchrec_picasso.ops.partition import RowPartition, locate_rows, partition_rows
 from torchrec_picasso.ops.segment_reduction import PoolingIndex
 from torchrec_picasso.ops.unique import unique_rows
 from torchrec_picasso.sharding.bad_input import raise_on_bad_input
 from torchrec_picasso.sharding.exchanged_batch import ExchangedBatch, ExchangedFeatures
+from torchrec_picasso.sharding.interleaved_step import ChunkedBatch, Interleaving
 
 __all__ = ["PackedInputDist"]
 
@@ -52,6 +55,7 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         space: The packed id space of the module.
         replicas_stale: Tells whether this rank's homes were written from outside.
         check_weights: Whether per-sample weights must be finite.
+        interleaving: How the next batch is cut, if it is.
     """
 
     def __init__(
@@ -60,12 +64,14 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         space: PackedIdSpace,
         replicas_stale: Callable[[], bool],
         check_weights: bool,
+        interleaving: Interleaving,
     ) -> None:
         super().__init__()
         self._pg = pg
         self._space = space
         self._replicas_stale = replicas_stale
         self._check_weights = check_weights
+        self._interleaving = interleaving
         self._order_of_batch_size: tuple[int, Tensor] | None = None
         self._mean_PF = torch.tensor(space.mean_F).split(list(space.features_P))
         self._any_mean_P = [bool(mean_F.any()) for mean_F in self._mean_PF]
@@ -79,18 +85,66 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
             features = sparse_features
             lookups_F = _lookups_per_feature(features)
             packed_N, outside_N = space.pack_ids(features.values(), lookups_F)
-            local = self._partition(features, packed_N)
-            header = HeaderExchange(
+            send_header = partial(
+                HeaderExchange,
                 self._pg,
-                counts_PB=local.rows.counts_PB,
-                lookups_P=_sum_per_pack(lookups_F, space.features_P),
-                touched_H=local.rows.touched_H,
-                hot_start_P1=space.hot_start_P1,
                 outside_ids=outside_N.sum(),
                 bad_weights=self._bad_weights(features),
                 homes_written=self._replicas_stale(),
             )
+            if self._interleaving.sizes_K is not None:
+                return self._chunked(features, packed_N, self._interleaving.sizes_K, send_header)
+            local = self._partition(features, packed_N)
+            header = send_header(
+                counts_PB=local.rows.located.counts_PB,
+                lookups_P=_sum_per_pack(lookups_F, space.features_P),
+                touched_H=local.rows.located.touched_H,
+                hot_start_P1=space.hot_start_P1,
+            )
         return _HeaderAwaitable(self._pg, space, local, header)
+
+    def _chunked(
+        self,
+        features: KeyedJaggedTensor,
+        packed_N: Tensor,
+        sizes_K: Sequence[int],
+        send_header: Callable[..., HeaderExchange],
+    ) -> ChunkedBatch:
+        """Makes an interleaved batch unique and sends its header."""
+        space, num_chunks = self._space, len(sizes_K)
+        order_S = self._bag_order(features.stride(), packed_N.device)
+        weighted = features.weights_or_none() is not None
+        bags = reorder_bags(packed_N, features.lengths(), order_S, keep_source=weighted)
+        rows = unique_rows(bags.ids_N)
+        chunk_U = first_use_chunks(
+            rows, _micro_batch_of_lookup(bags, space.features_P, sizes_K), num_chunks
+        )
+        located = locate_rows(rows.ids_U, space, chunk_U, num_chunks)
+        # to the header a (pack, chunk) is a pack; hot rows stand in a pack's first
+        counts_PB = located.counts_PB
+        pairs = counts_PB.new_zeros(space.num_packs, num_chunks, 1 + space.world_size)
+        pairs[:, 0, 0] = counts_PB[:, 0]
+        pairs[:, :, 1:] = counts_PB[:, 1:].view(space.num_packs, num_chunks, -1)
+        hot_start_P1 = space.hot_start_P1
+        ends = [end for end in hot_start_P1[1:] for _ in range(num_chunks)]
+        header = send_header(
+            counts_PB=pairs.view(-1, 1 + space.world_size),
+            lookups_P=counts_PB.new_zeros(space.num_packs * num_chunks),
+            touched_H=located.touched_H,
+            hot_start_P1=[0, *ends],
+        )
+        return ChunkedBatch(
+            features=features,
+            bags=bags,
+            sizes_K=sizes_K,
+            located=located,
+            row_of_lookup_N=located.position_U[rows.row_of_lookup_N],
+            mean_PF=[
+                mean_F.to(packed_N.device) if any_mean else None
+                for mean_F, any_mean in zip(self._mean_PF, self._any_mean_P)
+            ],
+            header=header,
+        )
 
     def _partition(self, features: KeyedJaggedTensor, packed_N: Tensor) -> _LocalBatch:
         space = self._space
@@ -168,7 +222,7 @@ class _IdsAwaitable(Awaitable[KeyedJaggedTensor]):
         self._local = local
         self._header = header
         # target_U is pack-major, hot rows first: alternate [hot, cold] parts of each pack
-        parts = local.rows.target_U.split(
+        parts = local.rows.located.target_U.split(
             [
                 count
                 for hot, send_W in zip(header.hot_P, header.send_PW)
@@ -176,7 +230,7 @@ class _IdsAwaitable(Awaitable[KeyedJaggedTensor]):
             ]
         )
         self._hot_slots_P = parts[0::2]
-        wire_dtype = _row_dtype(space)
+        wire_dtype = space.home_row_dtype
         self._ids = PackedAllToAll(
             pg,
             [cold.to(wire_dtype) for cold in parts[1::2]],
@@ -205,10 +259,13 @@ class _IdsAwaitable(Awaitable[KeyedJaggedTensor]):
         return ExchangedFeatures.of(local.features, batch)
 
 
-def _row_dtype(space: PackedIdSpace) -> torch.dtype:
-    """The smallest integer type that holds every row of every home."""
-    largest = max(rows for rows_W in space.home_rows_PW for rows in rows_W)
-    return torch.int32 if largest < 2**31 else torch.int64
+def _micro_batch_of_lookup(bags: Bags, features_P: Sequence[int], sizes_K: Sequence[int]) -> Tensor:
+    """Micro-batch of each lookup in bag order, int64, shape ``(N,)``."""
+    device = bags.ids_N.device
+    bags_PK = torch.tensor([n * size for n in features_P for size in sizes_K], device=device)
+    edges_S1 = bags.offsets_S1[torch.cat([bags_PK.new_zeros(1), bags_PK.cumsum(0)])]
+    micro_PK = torch.arange(len(sizes_K), device=device).repeat(len(features_P))
+    return torch.repeat_interleave(micro_PK, torch.diff(edges_S1), output_size=bags.ids_N.numel())
 
 
 def _lookups_per_feature(features: KeyedJaggedTensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,13 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.ops.packed_ids import PackedIdSpace
+from torchrec_picasso.sharding.arriving_rows import ArrivingRows, GradientSink
 from torchrec_picasso.sharding.exchanged_batch import (
     ExchangedBatch,
     ExchangedFeatures,
     exchanged_batch,
 )
+from torchrec_picasso.sharding.interleaved_step import ChunkedBatch, InterleavedStep, MicroRows
 from torchrec_picasso.sharding.step_update import StepUpdate
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_storage import RowStorage
@@ -29,17 +32,25 @@ from torchrec_picasso.storage.row_storage import RowStorage
 __all__ = ["HotColdLookup", "RowsInFlight"]
 
 
-@dataclass(frozen=True)
-class RowsInFlight:
-    """Rows on their way back to the batch that asked for them."""
+@dataclass(frozen=True, kw_only=True)
+class RowsInFlight(ArrivingRows):
+    """Rows on their way back to the whole batch that asked for them."""
 
     batch: ExchangedBatch
     rows_PUD: Sequence[Tensor]
     """Per pack ``(U_p, D_p)``: hot rows, then the space that cold rows arrive in."""
     arrival: PackedAllToAll
     update: StepUpdate
-    weights_N: Tensor | None
-    """Per-sample weights in bag order."""
+
+    @property
+    def gradient_sink(self) -> GradientSink:
+        """The step's update."""
+        return partial(self.update.send, self.batch)
+
+    def arrive(self) -> Sequence[Tensor]:
+        """Waits for the rows."""
+        self.arrival.wait()
+        return self.rows_PUD
 
 
 class HotColdLookup(GroupedPooledEmbeddingsLookup):
@@ -65,10 +76,10 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
         super().__init__(grouped_configs=configs, device=device, pg=pg)
         self._pg = pg
         self._storages: list[RowStorage] = list(self._emb_modules)
+        self._space = space
         self._forward_codec = codecs.forward if codecs is not None else None
-        self._update = StepUpdate(
-            pg, self._storages, codecs.backward if codecs is not None else None
-        )
+        self._backward_codec = codecs.backward if codecs is not None else None
+        self._update = StepUpdate(pg, self._storages, self._backward_codec)
 
     def _create_embedding_kernel(
         self,
@@ -84,8 +95,19 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
         """Whether this rank's homes were written from outside since its replicas were filled."""
         return any(storage.replicas_stale() for storage in self._storages)
 
-    def forward(self, sparse_features: ExchangedFeatures) -> RowsInFlight:
-        """Gathers the rows that all ranks ask of this home and sends them. Collective."""
+    def interleave(self, batch: ChunkedBatch) -> InterleavedStep:
+        """The step of a batch whose exchange a schedule drives."""
+        return InterleavedStep(
+            self._pg, self._space, self._storages, self._forward_codec, self._backward_codec, batch
+        )
+
+    def forward(self, sparse_features: ExchangedFeatures | MicroRows) -> ArrivingRows:
+        """Gathers the rows that all ranks ask of this home and sends them. Collective.
+
+        The rows of a micro-batch are on their way already and are passed on.
+        """
+        if isinstance(sparse_features, MicroRows):
+            return sparse_features
         batch = exchanged_batch(sparse_features)
         with torch.no_grad():
             if batch.header.homes_written or self.replicas_stale():
@@ -109,4 +131,13 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
         weights_N = sparse_features.weights_or_none()
         if weights_N is not None:
             weights_N = weights_N.float().index_select(0, batch.source_N)
-        return RowsInFlight(batch, fetched_P, arrival, self._update, weights_N)
+        return RowsInFlight(
+            pooling_P=batch.pooling_P,
+            lookups_P=batch.lookups_P,
+            batch_size=batch.batch_size,
+            weights_N=weights_N,
+            batch=batch,
+            rows_PUD=fetched_P,
+            arrival=arrival,
+            update=self._update,
+        )

@@ -16,13 +16,12 @@ from torchrec.distributed.types import Awaitable
 
 from torchrec_picasso._torchrec import BaseEmbeddingDist, EmbeddingShardingContext
 from torchrec_picasso.ops.segment_reduction import mean_weights, pool_rows
-from torchrec_picasso.sharding.lookup import RowsInFlight
-from torchrec_picasso.sharding.step_update import StepUpdate
+from torchrec_picasso.sharding.arriving_rows import ArrivingRows
 
 __all__ = ["PooledOutputDist"]
 
 
-class PooledOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, RowsInFlight, Tensor]):
+class PooledOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, ArrivingRows, Tensor]):
     """Pools fetched rows into the module's output.
 
     Args:
@@ -36,7 +35,7 @@ class PooledOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, RowsInFlight,
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     def forward(
-        self, local_embs: RowsInFlight, sharding_ctx: EmbeddingShardingContext | None = None
+        self, local_embs: ArrivingRows, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
         """Gives the awaitable of the pooled output: ``(B, sum of F_p * D_p)``, or flat, feature by
         feature, when every feature has its own batch size."""
@@ -44,28 +43,28 @@ class PooledOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, RowsInFlight,
 
 
 class _PooledAwaitable(Awaitable[Tensor]):
-    def __init__(self, rows: RowsInFlight, features_P: Sequence[int], anchor: Tensor) -> None:
+    def __init__(self, rows: ArrivingRows, features_P: Sequence[int], anchor: Tensor) -> None:
         super().__init__()
         self._rows = rows
         self._features_P = features_P
         self._anchor = anchor
 
     def _wait_impl(self) -> Tensor:
-        rows, batch = self._rows, self._rows.batch
+        rows = self._rows
         fetched_P = _FetchRows.apply(self._anchor, rows)
         if rows.weights_N is None:
             weights_P = [None] * len(fetched_P)
         else:
-            weights_P = rows.weights_N.split(list(batch.lookups_P))
+            weights_P = rows.weights_N.split(list(rows.lookups_P))
         pooled_P = [
             pool_rows(fetched, mean_weights(weights, index), index)
-            for fetched, weights, index in zip(fetched_P, weights_P, batch.pooling_P)
+            for fetched, weights, index in zip(fetched_P, weights_P, rows.pooling_P)
         ]
-        if batch.batch_size is None:
+        if rows.batch_size is None:
             return torch.cat([pooled.view(-1) for pooled in pooled_P])
         # (B * F_p, D_p) -> (B, F_p * D_p)
         outputs = [
-            pooled.view(batch.batch_size, num_features * pooled.size(1))
+            pooled.view(rows.batch_size, num_features * pooled.size(1))
             for pooled, num_features in zip(pooled_P, self._features_P)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
@@ -75,14 +74,12 @@ class _FetchRows(Function):
     """The fetched rows of every pack; backward sends their gradients away."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, rows: RowsInFlight) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, rows: ArrivingRows) -> tuple[Tensor, ...]:
         # not rows themselves: they hold what this returns, which would hold ctx, for ever
-        ctx.update, ctx.batch = rows.update, rows.batch
-        rows.arrival.wait()
-        return tuple(rows.rows_PUD)
+        ctx.send_gradients = rows.gradient_sink
+        return tuple(rows.arrive())
 
     @staticmethod
     def backward(ctx: Any, *grads_P: Tensor) -> tuple[None, None]:
-        update: StepUpdate = ctx.update
-        update.send(ctx.batch, grads_P)
+        ctx.send_gradients(grads_P)
         return None, None

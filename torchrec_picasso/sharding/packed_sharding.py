@@ -26,6 +26,7 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.packed_ids import PackedIdSpace, PackedTable
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.sharding.input_dist import PackedInputDist
+from torchrec_picasso.sharding.interleaved_step import Interleaving
 from torchrec_picasso.sharding.lookup import HotColdLookup
 from torchrec_picasso.sharding.output_dist import PooledOutputDist
 
@@ -84,6 +85,7 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
         self._codecs = _wire_codecs(qcomm_codecs_registry)
         self._check_weights = check_weights
         self._lookup: HotColdLookup | None = None
+        self.interleaving = Interleaving()
 
     @property
     def space(self) -> PackedIdSpace:
@@ -110,7 +112,11 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
         """Makes the unique exchange of ids."""
         assert self._lookup is not None, "TorchRec creates lookups before input dists"
         return PackedInputDist(
-            self._pg, self._space, self._lookup.replicas_stale, self._check_weights
+            self._pg,
+            self._space,
+            self._lookup.replicas_stale,
+            self._check_weights,
+            self.interleaving,
         )
 
     def create_output_dist(self, device: torch.device | None = None) -> PooledOutputDist:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
 from torchrec_picasso.errors import CompatError, PlanError
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.sharding.interleaved_step import InterleavedStep
 from torchrec_picasso.sharding.packed_sharding import HotColdPooledEmbeddingSharding
 
 __all__ = [
@@ -92,6 +94,28 @@ class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return HotColdPooledEmbeddingSharding(
             sharding_infos, env, device, qcomm_codecs_registry, cls.check_weights
         )
+
+    @property
+    def can_interleave(self) -> bool:
+        """Whether all tables are hot/cold, so that a schedule may drive the whole exchange."""
+        return list(self.sharding_type_to_sharding_infos) == [_GROUP]
+
+    def start_step(self, context: Any, sizes_K: Sequence[int], *args: Any) -> InterleavedStep:
+        """Starts a batch whose exchange a schedule drives. Collective.
+
+        Args:
+            context: Of :meth:`create_context`.
+            sizes_K: Samples of each micro-batch.
+            *args: Of :meth:`input_dist`.
+        """
+        (sharding,) = self._embedding_shardings
+        sharding.interleaving.sizes_K = sizes_K
+        try:
+            (batch,) = self.input_dist(context, *args).awaitables
+        finally:
+            sharding.interleaving.sizes_K = None
+        (lookup,) = self._lookups
+        return lookup.interleave(batch)
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         """Refuses TorchRec's dynamic resharding when a table is hot/cold."""

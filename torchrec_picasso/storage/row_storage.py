@@ -100,10 +100,12 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
         states = self._tbe.get_optimizer_state()
         self._states: dict[str, Tensor] = dict(states[0]) if states else {}
         self._bag_offsets = torch.empty(0, dtype=torch.int64, device=device)
+        self._marked: Tensor | None = None  # all False between calls of which_are_among
         self._filled_versions: tuple[int, ...] | None = None
         self._dirty = False
         self._optim = _FlushedFusedOptimizer(self, **self._optimizer_views())
         self._init_parameters()
+        self._own_versions = self._versions()
 
     # -- training ------------------------------------------------------------------------------
 
@@ -131,6 +133,18 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
         else:
             out_hD.copy_(self._rows.index_select(0, rows_h))
 
+    def which_are_among(self, rows_n: Tensor, others_m: Tensor) -> Tensor:
+        """Which of some home rows are among others too: bool, shape ``(n,)``; O(n + m) time."""
+        if self._marked is None:
+            self._marked = torch.zeros(
+                self._num_home_rows, dtype=torch.bool, device=self._rows.device
+            )
+        others_m = others_m.to(torch.int64)
+        self._marked.index_fill_(0, others_m, True)
+        found_n = self._marked.index_select(0, rows_n)
+        self._marked.index_fill_(0, others_m, False)
+        return found_n
+
     def update(self, rows_n: Tensor, hot_slots_h: Tensor, grads_mD: Tensor) -> None:
         """Applies the optimizer once to every row given.
 
@@ -146,8 +160,9 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
             rows_mD = self._tbe(indices_m, self._one_row_per_bag(indices_m.numel()))
             torch.autograd.backward(rows_mD, grads_mD)
         self._dirty = self._dirty or hot_slots_h.numel() > 0
+        self._own_versions = self._versions()
         if self._filled_versions is not None:
-            self._filled_versions = self._versions()
+            self._filled_versions = self._own_versions
 
     def _one_row_per_bag(self, num_rows: int) -> Tensor:
         if self._bag_offsets.numel() <= num_rows:
@@ -160,24 +175,35 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
         """Whether the replicas may differ from homes that were written from outside."""
         return self._hot_homes.num_hot_rows > 0 and self._filled_versions != self._versions()
 
+    def written_outside(self) -> bool:
+        """Whether rows were written by anybody else since the last call of
+        :meth:`accept_writes`, update or fill."""
+        return self._own_versions != self._versions()
+
+    def accept_writes(self) -> None:
+        """Takes the rows as they are: whoever holds copies of them has them again."""
+        self._own_versions = self._versions()
+
     def fill_replicas(self) -> None:
         """Copies every hot row from its home to all ranks. Collective."""
         self.flush()
         for tensor in (self._rows, *self._row_states()):
             self._hot_homes.broadcast(tensor, self._num_home_rows, self._pg)
         self._dirty = False
-        self._filled_versions = self._versions()
+        self._filled_versions = self._own_versions = self._versions()
 
     def flush(self) -> None:
         """Copies this rank's own hot rows and their optimizer state home. Local."""
         if not self._dirty or self._filled_versions is None:
             return
-        was_stale = self.replicas_stale()
+        was_stale, was_written = self.replicas_stale(), self.written_outside()
         for tensor in (self._rows, *self._row_states()):
             self._hot_homes.copy_home(tensor, self._num_home_rows)
         self._dirty = False
         if not was_stale:
             self._filled_versions = self._versions()
+        if not was_written:
+            self._own_versions = self._versions()
 
     def purge(self) -> None:
         """Forgets the replicas, after bringing home what they know. Local."""

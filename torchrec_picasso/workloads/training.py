@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 from torchrec.models.dlrm import DLRMTrain
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -26,7 +26,10 @@ from torchrec_picasso.workloads.dlrm import build_dlrm, write_initial_tables
 from torchrec_picasso.workloads.placements import Placement, make_placement
 from torchrec_picasso.workloads.source import BatchSource
 
-__all__ = ["Trainer", "unsharded_model"]
+__all__ = ["MakePipeline", "Trainer", "unsharded_model"]
+
+MakePipeline = Callable[[torch.nn.Module, torch.optim.Optimizer, torch.device], TrainPipeline]
+"""From sharded model, optimizer and device to a pipeline with TorchRec's ``progress``."""
 
 
 class Trainer:
@@ -40,6 +43,8 @@ class Trainer:
         source: Tells the tables, and the held-out samples that hot rows are chosen from.
         placement: Overrides ``config.sharding.placement``.
         device: Where the model goes, CPU if ``None``; the process group must serve it.
+        make_pipeline: From sharded model, optimizer and device to the pipeline that trains;
+            ``None`` = TorchRec's SparseDist pipeline.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Trainer:
         source: BatchSource,
         placement: str | None = None,
         device: torch.device | None = None,
+        make_pipeline: MakePipeline | None = None,
     ) -> None:
         pg = dist.group.WORLD
         assert pg is not None, "init_process_group comes first"
@@ -80,9 +86,7 @@ class Trainer:
             _dense_optimizer(config.optimizer),
         )
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
-        self._pipeline = TrainPipelineSparseDist(
-            self.model, self.optimizer, self.device, execute_all_batches=True
-        )
+        self._pipeline = (make_pipeline or _sparse_dist)(self.model, self.optimizer, self.device)
 
     def steps(self, batches: Iterable[Batch], num_steps: int | None = None) -> Iterator[Tensor]:
         """Trains on the given batches, one at a time. Collective.
@@ -160,6 +164,12 @@ def unsharded_model(config: TrainConfig, source: BatchSource) -> DLRMTrain:
     model = build_dlrm(config.model, source.tables, config.seed)
     _fuse_table_optimizer(model, config.optimizer)
     return model
+
+
+def _sparse_dist(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> TrainPipeline:
+    return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
 
 
 def _stats(

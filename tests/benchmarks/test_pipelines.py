@@ -1,0 +1,213 @@
+"""The comparison of pipelines and placements: names, arithmetic, and one whole tiny run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.contestants import (
+    Block,
+    Contestant,
+    RankResult,
+    interleaved_is_missing,
+    parse_contestant,
+    standings,
+)
+from benchmarks.pipelines import main
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.errors import ConfigError
+
+TINY = (
+    *("--data", "zipf", "--rate-mbit", "0", "--batch-size", "32", "--dim", "8"),
+    *("--max-rows", "300", "--heldout-steps", "1", "--rounds", "2", "--block-steps", "2"),
+)
+STEPS = 14  # 3 to warm up, 2 counted, 2 blocks of 1 + 2, 3 at the end
+LOSS_TOLERANCE = 1e-4  # float32 sums in another order, over STEPS steps
+
+
+def rank_result(name: str, blocks: list[Block], **changes: Any) -> RankResult:
+    result = RankResult(
+        contestant=parse_contestant(name),
+        blocks=blocks,
+        losses=[0.5],
+        metered_bytes=10.0,
+        collectives=5.0,
+        tables={"table_wise": 26},
+        hot_rows=0,
+        trains_same_model=True,
+    )
+    return dataclasses.replace(result, **changes)
+
+
+def block(*step_s: float, thread_share: float = 0.5, link_bytes: float | None = None) -> Block:
+    thread_s = [seconds * thread_share for seconds in step_s]
+    return Block(step_s=list(step_s), thread_s=thread_s, cpu_s=0.25, link_bytes=link_bytes)
+
+
+@pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise", "planner"])
+def test_a_stock_name_is_a_placement_under_the_stock_pipeline(name: str) -> None:
+    contestant = parse_contestant(name)
+    assert contestant == Contestant(name=name, placement=name, pipeline="sparse_dist")
+    assert contestant.is_stock
+
+
+def test_hot_cold_without_a_number_leaves_the_choice_to_curves() -> None:
+    assert parse_contestant("hot_cold").needs_curves
+    assert not parse_contestant("hot_cold:0").needs_curves
+    assert parse_contestant("hot_cold:5000").hot_rows == 5000
+
+
+@given(num_micro_batches=st.integers(1, 64), hot_rows=st.none() | st.integers(0, 10**7))
+def test_interleaved_takes_micro_batches_and_hot_rows(
+    num_micro_batches: int, hot_rows: int | None
+) -> None:
+    suffix = "" if hot_rows is None else f":{hot_rows}"
+    contestant = parse_contestant(f"interleaved:{num_micro_batches}{suffix}")
+    assert (contestant.pipeline, contestant.placement) == ("interleaved", "hot_cold")
+    assert contestant.num_micro_batches == num_micro_batches
+    assert contestant.hot_rows == hot_rows
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "best", "table_wise:3", "hot_cold:-1", "hot_cold:1:2", "hot_cold:many"),
+        *("interleaved", "interleaved:0", "interleaved:2:3:4", "fused:1"),
+    ],
+)
+def test_an_unknown_contestant_is_refused_with_the_names_there_are(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"NAME is one of table_wise, row_wise") as refusal:
+        parse_contestant(name)
+    assert repr(name) in str(refusal.value)
+
+
+def test_a_step_lasts_as_long_as_on_its_slowest_rank() -> None:
+    ranks = [
+        [rank_result("table_wise", [block(0.1, 0.4), block(0.2, 0.2)])],
+        [rank_result("table_wise", [block(0.3, 0.1), block(0.1, 0.1)])],
+    ]
+    standing = standings(ranks, batch_size=10, ranks_per_host=1)["table_wise"]
+    assert standing.block_step_ms == [pytest.approx([300, 400]), pytest.approx([200, 200])]
+    # blocks of the slowest rank: 0.25 and 0.2 s per step
+    assert standing.samples_per_s == pytest.approx(20 / 0.225)
+    assert standing.cpu_s_per_step == pytest.approx(0.5)
+    assert standing.exposed_share == pytest.approx(0.5)
+
+
+def test_ratios_are_to_the_fastest_stock_contestant_even_if_it_trains_another_model() -> None:
+    ranks = [
+        [
+            rank_result("table_wise", [block(0.4, 0.4)] * 2, losses=[0.5, 0.4]),
+            rank_result(
+                "column_wise", [block(0.2, 0.2)] * 2, losses=[1.0], trains_same_model=False
+            ),
+            rank_result("hot_cold", [block(0.1, 0.1)] * 2, losses=[0.5, 0.3]),
+        ]
+    ]
+    found = standings(ranks, batch_size=10, ranks_per_host=1)
+    assert {name: of.ratio for name, of in found.items()} == pytest.approx(
+        {"table_wise": 0.5, "column_wise": 1.0, "hot_cold": 2.0}
+    )
+    assert found["hot_cold"].ratio_by_round == pytest.approx([2.0, 2.0])
+    assert found["hot_cold"].max_loss_difference == pytest.approx(0.25)  # to table_wise
+
+
+def test_link_bytes_are_those_of_the_busiest_host() -> None:
+    ranks = [
+        [rank_result("table_wise", [block(1, 1, link_bytes=sent)] * 2)]
+        for sent in (5.0, 5.0, 7.0, 7.0)
+    ]
+    found = standings(ranks, batch_size=10, ranks_per_host=2)["table_wise"]
+    assert found.link_bytes_per_step == 7.0
+
+
+def test_on_loopback_there_are_no_link_bytes() -> None:
+    found = standings([[rank_result("table_wise", [block(1, 1)])]], 10, 1)["table_wise"]
+    assert found.link_bytes_per_step is None
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("pipelines")
+    curves = folder / "curves.json"
+    CommCurves.assumed(2, gbytes_per_s=0.1).to_json(curves)
+    names = ["table_wise", "column_wise", "hot_cold", "hot_cold:0", "hot_cold:20"]
+    if interleaved_is_missing() is None:
+        names.append("interleaved:2:20")
+    files = ("--curves", str(curves), "-o", str(folder / "out.json"))
+    plot = ("--plot", str(folder / "out.png"))
+    assert main([*TINY, *files, *plot, "--contestants", ",".join([*names, "fused"])]) == 0
+    return json.loads((folder / "out.json").read_text()), folder
+
+
+def test_all_contestants_take_all_steps_and_the_losses_are_stocks(
+    tiny_run: tuple[dict[str, Any], Path],
+) -> None:
+    document, _ = tiny_run
+    same = {n: of for n, of in document["contestants"].items() if of["trains_same_model"]}
+    assert {"table_wise", "hot_cold", "hot_cold:0", "hot_cold:20"} <= set(same)
+    for name, of in same.items():
+        assert len(of["losses"]) == STEPS, name
+        assert [len(block) for block in of["block_step_ms"]] == [2, 2], name
+        assert of["max_loss_difference"] < LOSS_TOLERANCE, name
+        assert of["losses"] == pytest.approx(same["table_wise"]["losses"], rel=LOSS_TOLERANCE)
+    assert len(set(same["table_wise"]["losses"])) == STEPS  # it did train
+
+
+def test_the_answer_tells_what_was_asked_and_what_was_left_out(
+    tiny_run: tuple[dict[str, Any], Path],
+) -> None:
+    document, _ = tiny_run
+    assert set(document) == {
+        *("environment", "question", "contestants", "probe_ms", "left_out", "floors")
+    }
+    assert document["environment"]["torchrec-picasso"]
+    assert document["question"]["rate_mbit"] is None
+    assert {"table_wise", "column_wise"} <= set(document["probe_ms"])
+    # TorchRec's fused pipeline either ran or says why not
+    assert ("table_wise+fused" in document["left_out"]) != (
+        "table_wise+fused" in document["contestants"]
+    )
+    assert document["floors"]["wire_ms"] is None
+    assert document["floors"]["compute_ms"] > 0
+    assert document["contestants"]["hot_cold:20"]["hot_rows"] == 20
+    assert document["contestants"]["hot_cold:0"]["metered_bytes_per_step"] > 0
+
+
+def test_the_best_stock_contestant_has_ratio_one_and_none_is_above_it(
+    tiny_run: tuple[dict[str, Any], Path],
+) -> None:
+    document, _ = tiny_run
+    stock = [of["ratio"] for of in document["contestants"].values() if of["is_stock"]]
+    assert max(stock) == 1.0
+
+
+def test_the_picture_is_a_picture(tiny_run: tuple[dict[str, Any], Path]) -> None:
+    _, folder = tiny_run
+    assert (folder / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--data", "nowhere.parquet"), "nowhere.parquet"),
+        (("--contestants", "hot_cold:0"), "no stock one to compare with"),
+        (("--contestants", "table_wise,best"), "'best'"),
+        (("-o", "nowhere/out.json"), "there is no folder nowhere"),
+        (("--max-rows", "9000000", "--dim", "4096"), "lower --max-rows"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1

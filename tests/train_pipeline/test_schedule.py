@@ -1,0 +1,74 @@
+"""Every schedule is legal, complete and printable; an illegal one is refused, saying why."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from torchrec_picasso.errors import PlanError
+from torchrec_picasso.train_pipeline.schedule import (
+    COLLECTIVES,
+    Op,
+    Schedule,
+    evaluation_schedule,
+    training_schedule,
+)
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 4, 8])
+def test_training_schedules_are_legal(num_micro_batches: int, lookahead: bool) -> None:
+    schedule = training_schedule(num_micro_batches, lookahead)
+    schedule.check()
+    kinds = [op.kind for op in schedule]
+    chunks = list(range(num_micro_batches))
+    assert [op.index for op in schedule if op.kind == "forward"] == chunks
+    assert [op.index for op in schedule if op.kind == "backward"] == chunks[::-1]
+    assert [op.index for op in schedule if op.kind == "send_gradients"] == chunks[::-1]
+    assert kinds.count("fetch_dirty") == num_micro_batches
+    assert kinds.count("fetch_clean") == lookahead * num_micro_batches
+    assert kinds.count("send_marks") == lookahead
+    assert kinds.index("update") < kinds.index("fetch_dirty")
+    if lookahead:
+        assert kinds.index("fetch_clean") < kinds.index("update")
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_evaluation_has_no_backward(num_micro_batches: int) -> None:
+    schedule = evaluation_schedule(num_micro_batches)
+    schedule.check()
+    assert not {"backward", "update", "dense_step"} & {op.kind for op in schedule}
+
+
+def test_any_two_collectives_that_depend_on_each_other_keep_their_order() -> None:
+    ops = list(training_schedule(4, lookahead=True))
+    illegal = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        shuffled = ops.copy()
+        i, j = sorted(rng.sample(range(len(ops)), 2))
+        shuffled[i], shuffled[j] = shuffled[j], shuffled[i]
+        try:
+            Schedule(tuple(shuffled)).check()
+        except PlanError:
+            illegal += 1
+    assert illegal > 100
+
+
+def test_an_illegal_schedule_is_refused() -> None:
+    early = Schedule((Op("fetch_dirty", 1, 0), Op("update")))
+    with pytest.raises(
+        PlanError, match="runs fetch_dirty 0 of the next batch before update, which it needs"
+    ):
+        early.check()
+    with pytest.raises(PlanError, match="runs update twice"):
+        Schedule((Op("update"), Op("update"))).check()
+
+
+def test_the_frame_has_a_line_per_operation() -> None:
+    schedule = training_schedule(2, lookahead=True)
+    frame = schedule.to_frame()
+    assert list(frame.columns) == ["op", "batch", "index", "collective"]
+    assert len(frame) == len(schedule.ops) == len(str(schedule).splitlines())
+    assert set(frame.loc[frame["collective"], "op"]) == COLLECTIVES

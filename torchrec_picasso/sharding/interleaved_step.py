@@ -1,0 +1,452 @@
+"""One batch of one module, from its ids to its update, in pieces that a schedule may reorder.
+
+The batch is cut into K micro-batches. Chunk j holds the rows that micro-batch j is the first to
+use, so forward needs chunks up to j before micro-batch j, and with backward running from the last
+micro-batch to the first, the gradient of chunk j is complete right after micro-batch j. Every row
+still travels once, and is updated once.
+
+Rows of the next batch that this one does not update are clean: they may be fetched before this
+one's update. The home of a row knows whether it is, from the requests of both batches, and tells
+the rank that asked. So looking ahead changes when a row travels, never what it holds.
+
+Shape letters: K micro-batches and chunks, P packs, U unique rows, m rows of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_picasso._torchrec import QuantizedCommCodec, get_gradient_division
+from torchrec_picasso.exchange.header import HeaderExchange, StepHeader
+from torchrec_picasso.exchange.hot_reduction import HotReduction
+from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
+from torchrec_picasso.ops.bags import Bags
+from torchrec_picasso.ops.packed_ids import PackedIdSpace
+from torchrec_picasso.ops.partition import LocatedRows
+from torchrec_picasso.ops.segment_reduction import PoolingIndex
+from torchrec_picasso.ops.segments import CLEAN, DIRTY, Segments, cut_segments
+from torchrec_picasso.ops.unique import unique_rows
+from torchrec_picasso.sharding.arriving_rows import ArrivingRows, GradientSink
+from torchrec_picasso.sharding.bad_input import raise_on_bad_input
+from torchrec_picasso.storage.row_storage import RowStorage
+
+__all__ = ["ChunkedBatch", "InterleavedStep", "Interleaving", "MicroRows"]
+
+
+@dataclass
+class Interleaving:
+    """How a module's input dist takes the next batch."""
+
+    sizes_K: Sequence[int] | None = None
+    """Samples of each micro-batch; ``None`` = in one piece, driven by TorchRec's awaitables."""
+
+
+@dataclass(frozen=True)
+class ChunkedBatch(Awaitable[KeyedJaggedTensor]):
+    """A batch made unique, in request order, its header on the way."""
+
+    features: KeyedJaggedTensor
+    bags: Bags
+    sizes_K: Sequence[int]
+    """Samples of each micro-batch."""
+    located: LocatedRows
+    """Its rows by pack, chunk and home; hot rows of a pack before its chunks."""
+    row_of_lookup_N: Tensor
+    """Place in request order of each lookup's row."""
+    mean_PF: Sequence[Tensor | None]
+    """Which features of each pack are averaged; ``None`` = none."""
+    header: HeaderExchange
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        raise AssertionError("an interleaved batch is driven by its InterleavedStep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroRows(ArrivingRows):
+    """The rows that one micro-batch uses."""
+
+    step: InterleavedStep
+    index: int
+    used_P: Sequence[Tensor]
+    """Rows of each pack's matrix that the micro-batch uses, ascending."""
+
+    @property
+    def gradient_sink(self) -> GradientSink:
+        """The step, which sums over micro-batches."""
+        return partial(self.step.add_gradients, self.used_P)
+
+    def arrive(self) -> Sequence[Tensor]:
+        """Waits for the chunks up to this one; copies the rows used side by side."""
+        return self.step.arrive(self.index, self.used_P)
+
+
+class InterleavedStep:
+    """One batch of one module; its methods are called once each, in the order they stand here.
+
+    Collective where it says so: on all ranks in the same order.
+
+    Args:
+        pg: Process group.
+        space: The packed id space of the module.
+        storages: One per pack.
+        forward_codec: Wire precision of rows, or ``None`` for their own.
+        backward_codec: Wire precision of gradients, or ``None`` for their own.
+        batch: The batch, its header on the way.
+    """
+
+    _header: StepHeader
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        space: PackedIdSpace,
+        storages: Sequence[RowStorage],
+        forward_codec: QuantizedCommCodec | None,
+        backward_codec: QuantizedCommCodec | None,
+        batch: ChunkedBatch,
+    ) -> None:
+        self._pg = pg
+        self._space = space
+        self._storages = storages
+        self._forward_codec = forward_codec
+        self._backward_codec = backward_codec
+        self._batch = batch
+        self._marks: PackedAllToAll | None = None
+        self._dirty_asked_P: Sequence[Tensor] = ()
+        self._dirty_mine_P: Sequence[Tensor] = ()
+        self._arrivals_K: list[list[PackedAllToAll]] = [[] for _ in batch.sizes_K]
+        self._gradients: list[PackedAllToAll] = []
+        self._hot: HotReduction | None = None
+
+    @property
+    def num_micro_batches(self) -> int:
+        """K."""
+        return len(self._batch.sizes_K)
+
+    # -- ids -----------------------------------------------------------------------------------
+
+    def send_ids(self) -> None:
+        """Ends the header and asks the homes for all cold rows. Collective.
+
+        Raises:
+            InputError: On all ranks, if any rank's ids or weights are bad.
+        """
+        batch, space, num_chunks = self._batch, self._space, self.num_micro_batches
+        self._header = header = batch.header.wait()
+        raise_on_bad_input(header, space, batch.features, rank=self._pg.rank())
+        # (pack, chunk) pairs; hot rows stand in a pack's first
+        counts = zip(header.hot_P, header.send_PW)
+        parts = batch.located.target_U.split([n for h, send_W in counts for n in (h, sum(send_W))])
+        hot_parts = parts[0 :: 2 * num_chunks]
+        starts_P = space.hot_start_P1
+        self._hot_slots_P = [slots - start for slots, start in zip(hot_parts, starts_P)]
+        touched_P = header.touched_slots_T.split(_per_pack(header.touched_P, num_chunks))
+        self._touched_slots_P = [slots - start for slots, start in zip(touched_P, starts_P)]
+        self._mine_PKW = _nested(header.send_PW, num_chunks)
+        self._asked_PKW = _nested(header.receive_PW, num_chunks)
+        dtype = space.home_row_dtype
+        self._requested_P = [_rows_buffer(asked, batch, dtype) for asked in self._asked_PKW]
+        self._ids = PackedAllToAll(
+            self._pg,
+            [cold.to(dtype) for cold in parts[1::2]],
+            header.send_PW,
+            _by_chunk(self._requested_P, self._asked_PKW),
+            header.receive_PW,
+        )
+
+    def receive_ids(self) -> None:
+        """Ends the ids exchange: homes know what they are asked for."""
+        self._ids.wait()
+
+    def send_marks(self, before: InterleavedStep) -> None:
+        """Tells every rank which of its rows the batch before updates here. Collective."""
+        dtype = torch.uint8
+        self._dirty_asked_P = [
+            storage.which_are_among(rows, updated).to(dtype)
+            for storage, rows, updated in zip(
+                self._storages, self._requested_P, before._requested_P
+            )
+        ]
+        self._dirty_mine_P = [_rows_buffer(mine, self._batch, dtype) for mine in self._mine_PKW]
+        self._marks = PackedAllToAll(
+            self._pg,
+            _by_chunk(self._dirty_asked_P, self._asked_PKW),
+            self._header.receive_PW,
+            _by_chunk(self._dirty_mine_P, self._mine_PKW),
+            self._header.send_PW,
+        )
+
+    def lay_out(self, mark: int) -> None:
+        """Gives every row its place; ends the marks.
+
+        Args:
+            mark: What all cold rows are where no marks were sent: ``CLEAN`` or ``DIRTY``.
+        """
+        num_packs = self._space.num_packs
+        mine: Sequence[Tensor | None] = [None] * num_packs
+        asked: Sequence[Tensor | None] = mine
+        if self._marks is not None:
+            self._marks.wait()
+            mine = [dirty.bool() for dirty in self._dirty_mine_P]
+            asked = [dirty.bool() for dirty in self._dirty_asked_P]
+        self._mine_P = [cut_segments(c, d, mark) for c, d in zip(self._mine_PKW, mine)]
+        self._asked_P = [cut_segments(c, d, mark) for c, d in zip(self._asked_PKW, asked)]
+        self._requested_P = [
+            segments.arrange(rows) for segments, rows in zip(self._asked_P, self._requested_P)
+        ]
+        hot_P = [slots.numel() for slots in self._hot_slots_P]
+        device = self._batch.located.target_U.device
+        self._place_P = [
+            _places(hot, segments, device) for hot, segments in zip(hot_P, self._mine_P)
+        ]
+        shapes = [
+            (hot + segments.num_rows, storage.dim)
+            for hot, segments, storage in zip(hot_P, self._mine_P, self._storages)
+        ]
+        self._rows_P = [torch.empty(shape, device=device) for shape in shapes]
+        self._grads_P = [torch.zeros(shape, device=device) for shape in shapes]
+        self._lookup_edges_PK = self._edges()
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def fetch(self, chunk: int, mark: int) -> None:
+        """Starts fetching the clean or the dirty rows of a chunk. Collective."""
+        with torch.no_grad():
+            self._arrivals_K[chunk].append(
+                PackedAllToAll(
+                    self._pg,
+                    [
+                        storage.gather(rows[asked.rows(chunk, mark)])
+                        for storage, rows, asked in zip(
+                            self._storages, self._requested_P, self._asked_P
+                        )
+                    ],
+                    [asked.counts_C2W[chunk][mark] for asked in self._asked_P],
+                    self._cold_rows(self._rows_P, chunk, mark),
+                    [mine.counts_C2W[chunk][mark] for mine in self._mine_P],
+                    self._forward_codec,
+                )
+            )
+
+    def read_hot(self) -> None:
+        """Reads the replicas. Collective when they have to be filled first."""
+        storages = self._storages
+        with torch.no_grad():
+            if self._header.homes_written or any(s.replicas_stale() for s in storages):
+                for storage in storages:
+                    storage.fill_replicas()
+            for storage, slots, rows in zip(storages, self._hot_slots_P, self._rows_P):
+                storage.gather_hot(slots, out_hD=rows[: slots.numel()])
+
+    def accept_writes(self) -> None:
+        """Takes the storages as they are: what was fetched is what they hold."""
+        for storage in self._storages:
+            storage.accept_writes()
+
+    def refresh(self) -> None:
+        """Fetches all rows again if somebody wrote into homes since, as a checkpoint load does.
+
+        Collective then: weights are written on all ranks.
+        """
+        if not any(storage.written_outside() for storage in self._storages):
+            return
+        for chunk, arrivals in enumerate(self._arrivals_K):
+            for arrival in arrivals:
+                arrival.wait()
+            arrivals.clear()
+            for mark in (CLEAN, DIRTY):
+                self.fetch(chunk, mark)
+        self.read_hot()
+        self.accept_writes()
+
+    def micro_rows(self, index: int) -> MicroRows:
+        """What a micro-batch uses: a lookup result for the output dist."""
+        batch, batch_size = self._batch, self._batch.sizes_K[index]
+        used_P, pooling_P, lookups_P, weights = [], [], [], []
+        first_row = first_bag = 0
+        for pack, place in enumerate(self._place_P):
+            low, high = self._lookup_edges_PK[pack][index : index + 2]
+            features = self._space.features_P[pack]
+            bags = first_bag + features * sum(batch.sizes_K[:index])
+            offsets_S1 = batch.bags.offsets_S1[bags : bags + features * batch_size + 1] - low
+            used, pooling = _pooling(
+                place[batch.row_of_lookup_N[low:high] - first_row],
+                offsets_S1,
+                _repeated(batch.mean_PF[pack], batch_size),
+            )
+            used_P.append(used)
+            pooling_P.append(pooling)
+            lookups_P.append(high - low)
+            if batch.bags.source_N is not None:
+                weights.append(
+                    batch.features.weights().float().index_select(0, batch.bags.source_N[low:high])
+                )
+            first_row += place.numel()
+            first_bag += features * sum(batch.sizes_K)
+        return MicroRows(
+            step=self,
+            index=index,
+            used_P=used_P,
+            pooling_P=pooling_P,
+            lookups_P=lookups_P,
+            batch_size=batch_size,
+            weights_N=torch.cat(weights) if weights else None,
+        )
+
+    def arrive(self, index: int, used_P: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Rows that a micro-batch uses, after the chunks up to its own have come."""
+        for arrivals in self._arrivals_K[: index + 1]:
+            for arrival in arrivals:
+                arrival.wait()
+            arrivals.clear()
+        return [
+            rows[:] if used.numel() == rows.size(0) else rows.index_select(0, used)
+            for rows, used in zip(self._rows_P, used_P)
+        ]
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def add_gradients(self, used_P: Sequence[Tensor], grads_P: Sequence[Tensor]) -> None:
+        """Adds a micro-batch's gradients to those of the later ones."""
+        for total, used, grads in zip(self._grads_P, used_P, grads_P):
+            total.index_add_(0, used, grads)
+
+    def send_gradients(self, chunk: int) -> None:
+        """Starts sending the gradients of a chunk home. Collective.
+
+        Its micro-batch has run backward, and so have all later ones.
+        """
+        if not self._gradients:
+            self._arrived_P = [
+                grads.new_empty(asked.num_rows + touched.numel(), grads.size(1))
+                for grads, asked, touched in zip(
+                    self._grads_P, self._asked_P, self._touched_slots_P
+                )
+            ]
+        for mark in (CLEAN, DIRTY):
+            self._gradients.append(
+                PackedAllToAll(
+                    self._pg,
+                    self._cold_rows(self._grads_P, chunk, mark),
+                    [mine.counts_C2W[chunk][mark] for mine in self._mine_P],
+                    [
+                        buffer[asked.rows(chunk, mark)]
+                        for buffer, asked in zip(self._arrived_P, self._asked_P)
+                    ],
+                    [asked.counts_C2W[chunk][mark] for asked in self._asked_P],
+                    self._backward_codec,
+                )
+            )
+
+    def reduce_hot(self) -> None:
+        """Starts summing the gradients of touched replicas over ranks. Collective."""
+        self._hot = HotReduction(
+            self._pg,
+            [g[: slots.numel()] for g, slots in zip(self._grads_P, self._hot_slots_P)],
+            [
+                torch.searchsorted(touched, own)
+                for touched, own in zip(self._touched_slots_P, self._hot_slots_P)
+            ],
+            [buffer[asked.num_rows :] for buffer, asked in zip(self._arrived_P, self._asked_P)],
+        )
+
+    def update(self) -> None:
+        """Waits for all gradients and updates every row once, at home and at the replicas."""
+        for gradients in self._gradients:
+            gradients.wait()
+        assert self._hot is not None, "reduce_hot comes before update"
+        self._hot.wait()
+        divided = get_gradient_division() and self._pg.size() > 1
+        for storage, rows, slots, grads in zip(
+            self._storages, self._requested_P, self._touched_slots_P, self._arrived_P
+        ):
+            storage.update(rows, slots, grads.div_(self._pg.size()) if divided else grads)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _cold_rows(self, matrices_P: Sequence[Tensor], chunk: int, mark: int) -> list[Tensor]:
+        """The slice of each matrix that holds the clean or dirty rows of a chunk."""
+        found = []
+        for matrix, slots, mine in zip(matrices_P, self._hot_slots_P, self._mine_P):
+            rows, hot = mine.rows(chunk, mark), slots.numel()
+            found.append(matrix[hot + rows.start : hot + rows.stop])
+        return found
+
+    def _edges(self) -> list[list[int]]:
+        """First lookup of each micro-batch in bag order, per pack, and the end; on the host."""
+        sizes_K = self._batch.sizes_K
+        cuts_K1 = [0, *accumulate(sizes_K)]
+        bags, start = [], 0
+        for features in self._space.features_P:
+            bags += [start + features * cut for cut in cuts_K1]
+            start += features * cuts_K1[-1]
+        edges = self._batch.bags.offsets_S1[torch.tensor(bags)].tolist()
+        width = len(cuts_K1)
+        return [edges[i : i + width] for i in range(0, len(edges), width)]
+
+
+def _nested(counts: Sequence[list[int]], num_chunks: int) -> list[list[list[int]]]:
+    """Per pack, per chunk."""
+    return [list(counts[i : i + num_chunks]) for i in range(0, len(counts), num_chunks)]
+
+
+def _per_pack(counts: Sequence[int], num_chunks: int) -> list[int]:
+    return [sum(counts[i : i + num_chunks]) for i in range(0, len(counts), num_chunks)]
+
+
+def _rows_buffer(counts_KW: list[list[int]], batch: ChunkedBatch, dtype: torch.dtype) -> Tensor:
+    return batch.located.target_U.new_empty(sum(map(sum, counts_KW)), dtype=dtype)
+
+
+def _by_chunk(values_P: Sequence[Tensor], counts_PKW: list[list[list[int]]]) -> list[Tensor]:
+    """Cuts each pack's vector into its chunks."""
+    return [
+        part
+        for values, counts_KW in zip(values_P, counts_PKW)
+        for part in values.split([sum(counts_W) for counts_W in counts_KW])
+    ]
+
+
+def _places(num_hot: int, segments: Segments, device: torch.device) -> Tensor:
+    """Row of the matrix of each row in request order, hot rows first."""
+    in_order = torch.arange(num_hot + segments.num_rows, device=device)
+    if segments.order_n is None:
+        return in_order
+    places = torch.empty_like(in_order)
+    places[:num_hot] = in_order[:num_hot]
+    places[num_hot + segments.order_n] = in_order[num_hot:]
+    return places
+
+
+def _repeated(mean_F: Tensor | None, batch_size: int) -> Tensor | None:
+    return None if mean_F is None else mean_F.repeat(batch_size)
+
+
+def _pooling(
+    row_n: Tensor, offsets_S1: Tensor, mean_S: Tensor | None
+) -> tuple[Tensor, PoolingIndex]:
+    """Rows used by some lookups, and how bags sum them."""
+    used = unique_rows(row_n.to(torch.int32))
+    lookups_S = torch.diff(offsets_S1)
+    bag_n = torch.repeat_interleave(
+        torch.arange(lookups_S.numel(), device=lookups_S.device),
+        lookups_S,
+        output_size=row_n.numel(),
+    )
+    return used.ids_U, PoolingIndex(
+        row_of_lookup_N=used.row_of_lookup_N,
+        bag_offsets_S1=offsets_S1,
+        bags_by_row_N=bag_n[used.lookups_by_row_N],
+        lookups_by_row_N=used.lookups_by_row_N,
+        row_offsets_U1=torch.cat([used.lookups_U.new_zeros(1), used.lookups_U.cumsum(0)]),
+        mean_S=mean_S,
+    )
