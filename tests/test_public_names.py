@@ -21,6 +21,7 @@ PUBLIC = (
     "FrequencyStats",
     "HotColdEmbeddingBagCollectionSharder",
     "HotColdParams",
+    "InterleavedTrainPipeline",
     "hot_cold_planner",
 )
 
@@ -91,6 +92,17 @@ def test_sharder_takes_its_parents_arguments() -> None:
     assert list(ours)[: len(parents)] == list(parents)
     assert all(ours[name].default == parameter.default for name, parameter in parents.items())
     assert all(ours[name].kind is KEYWORD_ONLY for name in list(ours)[len(parents) :])
+
+
+def test_interleaved_pipeline_signature() -> None:
+    parameters = inspect.signature(torchrec_picasso.InterleavedTrainPipeline).parameters
+    assert list(parameters)[:3] == ["model", "optimizer", "device"]
+    expected = {"num_micro_batches": 1, "lookahead": True, "split_batch": None}
+    for name, default in expected.items():
+        assert parameters[name].kind is KEYWORD_ONLY
+        assert parameters[name].default == default
+    for method in ("progress", "summary"):
+        assert hasattr(torchrec_picasso.InterleavedTrainPipeline, method)
 
 
 def test_errors_are_one_family() -> None:
