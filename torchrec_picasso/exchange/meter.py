@@ -27,7 +27,8 @@ class WireCount:
     """What one rank sent.
 
     Args:
-        num_collectives: Calls that move tensor data; barriers are not among them.
+        num_collectives: Calls that move tensor data; barriers are not among them. A message to one
+            rank is a call, so an all-to-all made of messages counts ``W - 1``.
         sent_bytes: Bytes for other ranks.
         calls_by_kind: Calls per operator, such as ``alltoall_base_``.
         bytes_by_kind: Bytes sent per operator.

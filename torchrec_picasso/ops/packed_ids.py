@@ -134,11 +134,6 @@ class PackedIdSpace:
         """Hot rows of all tables together."""
         return self.hot_start_P1[-1]
 
-    @property
-    def num_buckets(self) -> int:
-        """``P * (1 + W)``: replicas and ``W`` homes for each pack."""
-        return self.num_packs * (1 + self.world_size)
-
     def pack_ids(self, rows_N: Tensor, lookups_F: Tensor) -> tuple[Tensor, Tensor]:
         """Turns rows of tables into packed ids.
 
