@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchrec_picasso.ops.order import stable_order
 from torchrec_picasso.ops.packed_ids import PackedIdSpace
 from torchrec_picasso.ops.unique import UniqueRows
 
@@ -85,9 +86,11 @@ def locate_rows(
         target_U = torch.where(is_hot_U, slot_U, target_U)
         touched_H1[torch.where(is_hot_U, slot_U, space.num_hot_rows)] = True
     # Tables of one pack are side by side and, for one home, ascend: a stable sort is enough.
-    bucket_U, order_U = torch.sort(bucket_U, stable=True)
-    edges = torch.arange(space.num_packs * per_pack + 1, device=ids_U.device)
-    counts_B = torch.diff(torch.searchsorted(bucket_U, edges))  # bincount would sync the host
+    num_buckets = space.num_packs * per_pack
+    order_U = stable_order(bucket_U, num_buckets)
+    edges = torch.arange(num_buckets + 1, device=ids_U.device)
+    # bincount would sync the host
+    counts_B = torch.diff(torch.searchsorted(bucket_U[order_U], edges))
     position_U = torch.empty_like(order_U)
     position_U[order_U] = torch.arange(order_U.numel(), device=order_U.device)
     return LocatedRows(

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-__all__ = ["PoolingIndex", "mean_weights", "pool_rows"]
+__all__ = [
+    "PoolingIndex",
+    "gradient_of_rows",
+    "gradient_of_weights",
+    "mean_weights",
+    "pool_rows",
+]
 
 _MEAN_EPS = 1e-6
 """Added to a weighted mean's divisor, as TorchRec's row-wise mean pooling does."""
@@ -25,10 +29,13 @@ _MEAN_EPS = 1e-6
 
 @dataclass(frozen=True)
 class PoolingIndex:
-    """Which rows each bag sums, and which bags each row is summed into (one pack)."""
+    """Which rows each bag sums, and which bags each row is summed into (one pack).
+
+    Bags read rows of a matrix of M rows; gradients are those of the U rows that some bag reads.
+    """
 
     row_of_lookup_N: Tensor
-    """Row of each lookup, lookups in bag order, int64, shape ``(N,)``."""
+    """Row of the matrix of each lookup, lookups in bag order, int64, shape ``(N,)``."""
     bag_offsets_S1: Tensor
     """First lookup of each bag, and N, int64, shape ``(S + 1,)``."""
     bags_by_row_N: Tensor
@@ -78,22 +85,58 @@ def mean_weights(weights_N: Tensor | None, index: PoolingIndex) -> Tensor | None
     return scale_N if weights_N is None else weights_N * scale_N
 
 
-def pool_rows(rows_UD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:
+def pool_rows(rows_MD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:
     """Sums the rows of each bag.
 
     Args:
-        rows_UD: Unique rows, float, shape ``(U, D)``; differentiable.
-        weights_N: Weight of each lookup in bag order, shape ``(N,)``, or ``None`` for ones;
-            differentiable.
+        rows_MD: Rows, float, shape ``(M, D)``.
+        weights_N: Weight of each lookup in bag order, shape ``(N,)``, or ``None`` for ones.
         index: Which rows each bag sums.
 
     Returns:
         Sums, shape ``(S, D)``; zero for an empty bag.
 
     Cost:
-        Reads N * D and writes S * D floats; backward the other way round.
+        Reads N * D and writes S * D floats.
     """
-    return _PoolRows.apply(rows_UD, weights_N, index)
+    return _gather_sum(rows_MD, index.row_of_lookup_N, index.bag_offsets_S1, weights_N)
+
+
+def gradient_of_rows(grad_SD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:
+    """The gradient of :func:`pool_rows` by the rows that bags read.
+
+    Args:
+        grad_SD: Gradient of the sums.
+        weights_N: As in forward.
+        index: As in forward.
+
+    Returns:
+        Gradients, shape ``(U, D)``, in the order of ``index.row_offsets_U1``.
+
+    Cost:
+        Reads N * D and writes U * D floats.
+    """
+    weights_by_row_N = None if weights_N is None else weights_N[index.lookups_by_row_N]
+    return _gather_sum(
+        grad_SD.contiguous(), index.bags_by_row_N, index.row_offsets_U1, weights_by_row_N
+    )
+
+
+def gradient_of_weights(grad_SD: Tensor, rows_MD: Tensor, index: PoolingIndex) -> Tensor:
+    """The gradient of :func:`pool_rows` by the weights: each row times its bag's gradient.
+
+    Args:
+        grad_SD: Gradient of the sums.
+        rows_MD: As in forward.
+        index: As in forward.
+
+    Returns:
+        Gradients, shape ``(N,)``, in bag order.
+    """
+    lookups_S = torch.diff(index.bag_offsets_S1)
+    num_lookups = index.row_of_lookup_N.numel()
+    grad_ND = torch.repeat_interleave(grad_SD, lookups_S, 0, output_size=num_lookups)
+    return (rows_MD.index_select(0, index.row_of_lookup_N) * grad_ND).sum(1)
 
 
 def _gather_sum(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
@@ -104,29 +147,3 @@ def _gather_sum(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor 
     return torch.embedding_bag(
         rows, indices, offsets, False, 0, False, weights, include_last_offset=True
     )[0]
-
-
-class _PoolRows(Function):
-    @staticmethod
-    def forward(ctx: Any, rows_UD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:
-        ctx.index = index
-        ctx.save_for_backward(rows_UD if ctx.needs_input_grad[1] else None, weights_N)
-        return _gather_sum(rows_UD, index.row_of_lookup_N, index.bag_offsets_S1, weights_N)
-
-    @staticmethod
-    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        index: PoolingIndex = ctx.index
-        rows_UD, weights_N = ctx.saved_tensors
-        grad_SD = grad_SD.contiguous()
-        grad_rows_UD = grad_weights_N = None
-        if ctx.needs_input_grad[0]:
-            weights_by_row_N = None if weights_N is None else weights_N[index.lookups_by_row_N]
-            grad_rows_UD = _gather_sum(
-                grad_SD, index.bags_by_row_N, index.row_offsets_U1, weights_by_row_N
-            )
-        if ctx.needs_input_grad[1]:
-            # d/dw of w * <row, grad of its bag>
-            lookups_S = torch.diff(index.bag_offsets_S1)
-            grad_ND = torch.repeat_interleave(grad_SD, lookups_S, 0, output_size=weights_N.numel())
-            grad_weights_N = (rows_UD.index_select(0, index.row_of_lookup_N) * grad_ND).sum(1)
-        return grad_rows_UD, grad_weights_N, None

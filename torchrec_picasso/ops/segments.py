@@ -18,6 +18,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from torchrec_picasso.ops.order import stable_order
+
 __all__ = ["CLEAN", "DIRTY", "Segments", "cut_segments"]
 
 CLEAN, DIRTY = 0, 1
@@ -78,7 +80,8 @@ def cut_segments(counts_CW: list[list[int]], dirty_n: Tensor | None, mark: int) 
     bucket = place.div(world_size, rounding_mode="floor") * (2 * world_size) + place % world_size
     bucket_n = torch.repeat_interleave(bucket, counts, output_size=dirty_n.numel())
     bucket_n += dirty_n * world_size
-    bucket_n, order_n = torch.sort(bucket_n.to(torch.int32), stable=True)
-    edges = torch.arange(num_chunks * 2 * world_size + 1, device=dirty_n.device, dtype=torch.int32)
-    found = torch.diff(torch.searchsorted(bucket_n, edges))
+    num_buckets = num_chunks * 2 * world_size
+    order_n = stable_order(bucket_n, num_buckets)
+    edges = torch.arange(num_buckets + 1, device=dirty_n.device)
+    found = torch.diff(torch.searchsorted(bucket_n[order_n], edges))
     return Segments(order_n=order_n, counts_C2W=found.view(num_chunks, 2, world_size).tolist())

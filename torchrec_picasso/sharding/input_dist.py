@@ -24,6 +24,7 @@ from torchrec_picasso.exchange.header import HeaderExchange, StepHeader
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.ops.bags import Bags, bag_order, reorder_bags
 from torchrec_picasso.ops.first_use import first_use_chunks
+from torchrec_picasso.ops.micro_pooling import micro_batch_of_lookup
 from torchrec_picasso.ops.packed_ids import PackedIdSpace
 from torchrec_picasso.ops.partition import RowPartition, locate_rows, partition_rows
 from torchrec_picasso.ops.segment_reduction import PoolingIndex
@@ -116,9 +117,8 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         weighted = features.weights_or_none() is not None
         bags = reorder_bags(packed_N, features.lengths(), order_S, keep_source=weighted)
         rows = unique_rows(bags.ids_N)
-        chunk_U = first_use_chunks(
-            rows, _micro_batch_of_lookup(bags, space.features_P, sizes_K), num_chunks
-        )
+        micro_batch_N = micro_batch_of_lookup(bags, space.features_P, sizes_K)
+        chunk_U = first_use_chunks(rows, micro_batch_N, num_chunks)
         located = locate_rows(rows.ids_U, space, chunk_U, num_chunks)
         # to the header a (pack, chunk) is a pack; hot rows stand in a pack's first
         counts_PB = located.counts_PB
@@ -137,8 +137,9 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
             features=features,
             bags=bags,
             sizes_K=sizes_K,
+            rows=rows,
+            micro_batch_N=micro_batch_N,
             located=located,
-            row_of_lookup_N=located.position_U[rows.row_of_lookup_N],
             mean_PF=[
                 mean_F.to(packed_N.device) if any_mean else None
                 for mean_F, any_mean in zip(self._mean_PF, self._any_mean_P)
@@ -257,15 +258,6 @@ class _IdsAwaitable(Awaitable[KeyedJaggedTensor]):
             batch_size=local.batch_size,
         )
         return ExchangedFeatures.of(local.features, batch)
-
-
-def _micro_batch_of_lookup(bags: Bags, features_P: Sequence[int], sizes_K: Sequence[int]) -> Tensor:
-    """Micro-batch of each lookup in bag order, int64, shape ``(N,)``."""
-    device = bags.ids_N.device
-    bags_PK = torch.tensor([n * size for n in features_P for size in sizes_K], device=device)
-    edges_S1 = bags.offsets_S1[torch.cat([bags_PK.new_zeros(1), bags_PK.cumsum(0)])]
-    micro_PK = torch.arange(len(sizes_K), device=device).repeat(len(features_P))
-    return torch.repeat_interleave(micro_PK, torch.diff(edges_S1), output_size=bags.ids_N.numel())
 
 
 def _lookups_per_feature(features: KeyedJaggedTensor) -> Tensor:

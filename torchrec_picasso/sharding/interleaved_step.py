@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -30,13 +29,14 @@ from torchrec_picasso.exchange.header import HeaderExchange, StepHeader
 from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.ops.bags import Bags
+from torchrec_picasso.ops.micro_pooling import cut_pooling
 from torchrec_picasso.ops.packed_ids import PackedIdSpace
 from torchrec_picasso.ops.partition import LocatedRows
-from torchrec_picasso.ops.segment_reduction import PoolingIndex
 from torchrec_picasso.ops.segments import CLEAN, DIRTY, Segments, cut_segments
-from torchrec_picasso.ops.unique import unique_rows
+from torchrec_picasso.ops.unique import UniqueRows
 from torchrec_picasso.sharding.arriving_rows import ArrivingRows, GradientSink
 from torchrec_picasso.sharding.bad_input import raise_on_bad_input
+from torchrec_picasso.storage.row_buffers import RowBuffers
 from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["ChunkedBatch", "InterleavedStep", "Interleaving", "MicroRows"]
@@ -58,10 +58,12 @@ class ChunkedBatch(Awaitable[KeyedJaggedTensor]):
     bags: Bags
     sizes_K: Sequence[int]
     """Samples of each micro-batch."""
+    rows: UniqueRows
+    """Its rows in the order of their ids."""
+    micro_batch_N: Tensor
+    """Micro-batch of each lookup in bag order."""
     located: LocatedRows
     """Its rows by pack, chunk and home; hot rows of a pack before its chunks."""
-    row_of_lookup_N: Tensor
-    """Place in request order of each lookup's row."""
     mean_PF: Sequence[Tensor | None]
     """Which features of each pack are averaged; ``None`` = none."""
     header: HeaderExchange
@@ -77,7 +79,7 @@ class MicroRows(ArrivingRows):
     step: InterleavedStep
     index: int
     used_P: Sequence[Tensor]
-    """Rows of each pack's matrix that the micro-batch uses, ascending."""
+    """Rows of each pack's matrix that the micro-batch uses, in the order of their gradients."""
 
     @property
     def gradient_sink(self) -> GradientSink:
@@ -85,8 +87,8 @@ class MicroRows(ArrivingRows):
         return partial(self.step.add_gradients, self.used_P)
 
     def arrive(self) -> Sequence[Tensor]:
-        """Waits for the chunks up to this one; copies the rows used side by side."""
-        return self.step.arrive(self.index, self.used_P)
+        """Waits for the chunks up to this one; gives all rows, later ones not filled yet."""
+        return self.step.arrive(self.index)
 
 
 class InterleavedStep:
@@ -98,6 +100,7 @@ class InterleavedStep:
         pg: Process group.
         space: The packed id space of the module.
         storages: One per pack.
+        buffers_P: Memory for rows and gradients of each pack.
         forward_codec: Wire precision of rows, or ``None`` for their own.
         backward_codec: Wire precision of gradients, or ``None`` for their own.
         batch: The batch, its header on the way.
@@ -110,6 +113,7 @@ class InterleavedStep:
         pg: dist.ProcessGroup,
         space: PackedIdSpace,
         storages: Sequence[RowStorage],
+        buffers_P: Sequence[RowBuffers],
         forward_codec: QuantizedCommCodec | None,
         backward_codec: QuantizedCommCodec | None,
         batch: ChunkedBatch,
@@ -117,6 +121,7 @@ class InterleavedStep:
         self._pg = pg
         self._space = space
         self._storages = storages
+        self._buffers_P = buffers_P
         self._forward_codec = forward_codec
         self._backward_codec = backward_codec
         self._batch = batch
@@ -126,6 +131,9 @@ class InterleavedStep:
         self._arrivals_K: list[list[PackedAllToAll]] = [[] for _ in batch.sizes_K]
         self._gradients: list[PackedAllToAll] = []
         self._hot: HotReduction | None = None
+        self._rows_P: list[Tensor] = []
+        self._grads_P: list[Tensor] = []
+        self._arrived_P: list[Tensor] = []
 
     @property
     def num_micro_batches(self) -> int:
@@ -204,17 +212,24 @@ class InterleavedStep:
             segments.arrange(rows) for segments, rows in zip(self._asked_P, self._requested_P)
         ]
         hot_P = [slots.numel() for slots in self._hot_slots_P]
-        device = self._batch.located.target_U.device
-        self._place_P = [
-            _places(hot, segments, device) for hot, segments in zip(hot_P, self._mine_P)
+        batch = self._batch
+        device = batch.located.target_U.device
+        place_U = torch.cat(
+            [_places(hot, segments, device) for hot, segments in zip(hot_P, self._mine_P)]
+        )[batch.located.position_U]
+        self._rows_P = [
+            buffers.take(hot + segments.num_rows)
+            for hot, segments, buffers in zip(hot_P, self._mine_P, self._buffers_P)
         ]
-        shapes = [
-            (hot + segments.num_rows, storage.dim)
-            for hot, segments, storage in zip(hot_P, self._mine_P, self._storages)
-        ]
-        self._rows_P = [torch.empty(shape, device=device) for shape in shapes]
-        self._grads_P = [torch.zeros(shape, device=device) for shape in shapes]
-        self._lookup_edges_PK = self._edges()
+        self._pooling_KP = cut_pooling(
+            batch.bags,
+            batch.rows,
+            batch.micro_batch_N,
+            place_U,
+            features_P=self._space.features_P,
+            sizes_K=batch.sizes_K,
+            mean_PF=batch.mean_PF,
+        )
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -270,55 +285,44 @@ class InterleavedStep:
 
     def micro_rows(self, index: int) -> MicroRows:
         """What a micro-batch uses: a lookup result for the output dist."""
-        batch, batch_size = self._batch, self._batch.sizes_K[index]
-        used_P, pooling_P, lookups_P, weights = [], [], [], []
-        first_row = first_bag = 0
-        for pack, place in enumerate(self._place_P):
-            low, high = self._lookup_edges_PK[pack][index : index + 2]
-            features = self._space.features_P[pack]
-            bags = first_bag + features * sum(batch.sizes_K[:index])
-            offsets_S1 = batch.bags.offsets_S1[bags : bags + features * batch_size + 1] - low
-            used, pooling = _pooling(
-                place[batch.row_of_lookup_N[low:high] - first_row],
-                offsets_S1,
-                _repeated(batch.mean_PF[pack], batch_size),
-            )
-            used_P.append(used)
-            pooling_P.append(pooling)
-            lookups_P.append(high - low)
-            if batch.bags.source_N is not None:
-                weights.append(
-                    batch.features.weights().float().index_select(0, batch.bags.source_N[low:high])
-                )
-            first_row += place.numel()
-            first_bag += features * sum(batch.sizes_K)
+        batch, pooling_P = self._batch, self._pooling_KP[index]
+        weights_N = None
+        if batch.bags.source_N is not None:
+            of_packs = [batch.bags.source_N[pooling.lookups] for pooling in pooling_P]
+            weights_N = batch.features.weights().float()[torch.cat(of_packs)]
         return MicroRows(
             step=self,
             index=index,
-            used_P=used_P,
-            pooling_P=pooling_P,
-            lookups_P=lookups_P,
-            batch_size=batch_size,
-            weights_N=torch.cat(weights) if weights else None,
+            used_P=[pooling.used_U for pooling in pooling_P],
+            pooling_P=[pooling.index for pooling in pooling_P],
+            lookups_P=[p.lookups.stop - p.lookups.start for p in pooling_P],
+            batch_size=batch.sizes_K[index],
+            weights_N=weights_N,
         )
 
-    def arrive(self, index: int, used_P: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Rows that a micro-batch uses, after the chunks up to its own have come."""
+    def arrive(self, index: int) -> Sequence[Tensor]:
+        """Rows of the batch, those of the chunks up to a micro-batch's filled."""
         for arrivals in self._arrivals_K[: index + 1]:
             for arrival in arrivals:
                 arrival.wait()
             arrivals.clear()
-        return [
-            rows[:] if used.numel() == rows.size(0) else rows.index_select(0, used)
-            for rows, used in zip(self._rows_P, used_P)
-        ]
+        return self._rows_P
 
     # -- gradients -----------------------------------------------------------------------------
 
     def add_gradients(self, used_P: Sequence[Tensor], grads_P: Sequence[Tensor]) -> None:
         """Adds a micro-batch's gradients to those of the later ones."""
-        for total, used, grads in zip(self._grads_P, used_P, grads_P):
+        for total, used, grads in zip(self._totals(), used_P, grads_P):
             total.index_add_(0, used, grads)
+
+    def _totals(self) -> list[Tensor]:
+        """Sums of the gradients so far, like the rows."""
+        if not self._grads_P:
+            self._grads_P = [
+                buffers.take(rows.size(0)).zero_()
+                for buffers, rows in zip(self._buffers_P, self._rows_P)
+            ]
+        return self._grads_P
 
     def send_gradients(self, chunk: int) -> None:
         """Starts sending the gradients of a chunk home. Collective.
@@ -327,16 +331,16 @@ class InterleavedStep:
         """
         if not self._gradients:
             self._arrived_P = [
-                grads.new_empty(asked.num_rows + touched.numel(), grads.size(1))
-                for grads, asked, touched in zip(
-                    self._grads_P, self._asked_P, self._touched_slots_P
+                buffers.take(asked.num_rows + touched.numel())
+                for buffers, asked, touched in zip(
+                    self._buffers_P, self._asked_P, self._touched_slots_P
                 )
             ]
         for mark in (CLEAN, DIRTY):
             self._gradients.append(
                 PackedAllToAll(
                     self._pg,
-                    self._cold_rows(self._grads_P, chunk, mark),
+                    self._cold_rows(self._totals(), chunk, mark),
                     [mine.counts_C2W[chunk][mark] for mine in self._mine_P],
                     [
                         buffer[asked.rows(chunk, mark)]
@@ -351,7 +355,7 @@ class InterleavedStep:
         """Starts summing the gradients of touched replicas over ranks. Collective."""
         self._hot = HotReduction(
             self._pg,
-            [g[: slots.numel()] for g, slots in zip(self._grads_P, self._hot_slots_P)],
+            [g[: slots.numel()] for g, slots in zip(self._totals(), self._hot_slots_P)],
             [
                 torch.searchsorted(touched, own)
                 for touched, own in zip(self._touched_slots_P, self._hot_slots_P)
@@ -370,6 +374,10 @@ class InterleavedStep:
             self._storages, self._requested_P, self._touched_slots_P, self._arrived_P
         ):
             storage.update(rows, slots, grads.div_(self._pg.size()) if divided else grads)
+        for matrices_P in (self._rows_P, self._grads_P, self._arrived_P):
+            for buffers, matrix in zip(self._buffers_P, matrices_P):
+                buffers.give_back(matrix)
+            matrices_P.clear()
 
     # ------------------------------------------------------------------------------------------
 
@@ -380,18 +388,6 @@ class InterleavedStep:
             rows, hot = mine.rows(chunk, mark), slots.numel()
             found.append(matrix[hot + rows.start : hot + rows.stop])
         return found
-
-    def _edges(self) -> list[list[int]]:
-        """First lookup of each micro-batch in bag order, per pack, and the end; on the host."""
-        sizes_K = self._batch.sizes_K
-        cuts_K1 = [0, *accumulate(sizes_K)]
-        bags, start = [], 0
-        for features in self._space.features_P:
-            bags += [start + features * cut for cut in cuts_K1]
-            start += features * cuts_K1[-1]
-        edges = self._batch.bags.offsets_S1[torch.tensor(bags)].tolist()
-        width = len(cuts_K1)
-        return [edges[i : i + width] for i in range(0, len(edges), width)]
 
 
 def _nested(counts: Sequence[list[int]], num_chunks: int) -> list[list[list[int]]]:
@@ -425,28 +421,3 @@ def _places(num_hot: int, segments: Segments, device: torch.device) -> Tensor:
     places[:num_hot] = in_order[:num_hot]
     places[num_hot + segments.order_n] = in_order[num_hot:]
     return places
-
-
-def _repeated(mean_F: Tensor | None, batch_size: int) -> Tensor | None:
-    return None if mean_F is None else mean_F.repeat(batch_size)
-
-
-def _pooling(
-    row_n: Tensor, offsets_S1: Tensor, mean_S: Tensor | None
-) -> tuple[Tensor, PoolingIndex]:
-    """Rows used by some lookups, and how bags sum them."""
-    used = unique_rows(row_n.to(torch.int32))
-    lookups_S = torch.diff(offsets_S1)
-    bag_n = torch.repeat_interleave(
-        torch.arange(lookups_S.numel(), device=lookups_S.device),
-        lookups_S,
-        output_size=row_n.numel(),
-    )
-    return used.ids_U, PoolingIndex(
-        row_of_lookup_N=used.row_of_lookup_N,
-        bag_offsets_S1=offsets_S1,
-        bags_by_row_N=bag_n[used.lookups_by_row_N],
-        lookups_by_row_N=used.lookups_by_row_N,
-        row_offsets_U1=torch.cat([used.lookups_U.new_zeros(1), used.lookups_U.cumsum(0)]),
-        mean_S=mean_S,
-    )

@@ -27,6 +27,7 @@ from torchrec_picasso.sharding.exchanged_batch import (
 from torchrec_picasso.sharding.interleaved_step import ChunkedBatch, InterleavedStep, MicroRows
 from torchrec_picasso.sharding.step_update import StepUpdate
 from torchrec_picasso.storage.hot_homes import HotHomes
+from torchrec_picasso.storage.row_buffers import RowBuffers
 from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["HotColdLookup", "RowsInFlight"]
@@ -79,6 +80,7 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
         self._space = space
         self._forward_codec = codecs.forward if codecs is not None else None
         self._backward_codec = codecs.backward if codecs is not None else None
+        self._buffers_P = [RowBuffers(storage.dim, device) for storage in self._storages]
         self._update = StepUpdate(pg, self._storages, self._backward_codec)
 
     def _create_embedding_kernel(
@@ -98,7 +100,13 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
     def interleave(self, batch: ChunkedBatch) -> InterleavedStep:
         """The step of a batch whose exchange a schedule drives."""
         return InterleavedStep(
-            self._pg, self._space, self._storages, self._forward_codec, self._backward_codec, batch
+            self._pg,
+            self._space,
+            self._storages,
+            self._buffers_P,
+            self._forward_codec,
+            self._backward_codec,
+            batch,
         )
 
     def forward(self, sparse_features: ExchangedFeatures | MicroRows) -> ArrivingRows:

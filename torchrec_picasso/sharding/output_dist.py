@@ -1,7 +1,7 @@
 """Rows arrive and are pooled where the batch is; in backward their gradients leave from here.
 
-The autograd graph holds no optimizer: its leaf is an anchor, and what hangs on it is only the
-fetch of rows, whose backward hands the rows' gradients to the step's update.
+The autograd graph holds no optimizer: its leaf is an anchor, and what hangs on it only fetches and
+pools rows; its backward hands the rows' gradients to the step's update.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from torch.autograd import Function
 from torchrec.distributed.types import Awaitable
 
 from torchrec_picasso._torchrec import BaseEmbeddingDist, EmbeddingShardingContext
-from torchrec_picasso.ops.segment_reduction import mean_weights, pool_rows
+from torchrec_picasso.ops.segment_reduction import (
+    gradient_of_rows,
+    gradient_of_weights,
+    mean_weights,
+    pool_rows,
+)
 from torchrec_picasso.sharding.arriving_rows import ArrivingRows
 
 __all__ = ["PooledOutputDist"]
@@ -51,15 +56,11 @@ class _PooledAwaitable(Awaitable[Tensor]):
 
     def _wait_impl(self) -> Tensor:
         rows = self._rows
-        fetched_P = _FetchRows.apply(self._anchor, rows)
-        if rows.weights_N is None:
-            weights_P = [None] * len(fetched_P)
-        else:
+        weights_P: Sequence[Tensor | None] = [None] * len(rows.pooling_P)
+        if rows.weights_N is not None:
             weights_P = rows.weights_N.split(list(rows.lookups_P))
-        pooled_P = [
-            pool_rows(fetched, mean_weights(weights, index), index)
-            for fetched, weights, index in zip(fetched_P, weights_P, rows.pooling_P)
-        ]
+        scales_P = [mean_weights(weights, i) for weights, i in zip(weights_P, rows.pooling_P)]
+        pooled_P = _PoolArrivals.apply(self._anchor, rows, *scales_P)
         if rows.batch_size is None:
             return torch.cat([pooled.view(-1) for pooled in pooled_P])
         # (B * F_p, D_p) -> (B, F_p * D_p)
@@ -70,16 +71,28 @@ class _PooledAwaitable(Awaitable[Tensor]):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-class _FetchRows(Function):
-    """The fetched rows of every pack; backward sends their gradients away."""
+class _PoolArrivals(Function):
+    """Waits for rows and pools them; backward sends the rows' gradients away."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, rows: ArrivingRows) -> tuple[Tensor, ...]:
-        # not rows themselves: they hold what this returns, which would hold ctx, for ever
+    def forward(
+        ctx: Any, anchor: Tensor, rows: ArrivingRows, *weights_P: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        rows_P = rows.arrive()
         ctx.send_gradients = rows.gradient_sink
-        return tuple(rows.arrive())
+        ctx.pooling_P = rows.pooling_P
+        # only a weight's gradient needs the rows; until then nothing should keep them in memory
+        needed_P = ctx.needs_input_grad[2:]
+        ctx.rows_P = [rows_MD if needed else None for rows_MD, needed in zip(rows_P, needed_P)]
+        ctx.save_for_backward(*weights_P)
+        return tuple(map(pool_rows, rows_P, weights_P, rows.pooling_P))
 
     @staticmethod
-    def backward(ctx: Any, *grads_P: Tensor) -> tuple[None, None]:
-        ctx.send_gradients(grads_P)
-        return None, None
+    def backward(ctx: Any, *grads_P: Tensor) -> tuple[Tensor | None, ...]:
+        weights_P, pooling_P = ctx.saved_tensors, ctx.pooling_P
+        ctx.send_gradients(list(map(gradient_of_rows, grads_P, weights_P, pooling_P)))
+        weight_grads_P = [
+            None if rows is None else gradient_of_weights(grad_SD, rows, index)
+            for grad_SD, rows, index in zip(grads_P, ctx.rows_P, pooling_P)
+        ]
+        return None, None, *weight_grads_P

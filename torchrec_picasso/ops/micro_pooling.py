@@ -1,0 +1,148 @@
+"""How the bags of each micro-batch sum rows, cut out of the maps of the whole batch.
+
+Bags are in sample order, so a micro-batch's lookups are one slice of each pack's: forward only has
+to cut. Backward wants them grouped by row. The batch was sorted by id already, so its lookups by
+row are dealt out to the micro-batches by one stable sort of small integers, where each micro-batch
+sorting its own rows would cost K comparison sorts.
+
+Shape letters: K micro-batches, P packs, N lookups, U unique rows, G (micro-batch, row) pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from torchrec_picasso.ops.bags import Bags
+from torchrec_picasso.ops.order import stable_order
+from torchrec_picasso.ops.segment_reduction import PoolingIndex
+from torchrec_picasso.ops.unique import UniqueRows
+
+__all__ = ["MicroPooling", "cut_pooling", "micro_batch_of_lookup"]
+
+
+@dataclass(frozen=True)
+class MicroPooling:
+    """One micro-batch of one pack."""
+
+    lookups: slice
+    """Its lookups, in bag order of the whole batch."""
+    used_U: Tensor
+    """Rows of the pack's matrix that it uses, in the order of their gradients, int64."""
+    index: PoolingIndex
+
+
+def micro_batch_of_lookup(bags: Bags, features_P: Sequence[int], sizes_K: Sequence[int]) -> Tensor:
+    """Micro-batch of each lookup in bag order.
+
+    Args:
+        bags: Lookups of the whole batch, pack by pack, in each sample by sample.
+        features_P: Number of features of each pack.
+        sizes_K: Samples of each micro-batch.
+
+    Returns:
+        int64, shape ``(N,)``.
+    """
+    device = bags.ids_N.device
+    edges = torch.tensor(_first_bags(features_P, sizes_K), device=device)
+    lookups = torch.diff(bags.offsets_S1[edges])
+    micro_PK = torch.arange(len(sizes_K), device=device).repeat(len(features_P))
+    return torch.repeat_interleave(micro_PK, lookups, output_size=bags.ids_N.numel())
+
+
+def cut_pooling(
+    bags: Bags,
+    rows: UniqueRows,
+    micro_batch_N: Tensor,
+    place_U: Tensor,
+    *,
+    features_P: Sequence[int],
+    sizes_K: Sequence[int],
+    mean_PF: Sequence[Tensor | None],
+) -> list[list[MicroPooling]]:
+    """Cuts the pooling of a batch into that of its micro-batches.
+
+    Args:
+        bags: Lookups of the whole batch, pack by pack, in each sample by sample.
+        rows: Its unique rows, pack by pack.
+        micro_batch_N: Result of :func:`micro_batch_of_lookup`.
+        place_U: Row of its pack's matrix of each unique row, int64.
+        features_P: Number of features of each pack.
+        sizes_K: Samples of each micro-batch.
+        mean_PF: Which features of each pack are averaged, bool; ``None`` = none.
+
+    Returns:
+        By micro-batch and pack.
+
+    Cost:
+        One stable sort of N small integers, O(N) else; two host syncs on CUDA.
+    """
+    num_packs, num_micro = len(features_P), len(sizes_K)
+    bag_of_lookup_N = torch.repeat_interleave(
+        torch.arange(bags.offsets_S1.numel() - 1, device=bags.ids_N.device),
+        torch.diff(bags.offsets_S1),
+        output_size=bags.ids_N.numel(),
+    )
+    lookups_N, start_G, row_G = _by_micro_batch(rows, micro_batch_N, num_micro)
+    bags_by_row_N = bag_of_lookup_N[lookups_N]
+    row_of_lookup_N = place_U[rows.row_of_lookup_N]
+    used_G = place_U[row_G]
+
+    # where each (pack, micro-batch) begins: in bags, in lookups, and in what is grouped by row
+    bag_edges = _first_bags(features_P, sizes_K)
+    lookup_edges = bags.offsets_S1[torch.tensor(bag_edges, device=bags.ids_N.device)]
+    count_KP = torch.diff(lookup_edges).view(num_packs, num_micro).t().reshape(-1)
+    grouped_edges = torch.cat([count_KP.new_zeros(1), count_KP.cumsum(0)])
+    group_edges = torch.searchsorted(start_G, grouped_edges)
+    lookup_at, grouped_at, group_at = torch.stack(
+        [lookup_edges, grouped_edges, group_edges]
+    ).tolist()
+
+    def cut(pack: int, micro: int) -> MicroPooling:
+        place = pack * num_micro + micro
+        first_bag, end_bag = bag_edges[place : place + 2]
+        low, high = lookup_at[place : place + 2]
+        place = micro * num_packs + pack
+        by_row = slice(*grouped_at[place : place + 2])
+        groups = slice(*group_at[place : place + 2])
+        starts_U = start_G[groups] - by_row.start
+        end = starts_U.new_full((1,), by_row.stop - by_row.start)
+        mean_F = mean_PF[pack]
+        return MicroPooling(
+            lookups=slice(low, high),
+            used_U=used_G[groups],
+            index=PoolingIndex(
+                row_of_lookup_N=row_of_lookup_N[low:high],
+                bag_offsets_S1=bags.offsets_S1[first_bag : end_bag + 1] - low,
+                bags_by_row_N=bags_by_row_N[by_row] - first_bag,
+                lookups_by_row_N=lookups_N[by_row] - low,
+                row_offsets_U1=torch.cat([starts_U, end]),
+                mean_S=None if mean_F is None else mean_F.repeat(sizes_K[micro]),
+            ),
+        )
+
+    return [[cut(pack, micro) for pack in range(num_packs)] for micro in range(num_micro)]
+
+
+def _first_bags(features_P: Sequence[int], sizes_K: Sequence[int]) -> list[int]:
+    """First bag of each (pack, micro-batch), and the number of bags."""
+    bags_PK = [features * size for features in features_P for size in sizes_K]
+    return [0, *accumulate(bags_PK)]
+
+
+def _by_micro_batch(
+    rows: UniqueRows, micro_batch_N: Tensor, num_micro: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lookups grouped by (micro-batch, row), first entry of each group, row of each group."""
+    order_n = stable_order(micro_batch_N[rows.lookups_by_row_N], num_micro)
+    lookups_N = rows.lookups_by_row_N[order_n]
+    micro_n, row_n = micro_batch_N[lookups_N], rows.row_of_lookup_N[lookups_N]
+    first_n = torch.ones_like(row_n, dtype=torch.bool)
+    torch.ne(row_n[1:], row_n[:-1], out=first_n[1:])
+    first_n[1:] |= micro_n[1:] != micro_n[:-1]
+    start_G = first_n.nonzero().squeeze(1)
+    return lookups_N, start_G, row_n[start_G]
