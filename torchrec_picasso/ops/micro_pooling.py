@@ -49,7 +49,7 @@ def micro_batch_of_lookup(bags: Bags, features_P: Sequence[int], sizes_K: Sequen
     """
     device = bags.ids_N.device
     edges = torch.tensor(_first_bags(features_P, sizes_K), device=device)
-    lookups = torch.diff(bags.offsets_S1[edges])
+    lookups = torch.diff(bags.offsets_S1.index_select(0, edges))
     micro_PK = torch.arange(len(sizes_K), device=device).repeat(len(features_P))
     return torch.repeat_interleave(micro_PK, lookups, output_size=bags.ids_N.numel())
 
@@ -82,22 +82,28 @@ def cut_pooling(
         One stable sort of N small integers, O(N) else; two host syncs on CUDA.
     """
     num_packs, num_micro = len(features_P), len(sizes_K)
+    device, num_lookups = bags.ids_N.device, bags.ids_N.numel()
     bag_of_lookup_N = torch.repeat_interleave(
-        torch.arange(bags.offsets_S1.numel() - 1, device=bags.ids_N.device),
+        torch.arange(bags.offsets_S1.numel() - 1, device=device),
         torch.diff(bags.offsets_S1),
-        output_size=bags.ids_N.numel(),
+        output_size=num_lookups,
     )
-    lookups_N, start_G, row_G = _by_micro_batch(rows, micro_batch_N, num_micro)
-    bags_by_row_N = bag_of_lookup_N[lookups_N]
-    row_of_lookup_N = place_U[rows.row_of_lookup_N]
-    used_G = place_U[row_G]
-
     # where each (pack, micro-batch) begins: in bags, in lookups, and in what is grouped by row
     bag_edges = _first_bags(features_P, sizes_K)
-    lookup_edges = bags.offsets_S1[torch.tensor(bag_edges, device=bags.ids_N.device)]
+    lookup_edges = bags.offsets_S1.index_select(0, torch.tensor(bag_edges, device=device))
     count_KP = torch.diff(lookup_edges).view(num_packs, num_micro).t().reshape(-1)
     grouped_edges = torch.cat([count_KP.new_zeros(1), count_KP.cumsum(0)])
+
+    micro_by_row_N = micro_batch_N.index_select(0, rows.lookups_by_row_N)
+    order_N = stable_order(micro_by_row_N, num_micro)
+    lookups_N = rows.lookups_by_row_N.index_select(0, order_N)
+    row_by_row_N = rows.row_of_lookup_N.index_select(0, lookups_N)
+    start_G = _group_starts(row_by_row_N, grouped_edges)
     group_edges = torch.searchsorted(start_G, grouped_edges)
+
+    bags_by_row_N = bag_of_lookup_N.index_select(0, lookups_N)
+    row_of_lookup_N = place_U.index_select(0, rows.row_of_lookup_N)
+    used_G = place_U.index_select(0, row_by_row_N.index_select(0, start_G))
     lookup_at, grouped_at, group_at = torch.stack(
         [lookup_edges, grouped_edges, group_edges]
     ).tolist()
@@ -134,15 +140,9 @@ def _first_bags(features_P: Sequence[int], sizes_K: Sequence[int]) -> list[int]:
     return [0, *accumulate(bags_PK)]
 
 
-def _by_micro_batch(
-    rows: UniqueRows, micro_batch_N: Tensor, num_micro: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Lookups grouped by (micro-batch, row), first entry of each group, row of each group."""
-    order_n = stable_order(micro_batch_N[rows.lookups_by_row_N], num_micro)
-    lookups_N = rows.lookups_by_row_N[order_n]
-    micro_n, row_n = micro_batch_N[lookups_N], rows.row_of_lookup_N[lookups_N]
-    first_n = torch.ones_like(row_n, dtype=torch.bool)
-    torch.ne(row_n[1:], row_n[:-1], out=first_n[1:])
-    first_n[1:] |= micro_n[1:] != micro_n[:-1]
-    start_G = first_n.nonzero().squeeze(1)
-    return lookups_N, start_G, row_n[start_G]
+def _group_starts(row_n: Tensor, edges: Tensor) -> Tensor:
+    """First entry of every run of equal rows; a run ends at an edge too."""
+    first_n1 = torch.ones(row_n.numel() + 1, dtype=torch.bool, device=row_n.device)
+    torch.ne(row_n[1:], row_n[:-1], out=first_n1[1:-1])
+    first_n1.index_fill_(0, edges, True)
+    return first_n1[:-1].nonzero().squeeze(1)

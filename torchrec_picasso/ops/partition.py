@@ -67,8 +67,8 @@ def locate_rows(
     """
     ids_U = ids_U.to(torch.int64)
     block_U = torch.searchsorted(space.block_start_TW, ids_U, right=True).sub_(1)
-    bucket_U = space.block_bucket_TW[block_U]
-    target_U = space.block_shift_TW[block_U].add_(ids_U)
+    bucket_U = space.block_bucket_TW.index_select(0, block_U)
+    target_U = space.block_shift_TW.index_select(0, block_U).add_(ids_U)
     world_size = space.world_size
     per_pack = 1 + num_chunks * world_size
     if num_chunks > 1:
@@ -80,7 +80,7 @@ def locate_rows(
     if space.num_hot_rows:
         slot_U = torch.searchsorted(space.hot_ids_H, ids_U)
         candidate_U = slot_U.clamp(max=space.num_hot_rows - 1)
-        is_hot_U = space.hot_ids_H[candidate_U] == ids_U
+        is_hot_U = space.hot_ids_H.index_select(0, candidate_U) == ids_U
         hot_bucket_U = bucket_U.div(per_pack, rounding_mode="floor").mul_(per_pack)
         bucket_U = torch.where(is_hot_U, hot_bucket_U, bucket_U)
         target_U = torch.where(is_hot_U, slot_U, target_U)
@@ -90,11 +90,11 @@ def locate_rows(
     order_U = stable_order(bucket_U, num_buckets)
     edges = torch.arange(num_buckets + 1, device=ids_U.device)
     # bincount would sync the host
-    counts_B = torch.diff(torch.searchsorted(bucket_U[order_U], edges))
+    counts_B = torch.diff(torch.searchsorted(bucket_U.index_select(0, order_U), edges))
     position_U = torch.empty_like(order_U)
-    position_U[order_U] = torch.arange(order_U.numel(), device=order_U.device)
+    position_U.scatter_(0, order_U, torch.arange(order_U.numel(), device=order_U.device))
     return LocatedRows(
-        target_U=target_U[order_U],
+        target_U=target_U.index_select(0, order_U),
         counts_PB=counts_B.view(space.num_packs, -1),
         order_U=order_U,
         position_U=position_U,
@@ -123,7 +123,7 @@ def partition_rows(rows: UniqueRows, space: PackedIdSpace) -> RowPartition:
     )
     return RowPartition(
         located=located,
-        row_of_lookup_N=located.position_U[rows.row_of_lookup_N],
+        row_of_lookup_N=located.position_U.index_select(0, rows.row_of_lookup_N),
         lookups_by_row_N=lookups_by_row_N,
         lookup_end_U=lookups_U.cumsum(0),
     )

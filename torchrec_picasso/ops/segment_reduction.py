@@ -116,7 +116,9 @@ def gradient_of_rows(grad_SD: Tensor, weights_N: Tensor | None, index: PoolingIn
     Cost:
         Reads N * D and writes U * D floats.
     """
-    weights_by_row_N = None if weights_N is None else weights_N[index.lookups_by_row_N]
+    weights_by_row_N = None
+    if weights_N is not None:
+        weights_by_row_N = weights_N.index_select(0, index.lookups_by_row_N)
     return _gather_sum(
         grad_SD.contiguous(), index.bags_by_row_N, index.row_offsets_U1, weights_by_row_N
     )

@@ -54,7 +54,7 @@ class Segments:
 
     def arrange(self, values_n: Tensor) -> Tensor:
         """Puts values from request order into segment order."""
-        return values_n if self.order_n is None else values_n[self.order_n]
+        return values_n if self.order_n is None else values_n.index_select(0, self.order_n)
 
 
 def cut_segments(counts_CW: list[list[int]], dirty_n: Tensor | None, mark: int) -> Segments:
@@ -83,5 +83,5 @@ def cut_segments(counts_CW: list[list[int]], dirty_n: Tensor | None, mark: int) 
     num_buckets = num_chunks * 2 * world_size
     order_n = stable_order(bucket_n, num_buckets)
     edges = torch.arange(num_buckets + 1, device=dirty_n.device)
-    found = torch.diff(torch.searchsorted(bucket_n[order_n], edges))
+    found = torch.diff(torch.searchsorted(bucket_n.index_select(0, order_n), edges))
     return Segments(order_n=order_n, counts_C2W=found.view(num_chunks, 2, world_size).tolist())

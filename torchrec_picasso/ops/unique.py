@@ -49,7 +49,7 @@ def unique_rows(ids_N: Tensor) -> UniqueRows:
     row_of_lookup_N = torch.empty_like(row_N).scatter_(0, lookups_by_row_N, row_N)
     end = start_U.new_full((1,), ids_N.numel())
     return UniqueRows(
-        ids_U=sorted_N[start_U],
+        ids_U=sorted_N.index_select(0, start_U),
         row_of_lookup_N=row_of_lookup_N,
         lookups_by_row_N=lookups_by_row_N,
         lookups_U=torch.diff(start_U, append=end),

@@ -280,7 +280,7 @@ def _pooling_per_pack(local: _LocalBatch, header: StepHeader) -> list[PoolingInd
         torch.arange(lookups_S.numel(), device=lookups_S.device),
         lookups_S,
         output_size=rows.row_of_lookup_N.numel(),
-    )[rows.lookups_by_row_N]
+    ).index_select(0, rows.lookups_by_row_N)
     rows_P = [hot + sum(send_W) for hot, send_W in zip(header.hot_P, header.send_PW)]
     indices = []
     row, bag, lookup = 0, 0, 0

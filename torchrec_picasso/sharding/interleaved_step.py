@@ -216,7 +216,7 @@ class InterleavedStep:
         device = batch.located.target_U.device
         place_U = torch.cat(
             [_places(hot, segments, device) for hot, segments in zip(hot_P, self._mine_P)]
-        )[batch.located.position_U]
+        ).index_select(0, batch.located.position_U)
         self._rows_P = [
             buffers.take(hot + segments.num_rows)
             for hot, segments, buffers in zip(hot_P, self._mine_P, self._buffers_P)
@@ -289,7 +289,7 @@ class InterleavedStep:
         weights_N = None
         if batch.bags.source_N is not None:
             of_packs = [batch.bags.source_N[pooling.lookups] for pooling in pooling_P]
-            weights_N = batch.features.weights().float()[torch.cat(of_packs)]
+            weights_N = batch.features.weights().float().index_select(0, torch.cat(of_packs))
         return MicroRows(
             step=self,
             index=index,
@@ -419,5 +419,5 @@ def _places(num_hot: int, segments: Segments, device: torch.device) -> Tensor:
         return in_order
     places = torch.empty_like(in_order)
     places[:num_hot] = in_order[:num_hot]
-    places[num_hot + segments.order_n] = in_order[num_hot:]
+    places[num_hot:].scatter_(0, segments.order_n, in_order[num_hot:])
     return places
