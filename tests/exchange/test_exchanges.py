@@ -91,6 +91,7 @@ def _headers(rank: int, world_size: int) -> int:
             dtype=torch.bool,
         ).view(world_size, num_hot)
         bad_rank, written_rank = rng.randrange(world_size), rng.randrange(-1, world_size)
+        ranks_with_data = rng.sample(range(world_size), rng.randrange(world_size + 1))
         hot_P = [7 + p for p in range(num_packs)]
         header = HeaderExchange(
             dist.group.WORLD,
@@ -101,6 +102,7 @@ def _headers(rank: int, world_size: int) -> int:
             outside_ids=torch.tensor(5 if rank == bad_rank else 0),
             bad_weights=torch.tensor(rank),
             homes_written=rank == written_rank,
+            has_data=rank in ranks_with_data,
         ).wait()
         assert header.hot_P == hot_P
         assert header.send_PW == counts[rank]
@@ -111,6 +113,7 @@ def _headers(rank: int, world_size: int) -> int:
         assert header.outside_ids_W == [5 if r == bad_rank else 0 for r in range(world_size)]
         assert header.bad_weights_W == list(range(world_size))
         assert header.homes_written == (written_rank >= 0)
+        assert header.any_data == bool(ranks_with_data)
         union_T = touched_WH.any(0).nonzero().flatten()
         assert torch.equal(header.touched_slots_T, union_T)
         assert header.touched_P == [

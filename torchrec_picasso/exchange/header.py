@@ -2,8 +2,9 @@
 
 An all-to-all of a few integers per pair of ranks carries everything that must be known before rows
 can move: how many ids come from whom, which hot rows anybody touches, whether anybody's input is
-bad and whether anybody's homes were written from outside (a checkpoint was loaded). Because all
-ranks learn of bad input together, all raise together and nobody is left waiting.
+bad, whether anybody's homes were written from outside (a checkpoint was loaded) and whether anybody
+still has data. Because all ranks learn of bad input and of the end together, all raise together and
+nobody is left waiting.
 
 It costs one collective of ``8 * (P + 3) + H / 8`` bytes per pair and the step's only planned host
 sync.
@@ -24,6 +25,7 @@ from torchrec_picasso.exchange.all_to_all import start_all_to_all
 __all__ = ["HeaderExchange", "StepHeader"]
 
 _WORD_BYTES = 8
+_HOMES_WRITTEN, _HAS_DATA = 1, 2  # bits of one word, so that a flag costs no byte
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class StepHeader:
     """Per-sample weights that are not finite on each rank, where that is checked."""
     homes_written: bool
     """Whether any rank's homes were written from outside since its replicas were filled."""
+    any_data: bool
+    """Whether any rank's batch is more than a stand-in for data that has ended."""
     touched_slots_T: Tensor
     """Hot slots that any rank touches, ascending, int64, on the device."""
     touched_P: list[int]
@@ -64,6 +68,7 @@ class HeaderExchange:
         outside_ids: Number of lookups outside their table, 0-d integer tensor.
         bad_weights: Number of weights that are not finite, 0-d integer tensor.
         homes_written: Whether this rank's homes were written from outside.
+        has_data: Whether this rank's batch comes from its data, even one of no samples.
     """
 
     def __init__(
@@ -77,14 +82,14 @@ class HeaderExchange:
         outside_ids: Tensor,
         bad_weights: Tensor,
         homes_written: bool,
+        has_data: bool = True,
     ) -> None:
         self._num_packs, width = counts_PB.shape
         self._world_size = width - 1
         self._hot_start_P1 = hot_start_P1
         self._local = torch.cat([counts_PB.reshape(-1), lookups_P])
-        flags_3 = torch.stack(
-            [outside_ids, bad_weights, torch.full_like(outside_ids, homes_written)]
-        )
+        state = _HOMES_WRITTEN * homes_written + _HAS_DATA * has_data
+        flags_3 = torch.stack([outside_ids, bad_weights, torch.full_like(outside_ids, state)])
         same_for_all = torch.cat([flags_3.to(torch.int64), _pack_bits(touched_H)])
         sent_WX = torch.cat(
             [counts_PB[:, 1:].t(), same_for_all.expand(self._world_size, -1)], dim=1
@@ -114,7 +119,8 @@ class HeaderExchange:
             lookups_P=lookups_P.tolist(),
             outside_ids_W=flags_W3[:, 0].tolist(),
             bad_weights_W=flags_W3[:, 1].tolist(),
-            homes_written=bool(flags_W3[:, 2].any()),
+            homes_written=bool((flags_W3[:, 2] & _HOMES_WRITTEN).any()),
+            any_data=bool((flags_W3[:, 2] & _HAS_DATA).any()),
             touched_slots_T=touched_T.to(self._sent_WX.device, non_blocking=True),
             touched_P=[end - start for start, end in pairwise(starts)],
         )

@@ -92,6 +92,7 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
                 outside_ids=outside_N.sum(),
                 bad_weights=self._bad_weights(features),
                 homes_written=self._replicas_stale(),
+                has_data=self._interleaving.has_data,
             )
             if self._interleaving.sizes_K is not None:
                 return self._chunked(features, packed_N, self._interleaving.sizes_K, send_header)

@@ -48,6 +48,8 @@ class Interleaving:
 
     sizes_K: Sequence[int] | None = None
     """Samples of each micro-batch; ``None`` = in one piece, driven by TorchRec's awaitables."""
+    has_data: bool = True
+    """Whether the batch comes from this rank's data; else it stands in for data that has ended."""
 
 
 @dataclass(frozen=True)
@@ -142,14 +144,19 @@ class InterleavedStep:
 
     # -- ids -----------------------------------------------------------------------------------
 
-    def send_ids(self) -> None:
+    def send_ids(self) -> bool:
         """Ends the header and asks the homes for all cold rows. Collective.
+
+        Returns:
+            Whether any rank has data. When none has, nothing is sent and the step ends here.
 
         Raises:
             InputError: On all ranks, if any rank's ids or weights are bad.
         """
         batch, space, num_chunks = self._batch, self._space, self.num_micro_batches
         self._header = header = batch.header.wait()
+        if not header.any_data:
+            return False
         raise_on_bad_input(header, space, batch.features, rank=self._pg.rank())
         # (pack, chunk) pairs; hot rows stand in a pack's first
         counts = zip(header.hot_P, header.send_PW)
@@ -170,6 +177,7 @@ class InterleavedStep:
             _by_chunk(self._requested_P, self._asked_PKW),
             header.receive_PW,
         )
+        return True
 
     def receive_ids(self) -> None:
         """Ends the ids exchange: homes know what they are asked for."""
@@ -267,12 +275,15 @@ class InterleavedStep:
         for storage in self._storages:
             storage.accept_writes()
 
-    def refresh(self) -> None:
+    def refresh(self, again: bool = False) -> None:
         """Fetches all rows again if somebody wrote into homes since, as a checkpoint load does.
 
         Collective then: weights are written on all ranks.
+
+        Args:
+            again: Fetch in any case: the model was trained by other means meanwhile.
         """
-        if not any(storage.written_outside() for storage in self._storages):
+        if not again and not any(storage.written_outside() for storage in self._storages):
             return
         for chunk, arrivals in enumerate(self._arrivals_K):
             for arrival in arrivals:

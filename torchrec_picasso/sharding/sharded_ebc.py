@@ -100,20 +100,23 @@ class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Whether all tables are hot/cold, so that a schedule may drive the whole exchange."""
         return list(self.sharding_type_to_sharding_infos) == [_GROUP]
 
-    def start_step(self, context: Any, sizes_K: Sequence[int], *args: Any) -> InterleavedStep:
+    def start_step(
+        self, context: Any, sizes_K: Sequence[int], *args: Any, has_data: bool = True
+    ) -> InterleavedStep:
         """Starts a batch whose exchange a schedule drives. Collective.
 
         Args:
             context: Of :meth:`create_context`.
             sizes_K: Samples of each micro-batch.
             *args: Of :meth:`input_dist`.
+            has_data: Whether the batch comes from this rank's data.
         """
         (sharding,) = self._embedding_shardings
-        sharding.interleaving.sizes_K = sizes_K
+        sharding.interleaving.sizes_K, sharding.interleaving.has_data = sizes_K, has_data
         try:
             (batch,) = self.input_dist(context, *args).awaitables
         finally:
-            sharding.interleaving.sizes_K = None
+            sharding.interleaving.sizes_K, sharding.interleaving.has_data = None, True
         (lookup,) = self._lookups
         return lookup.interleave(batch)
 

@@ -117,7 +117,8 @@ def num_samples(batch: Any) -> int:
     if not counts:
         raise InputError(
             f"batch: {type(batch).__name__} without a tensor or KeyedJaggedTensor, so its number "
-            "of samples is unknown"
+            "of samples is unknown; keep them in its attributes or members, and unless it is a "
+            f"dataclass, NamedTuple, tuple, list or dict of such, {SPLIT_ADVICE}"
         )
     return next((count for is_kjt, count in counts if is_kjt), counts[0][1])
 

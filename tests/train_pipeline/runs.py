@@ -1,0 +1,88 @@
+"""One job trained by the plain loop and by the interleaved pipeline, from given batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel
+
+from tests.sharding.jobs import CPU, Job, Result, dense_optimizer, make_batch, whole
+from torchrec_picasso import InterleavedTrainPipeline
+from torchrec_picasso.train_pipeline.split_batch import split_batch
+
+RTOL, ATOL = 1e-4, 2e-5
+"""Micro-batches sum gradients in another order than a whole batch."""
+
+
+def batches_of(job: Job, rank: int, steps: Iterable[int]) -> list[Batch]:
+    return [make_batch(job, rank, step) for step in steps]
+
+
+def empty_of(job: Job) -> Batch:
+    """A batch of no samples."""
+    batch = make_batch(job, 0, 0)
+    return split_batch(batch, [0, len(batch.labels)])[0]
+
+
+def pipeline_of(model: DistributedModelParallel, **settings: Any) -> InterleavedTrainPipeline:
+    settings = {"loss_reduction": "sum", "optimizer": dense_optimizer(model), **settings}
+    return InterleavedTrainPipeline(model, device=CPU, **settings)
+
+
+def run_to_the_end(pipeline: InterleavedTrainPipeline, batches: Iterator[Batch]) -> list[Tensor]:
+    """What every step gives, until ``StopIteration``."""
+    outputs = []
+    while True:
+        try:
+            outputs.append(pipeline.progress(batches))
+        except StopIteration:
+            return outputs
+
+
+def plain_steps(
+    model: DistributedModelParallel,
+    batches: Sequence[Batch],
+    optimizer: torch.optim.Optimizer | None = None,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> list[Tensor]:
+    """The plain loop; without gradients if the model is in evaluation."""
+    optimizer = optimizer or dense_optimizer(model)
+    outputs = []
+    for step, batch in enumerate(batches):
+        before_step(step)
+        if not model.training:
+            with torch.no_grad():
+                outputs.append(model(batch)[1])
+            continue
+        model.fused_optimizer.zero_grad()
+        optimizer.zero_grad()
+        loss, output = model(batch)
+        loss.backward()
+        optimizer.step()
+        outputs.append(output)
+    return outputs
+
+
+Run = tuple[Result, list[Tensor]]
+"""What a run leaves behind on a rank, and the output of each step."""
+
+
+def assert_same_runs(mine: list[Run], expected: list[Run]) -> None:
+    """Compares two runs, a pair per rank."""
+    for kind in ("weights", "states"):
+        torch.testing.assert_close(
+            whole([result for result, _ in mine], kind),
+            whole([result for result, _ in expected], kind),
+            rtol=RTOL,
+            atol=ATOL,
+        )
+    for (my, outputs), (its, expected_outputs) in zip(mine, expected):
+        torch.testing.assert_close(my.dense, its.dense, rtol=RTOL, atol=ATOL)
+        torch.testing.assert_close(outputs, expected_outputs, rtol=RTOL, atol=ATOL)
+    for replicas in zip(*(result.replicas for result, _ in mine)):
+        for replica in replicas[1:]:
+            torch.testing.assert_close(replica, replicas[0], rtol=0, atol=0)

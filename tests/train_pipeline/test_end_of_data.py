@@ -1,0 +1,200 @@
+"""Ranks with different numbers of batches: as the plain loop given empty ones; all end at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torchrec.datasets.utils import Batch
+from torchrec.streamable import Pipelineable
+
+from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
+from tests.train_pipeline.runs import (
+    Run,
+    assert_same_runs,
+    batches_of,
+    empty_of,
+    pipeline_of,
+    plain_steps,
+    run_to_the_end,
+)
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.meter import WireMeter
+from torchrec_picasso.train_pipeline.end_of_data import empty_batch
+from torchrec_picasso.workloads.launch import run_ranks
+
+JOBS = {
+    "hot_cold": Job(placement={"*": 2, "one_row": 1}, tables=ODD),
+    "mixed": Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN),
+    "stock": Job(placement={"*": "table_wise"}, tables=PLAIN),
+}
+COUNTS = {2: [(5, 3), (0, 3), (2, 2)], 3: [(1, 4, 0)]}
+"""Batches of each rank; a rank that has none is told by the others what an empty batch is."""
+
+CASES = [
+    (world_size, name, counts, num_micro_batches)
+    for world_size, name, counts in [
+        *((2, "hot_cold", counts) for counts in COUNTS[2]),
+        (2, "mixed", (2, 5)),
+        (2, "stock", (4, 2)),
+        (3, "hot_cold", COUNTS[3][0]),
+    ]
+    for num_micro_batches in (1, 4)
+]
+
+
+def _padded(job: Job, rank: int, counts: tuple[int, ...]) -> list[Batch]:
+    """A rank's batches, and empty ones until the last rank's data ends."""
+    missing = max(counts) - counts[rank]
+    return [*batches_of(job, rank, range(counts[rank])), *[empty_of(job)] * missing]
+
+
+def _uneven(rank: int, world_size: int) -> dict[Any, Run]:
+    results: dict[Any, Run] = {}
+    for case in CASES:
+        _, name, counts, num_micro_batches = case
+        job = JOBS[name]
+        if len(counts) != world_size:
+            continue
+        if (name, counts) not in results:
+            model = build(job, rank, world_size)
+            outputs = plain_steps(model, _padded(job, rank, counts))
+            results[name, counts] = result_of(model, []), outputs
+        model = build(job, rank, world_size)
+        pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
+        outputs = run_to_the_end(pipeline, iter(batches_of(job, rank, range(counts[rank]))))
+        for _ in range(2):  # still over, and nobody waits for anybody
+            with pytest.raises(StopIteration):
+                pipeline.progress(iter([]))
+        results[case] = result_of(model, []), outputs
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_whose_data_has_ended_goes_on_with_empty_batches(world_size: int) -> None:
+    by_rank = run_ranks(_uneven, world_size, timeout_s=100)
+    seen = 0
+    for case in CASES:
+        _, name, counts, _ = case
+        if len(counts) == world_size:
+            mine = [results[case] for results in by_rank]
+            assert [len(outputs) for _, outputs in mine] == [max(counts)] * world_size
+            assert_same_runs(mine, [results[name, counts] for results in by_rank])
+            seen += 1
+    assert seen >= 2
+
+
+def _epochs(rank: int, world_size: int) -> dict[str, Run]:
+    """Training with 3 and 1 batches, evaluation with 1 and 2, training with 2 and 2."""
+    job = JOBS["hot_cold"]
+    epochs = [(True, (3, 1)), (False, (1, 2)), (True, (2, 2))]
+    results = {}
+    for kind in ("plain", "interleaved"):
+        model = build(job, rank, world_size)
+        pipeline = pipeline_of(model, num_micro_batches=2)
+        outputs = []
+        for is_training, counts in epochs:
+            model.train(is_training)
+            if kind == "plain":
+                outputs += plain_steps(model, _padded(job, rank, counts))
+            else:
+                outputs += run_to_the_end(
+                    pipeline, iter(batches_of(job, rank, range(counts[rank])))
+                )
+        results[kind] = result_of(model, []), outputs
+    return results
+
+
+def test_uneven_epochs_of_training_and_evaluation() -> None:
+    by_rank = run_ranks(_epochs, 2, timeout_s=60)
+    assert len(by_rank[0]["plain"][1]) == 3 + 2 + 2
+    assert_same_runs([r["interleaved"] for r in by_rank], [r["plain"] for r in by_rank])
+
+
+def _stop_together(rank: int, world_size: int) -> dict[str, Run]:
+    """Ranks have 5 and 3 batches, then 2 and 3 more."""
+    job = JOBS["hot_cold"]
+    first, second = (range(5), range(10, 12)) if rank == 0 else (range(3), range(10, 13))
+    model = build(job, rank, world_size)
+    pipeline = pipeline_of(model, num_micro_batches=2, execute_all_batches=False)
+    outputs = run_to_the_end(pipeline, iter(batches_of(job, rank, first)))
+    assert len(outputs) == 2  # the third is in flight where the fourth is missing
+    more = iter(batches_of(job, rank, second))
+    outputs += run_to_the_end(pipeline, more)
+    results = {"interleaved": (result_of(model, []), outputs)}
+
+    trained = [0, 1, 2, 3, 10] if rank == 0 else [0, 1, 2, 10, 11]
+    model = build(job, rank, world_size)
+    outputs = plain_steps(model, batches_of(job, rank, trained))
+    results["plain"] = result_of(model, []), outputs
+    return results
+
+
+def test_ranks_stop_together_where_not_all_batches_are_executed() -> None:
+    by_rank = run_ranks(_stop_together, 2, timeout_s=60)
+    assert len(by_rank[0]["interleaved"][1]) == 5
+    assert_same_runs([r["interleaved"] for r in by_rank], [r["plain"] for r in by_rank])
+
+
+def _reductions_per_step(rank: int, world_size: int) -> dict[str, int]:
+    counts = {}
+    for name, execute_all in (("hot_cold", True), ("stock", True), ("hot_cold", False)):
+        job = JOBS[name]
+        pipeline = pipeline_of(build(job, rank, world_size), execute_all_batches=execute_all)
+        batches = iter(batches_of(job, rank, range(5)))
+        pipeline.progress(batches)
+        with WireMeter() as meter:
+            pipeline.progress(batches)
+        counts[name if execute_all else "stop"] = meter.count.calls_by_kind["allreduce_"]
+    return counts
+
+
+def test_knowing_of_the_end_costs_no_collective_of_its_own() -> None:
+    for counts in run_ranks(_reductions_per_step, 2, timeout_s=60):
+        # of hot rows and dense gradients; of dense gradients and the question; all three
+        assert counts == {"hot_cold": 2, "stock": 2, "stop": 3}
+
+
+class _Sealed(Pipelineable):
+    """A batch that only its owner can cut."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.sparse_features = batch.sparse_features
+        self.labels = batch.labels
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> _Sealed:
+        return self
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        pass
+
+    def pin_memory(self) -> _Sealed:
+        return self
+
+
+def _sealed(rank: int, world_size: int) -> tuple[int, str]:
+    """Even numbers of such batches are no trouble; a missing one at the start is, on all ranks."""
+    job = JOBS["hot_cold"]
+    pipeline = pipeline_of(build(job, rank, world_size))
+    batches = [_Sealed(batch) for batch in batches_of(job, rank, range(3))]
+    steps = len(run_to_the_end(pipeline, iter(batches)))
+    with pytest.raises(CompatError) as refused:
+        pipeline.progress(iter(batches[rank:] if rank == 0 else []))
+    return steps, str(refused.value)
+
+
+def test_batches_that_cannot_be_cut_are_refused_only_where_an_empty_one_is_needed() -> None:
+    for steps, told in run_ranks(_sealed, 2, timeout_s=60):
+        assert steps == 3
+        assert "type _Sealed could not be cut to 0 samples" in told
+        assert "split_batch=" in told
+
+
+def test_an_empty_batch_is_like_the_other() -> None:
+    whole = batches_of(JOBS["hot_cold"], 0, [0])[0]
+    empty = empty_batch(whole, lambda batch, sizes: [empty_of(JOBS["hot_cold"]), batch])
+    assert empty.sparse_features.keys() == whole.sparse_features.keys()
+    assert empty.sparse_features.stride() == len(empty.labels) == 0
+    with pytest.raises(CompatError, match=r"type Batch could not be cut .*split_batch="):
+        empty_batch(whole, lambda batch, sizes: [][0])

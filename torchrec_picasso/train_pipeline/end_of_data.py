@@ -1,0 +1,130 @@
+"""Keeps ranks together when their data ends at different batches.
+
+A rank whose data has ended takes part with empty batches until the data of all ranks has: every
+collective finds all ranks, and gradients stay means over all of them. Whether anybody has data
+travels in the header of the next batch, at no cost. What is here is for the moments without one:
+before the first batch, for a model without interleaved modules, and where a step must not begin
+unless all ranks have a next batch.
+
+Shape letters: W ranks.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.train_pipeline.split_batch import num_samples
+
+__all__ = ["AnyData", "Census", "SplitBatch", "empty_batch", "share_empty_batch", "take_census"]
+
+SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
+"""Cuts a batch into parts of given sizes."""
+
+
+@dataclass(frozen=True)
+class Census:
+    """Which ranks have a batch; the same on all of them."""
+
+    first_with_data: int | None
+    """The lowest rank that has one; ``None`` = no rank has."""
+    all_have_data: bool
+
+
+def take_census(pg: dist.ProcessGroup, device: torch.device, has_data: bool) -> Census:
+    """Asks all ranks whether they have a batch. Collective.
+
+    Args:
+        pg: Process group of W ranks.
+        device: Where collectives of ``pg`` run.
+        has_data: Whether this rank has one.
+
+    Cost:
+        An all-reduce of 16 bytes that is waited for; none with one rank.
+    """
+    if pg.size() == 1:
+        return Census(0 if has_data else None, has_data)
+    lowest = torch.tensor([pg.rank() if has_data else pg.size(), int(has_data)], device=device)
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=pg)
+    first, all_have = lowest.tolist()
+    return Census(None if first == pg.size() else first, bool(all_have))
+
+
+class AnyData:
+    """Asks whether any rank has a batch; starts at construction. Collective.
+
+    Args:
+        pg: Process group.
+        device: Where collectives of ``pg`` run.
+        has_data: Whether this rank has one.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup, device: torch.device, has_data: bool) -> None:
+        self._answer = torch.tensor([int(has_data)], device=device)
+        self._work = None
+        if pg.size() > 1:
+            self._work = dist.all_reduce(
+                self._answer, op=dist.ReduceOp.MAX, group=pg, async_op=True
+            )
+
+    def wait(self) -> bool:
+        """The answer, the same on all ranks."""
+        if self._work is not None:
+            self._work.wait()
+        return bool(self._answer.item())
+
+
+def empty_batch(batch: Any, split: SplitBatch) -> Any:
+    """Makes a batch of no samples like another one.
+
+    Raises:
+        CompatError: If the batch cannot be cut.
+    """
+    try:
+        return split(batch, [0, num_samples(batch)])[0]
+    except Exception as error:  # whatever a user's function raises
+        raise CompatError(
+            f"a rank whose data ends before the others' goes on with empty batches, but a batch of "
+            f"type {type(batch).__name__} could not be cut to 0 samples "
+            f"({type(error).__name__}: {error}); give the pipeline a split_batch= that can, or all "
+            "ranks the same number of batches"
+        ) from error
+
+
+def share_empty_batch(
+    pg: dist.ProcessGroup, device: torch.device, source: int, batch: Any, split: SplitBatch
+) -> Any:
+    """Gives every rank an empty batch like the one of rank ``source``. Collective.
+
+    Args:
+        pg: Process group.
+        device: Where the empty batch goes, and where collectives of ``pg`` run.
+        source: A rank of ``pg`` that has a batch.
+        batch: This rank's; only that of ``source`` is looked at.
+        split: Cuts it.
+
+    Raises:
+        CompatError: On all ranks, if the batch cannot be cut or pickled.
+    """
+    parcel: list[Any] = [None, None]
+    if pg.rank() == source:
+        try:
+            empty = empty_batch(batch, split).to(torch.device("cpu"))
+            parcel = [pickle.dumps(empty), None]
+        except CompatError as error:
+            parcel = [None, str(error)]
+        except Exception as error:  # whatever pickling a user's type raises
+            refusal = f"a batch of type {type(batch).__name__} cannot be pickled, which a rank "
+            refusal += f"without any batch needs ({error}); give every rank at least one batch"
+            parcel = [None, refusal]
+    dist.broadcast_object_list(parcel, group=pg, group_src=source, device=device)
+    pickled, refusal = parcel
+    if refusal is not None:
+        raise CompatError(refusal)
+    return pickle.loads(pickled).to(device)

@@ -1,0 +1,64 @@
+"""A batch between its request and its update, with everything that belongs to it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from torchrec_picasso._torchrec import TrainPipelineContext
+from torchrec_picasso.sharding.interleaved_step import InterleavedStep
+from torchrec_picasso.train_pipeline.batch_feed import Fetched
+from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
+from torchrec_picasso.train_pipeline.end_of_data import AnyData
+from torchrec_picasso.train_pipeline.whole_output import WholeOutput
+
+__all__ = ["Flight"]
+
+
+@dataclass(eq=False)
+class Flight:
+    """One batch of the pipeline."""
+
+    fetched: Fetched
+    sizes_K: Sequence[int]
+    micro_batches_K: Sequence[Any]
+    any_data: AnyData | None = None
+    """The question whether any rank has data, where no header carries the answer."""
+    module_contexts: dict[str, Any] = field(default_factory=dict)
+    steps: dict[str, InterleavedStep] = field(default_factory=dict)
+    """By name of the module."""
+    wholes: dict[str, WholeOutput] = field(default_factory=dict)
+    """What modules that are not interleaved gave for the whole batch, by name."""
+    losses_K: dict[int, Tensor] = field(default_factory=dict)
+    outputs_K: dict[int, Any] = field(default_factory=dict)
+    dense: DenseReduction | None = None
+
+    @property
+    def batch(self) -> Any:
+        """The whole batch."""
+        return self.fetched.batch
+
+    @property
+    def context(self) -> TrainPipelineContext:
+        """What TorchRec keeps with the batch."""
+        return self.fetched.context
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the batch comes from this rank's data."""
+        return self.fetched.has_data
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the whole batch on this rank."""
+        return sum(self.sizes_K)
+
+    def share(self, index: int, losses_are_means: bool) -> float:
+        """What a micro-batch's loss counts in the batch's; nothing without samples."""
+        size = self.sizes_K[index]
+        if not size:
+            return 0.0
+        return size / self.num_samples if losses_are_means else 1.0
