@@ -119,12 +119,12 @@ def _stop_together(rank: int, world_size: int) -> dict[str, Run]:
     model = build(job, rank, world_size)
     pipeline = pipeline_of(model, num_micro_batches=2, execute_all_batches=False)
     outputs = run_to_the_end(pipeline, iter(batches_of(job, rank, first)))
-    assert len(outputs) == 2  # the third is in flight where the fourth is missing
+    assert len(outputs) == 1  # two more are in flight where the fourth is missing
     more = iter(batches_of(job, rank, second))
     outputs += run_to_the_end(pipeline, more)
     results = {"interleaved": (result_of(model, []), outputs)}
 
-    trained = [0, 1, 2, 3, 10] if rank == 0 else [0, 1, 2, 10, 11]
+    trained = [0, 1, 2, 3] if rank == 0 else [0, 1, 2, 10]
     model = build(job, rank, world_size)
     outputs = plain_steps(model, batches_of(job, rank, trained))
     results["plain"] = result_of(model, []), outputs
@@ -133,7 +133,7 @@ def _stop_together(rank: int, world_size: int) -> dict[str, Run]:
 
 def test_ranks_stop_together_where_not_all_batches_are_executed() -> None:
     by_rank = run_ranks(_stop_together, 2, timeout_s=60)
-    assert len(by_rank[0]["interleaved"][1]) == 5
+    assert len(by_rank[0]["interleaved"][1]) == 4
     assert_same_runs([r["interleaved"] for r in by_rank], [r["plain"] for r in by_rank])
 
 

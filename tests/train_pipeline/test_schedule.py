@@ -12,6 +12,8 @@ from torchrec_picasso.train_pipeline.schedule import (
     Op,
     Schedule,
     evaluation_schedule,
+    first_batch_schedule,
+    second_batch_schedule,
     training_schedule,
 )
 
@@ -34,11 +36,26 @@ def test_training_schedules_are_legal(num_micro_batches: int, lookahead: bool) -
         assert kinds.index("fetch_clean") < kinds.index("update")
 
 
+@pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
-def test_evaluation_has_no_backward(num_micro_batches: int) -> None:
-    schedule = evaluation_schedule(num_micro_batches)
+def test_evaluation_has_no_backward(num_micro_batches: int, lookahead: bool) -> None:
+    schedule = evaluation_schedule(num_micro_batches, lookahead)
     schedule.check()
     assert not {"backward", "update", "dense_step"} & {op.kind for op in schedule}
+
+
+def test_the_first_two_batches_come_as_far_as_a_step_leaves_them() -> None:
+    """Whatever a step does for the next batch and the one after is done for the first two too."""
+    for lookahead in (False, True):
+        second = second_batch_schedule(lookahead)
+        second.check()
+        in_a_step = [op.kind for op in training_schedule(2, lookahead) if op.batch == 2]
+        assert [op.kind for op in second] == in_a_step
+        assert {op.batch for op in second} == {1}
+    first = first_batch_schedule(2)
+    first.check()
+    assert {op.batch for op in first} == {0}
+    assert [op.kind for op in first][-3:] == ["fetch_dirty", "fetch_dirty", "read_hot"]
 
 
 def test_any_two_collectives_that_depend_on_each_other_keep_their_order() -> None:

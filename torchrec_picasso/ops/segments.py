@@ -57,14 +57,13 @@ class Segments:
         return values_n if self.order_n is None else values_n.index_select(0, self.order_n)
 
 
-def cut_segments(counts_CW: list[list[int]], dirty_n: Tensor | None, mark: int) -> Segments:
+def cut_segments(counts_CW: list[list[int]], dirty_n: Tensor | None) -> Segments:
     """Cuts rows into segments.
 
     Args:
         counts_CW: Rows by chunk and rank, on the host.
         dirty_n: Which rows are dirty, in request order, bool, on the CPU or a device; ``None`` =
-            all have ``mark``.
-        mark: ``CLEAN`` or ``DIRTY``.
+            all are.
 
     Cost:
         One stable sort of n small integers and a host sync on CUDA; nothing when all are alike.
@@ -72,8 +71,7 @@ def cut_segments(counts_CW: list[list[int]], dirty_n: Tensor | None, mark: int) 
     num_chunks, world_size = len(counts_CW), len(counts_CW[0])
     if dirty_n is None:
         none = [0] * world_size
-        pairs = [[counts, none] if mark == CLEAN else [none, counts] for counts in counts_CW]
-        return Segments(order_n=None, counts_C2W=pairs)
+        return Segments(order_n=None, counts_C2W=[[none, counts_W] for counts_W in counts_CW])
     counts = torch.tensor(counts_CW, device=dirty_n.device).view(-1)
     place = torch.arange(counts.numel(), device=dirty_n.device)
     # (chunk, rank) -> (chunk, mark, rank)

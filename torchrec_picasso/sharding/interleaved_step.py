@@ -201,12 +201,8 @@ class InterleavedStep:
             self._header.send_PW,
         )
 
-    def lay_out(self, mark: int) -> None:
-        """Gives every row its place; ends the marks.
-
-        Args:
-            mark: What all cold rows are where no marks were sent: ``CLEAN`` or ``DIRTY``.
-        """
+    def lay_out(self) -> None:
+        """Gives every row its place; ends the marks. Where none were sent, all rows are dirty."""
         num_packs = self._space.num_packs
         mine: Sequence[Tensor | None] = [None] * num_packs
         asked: Sequence[Tensor | None] = mine
@@ -214,8 +210,8 @@ class InterleavedStep:
             self._marks.wait()
             mine = [dirty.bool() for dirty in self._dirty_mine_P]
             asked = [dirty.bool() for dirty in self._dirty_asked_P]
-        self._mine_P = [cut_segments(c, d, mark) for c, d in zip(self._mine_PKW, mine)]
-        self._asked_P = [cut_segments(c, d, mark) for c, d in zip(self._asked_PKW, asked)]
+        self._mine_P = [cut_segments(c, d) for c, d in zip(self._mine_PKW, mine)]
+        self._asked_P = [cut_segments(c, d) for c, d in zip(self._asked_PKW, asked)]
         self._requested_P = [
             segments.arrange(rows) for segments, rows in zip(self._asked_P, self._requested_P)
         ]

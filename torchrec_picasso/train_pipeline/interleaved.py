@@ -41,9 +41,12 @@ from torchrec_picasso.train_pipeline.model_parts import (
     unpipelined_modules,
 )
 from torchrec_picasso.train_pipeline.schedule import (
+    NUM_BATCHES,
     Op,
     Schedule,
     evaluation_schedule,
+    first_batch_schedule,
+    second_batch_schedule,
     training_schedule,
 )
 from torchrec_picasso.train_pipeline.split_batch import micro_batch_sizes, num_samples
@@ -117,11 +120,13 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         fetch = self.copy_batch_to_gpu, self._create_context
         self._feed = BatchFeed(*fetch, device, self._split_batch, execute_all_batches)
         self._flights: deque[Flight] = deque()
-        self._is_halfway = False
+        self._is_halfway = self._has_ended = False
         self._training = training_schedule(num_micro_batches, lookahead)
-        self._evaluation = evaluation_schedule(num_micro_batches)
-        self._training.check()
-        self._evaluation.check()
+        self._evaluation = evaluation_schedule(num_micro_batches, lookahead)
+        self._first_batch = first_batch_schedule(num_micro_batches)
+        self._second_batch = second_batch_schedule(lookahead)
+        for schedule in (self._training, self._evaluation, self._first_batch, self._second_batch):
+            schedule.check()
         self._is_rewritten = False
         self._interleaved: dict[str, ShardedModule] = {}
         self._plain: dict[str, ShardedModule] = {}
@@ -162,18 +167,16 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._rewrite(flight.batch, flight.context)
         for step in flight.steps.values():
             step.refresh(attached_again)  # the model may have been trained while detached
-        pg = process_group_of(self._model)
-        fetched = self._feed.following(pg, dataloader_iter, flight.batch)
-        following = None if fetched is None else self._board(fetched)
+        while len(self._flights) < NUM_BATCHES and self._follow(dataloader_iter):
+            if len(self._flights) == 2:  # the first step
+                self._is_halfway = True
+                self._walk(self._second_batch)
+                self._is_halfway = False
         self._is_halfway = True
         is_training = self._model.training
         if is_training:
             self._optimizer.zero_grad()
-        if following is not None:
-            self._flights.append(following)
-        for op in self._training if is_training else self._evaluation:
-            if op.batch < len(self._flights):
-                getattr(self, f"_{op.kind}")(self._flights[op.batch], op)
+        self._walk(self._training if is_training else self._evaluation)
         self._flights.popleft()
         self._is_halfway = False
         self._batch_count += 1
@@ -209,17 +212,37 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._is_halfway = False
 
     def _take_off(self, dataloader_iter: Iterator[In]) -> None:
-        """Prepares the first batch: nothing is updated meanwhile, so all rows are clean."""
+        """Prepares the first batch."""
         fetched = self._feed.first(process_group_of(self._model), dataloader_iter)
         if not self._is_rewritten:
             self._rewrite(fetched.batch, fetched.context)
+        self._has_ended = False
         flight = self._board(fetched)
-        for op in self._evaluation:
-            if op.kind != "forward":
-                getattr(self, f"_{op.kind}")(flight, op)
+        self._flights.append(flight)
+        try:
+            self._walk(self._first_batch)
+        except BaseException:
+            self._flights.clear()
+            raise
         for step in flight.steps.values():
             step.accept_writes()
-        self._flights.append(flight)
+
+    def _follow(self, dataloader_iter: Iterator[In]) -> bool:
+        """Boards the batch after the last in flight, unless every rank's data has ended."""
+        if self._has_ended:
+            return False
+        pg = process_group_of(self._model)
+        fetched = self._feed.following(pg, dataloader_iter, self._flights[-1].batch)
+        self._has_ended = fetched is None
+        if fetched is not None:
+            self._flights.append(self._board(fetched))
+        return fetched is not None
+
+    def _walk(self, schedule: Schedule) -> None:
+        """Runs the operations on those batches that there are."""
+        for op in schedule:
+            if op.batch < len(self._flights):
+                getattr(self, f"_{op.kind}")(self._flights[op.batch], op)
 
     def _board(self, fetched: Fetched) -> Flight:
         """Cuts a batch into micro-batches."""
@@ -316,6 +339,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if flight.any_data is not None:
             go_on.append(flight.any_data.wait())
         if not all(go_on):  # every rank's data has ended: what else the schedule has is left out
+            self._has_ended = True
             for request in flight.context.input_dist_tensors_requests.values():
                 request.wait()
             self._flights.pop()
@@ -332,9 +356,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             step.send_marks(before.steps[name])
 
     def _lay_out(self, flight: Flight, op: Op) -> None:
-        mark = DIRTY if self._model.training and len(self._flights) > 1 else CLEAN
         for step in flight.steps.values():
-            step.lay_out(mark)
+            step.lay_out()
 
     def _fetch_clean(self, flight: Flight, op: Op) -> None:
         assert op.index is not None

@@ -1,8 +1,8 @@
 """The schedule of a step as data: which piece of which batch runs when.
 
-A step trains one batch and prepares the next. Its schedule is an ordered list of operations, the
-same on all ranks, so collectives meet in the same order everywhere. It can be printed, checked and
-drawn; the pipeline only walks it.
+A step trains one batch, fetches the rows of the next, and exchanges the ids of the one after. Its
+schedule is an ordered list of operations, the same on all ranks, so collectives meet in the same
+order everywhere. It can be printed, checked and drawn; the pipeline only walks it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,21 @@ from torchrec_picasso.errors import PlanError
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["COLLECTIVES", "Op", "Schedule", "evaluation_schedule", "training_schedule"]
+__all__ = [
+    "COLLECTIVES",
+    "NUM_BATCHES",
+    "Op",
+    "Schedule",
+    "evaluation_schedule",
+    "first_batch_schedule",
+    "second_batch_schedule",
+    "training_schedule",
+]
 
-THIS, NEXT = 0, 1
+THIS, NEXT, AFTER = 0, 1, 2
+NUM_BATCHES = 3
+"""Batches that a step works on."""
+_OF_BATCH = ("", " of the next batch", " of the batch after")
 
 COLLECTIVES = frozenset(
     {
@@ -42,7 +54,7 @@ class Op:
 
     Args:
         kind: What runs, a method of the pipeline.
-        batch: 0 = the batch of this step, 1 = the next.
+        batch: 0 = the batch of this step, 1 = the next, 2 = the one after that.
         index: Micro-batch or chunk; ``None`` where the whole batch is meant.
     """
 
@@ -52,7 +64,7 @@ class Op:
 
     def __str__(self) -> str:
         index = "" if self.index is None else f" {self.index}"
-        return f"{self.kind}{index}{' of the next batch' if self.batch == NEXT else ''}"
+        return f"{self.kind}{index}{_OF_BATCH[self.batch]}"
 
 
 @dataclass(frozen=True)
@@ -97,47 +109,60 @@ class Schedule:
 def training_schedule(num_micro_batches: int, lookahead: bool) -> Schedule:
     """The schedule of a training step.
 
+    What no update waits for is on the wire first and needed last: the clean rows of the next batch
+    follow the dirty rows of this one, so the wire works while forward does; ids are a step ahead.
+
     Args:
         num_micro_batches: Pieces that a batch is cut into.
         lookahead: Whether the next batch's clean rows are fetched before this batch's update.
     """
     chunks = range(num_micro_batches)
-    last = num_micro_batches - 1
-    # the next batch's ids travel behind the first forwards, its clean rows behind backward
-    prepare = [[Op("request", NEXT)], [Op("send_ids", NEXT)], [Op("receive_ids", NEXT)]]
+    ops = [Op("request", AFTER), Op("lay_out", NEXT)]
     if lookahead:
-        prepare[2].append(Op("send_marks", NEXT))
-    ops: list[Op] = []
-    for index in chunks:
-        ops.append(Op("forward", THIS, index))
-        if index < last and prepare:
-            ops += prepare.pop(0)
-    early = [op for group in prepare for op in group]
-    ops += early
+        ops += [Op("fetch_clean", NEXT, chunk) for chunk in chunks]
+    ops += [Op("forward", THIS, index) for index in chunks]
+    ops.append(Op("send_ids", AFTER))
     for index in reversed(chunks):
         ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
-        if index == last:
-            ops.append(Op("lay_out", NEXT))
-            if lookahead:
-                ops += [Op("fetch_clean", NEXT, chunk) for chunk in chunks]
-    ops += [Op("reduce_hot"), Op("reduce_dense"), Op("update")]
+    ops += [Op("reduce_hot"), Op("reduce_dense"), Op("receive_ids", AFTER)]
+    if lookahead:
+        ops.append(Op("send_marks", AFTER))
+    ops.append(Op("update"))
     ops += [Op("fetch_dirty", NEXT, chunk) for chunk in chunks]
     ops += [Op("read_hot", NEXT), Op("dense_step")]
     return Schedule(tuple(ops))
 
 
-def evaluation_schedule(num_micro_batches: int) -> Schedule:
-    """The schedule of a step without backward: all rows of the next batch are clean."""
+def evaluation_schedule(num_micro_batches: int, lookahead: bool) -> Schedule:
+    """The schedule of a step without backward, which may come between training steps.
+
+    Args:
+        num_micro_batches: Pieces that a batch is cut into.
+        lookahead: Whether a training step after this one looks ahead.
+    """
     chunks = range(num_micro_batches)
-    prepare = [Op(kind, NEXT) for kind in ("request", "send_ids", "receive_ids", "lay_out")]
-    return Schedule(
-        (
-            *prepare,
-            *(Op("fetch_clean", NEXT, chunk) for chunk in chunks),
-            Op("read_hot", NEXT),
-            *(Op("forward", THIS, index) for index in chunks),
-        )
-    )
+    ops = [Op("request", AFTER), Op("lay_out", NEXT)]
+    for chunk in chunks:
+        ops += [Op(kind, NEXT, chunk) for kind in ("fetch_clean", "fetch_dirty")]
+    ops.append(Op("read_hot", NEXT))
+    ops += [Op("forward", THIS, index) for index in chunks]
+    ops += [Op("send_ids", AFTER), Op("receive_ids", AFTER)]
+    if lookahead:
+        ops.append(Op("send_marks", AFTER))
+    return Schedule(tuple(ops))
+
+
+def first_batch_schedule(num_micro_batches: int) -> Schedule:
+    """How the first batch comes to its rows, before the first step."""
+    ops = [Op(kind, THIS) for kind in ("request", "send_ids", "receive_ids", "lay_out")]
+    ops += [Op("fetch_dirty", THIS, chunk) for chunk in range(num_micro_batches)]
+    return Schedule((*ops, Op("read_hot", THIS)))
+
+
+def second_batch_schedule(lookahead: bool) -> Schedule:
+    """How the second batch's ids come to their homes, before the first step."""
+    kinds = ("request", "send_ids", "receive_ids", *(["send_marks"] if lookahead else []))
+    return Schedule(tuple(Op(kind, NEXT) for kind in kinds))
 
 
 _PREPARED = ("request", "send_ids", "receive_ids", "send_marks", "lay_out")
@@ -145,30 +170,28 @@ _PREPARED = ("request", "send_ids", "receive_ids", "send_marks", "lay_out")
 
 def _needs(op: Op, ops: tuple[Op, ...]) -> list[Op]:
     """What has to run before an operation, among those of the same schedule."""
-    of = [other for other in ops if other.kind != op.kind]
 
-    def all_of(*kinds: str) -> list[Op]:
-        return [other for other in of if other.kind in kinds]
+    def all_of(batch: int, *kinds: str) -> list[Op]:
+        return [o for o in ops if o != op and o.batch == batch and o.kind in kinds]
 
+    updates = all_of(THIS, "update") if op.batch != THIS else []
     if op.kind in _PREPARED:
-        return all_of(*_PREPARED[: _PREPARED.index(op.kind)])
+        return all_of(op.batch, *_PREPARED[: _PREPARED.index(op.kind)])
     if op.kind == "fetch_clean":
-        return all_of("lay_out")
-    if op.kind == "fetch_dirty":
-        return all_of("lay_out", "update")
-    if op.kind == "read_hot":
-        return all_of("lay_out", "update")
+        return all_of(op.batch, "lay_out")
+    if op.kind in ("fetch_dirty", "read_hot"):
+        return [*all_of(op.batch, "lay_out"), *updates]
     if op.kind == "forward" and op.index:
         return [Op("forward", op.batch, op.index - 1)]
     if op.kind == "backward":
         later = [o for o in ops if o.kind == "backward" and (o.index or 0) > (op.index or 0)]
-        return [*all_of("forward"), *later]
+        return [*all_of(op.batch, "forward"), *later]
     if op.kind == "send_gradients":
         return [Op("backward", op.batch, op.index)]
     if op.kind in ("reduce_hot", "reduce_dense"):
-        return all_of("backward")
+        return all_of(op.batch, "backward")
     if op.kind == "update":
-        return all_of("send_gradients", "reduce_hot")
+        return all_of(op.batch, "send_gradients", "reduce_hot")
     if op.kind == "dense_step":
-        return all_of("reduce_dense", "update")
+        return all_of(op.batch, "reduce_dense", "update")
     return []
