@@ -26,6 +26,7 @@ from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
 from torchrec_picasso.ops.segments import CLEAN, DIRTY
 from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
 from torchrec_picasso.train_pipeline.batch_feed import BatchFeed, Fetched
+from torchrec_picasso.train_pipeline.data_parallel import renew_data_parallel
 from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
 from torchrec_picasso.train_pipeline.end_of_data import AnyData, SplitBatch
 from torchrec_picasso.train_pipeline.flight import Flight
@@ -117,7 +118,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         fetch = self.copy_batch_to_gpu, self._create_context
         self._feed = BatchFeed(*fetch, device, self._split_batch, execute_all_batches)
         self._flights: deque[Flight] = deque()
-        self._is_halfway = False
+        self._is_halfway = self._has_trained = False
         self._training = training_schedule(num_micro_batches, lookahead)
         self._evaluation = evaluation_schedule(num_micro_batches)
         self._training.check()
@@ -164,28 +165,30 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             step.refresh(attached_again)  # the model may have been trained while detached
         pg = process_group_of(self._model)
         fetched = self._feed.following(pg, dataloader_iter, flight.batch)
-        following = None if fetched is None else self._board(fetched)
+        following = [] if fetched is None else [self._board(fetched)]
         self._is_halfway = True
         is_training = self._model.training
         if is_training:
+            self._has_trained = True
             self._optimizer.zero_grad()
-        if following is not None:
-            self._flights.append(following)
+        self._flights += following
         for op in self._training if is_training else self._evaluation:
             if op.batch < len(self._flights):
                 getattr(self, f"_{op.kind}")(self._flights[op.batch], op)
         self._flights.popleft()
         self._is_halfway = False
         self._batch_count += 1
-        outputs = list(flight.outputs_K.values())
         sizes = [flight.sizes_K[index] for index in flight.outputs_K]
-        return self._join_outputs(outputs, sizes)
+        return self._join_outputs(list(flight.outputs_K.values()), sizes)
 
     def detach(self) -> nn.Module:
-        """Gives the model back as it was; batches in flight wait for :meth:`attach`.
+        """Gives the model back as it was; batches in flight wait for :meth:`attach`. Collective.
 
         The model may be used, trained and loaded meanwhile, on all ranks alike.
         """
+        if self._has_trained:
+            renew_data_parallel(self._model)
+        self._has_trained = False
         return super().detach()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
@@ -225,9 +228,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """Cuts a batch into micro-batches."""
         batch = fetched.batch
         for name, module in self._interleaved.items():
-            args, kwargs = module.forward.args.build_args_kwargs(batch)
-            for features in (*args, *kwargs.values()):
-                refuse_variable_batch(name, features)
+            refuse_variable_batch(name, *module.forward.args.build_args_kwargs(batch))
         sizes_K = micro_batch_sizes(num_samples(batch), self._num_micro_batches)
         # of no samples, every micro-batch is the batch itself
         parts_K = self._split_batch(batch, sizes_K) if any(sizes_K) else [batch] * len(sizes_K)
@@ -251,9 +252,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._pipelined_modules = found
         self._interleaved, self._plain = {}, {}
         for module in found:
-            ours = (
-                isinstance(module, ShardedHotColdEmbeddingBagCollection) and module.can_interleave
-            )
+            is_hot_cold = isinstance(module, ShardedHotColdEmbeddingBagCollection)
+            ours = is_hot_cold and module.can_interleave
             (self._interleaved if ours else self._plain)[module.forward.name] = module
         self._original_kjt_dist_forwards.clear()
         self._join_splits()

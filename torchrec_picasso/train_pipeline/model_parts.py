@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -86,22 +87,24 @@ def refuse_unpipelined(names: Collection[str]) -> None:
         )
 
 
-def refuse_variable_batch(name: str, features: object) -> None:
+def refuse_variable_batch(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuses a batch size per feature.
 
     Args:
         name: Of the module.
-        features: Its input.
+        args: Its input for a batch.
+        kwargs: The same.
 
     Raises:
         CompatError: Names the module.
     """
-    if isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
-        raise CompatError(
-            f"{name}: its KeyedJaggedTensor has a batch size per feature (variable batch), whose "
-            "samples cannot be cut into micro-batches; use TorchRec's TrainPipelineSparseDist, "
-            "which hot/cold tables work with, or the same batch size for all features"
-        )
+    for features in (*args, *kwargs.values()):
+        if isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
+            raise CompatError(
+                f"{name}: its KeyedJaggedTensor has a batch size per feature (variable batch), "
+                "whose samples cannot be cut into micro-batches; use TorchRec's "
+                "TrainPipelineSparseDist, or the same batch size for all features"
+            )
 
 
 def _outside_of_sharded(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
