@@ -11,6 +11,7 @@ from torchrec_picasso.train_pipeline.schedule import (
     COLLECTIVES,
     Op,
     Schedule,
+    Setting,
     evaluation_schedule,
     first_batch_schedule,
     second_batch_schedule,
@@ -21,7 +22,7 @@ from torchrec_picasso.train_pipeline.schedule import (
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 4, 8])
 def test_training_schedules_are_legal(num_micro_batches: int, lookahead: bool) -> None:
-    schedule = training_schedule(num_micro_batches, lookahead)
+    schedule = training_schedule(Setting(num_micro_batches, lookahead))
     schedule.check()
     kinds = [op.kind for op in schedule]
     chunks = list(range(num_micro_batches))
@@ -39,7 +40,7 @@ def test_training_schedules_are_legal(num_micro_batches: int, lookahead: bool) -
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_evaluation_has_no_backward(num_micro_batches: int, lookahead: bool) -> None:
-    schedule = evaluation_schedule(num_micro_batches, lookahead)
+    schedule = evaluation_schedule(Setting(num_micro_batches, lookahead))
     schedule.check()
     assert not {"backward", "update", "dense_step"} & {op.kind for op in schedule}
 
@@ -47,19 +48,19 @@ def test_evaluation_has_no_backward(num_micro_batches: int, lookahead: bool) -> 
 def test_the_first_two_batches_come_as_far_as_a_step_leaves_them() -> None:
     """Whatever a step does for the next batch and the one after is done for the first two too."""
     for lookahead in (False, True):
-        second = second_batch_schedule(lookahead)
+        second = second_batch_schedule(Setting(2, lookahead))
         second.check()
-        in_a_step = [op.kind for op in training_schedule(2, lookahead) if op.batch == 2]
+        in_a_step = [op.kind for op in training_schedule(Setting(2, lookahead)) if op.batch == 2]
         assert [op.kind for op in second] == in_a_step
         assert {op.batch for op in second} == {1}
-    first = first_batch_schedule(2)
+    first = first_batch_schedule(Setting(2, lookahead=True))
     first.check()
     assert {op.batch for op in first} == {0}
     assert [op.kind for op in first][-3:] == ["fetch_dirty", "fetch_dirty", "read_hot"]
 
 
 def test_any_two_collectives_that_depend_on_each_other_keep_their_order() -> None:
-    ops = list(training_schedule(4, lookahead=True))
+    ops = list(training_schedule(Setting(4, lookahead=True)))
     illegal = 0
     for seed in range(200):
         rng = random.Random(seed)
@@ -84,7 +85,7 @@ def test_an_illegal_schedule_is_refused() -> None:
 
 
 def test_the_frame_has_a_line_per_operation() -> None:
-    schedule = training_schedule(2, lookahead=True)
+    schedule = training_schedule(Setting(2, lookahead=True))
     frame = schedule.to_frame()
     assert list(frame.columns) == ["op", "batch", "index", "collective"]
     assert len(frame) == len(schedule.ops) == len(str(schedule).splitlines())

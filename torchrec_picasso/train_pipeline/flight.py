@@ -13,6 +13,7 @@ from torchrec_picasso.sharding.interleaved_step import InterleavedStep
 from torchrec_picasso.train_pipeline.batch_feed import Fetched
 from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
 from torchrec_picasso.train_pipeline.end_of_data import AnyData
+from torchrec_picasso.train_pipeline.schedule import Setting
 from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 
 __all__ = ["Flight"]
@@ -23,6 +24,7 @@ class Flight:
     """One batch of the pipeline."""
 
     fetched: Fetched
+    setting: Setting
     sizes_K: Sequence[int]
     micro_batches_K: Sequence[Any]
     any_data: AnyData | None = None
@@ -35,6 +37,8 @@ class Flight:
     losses_K: dict[int, Tensor] = field(default_factory=dict)
     outputs_K: dict[int, Any] = field(default_factory=dict)
     dense: DenseReduction | None = None
+    is_end: bool = False
+    """Whether no rank has data any more: nothing is trained on it."""
 
     @property
     def batch(self) -> Any:

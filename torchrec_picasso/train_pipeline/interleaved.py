@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -23,35 +24,32 @@ from torchrec_picasso._torchrec import (
     start_data_dist,
 )
 from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
-from torchrec_picasso.ops.segments import CLEAN, DIRTY
 from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
 from torchrec_picasso.train_pipeline.batch_feed import BatchFeed, Fetched
-from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
-from torchrec_picasso.train_pipeline.end_of_data import AnyData, SplitBatch
+from torchrec_picasso.train_pipeline.data_parallel import renew_data_parallel
+from torchrec_picasso.train_pipeline.end_of_data import SplitBatch
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward
 from torchrec_picasso.train_pipeline.join_outputs import join_outputs as join_known_outputs
 from torchrec_picasso.train_pipeline.model_parts import (
-    dense_parameters,
     inner_model,
     process_group_of,
-    refuse_batch_norm,
-    refuse_unpipelined,
     refuse_variable_batch,
     unpipelined_modules,
+    why_whole_batches,
 )
+from torchrec_picasso.train_pipeline.operations import Operations
 from torchrec_picasso.train_pipeline.schedule import (
     NUM_BATCHES,
-    Op,
     Schedule,
     evaluation_schedule,
     first_batch_schedule,
     second_batch_schedule,
     training_schedule,
 )
+from torchrec_picasso.train_pipeline.setting_choice import SettingChoice, candidates
 from torchrec_picasso.train_pipeline.split_batch import micro_batch_sizes, num_samples
 from torchrec_picasso.train_pipeline.split_batch import split_batch as split_known_batch
-from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 
 __all__ = ["InterleavedTrainPipeline"]
 
@@ -76,7 +74,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         optimizer: Dense and fused optimizers, as for TorchRec's pipelines.
         device: Where batches go.
         num_micro_batches: Pieces K that a batch is cut into; 1 still overlaps with the next batch.
+            ``None`` = chosen by trying some on the first steps.
         lookahead: Whether rows of the next batch that this one does not update are fetched early.
+            ``None`` = chosen likewise.
         split_batch: Cuts a batch into parts of given sizes, ``(batch, sizes) -> parts``; ``None``
             knows tensors, KeyedJaggedTensors, dataclasses and containers of them. Sizes may be 0.
         join_outputs: Joins the parts' outputs, ``(outputs, sizes) -> output``; ``None`` knows the
@@ -101,8 +101,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         *,
-        num_micro_batches: int = 1,
-        lookahead: bool = True,
+        num_micro_batches: int | None = 1,
+        lookahead: bool | None = True,
         split_batch: SplitBatch | None = None,
         join_outputs: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
         loss_reduction: str = "mean",
@@ -110,31 +110,35 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     ) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"loss_reduction is {loss_reduction!r}, expected 'mean' or 'sum'")
-        if num_micro_batches < 1:
+        if num_micro_batches is not None and num_micro_batches < 1:
             raise ConfigError(f"num_micro_batches is {num_micro_batches}, expected at least 1")
         super().__init__(model, optimizer, device, execute_all_batches)
-        self._num_micro_batches = num_micro_batches
         self._losses_are_means = loss_reduction == "mean"
         self._split_batch = split_batch or split_known_batch
         self._join_outputs = join_outputs or join_known_outputs
         fetch = self.copy_batch_to_gpu, self._create_context
         self._feed = BatchFeed(*fetch, device, self._split_batch, execute_all_batches)
         self._flights: deque[Flight] = deque()
-        self._is_halfway = self._has_ended = False
-        self._training = training_schedule(num_micro_batches, lookahead)
-        self._evaluation = evaluation_schedule(num_micro_batches, lookahead)
-        self._first_batch = first_batch_schedule(num_micro_batches)
-        self._second_batch = second_batch_schedule(lookahead)
-        for schedule in (self._training, self._evaluation, self._first_batch, self._second_batch):
-            schedule.check()
+        self._is_halfway = self._has_ended = self._has_trained = False
+        self._choice = SettingChoice(candidates(num_micro_batches, lookahead))
         self._is_rewritten = False
         self._interleaved: dict[str, ShardedModule] = {}
         self._plain: dict[str, ShardedModule] = {}
 
     @property
+    def num_micro_batches(self) -> int:
+        """Pieces that the next batch will be cut into."""
+        return self._choice.current.num_micro_batches
+
+    @property
+    def lookahead(self) -> bool:
+        """Whether the next batch's clean rows will be fetched early."""
+        return self._choice.current.lookahead
+
+    @property
     def schedule(self) -> Schedule:
         """The operations of a training step, in order."""
-        return self._training
+        return training_schedule(self._choice.current)
 
     # -- TorchRec's contract -------------------------------------------------------------------
 
@@ -161,7 +165,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self.attach(self._model)
         if not self._flights:
             self._take_off(dataloader_iter)
-        flight = self._flights[0]
+        flight, pg = self._flights[0], process_group_of(self._model)
         attached_again = not self._is_rewritten
         if attached_again:
             self._rewrite(flight.batch, flight.context)
@@ -169,26 +173,29 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             step.refresh(attached_again)  # the model may have been trained while detached
         while len(self._flights) < NUM_BATCHES and self._follow(dataloader_iter):
             if len(self._flights) == 2:  # the first step
-                self._is_halfway = True
-                self._walk(self._second_batch)
-                self._is_halfway = False
-        self._is_halfway = True
-        is_training = self._model.training
-        if is_training:
+                self._walk(second_batch_schedule(self._flights[1].setting))
+        settings = [flight.setting for flight in self._flights]
+        if self._model.training:
+            self._has_trained = True
             self._optimizer.zero_grad()
-        self._walk(self._training if is_training else self._evaluation)
+            start_s = perf_counter()
+            self._walk(training_schedule(*settings))
+            self._choice.note_step(settings, perf_counter() - start_s, pg, self._device)
+        else:
+            self._walk(evaluation_schedule(*settings))
         self._flights.popleft()
-        self._is_halfway = False
         self._batch_count += 1
-        outputs = list(flight.outputs_K.values())
         sizes = [flight.sizes_K[index] for index in flight.outputs_K]
-        return self._join_outputs(outputs, sizes)
+        return self._join_outputs(list(flight.outputs_K.values()), sizes)
 
     def detach(self) -> nn.Module:
-        """Gives the model back as it was; batches in flight wait for :meth:`attach`.
+        """Gives the model back as it was; batches in flight wait for :meth:`attach`. Collective.
 
         The model may be used, trained and loaded meanwhile, on all ranks alike.
         """
+        if self._has_trained:
+            renew_data_parallel(self._model)
+        self._has_trained = False
         return super().detach()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
@@ -209,7 +216,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         super().reset()
         self._flights.clear()
         self._feed.forget()
-        self._is_halfway = False
+        self._is_halfway = self._has_ended = False
 
     def _take_off(self, dataloader_iter: Iterator[In]) -> None:
         """Prepares the first batch."""
@@ -219,11 +226,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._has_ended = False
         flight = self._board(fetched)
         self._flights.append(flight)
-        try:
-            self._walk(self._first_batch)
-        except BaseException:
-            self._flights.clear()
-            raise
+        self._walk(first_batch_schedule(flight.setting))
         for step in flight.steps.values():
             step.accept_writes()
 
@@ -240,27 +243,29 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _walk(self, schedule: Schedule) -> None:
         """Runs the operations on those batches that there are."""
+        self._is_halfway = True
         for op in schedule:
             if op.batch < len(self._flights):
-                getattr(self, f"_{op.kind}")(self._flights[op.batch], op)
+                self._operations.run(op, self._flights)
+                if self._flights[-1].is_end:  # what else the schedule has for it is left out
+                    self._has_ended = True
+                    self._flights.pop()
+        self._is_halfway = False
 
     def _board(self, fetched: Fetched) -> Flight:
         """Cuts a batch into micro-batches."""
         batch = fetched.batch
         for name, module in self._interleaved.items():
-            args, kwargs = module.forward.args.build_args_kwargs(batch)
-            for features in (*args, *kwargs.values()):
-                refuse_variable_batch(name, features)
-        sizes_K = micro_batch_sizes(num_samples(batch), self._num_micro_batches)
+            refuse_variable_batch(name, *module.forward.args.build_args_kwargs(batch))
+        setting = self._choice.current
+        sizes_K = micro_batch_sizes(num_samples(batch), setting.num_micro_batches)
         # of no samples, every micro-batch is the batch itself
         parts_K = self._split_batch(batch, sizes_K) if any(sizes_K) else [batch] * len(sizes_K)
-        return Flight(fetched, sizes_K, parts_K)
+        return Flight(fetched, setting, sizes_K, parts_K)
 
     def _rewrite(self, batch: In, context: TrainPipelineContext) -> None:
         """Finds the sharded modules and takes over their forwards."""
-        self._inner = inner_model(self._model)
-        if self._num_micro_batches > 1:
-            refuse_batch_norm(self._inner)
+        inner = inner_model(self._model)
         found, self._model, self._original_forwards, self._pipelined_postprocs, _ = rewrite_model(
             model=self._model,
             context=context,
@@ -274,20 +279,33 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._pipelined_modules = found
         self._interleaved, self._plain = {}, {}
         for module in found:
-            ours = (
-                isinstance(module, ShardedHotColdEmbeddingBagCollection) and module.can_interleave
-            )
+            is_hot_cold = isinstance(module, ShardedHotColdEmbeddingBagCollection)
+            ours = is_hot_cold and module.can_interleave
             (self._interleaved if ours else self._plain)[module.forward.name] = module
         self._original_kjt_dist_forwards.clear()
         self._join_splits()
-        self._dense_parameters = dense_parameters(self._inner)
-        if self._num_micro_batches > 1:
-            try:
-                refuse_unpipelined(unpipelined_modules(self._inner, found))
-            except CompatError:
-                self.detach()
-                raise
+        self._unpipelined = unpipelined_modules(inner, found)
+        try:
+            self._choice.restrict(why_whole_batches(inner, self._unpipelined))
+        except CompatError:
+            self.detach()
+            raise
+        self._operations = Operations(
+            process_group_of(self._model),
+            self._device,
+            inner,
+            self._optimizer,
+            self._interleaved,
+            self._plain,
+            start_plain=self._start_plain,
+            wait_plain=self.wait_sparse_data_dist,
+            losses_are_means=self._losses_are_means,
+        )
         self._is_rewritten = True
+
+    def _start_plain(self, flight: Flight) -> None:
+        start_data_dist(list(self._plain.values()), flight.batch, flight.context)
+        self._join_splits()
 
     def _join_splits(self) -> None:
         """From now on the splits of stock input dists travel together, once these are made."""
@@ -300,7 +318,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """Which sharded modules are interleaved and which are not, with the reason; after a step.
 
         Returns:
-            One line per module.
+            One line per module, then one on micro-batches and lookahead.
         """
         lines = [f"{name}: interleaved" for name in self._interleaved]
         lines += [
@@ -311,113 +329,6 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if self._is_rewritten:
             lines += [
                 f"{name}: not pipelined: its input is changed inside the model"
-                for name in unpipelined_modules(self._inner, self._pipelined_modules)
+                for name in self._unpipelined
             ]
-        return "\n".join(lines)
-
-    # -- the operations of a schedule ----------------------------------------------------------
-
-    def _request(self, flight: Flight, op: Op) -> None:
-        for name, module in self._interleaved.items():
-            args, kwargs = module.forward.args.build_args_kwargs(flight.batch)
-            args, _ = module.preprocess_input(args, kwargs)
-            context = module.create_context()
-            flight.module_contexts[name] = context
-            flight.steps[name] = module.start_step(
-                context, flight.sizes_K, *args, has_data=flight.has_data
-            )
-        if not self._interleaved:
-            flight.any_data = AnyData(process_group_of(self._model), self._device, flight.has_data)
-        if self._plain:
-            start_data_dist(list(self._plain.values()), flight.batch, flight.context)
-            self._join_splits()
-
-    def _send_ids(self, flight: Flight, op: Op) -> None:
-        go_on = [step.send_ids() for step in flight.steps.values()]
-        if self._plain:
-            self.wait_sparse_data_dist(flight.context)
-        if flight.any_data is not None:
-            go_on.append(flight.any_data.wait())
-        if not all(go_on):  # every rank's data has ended: what else the schedule has is left out
-            self._has_ended = True
-            for request in flight.context.input_dist_tensors_requests.values():
-                request.wait()
-            self._flights.pop()
-        elif flight.fetched.refusal is not None:
-            raise flight.fetched.refusal
-
-    def _receive_ids(self, flight: Flight, op: Op) -> None:
-        for step in flight.steps.values():
-            step.receive_ids()
-
-    def _send_marks(self, flight: Flight, op: Op) -> None:
-        before = self._flights[op.batch - 1]
-        for name, step in flight.steps.items():
-            step.send_marks(before.steps[name])
-
-    def _lay_out(self, flight: Flight, op: Op) -> None:
-        for step in flight.steps.values():
-            step.lay_out()
-
-    def _fetch_clean(self, flight: Flight, op: Op) -> None:
-        assert op.index is not None
-        for step in flight.steps.values():
-            step.fetch(op.index, CLEAN)
-
-    def _fetch_dirty(self, flight: Flight, op: Op) -> None:
-        assert op.index is not None
-        for step in flight.steps.values():
-            step.fetch(op.index, DIRTY)
-
-    def _read_hot(self, flight: Flight, op: Op) -> None:
-        for step in flight.steps.values():
-            step.read_hot()
-
-    def _forward(self, flight: Flight, op: Op) -> None:
-        assert op.index is not None
-        size = flight.sizes_K[op.index]
-        if not size and flight.num_samples:
-            return  # nothing to learn from no samples
-        for name, module in self._interleaved.items():
-            rows = flight.steps[name].micro_rows(op.index)
-            module.forward.take(rows, flight.module_contexts[name])
-        for name, module in self._plain.items():
-            if name not in flight.wholes:
-                module.forward.set_context(flight.context)
-                flight.wholes[name] = WholeOutput(module.forward.of_whole_batch(), name)
-            module.forward.give(flight.wholes[name].part(flight.sizes_K, op.index))
-        losses, output = self._inner(flight.micro_batches_K[op.index])
-        if losses.requires_grad:
-            share = flight.share(op.index, self._losses_are_means)
-            flight.losses_K[op.index] = torch.sum(losses, dim=0) * share
-        flight.outputs_K[op.index] = output
-
-    def _backward(self, flight: Flight, op: Op) -> None:
-        assert op.index is not None
-        loss = flight.losses_K.pop(op.index, None)
-        if loss is not None:
-            loss.backward()
-        if op.index == 0:
-            for whole in flight.wholes.values():
-                whole.backward()
-
-    def _send_gradients(self, flight: Flight, op: Op) -> None:
-        assert op.index is not None
-        for step in flight.steps.values():
-            step.send_gradients(op.index)
-
-    def _reduce_hot(self, flight: Flight, op: Op) -> None:
-        for step in flight.steps.values():
-            step.reduce_hot()
-
-    def _reduce_dense(self, flight: Flight, op: Op) -> None:
-        flight.dense = DenseReduction(process_group_of(self._model), self._dense_parameters)
-
-    def _update(self, flight: Flight, op: Op) -> None:
-        for step in flight.steps.values():
-            step.update()
-
-    def _dense_step(self, flight: Flight, op: Op) -> None:
-        assert flight.dense is not None
-        flight.dense.wait()
-        self._optimizer.step()
+        return "\n".join([*lines, str(self._choice)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -16,10 +17,9 @@ __all__ = [
     "dense_parameters",
     "inner_model",
     "process_group_of",
-    "refuse_batch_norm",
-    "refuse_unpipelined",
     "refuse_variable_batch",
     "unpipelined_modules",
+    "why_whole_batches",
 ]
 
 
@@ -58,50 +58,50 @@ def unpipelined_modules(model: nn.Module, pipelined: Collection[nn.Module]) -> l
     ]
 
 
-def refuse_batch_norm(model: nn.Module) -> None:
-    """Refuses statistics over samples, which a micro-batch would change.
+def why_whole_batches(model: nn.Module, unpipelined: Collection[str]) -> str | None:
+    """Why a model's batches cannot be cut into micro-batches, with advice.
 
-    Raises:
-        CompatError: Names the module.
+    Args:
+        model: The model inside its wrapper.
+        unpipelined: Result of :func:`unpipelined_modules`, which would update their rows once per
+            micro-batch.
+
+    Returns:
+        ``None`` = they can.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise CompatError(
+            return (
                 f"{name} is a {type(module).__name__}, whose statistics would be those of a "
                 "micro-batch; use num_micro_batches=1, or a norm over features such as LayerNorm"
             )
-
-
-def refuse_unpipelined(names: Collection[str]) -> None:
-    """Refuses sharded modules that would update their rows in every micro-batch.
-
-    Raises:
-        CompatError: Names them.
-    """
-    if names:
-        raise CompatError(
-            f"{', '.join(names)}: the module's input is changed inside the model, so it cannot be "
-            "pipelined and would update its rows once per micro-batch; use num_micro_batches=1, or "
-            "change the input before the batch comes to the pipeline"
+    if unpipelined:
+        return (
+            f"{', '.join(unpipelined)}: the module's input is changed inside the model, so it "
+            "cannot be pipelined and would update its rows once per micro-batch; use "
+            "num_micro_batches=1, or change the input before the batch comes to the pipeline"
         )
+    return None
 
 
-def refuse_variable_batch(name: str, features: object) -> None:
+def refuse_variable_batch(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuses a batch size per feature.
 
     Args:
         name: Of the module.
-        features: Its input.
+        args: Its input for a batch.
+        kwargs: The same.
 
     Raises:
         CompatError: Names the module.
     """
-    if isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
-        raise CompatError(
-            f"{name}: its KeyedJaggedTensor has a batch size per feature (variable batch), whose "
-            "samples cannot be cut into micro-batches; use TorchRec's TrainPipelineSparseDist, "
-            "which hot/cold tables work with, or the same batch size for all features"
-        )
+    for features in (*args, *kwargs.values()):
+        if isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
+            raise CompatError(
+                f"{name}: its KeyedJaggedTensor has a batch size per feature (variable batch), "
+                "whose samples cannot be cut into micro-batches; use TorchRec's "
+                "TrainPipelineSparseDist, or the same batch size for all features"
+            )
 
 
 def _outside_of_sharded(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from torchrec_picasso.errors import PlanError
@@ -21,6 +22,7 @@ __all__ = [
     "NUM_BATCHES",
     "Op",
     "Schedule",
+    "Setting",
     "evaluation_schedule",
     "first_batch_schedule",
     "second_batch_schedule",
@@ -46,6 +48,26 @@ COLLECTIVES = frozenset(
     }
 )
 """Operations that send: all ranks reach them in the same order."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a batch is interleaved.
+
+    Args:
+        num_micro_batches: Pieces K that it is cut into.
+        lookahead: Whether those of its rows that the batch before does not update are fetched
+            before that one's update.
+    """
+
+    num_micro_batches: int
+    lookahead: bool
+
+    def __str__(self) -> str:
+        pieces = f"{self.num_micro_batches} micro-batches"
+        if self.num_micro_batches == 1:
+            pieces = "1 micro-batch"
+        return f"{pieces} {'with' if self.lookahead else 'without'} lookahead"
 
 
 @dataclass(frozen=True)
@@ -106,63 +128,83 @@ class Schedule:
             done.add(op)
 
 
-def training_schedule(num_micro_batches: int, lookahead: bool) -> Schedule:
+@cache
+def training_schedule(
+    this: Setting, following: Setting | None = None, after: Setting | None = None
+) -> Schedule:
     """The schedule of a training step.
 
     What no update waits for is on the wire first and needed last: the clean rows of the next batch
     follow the dirty rows of this one, so the wire works while forward does; ids are a step ahead.
 
     Args:
-        num_micro_batches: Pieces that a batch is cut into.
-        lookahead: Whether the next batch's clean rows are fetched before this batch's update.
+        this: How the batch of the step is interleaved.
+        following: How the next is; ``None`` = likewise.
+        after: How the one after that is; ``None`` = likewise.
     """
-    chunks = range(num_micro_batches)
+    following = following or this
     ops = [Op("request", AFTER), Op("lay_out", NEXT)]
-    if lookahead:
-        ops += [Op("fetch_clean", NEXT, chunk) for chunk in chunks]
-    ops += [Op("forward", THIS, index) for index in chunks]
+    if following.lookahead:
+        ops += _of_chunks("fetch_clean", NEXT, following)
+    ops += _of_chunks("forward", THIS, this)
     ops.append(Op("send_ids", AFTER))
-    for index in reversed(chunks):
+    for index in reversed(range(this.num_micro_batches)):
         ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
-    ops += [Op("reduce_hot"), Op("reduce_dense"), Op("receive_ids", AFTER)]
-    if lookahead:
-        ops.append(Op("send_marks", AFTER))
+    ops += [Op("reduce_hot"), Op("reduce_dense")]
+    ops += _ids_arrive(AFTER, after or following)
     ops.append(Op("update"))
-    ops += [Op("fetch_dirty", NEXT, chunk) for chunk in chunks]
+    ops += _of_chunks("fetch_dirty", NEXT, following)
     ops += [Op("read_hot", NEXT), Op("dense_step")]
-    return Schedule(tuple(ops))
+    return _checked(ops)
 
 
-def evaluation_schedule(num_micro_batches: int, lookahead: bool) -> Schedule:
-    """The schedule of a step without backward, which may come between training steps.
+@cache
+def evaluation_schedule(
+    this: Setting, following: Setting | None = None, after: Setting | None = None
+) -> Schedule:
+    """The schedule of a step without backward; training steps may come before and after it.
 
     Args:
-        num_micro_batches: Pieces that a batch is cut into.
-        lookahead: Whether a training step after this one looks ahead.
+        this: How the batch of the step is interleaved.
+        following: How the next is; ``None`` = likewise.
+        after: How the one after that is; ``None`` = likewise.
     """
-    chunks = range(num_micro_batches)
+    following = following or this
     ops = [Op("request", AFTER), Op("lay_out", NEXT)]
-    for chunk in chunks:
-        ops += [Op(kind, NEXT, chunk) for kind in ("fetch_clean", "fetch_dirty")]
+    if following.lookahead:
+        ops += _of_chunks("fetch_clean", NEXT, following)
+    ops += _of_chunks("fetch_dirty", NEXT, following)
     ops.append(Op("read_hot", NEXT))
-    ops += [Op("forward", THIS, index) for index in chunks]
-    ops += [Op("send_ids", AFTER), Op("receive_ids", AFTER)]
-    if lookahead:
-        ops.append(Op("send_marks", AFTER))
-    return Schedule(tuple(ops))
+    ops += _of_chunks("forward", THIS, this)
+    return _checked([*ops, Op("send_ids", AFTER), *_ids_arrive(AFTER, after or following)])
 
 
-def first_batch_schedule(num_micro_batches: int) -> Schedule:
+@cache
+def first_batch_schedule(this: Setting) -> Schedule:
     """How the first batch comes to its rows, before the first step."""
     ops = [Op(kind, THIS) for kind in ("request", "send_ids", "receive_ids", "lay_out")]
-    ops += [Op("fetch_dirty", THIS, chunk) for chunk in range(num_micro_batches)]
-    return Schedule((*ops, Op("read_hot", THIS)))
+    return _checked([*ops, *_of_chunks("fetch_dirty", THIS, this), Op("read_hot", THIS)])
 
 
-def second_batch_schedule(lookahead: bool) -> Schedule:
+@cache
+def second_batch_schedule(following: Setting) -> Schedule:
     """How the second batch's ids come to their homes, before the first step."""
-    kinds = ("request", "send_ids", "receive_ids", *(["send_marks"] if lookahead else []))
-    return Schedule(tuple(Op(kind, NEXT) for kind in kinds))
+    return _checked([Op("request", NEXT), Op("send_ids", NEXT), *_ids_arrive(NEXT, following)])
+
+
+def _of_chunks(kind: str, batch: int, setting: Setting) -> list[Op]:
+    return [Op(kind, batch, index) for index in range(setting.num_micro_batches)]
+
+
+def _ids_arrive(batch: int, setting: Setting) -> list[Op]:
+    marks = [Op("send_marks", batch)] if setting.lookahead else []
+    return [Op("receive_ids", batch), *marks]
+
+
+def _checked(ops: list[Op]) -> Schedule:
+    schedule = Schedule(tuple(ops))
+    schedule.check()
+    return schedule
 
 
 _PREPARED = ("request", "send_ids", "receive_ids", "send_marks", "lay_out")

@@ -1,0 +1,239 @@
+"""Exceptions in the middle of a run, detaching and attaching: what is lost, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel
+
+from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
+from tests.train_pipeline.runs import (
+    Run,
+    assert_same_runs,
+    batches_of,
+    pipeline_of,
+    plain_steps,
+    run_to_the_end,
+)
+from torchrec_picasso.errors import InputError, PicassoError
+from torchrec_picasso.workloads.launch import RankError, run_ranks
+
+HOT_COLD = Job(placement={"*": 2, "one_row": 1}, tables=ODD)
+MIXED = Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN)
+STEPS = range(9)
+SETTINGS = [
+    pytest.param(HOT_COLD, 1, id="hot_cold-1"),
+    pytest.param(HOT_COLD, 4, id="hot_cold-4"),
+    pytest.param(MIXED, 4, id="mixed-4"),
+]
+
+
+class BrokenError(Exception):
+    """What user code raises here."""
+
+
+def _plain_run(job: Job, rank: int, world_size: int, steps: list[int]) -> Run:
+    model = build(job, rank, world_size)
+    outputs = plain_steps(model, batches_of(job, rank, steps))
+    return result_of(model, []), outputs
+
+
+def _compare(run: Callable[..., Run], job: Job, num_micro_batches: int, trained: list[int]) -> None:
+    mine, expected = [], []
+    for results in run_ranks(_both, 2, run, job, num_micro_batches, trained, timeout_s=60):
+        mine.append(results[0])
+        expected.append(results[1])
+    assert_same_runs(mine, expected)
+
+
+def _both(
+    rank: int,
+    world_size: int,
+    run: Callable[..., Run],
+    job: Job,
+    num_micro_batches: int,
+    trained: list[int],
+) -> tuple[Run, Run]:
+    return (
+        run(job, rank, world_size, num_micro_batches),
+        _plain_run(job, rank, world_size, trained),
+    )
+
+
+# -- exceptions -----------------------------------------------------------------------------------
+
+
+def _break_forward(model: DistributedModelParallel, call: int) -> None:
+    """Makes the model raise at one of its calls, counted from 0, before its tables are asked."""
+    whole_forward, calls = model.module.forward, iter(range(1000))
+
+    def forward(batch: Batch) -> Any:
+        if next(calls) == call:
+            raise BrokenError
+        return whole_forward(batch)
+
+    model.module.forward = forward
+
+
+def _forward_raises(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
+    """In the fourth step, with K = 4 in its third micro-batch: ids of the next are on the way."""
+    model = build(job, rank, world_size)
+    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
+    _break_forward(model, 3 * num_micro_batches + num_micro_batches // 2)
+    batches = iter(batches_of(job, rank, STEPS))
+    outputs = [pipeline.progress(batches) for _ in range(3)]
+    with pytest.raises(BrokenError):
+        pipeline.progress(batches)
+    with pytest.raises(PicassoError, match=r"did not end; call reset\(\) on all ranks"):
+        pipeline.progress(batches)
+    pipeline.reset()
+    outputs += run_to_the_end(pipeline, batches)
+    return result_of(model, []), outputs
+
+
+@pytest.mark.parametrize(
+    ("job", "num_micro_batches"),
+    [(HOT_COLD, 1), (HOT_COLD, 4), (MIXED, 4)],
+    ids=["hot_cold-1", "hot_cold-4", "mixed-4"],
+)
+def test_training_goes_on_after_the_forward_raised(job: Job, num_micro_batches: int) -> None:
+    _compare(_forward_raises, job, num_micro_batches, [0, 1, 2, 6, 7, 8])
+
+
+class _Faulty(Iterator[Batch]):
+    """Batches, one of which cannot be read."""
+
+    def __init__(self, batches: list[Batch], broken: int) -> None:
+        self._batches = enumerate(batches)
+        self._broken = broken
+
+    def __next__(self) -> Batch:
+        index, batch = next(self._batches)
+        if index == self._broken:
+            raise BrokenError
+        return batch
+
+
+def _iterator_raises(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
+    """Twice: after the first time the step is tried again, after the second it is forgotten."""
+    model = build(job, rank, world_size)
+    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
+    batches = _Faulty(batches_of(job, rank, STEPS[:6]), 3)
+    outputs = [pipeline.progress(batches)]
+    with pytest.raises(BrokenError):
+        pipeline.progress(batches)
+    outputs += [pipeline.progress(batches) for _ in range(2)]  # 1 and 2; 4 and 5 are in flight
+    batches = _Faulty(batches_of(job, rank, STEPS[6:]), 0)
+    with pytest.raises(BrokenError):
+        pipeline.progress(batches)
+    pipeline.reset()
+    outputs += run_to_the_end(pipeline, batches)
+    return result_of(model, []), outputs
+
+
+def test_training_goes_on_after_the_data_iterator_raised() -> None:
+    _compare(_iterator_raises, HOT_COLD, 2, [0, 1, 2, 7, 8])
+
+
+def _bad_batches(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
+    """The first batch is bad on rank 1, and so is the fifth."""
+    model = build(job, rank, world_size)
+    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
+    listed = batches_of(job, rank, STEPS)
+    for index in (0, 4):
+        if rank == 1:
+            ids = listed[index].sparse_features.values()
+            listed[index].sparse_features._values = torch.full_like(ids, 10**6)
+    batches = iter(listed)
+    with pytest.raises(InputError):  # no step has begun, nothing is in flight
+        pipeline.progress(batches)
+    outputs = [pipeline.progress(batches) for _ in range(2)]
+    with pytest.raises(InputError):  # in the step of 3
+        pipeline.progress(batches)
+    pipeline.reset()
+    outputs += run_to_the_end(pipeline, batches)
+    return result_of(model, []), outputs
+
+
+def test_training_goes_on_after_bad_batches() -> None:
+    _compare(_bad_batches, HOT_COLD, 2, [1, 2, 5, 6, 7, 8])
+
+
+def _one_rank_raises(rank: int, world_size: int) -> None:
+    model = build(HOT_COLD, rank, world_size)
+    pipeline = pipeline_of(model, num_micro_batches=2)
+    if rank == 1:
+        _break_forward(model, 3)
+    run_to_the_end(pipeline, iter(batches_of(HOT_COLD, rank, STEPS)))
+
+
+def test_one_rank_that_raises_ends_the_others_and_is_named() -> None:
+    with pytest.raises(RankError, match="rank 1 raised BrokenError"):
+        run_ranks(_one_rank_raises, 2, timeout_s=60)
+
+
+# -- detach and attach ----------------------------------------------------------------------------
+
+
+def _trained_while_detached(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
+    """By hand: 10 and 11 while 3 is in flight, 12 while 5 is, 13 at the end."""
+    model = build(job, rank, world_size)
+    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
+    forward = model.module.ebc.forward
+    batches = iter(batches_of(job, rank, range(6)))
+    outputs = [pipeline.progress(batches) for _ in range(3)]
+    assert model.module.ebc.forward != forward
+    assert pipeline.detach() is model
+    assert model.module.ebc.forward == forward
+    outputs += plain_steps(model, batches_of(job, rank, (10, 11)))
+    pipeline.attach()
+    outputs += [pipeline.progress(batches) for _ in range(2)]
+    pipeline.detach()
+    outputs += plain_steps(model, batches_of(job, rank, (12,)))
+    outputs += run_to_the_end(pipeline, batches)  # attaches by itself
+    pipeline.detach()
+    outputs += plain_steps(model, batches_of(job, rank, (13,)))
+    return result_of(model, []), outputs
+
+
+@pytest.mark.parametrize(
+    ("job", "num_micro_batches"),
+    [(HOT_COLD, 1), (HOT_COLD, 4), (MIXED, 4)],
+    ids=["hot_cold-1", "hot_cold-4", "mixed-4"],
+)
+def test_a_detached_model_works_alone_and_the_pipeline_goes_on(
+    job: Job, num_micro_batches: int
+) -> None:
+    trained = [0, 1, 2, 10, 11, 3, 4, 12, 5, 13]
+    _compare(_trained_while_detached, job, num_micro_batches, trained)
+
+
+def _another_model(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
+    """The pipeline goes over to another model with a batch in flight, which is forgotten."""
+    pipeline = pipeline_of(build(job, rank, world_size), num_micro_batches=num_micro_batches)
+    batches = iter(batches_of(job, rank, STEPS))
+    pipeline.progress(batches)
+    pipeline.detach()
+    model = build(job, rank, world_size)
+    pipeline.attach(model)
+    model.eval()
+    outputs = run_to_the_end(pipeline, batches)
+    model.train()
+    return result_of(model, []), outputs
+
+
+def _evaluated(rank: int, world_size: int) -> tuple[Run, Run]:
+    model = build(HOT_COLD, rank, world_size)
+    model.eval()
+    outputs = plain_steps(model, batches_of(HOT_COLD, rank, STEPS[2:]))
+    model.train()
+    return _another_model(HOT_COLD, rank, world_size, 2), (result_of(model, []), outputs)
+
+
+def test_another_model_may_be_attached() -> None:
+    by_rank = run_ranks(_evaluated, 2, timeout_s=60)
+    assert_same_runs([mine for mine, _ in by_rank], [plain for _, plain in by_rank])

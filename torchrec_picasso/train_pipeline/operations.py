@@ -1,0 +1,168 @@
+"""What each operation of a schedule does to a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchrec_picasso._torchrec import TrainPipelineContext
+from torchrec_picasso.ops.segments import CLEAN, DIRTY
+from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
+from torchrec_picasso.train_pipeline.end_of_data import AnyData
+from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.model_parts import dense_parameters
+from torchrec_picasso.train_pipeline.schedule import Op
+from torchrec_picasso.train_pipeline.whole_output import WholeOutput
+
+__all__ = ["Operations"]
+
+
+class Operations:
+    """The operations of a schedule, a method each, named as in the schedule.
+
+    Args:
+        pg: Process group.
+        device: Where collectives of ``pg`` run.
+        model: The model inside its wrapper; its forward returns ``(losses, output)``.
+        optimizer: Takes the step.
+        interleaved: Sharded modules whose exchange the schedule drives, by name.
+        plain: Sharded modules computed once per batch, by name.
+        start_plain: Starts the input dists of the plain modules.
+        wait_plain: Waits for them.
+        losses_are_means: Whether losses are means over samples.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        device: torch.device,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        interleaved: Mapping[str, Any],
+        plain: Mapping[str, Any],
+        *,
+        start_plain: Callable[[Flight], None],
+        wait_plain: Callable[[TrainPipelineContext], None],
+        losses_are_means: bool,
+    ) -> None:
+        self._pg = pg
+        self._device = device
+        self._model = model
+        self._optimizer = optimizer
+        self._interleaved = interleaved
+        self._plain = plain
+        self._start_plain = start_plain
+        self._wait_plain = wait_plain
+        self._losses_are_means = losses_are_means
+        self._dense_parameters = dense_parameters(model)
+
+    def run(self, op: Op, flights: Sequence[Flight]) -> None:
+        """Runs one operation on the batch it is for."""
+        flight = flights[op.batch]
+        if op.kind == "send_marks":
+            self._send_marks(flight, flights[op.batch - 1])
+        elif op.index is None:
+            getattr(self, f"_{op.kind}")(flight)
+        else:
+            getattr(self, f"_{op.kind}")(flight, op.index)
+
+    def _request(self, flight: Flight) -> None:
+        for name, module in self._interleaved.items():
+            args, kwargs = module.forward.args.build_args_kwargs(flight.batch)
+            args, _ = module.preprocess_input(args, kwargs)
+            context = module.create_context()
+            flight.module_contexts[name] = context
+            flight.steps[name] = module.start_step(
+                context, flight.sizes_K, *args, has_data=flight.has_data
+            )
+        if not self._interleaved:
+            flight.any_data = AnyData(self._pg, self._device, flight.has_data)
+        if self._plain:
+            self._start_plain(flight)
+
+    def _send_ids(self, flight: Flight) -> None:
+        go_on = [step.send_ids() for step in flight.steps.values()]
+        if self._plain:
+            self._wait_plain(flight.context)
+        if flight.any_data is not None:
+            go_on.append(flight.any_data.wait())
+        flight.is_end = not all(go_on)
+        if flight.is_end:
+            for request in flight.context.input_dist_tensors_requests.values():
+                request.wait()
+        elif flight.fetched.refusal is not None:
+            raise flight.fetched.refusal
+
+    def _receive_ids(self, flight: Flight) -> None:
+        for step in flight.steps.values():
+            step.receive_ids()
+
+    def _send_marks(self, flight: Flight, before: Flight) -> None:
+        for name, step in flight.steps.items():
+            step.send_marks(before.steps[name])
+
+    def _lay_out(self, flight: Flight) -> None:
+        for step in flight.steps.values():
+            step.lay_out()
+
+    def _fetch_clean(self, flight: Flight, chunk: int) -> None:
+        for step in flight.steps.values():
+            step.fetch(chunk, CLEAN)
+
+    def _fetch_dirty(self, flight: Flight, chunk: int) -> None:
+        for step in flight.steps.values():
+            step.fetch(chunk, DIRTY)
+
+    def _read_hot(self, flight: Flight) -> None:
+        for step in flight.steps.values():
+            step.read_hot()
+
+    def _forward(self, flight: Flight, index: int) -> None:
+        size = flight.sizes_K[index]
+        if not size and flight.num_samples:
+            return  # nothing to learn from no samples
+        for name, module in self._interleaved.items():
+            rows = flight.steps[name].micro_rows(index)
+            module.forward.take(rows, flight.module_contexts[name])
+        for name, module in self._plain.items():
+            if name not in flight.wholes:
+                module.forward.set_context(flight.context)
+                flight.wholes[name] = WholeOutput(module.forward.of_whole_batch(), name)
+            module.forward.give(flight.wholes[name].part(flight.sizes_K, index))
+        losses, output = self._model(flight.micro_batches_K[index])
+        if losses.requires_grad:
+            share = flight.share(index, self._losses_are_means)
+            flight.losses_K[index] = torch.sum(losses, dim=0) * share
+        flight.outputs_K[index] = output
+
+    def _backward(self, flight: Flight, index: int) -> None:
+        loss = flight.losses_K.pop(index, None)
+        if loss is not None:
+            loss.backward()
+        if index == 0:
+            for whole in flight.wholes.values():
+                whole.backward()
+
+    def _send_gradients(self, flight: Flight, chunk: int) -> None:
+        for step in flight.steps.values():
+            step.send_gradients(chunk)
+
+    def _reduce_hot(self, flight: Flight) -> None:
+        for step in flight.steps.values():
+            step.reduce_hot()
+
+    def _reduce_dense(self, flight: Flight) -> None:
+        flight.dense = DenseReduction(self._pg, self._dense_parameters)
+
+    def _update(self, flight: Flight) -> None:
+        for step in flight.steps.values():
+            step.update()
+
+    def _dense_step(self, flight: Flight) -> None:
+        assert flight.dense is not None
+        flight.dense.wait()
+        self._optimizer.step()
