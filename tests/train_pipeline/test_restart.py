@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,43 +26,10 @@ from torchrec_picasso.workloads.launch import RankError, run_ranks
 HOT_COLD = Job(placement={"*": 2, "one_row": 1}, tables=ODD)
 MIXED = Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN)
 STEPS = range(9)
-SETTINGS = [
-    pytest.param(HOT_COLD, 1, id="hot_cold-1"),
-    pytest.param(HOT_COLD, 4, id="hot_cold-4"),
-    pytest.param(MIXED, 4, id="mixed-4"),
-]
 
 
 class BrokenError(Exception):
     """What user code raises here."""
-
-
-def _plain_run(job: Job, rank: int, world_size: int, steps: list[int]) -> Run:
-    model = build(job, rank, world_size)
-    outputs = plain_steps(model, batches_of(job, rank, steps))
-    return result_of(model, []), outputs
-
-
-def _compare(run: Callable[..., Run], job: Job, num_micro_batches: int, trained: list[int]) -> None:
-    mine, expected = [], []
-    for results in run_ranks(_both, 2, run, job, num_micro_batches, trained, timeout_s=60):
-        mine.append(results[0])
-        expected.append(results[1])
-    assert_same_runs(mine, expected)
-
-
-def _both(
-    rank: int,
-    world_size: int,
-    run: Callable[..., Run],
-    job: Job,
-    num_micro_batches: int,
-    trained: list[int],
-) -> tuple[Run, Run]:
-    return (
-        run(job, rank, world_size, num_micro_batches),
-        _plain_run(job, rank, world_size, trained),
-    )
 
 
 # -- exceptions -----------------------------------------------------------------------------------
@@ -95,15 +63,6 @@ def _forward_raises(job: Job, rank: int, world_size: int, num_micro_batches: int
     return result_of(model, []), outputs
 
 
-@pytest.mark.parametrize(
-    ("job", "num_micro_batches"),
-    [(HOT_COLD, 1), (HOT_COLD, 4), (MIXED, 4)],
-    ids=["hot_cold-1", "hot_cold-4", "mixed-4"],
-)
-def test_training_goes_on_after_the_forward_raised(job: Job, num_micro_batches: int) -> None:
-    _compare(_forward_raises, job, num_micro_batches, [0, 1, 2, 6, 7, 8])
-
-
 class _Faulty(Iterator[Batch]):
     """Batches, one of which cannot be read."""
 
@@ -135,10 +94,6 @@ def _iterator_raises(job: Job, rank: int, world_size: int, num_micro_batches: in
     return result_of(model, []), outputs
 
 
-def test_training_goes_on_after_the_data_iterator_raised() -> None:
-    _compare(_iterator_raises, HOT_COLD, 2, [0, 1, 2, 7, 8])
-
-
 def _bad_batches(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
     """The first batch is bad on rank 1, and so is the fifth."""
     model = build(job, rank, world_size)
@@ -151,36 +106,19 @@ def _bad_batches(job: Job, rank: int, world_size: int, num_micro_batches: int) -
     batches = iter(listed)
     with pytest.raises(InputError):  # no step has begun, nothing is in flight
         pipeline.progress(batches)
-    outputs = [pipeline.progress(batches) for _ in range(2)]
-    with pytest.raises(InputError):  # in the step of 3
+    outputs = [pipeline.progress(batches)]
+    with pytest.raises(InputError):  # in the step of 2
         pipeline.progress(batches)
     pipeline.reset()
     outputs += run_to_the_end(pipeline, batches)
     return result_of(model, []), outputs
 
 
-def test_training_goes_on_after_bad_batches() -> None:
-    _compare(_bad_batches, HOT_COLD, 2, [1, 2, 5, 6, 7, 8])
-
-
-def _one_rank_raises(rank: int, world_size: int) -> None:
-    model = build(HOT_COLD, rank, world_size)
-    pipeline = pipeline_of(model, num_micro_batches=2)
-    if rank == 1:
-        _break_forward(model, 3)
-    run_to_the_end(pipeline, iter(batches_of(HOT_COLD, rank, STEPS)))
-
-
-def test_one_rank_that_raises_ends_the_others_and_is_named() -> None:
-    with pytest.raises(RankError, match="rank 1 raised BrokenError"):
-        run_ranks(_one_rank_raises, 2, timeout_s=60)
-
-
 # -- detach and attach ----------------------------------------------------------------------------
 
 
 def _trained_while_detached(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
-    """By hand: 10 and 11 while 3 is in flight, 12 while 5 is, 13 at the end."""
+    """By hand: 10 and 11 while 3 and 4 are in flight, 12 while 5 is, 13 at the end."""
     model = build(job, rank, world_size)
     pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
     forward = model.module.ebc.forward
@@ -200,20 +138,68 @@ def _trained_while_detached(job: Job, rank: int, world_size: int, num_micro_batc
     return result_of(model, []), outputs
 
 
-@pytest.mark.parametrize(
-    ("job", "num_micro_batches"),
-    [(HOT_COLD, 1), (HOT_COLD, 4), (MIXED, 4)],
-    ids=["hot_cold-1", "hot_cold-4", "mixed-4"],
-)
-def test_a_detached_model_works_alone_and_the_pipeline_goes_on(
-    job: Job, num_micro_batches: int
-) -> None:
-    trained = [0, 1, 2, 10, 11, 3, 4, 12, 5, 13]
-    _compare(_trained_while_detached, job, num_micro_batches, trained)
+AROUND_DETACHED = [0, 1, 2, 10, 11, 3, 4, 12, 5, 13]
+CASES: dict[str, tuple[Callable[..., Run], Job, int, list[int]]] = {
+    "forward raised, K=1": (_forward_raises, HOT_COLD, 1, [0, 1, 2, 6, 7, 8]),
+    "forward raised, K=4": (_forward_raises, HOT_COLD, 4, [0, 1, 2, 6, 7, 8]),
+    "forward raised, stock beside": (_forward_raises, MIXED, 4, [0, 1, 2, 6, 7, 8]),
+    "iterator raised": (_iterator_raises, HOT_COLD, 2, [0, 1, 2, 7, 8]),
+    "bad batches": (_bad_batches, HOT_COLD, 2, [1, 5, 6, 7, 8]),
+    "detached, K=1": (_trained_while_detached, HOT_COLD, 1, AROUND_DETACHED),
+    "detached, K=4": (_trained_while_detached, HOT_COLD, 4, AROUND_DETACHED),
+    "detached, stock beside": (
+        _trained_while_detached,
+        MIXED,
+        4,
+        AROUND_DETACHED,
+    ),
+}
+"""What happens, to which job, with how many micro-batches, and the batches that are trained on."""
+
+
+def _run(rank: int, world_size: int) -> dict[str, tuple[Run, Run]]:
+    """Every case, and the plain loop over what it trains on."""
+    results = {}
+    for name, (run, job, num_micro_batches, trained) in CASES.items():
+        mine = run(job, rank, world_size, num_micro_batches)
+        model = build(job, rank, world_size)
+        outputs = plain_steps(model, batches_of(job, rank, trained))
+        results[name] = mine, (result_of(model, []), outputs)
+    return results
+
+
+@cache
+def _by_rank() -> list[dict[str, tuple[Run, Run]]] | RankError:
+    try:
+        return run_ranks(_run, 2, timeout_s=100)
+    except RankError as error:  # remembered: the tests that share the run must not repeat it
+        return error
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_training_goes_on_as_the_plain_loop_over_the_same_batches(name: str) -> None:
+    by_rank = _by_rank()
+    if isinstance(by_rank, RankError):
+        raise by_rank
+    mine, plain = zip(*(results[name] for results in by_rank))
+    assert_same_runs(list(mine), list(plain))
+
+
+def _one_rank_raises(rank: int, world_size: int) -> None:
+    model = build(HOT_COLD, rank, world_size)
+    pipeline = pipeline_of(model, num_micro_batches=2)
+    if rank == 1:
+        _break_forward(model, 3)
+    run_to_the_end(pipeline, iter(batches_of(HOT_COLD, rank, STEPS)))
+
+
+def test_one_rank_that_raises_ends_the_others_and_is_named() -> None:
+    with pytest.raises(RankError, match="rank 1 raised BrokenError"):
+        run_ranks(_one_rank_raises, 2, timeout_s=60)
 
 
 def _another_model(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
-    """The pipeline goes over to another model with a batch in flight, which is forgotten."""
+    """The pipeline goes over to another model with batches in flight, which are forgotten."""
     pipeline = pipeline_of(build(job, rank, world_size), num_micro_batches=num_micro_batches)
     batches = iter(batches_of(job, rank, STEPS))
     pipeline.progress(batches)
@@ -229,7 +215,7 @@ def _another_model(job: Job, rank: int, world_size: int, num_micro_batches: int)
 def _evaluated(rank: int, world_size: int) -> tuple[Run, Run]:
     model = build(HOT_COLD, rank, world_size)
     model.eval()
-    outputs = plain_steps(model, batches_of(HOT_COLD, rank, STEPS[2:]))
+    outputs = plain_steps(model, batches_of(HOT_COLD, rank, STEPS[3:]))
     model.train()
     return _another_model(HOT_COLD, rank, world_size, 2), (result_of(model, []), outputs)
 

@@ -26,3 +26,4 @@ def renew_data_parallel(model: nn.Module) -> None:
     if isinstance(wrapped, DistributedDataParallel):
         model._dmp_wrapped_module = wrapped.module
         model._data_parallel_wrapper.wrap(model, model._env, model.device)
+        model._dmp_wrapped_module.training = wrapped.training

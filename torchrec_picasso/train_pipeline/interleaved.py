@@ -226,7 +226,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._has_ended = False
         flight = self._board(fetched)
         self._flights.append(flight)
-        self._walk(first_batch_schedule(flight.setting))
+        try:
+            self._walk(first_batch_schedule(flight.setting))
+        except BaseException:  # no step has begun: the next call starts anew
+            self.reset()
+            raise
         for step in flight.steps.values():
             step.accept_writes()
 

@@ -122,8 +122,7 @@ class Operations:
             step.read_hot()
 
     def _forward(self, flight: Flight, index: int) -> None:
-        size = flight.sizes_K[index]
-        if not size and flight.num_samples:
+        if flight.num_samples and not flight.sizes_K[index]:
             return  # nothing to learn from no samples
         for name, module in self._interleaved.items():
             rows = flight.steps[name].micro_rows(index)

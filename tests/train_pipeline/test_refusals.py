@@ -1,0 +1,143 @@
+"""What the pipeline cannot train exactly is refused by name, on all ranks, leaving the model as it
+was; and what only looks like it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.sharding.jobs import CPU, PLAIN, Job, Model, build, make_batch, result_of
+from tests.train_pipeline.runs import (
+    Run,
+    assert_same_runs,
+    batches_of,
+    empty_of,
+    pipeline_of,
+    plain_steps,
+    run_to_the_end,
+)
+from torchrec_picasso import InterleavedTrainPipeline
+from torchrec_picasso.errors import CompatError, PlanError
+from torchrec_picasso.train_pipeline import interleaved
+from torchrec_picasso.train_pipeline.schedule import Op, Schedule
+from torchrec_picasso.workloads.launch import run_ranks
+
+JOB = Job(placement={"*": 2}, tables=PLAIN)
+
+
+class _ChangingModel(Model):
+    """Changes its features before it looks them up, so that the tracer leaves the tables alone."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        pooled = self.ebc(batch.sparse_features.permute([0, 1, 2, 3]))
+        out = self.over(torch.cat([pooled[key] for key in self.keys], dim=1)).squeeze(1)
+        return ((out - batch.labels) ** 2).sum() / 6, out.detach()
+
+
+def _with_batch_norm(model: DistributedModelParallel) -> None:
+    model.module.over = nn.Sequential(nn.BatchNorm1d(model.module.over.in_features))
+
+
+def _changing(model: DistributedModelParallel) -> None:
+    model.module.__class__ = _ChangingModel
+
+
+def _unchanged(model: DistributedModelParallel) -> None:
+    pass
+
+
+def _variable(batch: Batch) -> Batch:
+    """The first feature has a sample more than the others."""
+    features = batch.sparse_features
+    strides = [[features.stride() + (i == 0)] for i in range(len(features.keys()))]
+    lengths = torch.cat([torch.zeros(1, dtype=features.lengths().dtype), features.lengths()])
+    batch.sparse_features = KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        lengths=lengths,
+        stride_per_key_per_rank=strides,
+    )
+    return batch
+
+
+def _same(batch: Batch) -> Batch:
+    return batch
+
+
+REFUSED: list[tuple[Callable[..., None], Callable[..., Batch], int, list[str]]] = [
+    (_with_batch_norm, _same, 2, ["over.0 is a BatchNorm1d", "num_micro_batches=1", "LayerNorm"]),
+    (_changing, _same, 2, ["ebc: ", "changed inside the model", "num_micro_batches=1"]),
+    (_unchanged, _variable, 1, ["ebc: ", "batch size per feature", "TrainPipelineSparseDist"]),
+    (_unchanged, _variable, 3, ["ebc: ", "batch size per feature", "TrainPipelineSparseDist"]),
+]
+
+
+def _refused(rank: int, world_size: int) -> list[str]:
+    told = []
+    for change_model, change_batch, num_micro_batches, _ in REFUSED:
+        model = build(JOB, rank, world_size)
+        change_model(model)
+        forward = model.module.ebc.forward
+        pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
+        for _ in range(2):
+            with pytest.raises(CompatError) as refused:
+                pipeline.progress(iter([change_batch(make_batch(JOB, rank, 0))]))
+        told.append(str(refused.value))
+        pipeline.detach()
+        assert model.module.ebc.forward == forward
+    return told
+
+
+def test_what_cannot_be_exact_is_refused_by_name_on_all_ranks() -> None:
+    by_rank = run_ranks(_refused, 2, timeout_s=60)
+    assert by_rank[0] == by_rank[1]
+    for told, (*_, parts) in zip(by_rank[0], REFUSED, strict=True):
+        for part in parts:
+            assert part in told, told
+
+
+def _unpipelined(rank: int, world_size: int) -> list[Run]:
+    """Rank 1 has fewer batches; its tables' own exchange needs it all the same."""
+    counts = (4, 2)
+    listed = batches_of(JOB, rank, range(counts[rank]))
+    padded = listed + [empty_of(JOB)] * (max(counts) - counts[rank])
+    runs = []
+    for is_plain in (True, False):
+        model = build(JOB, rank, world_size)
+        _changing(model)
+        if is_plain:
+            outputs = plain_steps(model, padded)
+        else:
+            pipeline = pipeline_of(model)
+            outputs = run_to_the_end(pipeline, iter(listed))
+            assert pipeline.summary() == "ebc: not pipelined: its input is changed inside the model"
+        runs.append((result_of(model, []), outputs))
+    return runs
+
+
+def test_a_module_that_is_not_pipelined_is_trained_whole() -> None:
+    by_rank = run_ranks(_unpipelined, 2, timeout_s=60)
+    assert_same_runs([mine for _, mine in by_rank], [plain for plain, _ in by_rank])
+
+
+def test_an_illegal_schedule_is_refused_when_the_pipeline_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make(*_: Any) -> Schedule:
+        return Schedule((Op("send_gradients", 0, 0), Op("backward", 0, 0)))
+
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    InterleavedTrainPipeline(model, optimizer, CPU)
+    for name in ("training_schedule", "evaluation_schedule"):
+        with monkeypatch.context() as patch:
+            patch.setattr(interleaved, name, make)
+            with pytest.raises(PlanError, match="send_gradients 0 before backward 0"):
+                InterleavedTrainPipeline(model, optimizer, CPU)
