@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel
 from torchrec.streamable import Pipelineable
 
 from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
@@ -28,6 +31,7 @@ JOBS = {
     "hot_cold": Job(placement={"*": 2, "one_row": 1}, tables=ODD),
     "mixed": Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN),
     "stock": Job(placement={"*": "table_wise"}, tables=PLAIN),
+    "mean": Job(placement={"*": 2}, tables=PLAIN),
 }
 COUNTS = {2: [(5, 3), (0, 3), (2, 2)], 3: [(1, 4, 0)]}
 """Batches of each rank; a rank that has none is told by the others what an empty batch is."""
@@ -38,10 +42,25 @@ CASES = [
         *((2, "hot_cold", counts) for counts in COUNTS[2]),
         (2, "mixed", (2, 5)),
         (2, "stock", (4, 2)),
+        (2, "mean", (2, 4)),
         (3, "hot_cold", COUNTS[3][0]),
     ]
     for num_micro_batches in (1, 4)
 ]
+
+
+def _build(name: str, rank: int, world_size: int) -> DistributedModelParallel:
+    model = build(JOBS[name], rank, world_size)
+    if name == "mean":
+        model.module.forward = partial(_mean_forward, model.module)
+    return model
+
+
+def _mean_forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """With a loss that is not a number where there are no samples."""
+    pooled = model.ebc(batch.sparse_features)
+    out = model.over(torch.cat([pooled[key] for key in model.keys], dim=1)).squeeze(1)
+    return ((out - batch.labels) ** 2).mean(), out.detach()
 
 
 def _padded(job: Job, rank: int, counts: tuple[int, ...]) -> list[Batch]:
@@ -58,11 +77,12 @@ def _uneven(rank: int, world_size: int) -> dict[Any, Run]:
         if len(counts) != world_size:
             continue
         if (name, counts) not in results:
-            model = build(job, rank, world_size)
+            model = _build(name, rank, world_size)
             outputs = plain_steps(model, _padded(job, rank, counts))
             results[name, counts] = result_of(model, []), outputs
-        model = build(job, rank, world_size)
-        pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
+        model = _build(name, rank, world_size)
+        reduction = "mean" if name == "mean" else "sum"
+        pipeline = pipeline_of(model, num_micro_batches=num_micro_batches, loss_reduction=reduction)
         outputs = run_to_the_end(pipeline, iter(batches_of(job, rank, range(counts[rank]))))
         for _ in range(2):  # still over, and nobody waits for anybody
             with pytest.raises(StopIteration):

@@ -352,8 +352,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _forward(self, flight: Flight, op: Op) -> None:
         assert op.index is not None
-        size = flight.sizes_K[op.index]
-        if not size and flight.num_samples:
+        if flight.num_samples and not flight.sizes_K[op.index]:
             return  # nothing to learn from no samples
         for name, module in self._interleaved.items():
             rows = flight.steps[name].micro_rows(op.index)
