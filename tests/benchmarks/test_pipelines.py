@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.contestants import (
-    Block,
+from benchmarks.pipelines.__main__ import main
+from benchmarks.pipelines.contestants import (
     Contestant,
-    RankResult,
     interleaved_is_missing,
     parse_contestant,
-    standings,
+    pipeline_options,
 )
-from benchmarks.pipelines import main
+from benchmarks.pipelines.runner import Block, RankResult, schedule_used
+from benchmarks.pipelines.standings import standings
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import ConfigError
 
@@ -72,13 +73,46 @@ def test_interleaved_takes_micro_batches_and_hot_rows(
     assert (contestant.pipeline, contestant.placement) == ("interleaved", "hot_cold")
     assert contestant.num_micro_batches == num_micro_batches
     assert contestant.hot_rows == hot_rows
+    assert pipeline_options(contestant) == {"num_micro_batches": num_micro_batches}
+
+
+@pytest.mark.parametrize(
+    ("name", "hot_rows", "options"),
+    [
+        ("interleaved", None, {}),
+        ("interleaved:auto", None, {}),
+        ("interleaved:auto:7", 7, {}),
+        ("interleaved_no_lookahead", None, {"lookahead": False}),
+        ("interleaved_no_lookahead:auto:0", 0, {"lookahead": False}),
+        ("interleaved_no_lookahead:4:7", 7, {"lookahead": False, "num_micro_batches": 4}),
+    ],
+)
+def test_the_interleaved_pipeline_is_told_nothing_that_it_shall_choose(
+    name: str, hot_rows: int | None, options: dict[str, Any]
+) -> None:
+    contestant = parse_contestant(name)
+    assert (contestant.pipeline, contestant.placement) == ("interleaved", "hot_cold")
+    assert contestant.hot_rows == hot_rows
+    assert contestant.needs_curves == (hot_rows is None)
+    assert pipeline_options(contestant) == options
+
+
+def test_the_schedule_is_the_pipelines_own_where_it_tells_it() -> None:
+    chosen = SimpleNamespace(num_micro_batches=3, lookahead=False)
+    assert schedule_used(parse_contestant("interleaved"), chosen) == (3, False)
+    silent = SimpleNamespace()
+    assert schedule_used(parse_contestant("interleaved"), silent) == (None, None)
+    told = parse_contestant("interleaved_no_lookahead:4:7")
+    assert schedule_used(told, silent) == (4, False)
+    assert schedule_used(parse_contestant("hot_cold:7"), chosen) == (None, None)
 
 
 @pytest.mark.parametrize(
     "name",
     [
         *("", "best", "table_wise:3", "hot_cold:-1", "hot_cold:1:2", "hot_cold:many"),
-        *("interleaved", "interleaved:0", "interleaved:2:3:4", "fused:1"),
+        *("interleaved:0", "interleaved:2:3:4", "interleaved:auto:2:3", "interleaved:2:auto"),
+        *("interleaved_no_lookahead:0:5", "hot_cold:auto", "table_wise:auto", "fused:1"),
     ],
 )
 def test_an_unknown_contestant_is_refused_with_the_names_there_are(name: str) -> None:
@@ -139,7 +173,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     CommCurves.assumed(2, gbytes_per_s=0.1).to_json(curves)
     names = ["table_wise", "column_wise", "hot_cold", "hot_cold:0", "hot_cold:20"]
     if interleaved_is_missing() is None:
-        names.append("interleaved:2:20")
+        names += ["interleaved:2:20", "interleaved_no_lookahead:2:20"]
     files = ("--curves", str(curves), "-o", str(folder / "out.json"))
     plot = ("--plot", str(folder / "out.png"))
     assert main([*TINY, *files, *plot, "--contestants", ",".join([*names, "fused"])]) == 0
@@ -180,6 +214,18 @@ def test_the_answer_tells_what_was_asked_and_what_was_left_out(
     assert document["contestants"]["hot_cold:0"]["metered_bytes_per_step"] > 0
 
 
+def test_the_answer_tells_the_schedule_that_was_used(
+    tiny_run: tuple[dict[str, Any], Path],
+) -> None:
+    found = tiny_run[0]["contestants"]
+    assert found["hot_cold:20"]["num_micro_batches"] is None
+    assert not found["hot_cold:20"]["is_interleaved"]
+    if interleaved_is_missing() is None:
+        assert found["interleaved:2:20"]["num_micro_batches"] == 2
+        assert found["interleaved_no_lookahead:2:20"]["num_micro_batches"] == 2
+        assert found["interleaved_no_lookahead:2:20"]["lookahead"] is False
+
+
 def test_the_best_stock_contestant_has_ratio_one_and_none_is_above_it(
     tiny_run: tuple[dict[str, Any], Path],
 ) -> None:
@@ -201,6 +247,8 @@ def test_the_picture_is_a_picture(tiny_run: tuple[dict[str, Any], Path]) -> None
         (("--contestants", "table_wise,best"), "'best'"),
         (("-o", "nowhere/out.json"), "there is no folder nowhere"),
         (("--max-rows", "9000000", "--dim", "4096"), "lower --max-rows"),
+        (("--again",), "--again is of --scenarios"),
+        (("--only", "1gbit_thin"), "--only is of --scenarios"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(

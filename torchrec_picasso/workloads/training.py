@@ -88,6 +88,11 @@ class Trainer:
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
         self._pipeline = (make_pipeline or _sparse_dist)(self.model, self.optimizer, self.device)
 
+    @property
+    def pipeline(self) -> TrainPipeline:
+        """What trains."""
+        return self._pipeline
+
     def steps(self, batches: Iterable[Batch], num_steps: int | None = None) -> Iterator[Tensor]:
         """Trains on the given batches, one at a time. Collective.
 

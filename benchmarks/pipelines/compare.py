@@ -1,0 +1,101 @@
+"""What every rank runs: curves if they are missing, the probes, and the finalists in turns."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.pipelines.contestants import parse_contestant
+from benchmarks.pipelines.probes import choose_finalists
+from benchmarks.pipelines.question import COUNTED_STEPS, LAST_STEPS, WARMUP_STEPS, Question
+from benchmarks.pipelines.runner import RankResult, Runner
+from torchrec_picasso.cli.calibrate import calibrate_on_rank
+from torchrec_picasso.workloads.progress import Progress
+from torchrec_picasso.workloads.quiet import quiet_upstream
+from torchrec_picasso.workloads.samples import make_source
+
+__all__ = ["RankAnswer", "compare_on_rank"]
+
+_MAX_BATCHES = 32
+_CURVES_MAX_BYTES, _CURVES_SECONDS = 64 << 20, 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAnswer:
+    """What one rank brings home.
+
+    Args:
+        results: Of the contestants of the final run.
+        probe_ms: Step time of every stock contestant that was probed.
+        left_out: Why a contestant that was asked for did not run.
+    """
+
+    results: list[RankResult]
+    probe_ms: dict[str, float]
+    left_out: dict[str, str]
+
+
+def compare_on_rank(rank: int, world_size: int, question: Question, curves: str) -> RankAnswer:
+    """Calibrates if it must, probes the stock contestants, and lets the finalists take turns.
+
+    Collective: the main function of every rank.
+
+    Args:
+        rank: This rank.
+        world_size: Ranks in the default process group.
+        question: What to measure.
+        curves: File of measured curves; written if some contestant needs it and it is missing.
+    """
+    quiet_upstream()
+    torch.manual_seed(0)
+    contestants = [parse_contestant(name) for name in question.contestants]
+    if any(contestant.needs_curves for contestant in contestants):
+        _provide_curves(rank, world_size, curves)
+    source = make_source(question.config().data, seed=0)
+    num_batches = min(_MAX_BATCHES, question.num_steps)
+    batches = list(itertools.islice(source.batches(rank, world_size), num_batches))
+    finalists, probe_ms, left_out = choose_finalists(rank, contestants, question, source, batches)
+    per_finalist = 1 + question.num_steps
+    progress = Progress("compare", len(finalists) * per_finalist, shown=rank == 0)
+    runners = []
+    for contestant in finalists:
+        progress.tell(f"{contestant.name}, building and warming up")
+        runner = Runner(
+            contestant,
+            question.config(),
+            source,
+            batches,
+            question.num_steps,
+            curves=curves,
+            on_links=question.rate_mbit is not None,
+        )
+        runner.train(WARMUP_STEPS)
+        runner.count(COUNTED_STEPS)
+        runners.append(runner)
+        progress.advance(1 + WARMUP_STEPS + COUNTED_STEPS)
+    for turn in range(question.rounds):
+        for runner in runners if turn % 2 == 0 else runners[::-1]:
+            progress.tell(f"{runner.contestant.name}, round {turn + 1} of {question.rounds}")
+            runner.block(question.block_steps)
+            progress.advance(1 + question.block_steps)
+    for runner in runners:
+        runner.train(LAST_STEPS)
+        progress.advance(LAST_STEPS)
+    progress.close()
+    results = [runner.result() for runner in runners]
+    return RankAnswer(results=results, probe_ms=probe_ms, left_out=left_out)
+
+
+def _provide_curves(rank: int, world_size: int, path: str) -> None:
+    is_there = [Path(path).is_file()]
+    dist.broadcast_object_list(is_there)
+    if is_there[0]:
+        return
+    curves = calibrate_on_rank(rank, world_size, _CURVES_MAX_BYTES, _CURVES_SECONDS, True)
+    if rank == 0:
+        curves.to_json(path)
+    dist.barrier()

@@ -1,0 +1,134 @@
+"""Who takes part: a placement under a train pipeline, from its name on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
+
+from torchrec_picasso.config import PLACEMENTS
+from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.workloads.training import MakePipeline
+
+__all__ = [
+    "AUTO",
+    "Contestant",
+    "interleaved_is_missing",
+    "parse_contestant",
+    "pipeline_maker",
+    "pipeline_options",
+]
+
+AUTO = "auto"
+"""In place of a number: the pipeline chooses."""
+
+_NO_LOOKAHEAD = "interleaved_no_lookahead"
+_MOST_VALUES = {"hot_cold": 1, "interleaved": 2, _NO_LOOKAHEAD: 2}
+_HELP = (
+    "NAME is one of table_wise, row_wise, column_wise, planner, fused, hot_cold, "
+    "hot_cold:HOT_ROWS, interleaved, interleaved:MICRO_BATCHES, "
+    "interleaved:MICRO_BATCHES:HOT_ROWS, and the same with interleaved_no_lookahead; "
+    f"MICRO_BATCHES is a number from 1 on or {AUTO}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """A placement and the pipeline that trains it.
+
+    Args:
+        name: As given on the command line.
+        placement: One of :data:`torchrec_picasso.config.PLACEMENTS`; empty = the best stock one.
+        pipeline: ``"sparse_dist"``, ``"fused"`` or ``"interleaved"``.
+        hot_rows: Of a hot/cold placement; ``None`` = the planner's own choice.
+        num_micro_batches: Of the interleaved pipeline; ``None`` = its own choice.
+        lookahead: Of the interleaved pipeline; ``None`` = its own choice.
+    """
+
+    name: str
+    placement: str
+    pipeline: str = "sparse_dist"
+    hot_rows: int | None = None
+    num_micro_batches: int | None = None
+    lookahead: bool | None = None
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether nothing of this package is in it."""
+        return self.placement != "hot_cold"
+
+    @property
+    def needs_curves(self) -> bool:
+        """Whether the planner weighs measured curves for it."""
+        return not self.is_stock and self.hot_rows is None
+
+
+def parse_contestant(name: str) -> Contestant:
+    """A contestant from its name on the command line.
+
+    Raises:
+        ConfigError: If there is none of this name.
+    """
+    kind, *texts = name.split(":")
+    refusal = ConfigError(f"--contestants: got {name!r}; {_HELP}")
+    if kind not in (*PLACEMENTS, "fused", *_MOST_VALUES) or len(texts) > _MOST_VALUES.get(kind, 0):
+        raise refusal
+    is_interleaved = kind in ("interleaved", _NO_LOOKAHEAD)
+    is_auto = is_interleaved and texts[:1] == [AUTO]
+    numbers = texts[1:] if is_auto else texts
+    if not all(text.isdecimal() for text in numbers):
+        raise refusal
+    values: list[int | None] = [int(text) for text in numbers]
+    if is_interleaved:
+        given = [None, *values] if is_auto else values
+        num_micro_batches, hot_rows, *_ = [*given, None, None]
+        if num_micro_batches == 0:
+            raise refusal
+        return Contestant(
+            name=name,
+            placement="hot_cold",
+            pipeline="interleaved",
+            num_micro_batches=num_micro_batches,
+            hot_rows=hot_rows,
+            lookahead=False if kind == _NO_LOOKAHEAD else None,
+        )
+    if kind == "fused":
+        return Contestant(name=name, placement="", pipeline="fused")
+    return Contestant(name=name, placement=kind, hot_rows=values[0] if values else None)
+
+
+def interleaved_is_missing() -> str | None:
+    """Why the interleaved pipeline cannot take part, or ``None``."""
+    try:
+        _interleaved_pipeline()
+    except ImportError:
+        return "this torchrec_picasso has no InterleavedTrainPipeline"
+    return None
+
+
+def pipeline_options(contestant: Contestant) -> dict[str, Any]:
+    """What the interleaved pipeline is told; nothing about what it shall choose itself."""
+    options = {
+        "num_micro_batches": contestant.num_micro_batches,
+        "lookahead": contestant.lookahead,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def pipeline_maker(contestant: Contestant) -> MakePipeline | None:
+    """What makes its pipeline; ``None`` = TorchRec's SparseDist."""
+    makers: dict[str, MakePipeline | None] = {
+        "sparse_dist": None,
+        "fused": TrainPipelineFusedSparseDist,
+        "interleaved": lambda model, optimizer, device: _interleaved_pipeline()(
+            model, optimizer, device, **pipeline_options(contestant)
+        ),
+    }
+    return makers[contestant.pipeline]
+
+
+def _interleaved_pipeline() -> Any:
+    from torchrec_picasso import InterleavedTrainPipeline  # here: a package without it still runs
+
+    return InterleavedTrainPipeline

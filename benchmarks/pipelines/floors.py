@@ -1,0 +1,81 @@
+"""What bounds a step: its bytes at the link's rate, and its compute on one rank alone."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+
+from benchmarks.pipelines.contestants import parse_contestant
+from benchmarks.pipelines.probes import alone_ms
+from benchmarks.pipelines.question import LAST_STEPS, WARMUP_STEPS, Question
+from benchmarks.pipelines.standings import Standing
+from torchrec_picasso.workloads.launch import run_ranks
+from torchrec_picasso.workloads.quiet import quiet_upstream
+from torchrec_picasso.workloads.samples import make_source
+
+__all__ = ["compute_floor_ms", "floor_on_rank", "floors"]
+
+_FLOOR_STEPS = 10
+_TIMEOUT_S = 1800.0
+
+
+def floors(
+    question: Question, found: Mapping[str, Standing], compute_ms: float
+) -> dict[str, float | None]:
+    """What a step of our best contestant is bounded by.
+
+    Args:
+        question: What was measured.
+        found: The contestants' numbers.
+        compute_ms: As :func:`compute_floor_ms` gives it.
+
+    Returns:
+        ``wire_ms`` (``None`` on loopback), ``compute_ms``, ``step_ms`` of that contestant and
+        ``step_over_floor``, its step over the larger floor.
+    """
+    ours = [standing for standing in found.values() if not standing.is_stock]
+    best = max(ours or list(found.values()), key=lambda standing: standing.samples_per_s)
+    wire_ms = None
+    if question.rate_mbit is not None and best.link_bytes_per_step is not None:
+        wire_ms = best.link_bytes_per_step * 8 / (question.rate_mbit * 1e6) * 1e3
+    step_ms = best.step_ms[1]
+    return {
+        "wire_ms": wire_ms,
+        "compute_ms": compute_ms,
+        "step_ms": step_ms,
+        "step_over_floor": step_ms / max(wire_ms or 0.0, compute_ms),
+    }
+
+
+def floor_on_rank(rank: int, world_size: int, question: Question) -> float:
+    """Milliseconds of a step of ``hot_cold:0``: the compute floor, when the group has one rank.
+
+    Collective: the main function of every rank.
+
+    Args:
+        rank: This rank.
+        world_size: Ranks in the default process group.
+        question: What is measured.
+    """
+    quiet_upstream()
+    source = make_source(question.config().data, seed=0)
+    num_steps = WARMUP_STEPS + 1 + _FLOOR_STEPS + LAST_STEPS
+    batches = list(itertools.islice(source.batches(rank, world_size), num_steps))
+    contestant = parse_contestant("hot_cold:0")
+    return alone_ms(contestant, question, source, batches, _FLOOR_STEPS)[0]
+
+
+def compute_floor_ms(question: Question) -> float:
+    """Milliseconds of a step on one rank that sends nothing and has the machine to itself.
+
+    Args:
+        question: What is measured; on links, the rank keeps to one core as ranks on links do.
+    """
+    on_start = _keep_to_one_core if question.rate_mbit is not None else None
+    return run_ranks(floor_on_rank, 1, question, timeout_s=_TIMEOUT_S, on_start=on_start)[0]
+
+
+def _keep_to_one_core(rank: int) -> None:
+    """As the ranks of an emulated cluster."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

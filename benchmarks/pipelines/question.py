@@ -1,0 +1,96 @@
+"""What is asked: cluster, data, model, how long, and who takes part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrec_picasso.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
+
+__all__ = [
+    "CONTESTANTS",
+    "COUNTED_STEPS",
+    "GENERATED",
+    "LAST_STEPS",
+    "Question",
+    "TOWERS",
+    "WARMUP_STEPS",
+]
+
+TOWERS = {"thin": ((64,), (64,)), "dlrm": ((512, 256), (512, 512, 256))}
+GENERATED = {"uniform": 0.0, "zipf": 1.05}
+"""Data without a file: exponent of the ids' distribution."""
+CONTESTANTS = (
+    *("table_wise", "row_wise", "column_wise", "planner", "fused"),
+    *("hot_cold", "hot_cold:0", "hot_cold:5000", "interleaved", "interleaved:4"),
+)
+
+WARMUP_STEPS, COUNTED_STEPS, LAST_STEPS = 3, 2, 3
+"""Steps before, under the byte meter, and at the end; the last ones read no batch ahead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is measured.
+
+    Args:
+        data: A Criteo file, or a name in :data:`GENERATED`.
+        hosts: Hosts of the cluster.
+        ranks_per_host: Ranks on each.
+        rate_mbit: Rate of each host's link, Mbit/s; ``None`` = loopback.
+        batch_size: Samples per rank and step.
+        dim: Columns of every table.
+        towers: A name in :data:`TOWERS`.
+        max_rows: Cap on a table's rows; ids wrap around.
+        heldout_steps: Global batches that hot rows are chosen from, and none is trained on.
+        rounds: Turns of every contestant.
+        block_steps: Timed steps of a turn.
+        contestants: Their names.
+    """
+
+    data: str
+    hosts: int = 2
+    ranks_per_host: int = 1
+    rate_mbit: float | None = 1000.0
+    batch_size: int = 4096
+    dim: int = 128
+    towers: str = "thin"
+    max_rows: int = 500_000
+    heldout_steps: int = 4
+    rounds: int = 6
+    block_steps: int = 4
+    contestants: tuple[str, ...] = CONTESTANTS
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all hosts."""
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that every contestant takes."""
+        timed = self.rounds * (self.block_steps + 1)
+        return WARMUP_STEPS + COUNTED_STEPS + timed + LAST_STEPS
+
+    @property
+    def link(self) -> str:
+        """The links in words."""
+        return f"{self.rate_mbit:g} Mbit/s" if self.rate_mbit is not None else "loopback"
+
+    def config(self) -> TrainConfig:
+        """The training run, but for the placement."""
+        dense_layers, over_layers = TOWERS[self.towers]
+        generated = self.data in GENERATED
+        return TrainConfig(
+            data=DataConfig(
+                path=None if generated else self.data,
+                zipf_exponent=GENERATED.get(self.data, 0.0),
+                batch_size=self.batch_size,
+                cardinalities="criteo_terabyte_10m",
+                max_rows=self.max_rows,
+                heldout_steps=self.heldout_steps,
+            ),
+            model=ModelConfig(
+                embedding_dim=self.dim, dense_layers=dense_layers, over_layers=over_layers
+            ),
+            sharding=ShardingConfig(),
+        )

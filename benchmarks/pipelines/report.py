@@ -1,0 +1,111 @@
+"""The answer as a table and as a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pipelines.question import Question
+from benchmarks.pipelines.standings import Standing
+from torchrec_picasso.workloads.environment import describe_environment
+
+__all__ = ["Report", "print_report", "schedule_in_words", "write_json", "write_report"]
+
+_LEAST_EXPOSED = 0.05
+_MB = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The whole answer, as it is written.
+
+    Args:
+        question: What was measured.
+        contestants: Of the final run.
+        probe_ms: Step time of every stock contestant that was probed.
+        left_out: Why a contestant that was asked for did not run.
+        floors: As :func:`benchmarks.pipelines.floors.floors` gives them.
+    """
+
+    question: Question
+    contestants: dict[str, Standing]
+    probe_ms: dict[str, float]
+    left_out: dict[str, str]
+    floors: dict[str, float | None]
+
+
+def write_report(report: Report, path: str | Path) -> None:
+    """Writes all numbers, and what they were measured on."""
+    write_json({"environment": describe_environment(), **dataclasses.asdict(report)}, path)
+
+
+def write_json(document: Mapping[str, Any], path: str | Path) -> None:
+    """Writes a whole file or none: a run that is cut off leaves no half one behind."""
+    part = Path(f"{path}.part")
+    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def print_report(report: Report) -> None:
+    """Prints the table, and what stands out in it."""
+    question, found = report.question, report.contestants
+    print(
+        f"{question.data}: {question.hosts} hosts x {question.ranks_per_host} ranks x "
+        f"{question.batch_size} samples, dim {question.dim}, {question.towers} towers, "
+        f"{question.link}"
+    )
+    if report.probe_ms:
+        probes = (f"{name} {ms:.0f}" for name, ms in report.probe_ms.items())
+        print(f"  stock contestants alone, ms per step: {', '.join(probes)}")
+    for name, reason in report.left_out.items():
+        print(f"  left out: {name} ({reason})")
+    width = max(22, *(len(name) + 3 for name in found))
+    print(
+        f"  {'':<{width}}{'samples/s':>10}{'x stock':>9}{'by round':>14}{'step ms':>9}"
+        f"{'quartiles':>17}{'CPU s':>8}{'link MB':>9}{'meter MB':>10}{'exposed':>9}"
+        f"{'loss diff.':>12}{'K':>6}{'ahead':>7}"
+    )
+    for name, of in found.items():
+        print(f"  {name + ('' if of.trains_same_model else ' *'):<{width}}{_cells(of)}")
+    if not all(of.trains_same_model for of in found.values()):
+        print("  * tables cut by columns have a row-wise Adagrad state per cut: another optimizer")
+    for name, of in found.items():
+        if not of.is_stock:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in of.tables.items())
+            print(f"  {name}: {kinds}; {of.hot_rows} hot rows")
+    bounds = report.floors
+    wire = "-" if bounds["wire_ms"] is None else f"{bounds['wire_ms']:.0f} ms"
+    print(
+        f"  floors of a step: wire {wire}, compute {bounds['compute_ms']:.0f} ms; our best takes "
+        f"{bounds['step_ms']:.0f} ms, {bounds['step_over_floor']:.2f} of the larger one"
+    )
+    exposed = max(of.exposed_share for of in found.values() if of.is_stock)
+    if exposed < _LEAST_EXPOSED:
+        print(f"  stock waits for {exposed:.0%} of its step: no placement or pipeline can win here")
+
+
+def schedule_in_words(
+    is_interleaved: bool, num_micro_batches: int | None, lookahead: bool | None
+) -> tuple[str, str]:
+    """Micro-batches K and lookahead: ``-`` without them, ``auto`` where the choice is not told."""
+    if not is_interleaved:
+        return "-", "-"
+    ahead = "auto" if lookahead is None else "yes" if lookahead else "no"
+    return "auto" if num_micro_batches is None else str(num_micro_batches), ahead
+
+
+def _cells(of: Standing) -> str:
+    low, middle, high = of.step_ms
+    rounds = f"{min(of.ratio_by_round):.2f} to {max(of.ratio_by_round):.2f}"
+    link_mb = f"{of.link_bytes_per_step / _MB:.2f}" if of.link_bytes_per_step else "-"
+    micro, ahead = schedule_in_words(of.is_interleaved, of.num_micro_batches, of.lookahead)
+    return (
+        f"{of.samples_per_s:>10.0f}{of.ratio:>9.2f}{rounds:>14}{middle:>9.1f}"
+        f"{f'{low:.1f} to {high:.1f}':>17}{of.cpu_s_per_step:>8.3f}{link_mb:>9}"
+        f"{of.metered_bytes_per_step / _MB:>10.2f}{of.exposed_share:>9.0%}"
+        f"{of.max_loss_difference:>12.0e}{micro:>6}{ahead:>7}"
+    )

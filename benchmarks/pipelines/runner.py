@@ -1,0 +1,237 @@
+"""One contestant on the clock, on one rank.
+
+All contestants of a run live in the same ranks and take turns. A turn is a block of steps between
+two barriers: the pipeline has read ahead when its turn comes, and what it sent ahead has arrived,
+so the block's first step is cheaper than a step of a running training and is not timed. The steps
+behind it are: each inherits as much work in flight as it leaves behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.datasets.utils import Batch
+
+from benchmarks.cluster.enter_host import HOST_INTERFACE
+from benchmarks.pipelines.contestants import Contestant, pipeline_maker
+from torchrec_picasso.config import TrainConfig
+from torchrec_picasso.exchange.meter import WireMeter
+from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.workloads.placements import Placement
+from torchrec_picasso.workloads.source import BatchSource
+from torchrec_picasso.workloads.training import Trainer
+
+__all__ = ["Block", "RankResult", "Runner", "schedule_used"]
+
+_SETTLE_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What one rank measured in one turn.
+
+    Args:
+        step_s: Wall seconds of each timed step.
+        thread_s: CPU seconds of the thread that trains, in the same steps.
+        cpu_s: CPU seconds of the whole process per step of the block, the untimed one included.
+        link_bytes: Bytes that this rank's host put on its link per step of the block; ``None`` on
+            loopback.
+    """
+
+    step_s: list[float]
+    thread_s: list[float]
+    cpu_s: float
+    link_bytes: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """What one rank measured of one contestant.
+
+    Args:
+        contestant: Which one.
+        blocks: Its turns.
+        losses: This rank's loss of every step.
+        metered_bytes: Bytes that this rank sent per step, by the byte meter.
+        collectives: Collectives per step.
+        tables: How many tables are sharded in which way.
+        hot_rows: Replicated rows.
+        trains_same_model: Whether it trains what an unsharded model would.
+        num_micro_batches: That an interleaved pipeline used; ``None`` if it chose and does not say.
+        lookahead: The same.
+    """
+
+    contestant: Contestant
+    blocks: list[Block]
+    losses: list[float]
+    metered_bytes: float
+    collectives: float
+    tables: dict[str, int]
+    hot_rows: int
+    trains_same_model: bool
+    num_micro_batches: int | None = None
+    lookahead: bool | None = None
+
+
+class Runner:
+    """A contestant at work. Collective: every rank makes one and calls the same methods.
+
+    Args:
+        contestant: What to train.
+        config: The run, without placement and hot rows.
+        source: Tells the tables, and the held-out samples that hot rows are chosen from.
+        batches: This rank's batches, used again and again.
+        num_steps: Steps that it will take in all.
+        curves: File of measured curves, for the planner.
+        on_links: Whether this rank's host has a link of its own, whose bytes can be counted.
+    """
+
+    def __init__(
+        self,
+        contestant: Contestant,
+        config: TrainConfig,
+        source: BatchSource,
+        batches: Sequence[Batch],
+        num_steps: int,
+        curves: str | None = None,
+        on_links: bool = False,
+    ) -> None:
+        self.contestant = contestant
+        self._on_links = on_links
+        trainer = Trainer(
+            _with_sharding(config, contestant, curves),
+            source,
+            placement=contestant.placement,
+            make_pipeline=pipeline_maker(contestant),
+        )
+        self._placement, self._pipeline = trainer.placement, trainer.pipeline
+        self._steps = trainer.steps(itertools.cycle(batches), num_steps)
+        self._losses: list[Tensor] = []
+        self._blocks: list[Block] = []
+        self._metered = (0.0, 0.0)
+
+    def train(self, num_steps: int) -> None:
+        """Takes steps that nobody looks at."""
+        for _ in range(num_steps):
+            self._losses.append(next(self._steps))
+
+    def count(self, num_steps: int) -> None:
+        """Takes steps under the byte meter, which slows them."""
+        with WireMeter() as meter:
+            self.train(num_steps)
+        count = meter.count
+        self._metered = (count.sent_bytes / num_steps, count.num_collectives / num_steps)
+
+    def block(self, num_steps: int) -> Block:
+        """Takes one turn: a step that is not timed, and ``num_steps`` that are."""
+        link_bytes, cpu_s = self._counters()
+        step_s, thread_s = [], []
+        self.train(1)
+        for _ in range(num_steps):
+            start_s, start_thread_s = time.perf_counter(), time.thread_time()
+            self.train(1)
+            thread_s.append(time.thread_time() - start_thread_s)
+            step_s.append(time.perf_counter() - start_s)
+        end_link_bytes, end_cpu_s = self._counters()
+        has_link = link_bytes is not None and end_link_bytes is not None
+        block = Block(
+            step_s=step_s,
+            thread_s=thread_s,
+            cpu_s=(end_cpu_s - cpu_s) / (num_steps + 1),
+            link_bytes=(end_link_bytes - link_bytes) / (num_steps + 1) if has_link else None,  # type: ignore[operator]
+        )
+        self._blocks.append(block)
+        return block
+
+    def result(self) -> RankResult:
+        """What this rank measured; call it when all steps are taken."""
+        assert next(self._steps, None) is None, "the pipeline still holds batches"
+        tables, hot_rows, is_exact = _describe(self._placement)
+        num_micro_batches, lookahead = schedule_used(self.contestant, self._pipeline)
+        return RankResult(
+            contestant=self.contestant,
+            blocks=self._blocks,
+            losses=[float(loss) for loss in self._losses],
+            metered_bytes=self._metered[0],
+            collectives=self._metered[1],
+            tables=tables,
+            hot_rows=hot_rows,
+            trains_same_model=is_exact,
+            num_micro_batches=num_micro_batches,
+            lookahead=lookahead,
+        )
+
+    def _counters(self) -> tuple[int | None, float]:
+        """Link bytes and CPU seconds so far, between two barriers and with the link at rest."""
+        dist.barrier()
+        link_bytes = _settled_link_bytes() if self._on_links else None
+        cpu_s = time.process_time()
+        dist.barrier()
+        return link_bytes, cpu_s
+
+
+def schedule_used(contestant: Contestant, pipeline: Any) -> tuple[int | None, bool | None]:
+    """Micro-batches and lookahead as the pipeline tells them, else as it was told.
+
+    Args:
+        contestant: Who was asked for.
+        pipeline: What trains it, after a step: an automatic choice may wait for the first batch.
+    """
+    if contestant.pipeline != "interleaved":
+        return None, None
+    return (
+        getattr(pipeline, "num_micro_batches", contestant.num_micro_batches),
+        getattr(pipeline, "lookahead", contestant.lookahead),
+    )
+
+
+def _with_sharding(config: TrainConfig, contestant: Contestant, curves: str | None) -> TrainConfig:
+    if contestant.is_stock:
+        return config
+    sharding = dataclasses.replace(
+        config.sharding,
+        hot_rows=contestant.hot_rows,
+        curves=curves if contestant.needs_curves else None,
+    )
+    return dataclasses.replace(config, sharding=sharding)
+
+
+def _describe(placement: Placement) -> tuple[dict[str, int], int, bool]:
+    """Tables by kind, hot rows, and whether the plan trains what an unsharded model would.
+
+    A table cut into columns gets a row-wise Adagrad state per cut, which is another optimizer.
+    """
+    tables: dict[str, int] = {}
+    hot_rows, is_exact = 0, True
+    for module_plan in placement.plan.plan.values():
+        for sharding in module_plan.values():
+            is_ours = isinstance(sharding.cache_params, HotColdParams)
+            kind = "hot_cold" if is_ours else sharding.sharding_type
+            tables[kind] = tables.get(kind, 0) + 1
+            hot_rows += sharding.cache_params.num_hot_rows if is_ours else 0
+            is_exact &= kind != "column_wise" or len(sharding.sharding_spec.shards) == 1
+    return tables, hot_rows, is_exact
+
+
+def _settled_link_bytes() -> int:
+    """Bytes that this rank's host has put on its link, once nothing is under way."""
+    seen = -1
+    while (now := _link_bytes()) != seen:
+        seen = now
+        time.sleep(_SETTLE_S)
+    return seen
+
+
+def _link_bytes() -> int:
+    command = ("tc", "-s", "-j", "qdisc", "show", "dev", HOST_INTERFACE)
+    (queue,) = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    return queue["bytes"]

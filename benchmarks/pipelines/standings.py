@@ -1,0 +1,129 @@
+"""From what the ranks measured to each contestant's numbers: arithmetic only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, quantiles
+
+from benchmarks.pipelines.runner import RankResult
+
+__all__ = ["Standing", "standings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """One contestant's numbers over all ranks; the command's help says how each is defined.
+
+    Args:
+        samples_per_s: Of all ranks together.
+        ratio: Of its samples per second to the best stock contestant's.
+        ratio_by_round: The same, round by round.
+        step_ms: Quartiles: 25, 50 and 75 %.
+        cpu_s_per_step: Of all ranks.
+        link_bytes_per_step: Of the busiest host; ``None`` on loopback.
+        metered_bytes_per_step: Mean over ranks.
+        collectives_per_step: That rank 0 takes part in.
+        exposed_share: 0 to 1.
+        max_loss_difference: Largest relative one to the stock contestant that trains this model.
+        trains_same_model: ``False`` where row-wise Adagrad is cut by columns.
+        is_stock: Whether nothing of this package is in it.
+        tables: How many tables are sharded in which way.
+        hot_rows: Replicated rows.
+        is_interleaved: Whether its pipeline is the interleaved one.
+        num_micro_batches: That an interleaved pipeline used; ``None`` if it chose and does not say.
+        lookahead: The same.
+        block_step_ms: Time of every timed step, block by block.
+        losses: Of every global batch.
+    """
+
+    samples_per_s: float
+    ratio: float
+    ratio_by_round: list[float]
+    step_ms: tuple[float, float, float]
+    cpu_s_per_step: float
+    link_bytes_per_step: float | None
+    metered_bytes_per_step: float
+    collectives_per_step: float
+    exposed_share: float
+    max_loss_difference: float
+    trains_same_model: bool
+    is_stock: bool
+    tables: dict[str, int]
+    hot_rows: int
+    is_interleaved: bool
+    num_micro_batches: int | None
+    lookahead: bool | None
+    block_step_ms: list[list[float]]
+    losses: list[float]
+
+
+def standings(
+    results_RC: Sequence[Sequence[RankResult]], batch_size: int, ranks_per_host: int
+) -> dict[str, Standing]:
+    """What the ranks measured, by contestant.
+
+    Args:
+        results_RC: By rank, then by contestant.
+        batch_size: Samples per rank and step.
+        ranks_per_host: Ranks that share a link.
+    """
+    results_CR = list(zip(*results_RC))
+    block_s = {of[0].contestant.name: _block_step_s(of) for of in results_CR}
+    losses = {of[0].contestant.name: _mean_losses(of) for of in results_CR}
+    stock = [of[0] for of in results_CR if of[0].contestant.is_stock]
+    best_stock = min((r.contestant.name for r in stock), key=lambda name: median(block_s[name]))
+    reference = next((r for r in stock if r.trains_same_model), stock[0]).contestant.name
+    found = {}
+    for ranks in results_CR:
+        name = ranks[0].contestant.name
+        blocks = [block for result in ranks for block in result.blocks]
+        block_step_ms = [
+            [max(steps) * 1e3 for steps in zip(*(result.blocks[turn].step_s for result in ranks))]
+            for turn in range(len(ranks[0].blocks))
+        ]
+        low, middle, high = quantiles(itertools.chain.from_iterable(block_step_ms), n=4)
+        wall_s = sum(sum(block.step_s) for block in blocks)
+        thread_s = sum(sum(block.thread_s) for block in blocks)
+        found[name] = Standing(
+            samples_per_s=batch_size * len(ranks) / median(block_s[name]),
+            ratio=median(block_s[best_stock]) / median(block_s[name]),
+            ratio_by_round=[theirs / s for theirs, s in zip(block_s[best_stock], block_s[name])],
+            step_ms=(low, middle, high),
+            cpu_s_per_step=sum(median(b.cpu_s for b in result.blocks) for result in ranks),
+            link_bytes_per_step=_busiest_link_bytes(ranks[::ranks_per_host]),
+            metered_bytes_per_step=fmean(result.metered_bytes for result in ranks),
+            collectives_per_step=ranks[0].collectives,
+            exposed_share=max(0.0, 1 - thread_s / wall_s),
+            max_loss_difference=max(
+                abs(loss - of_stock) / abs(of_stock)
+                for loss, of_stock in zip(losses[name], losses[reference])
+            ),
+            trains_same_model=ranks[0].trains_same_model,
+            is_stock=ranks[0].contestant.is_stock,
+            tables=ranks[0].tables,
+            hot_rows=ranks[0].hot_rows,
+            is_interleaved=ranks[0].contestant.pipeline == "interleaved",
+            num_micro_batches=ranks[0].num_micro_batches,
+            lookahead=ranks[0].lookahead,
+            block_step_ms=block_step_ms,
+            losses=losses[name],
+        )
+    return found
+
+
+def _block_step_s(ranks: Sequence[RankResult]) -> list[float]:
+    """Seconds per step of every block, the slowest rank's."""
+    blocks_BR = zip(*(result.blocks for result in ranks))
+    return [max(fmean(block.step_s) for block in blocks_R) for blocks_R in blocks_BR]
+
+
+def _mean_losses(ranks: Sequence[RankResult]) -> list[float]:
+    """Losses of the global batches: ranks have equal batches."""
+    return [fmean(losses_R) for losses_R in zip(*(result.losses for result in ranks))]
+
+
+def _busiest_link_bytes(hosts: Sequence[RankResult]) -> float | None:
+    by_host = [[b.link_bytes for b in host.blocks if b.link_bytes is not None] for host in hosts]
+    return max(median(host) for host in by_host) if all(by_host) else None
