@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.models.dlrm import DLRMTrain
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -45,6 +45,8 @@ class Trainer:
         device: Where the model goes, CPU if ``None``; the process group must serve it.
         make_pipeline: From sharded model, optimizer and device to the pipeline that trains;
             ``None`` = TorchRec's SparseDist pipeline.
+        change_plan: Changes the plan in place before the model is sharded, such as kernels that
+            the placements do not offer.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Trainer:
         placement: str | None = None,
         device: torch.device | None = None,
         make_pipeline: MakePipeline | None = None,
+        change_plan: Callable[[ShardingPlan], None] | None = None,
     ) -> None:
         pg = dist.group.WORLD
         assert pg is not None, "init_process_group comes first"
@@ -73,6 +76,8 @@ class Trainer:
             stats=_stats(config, source, model, pg.size()) if name == "hot_cold" else None,
             curves=_curves(config) if name == "hot_cold" else None,
         )
+        if change_plan is not None:
+            change_plan(self.placement.plan)
         self.model = DistributedModelParallel(
             module=model,
             env=ShardingEnv.from_process_group(pg),

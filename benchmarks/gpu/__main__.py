@@ -1,0 +1,151 @@
+"""What one GPU can tell: races between streams, the price of the exchange, hot rows over UVM.
+
+    python -m benchmarks.gpu -o gpu.json
+    python -m benchmarks.gpu --parts streams --repeats 100
+
+Parts, each in a process of its own; one that fails says so, and the others still run:
+
+- streams: the interleaved pipeline (1, 2, 4 micro-batches, with and without lookahead) against the
+  plain loop of stock TorchRec, many times over with random delay kernels on its streams;
+- overhead: hot/cold tables and stock table-wise ones on one rank, where nothing is exchanged: ms
+  per step by CUDA events in alternating blocks, and host syncs per step;
+- uvm: tables in host memory, hot rows against TorchRec's cache with the same device memory.
+
+Exit code 0, also where the machine lacks something, which is named; 1 if a part failed or found a
+problem; 2 for bad options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.gpu.overhead import overhead
+from benchmarks.gpu.report import PartReport, describe_parts
+from benchmarks.gpu.requirements import describe_machine, missing_piece
+from benchmarks.gpu.settings import GpuSettings
+from benchmarks.gpu.streams import streams
+from benchmarks.gpu.uvm import uvm
+from torchrec_picasso.workloads.launch import RankError, run_ranks
+
+__all__ = ["PARTS", "main", "run_parts"]
+
+PARTS: dict[str, Callable[[int, int, GpuSettings], PartReport]] = {
+    "streams": streams,
+    "overhead": overhead,
+    "uvm": uvm,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the check and prints its tables."""
+    args = _parser().parse_args(argv)
+    if args.out and not Path(args.out).absolute().parent.is_dir():
+        print(f"error: {args.out}: there is no folder {Path(args.out).parent}", file=sys.stderr)
+        return 2
+    missing = missing_piece()
+    if missing is not None:
+        print(f"skipped: {missing}")
+        return 0
+    return run_parts(_settings(args), args.parts.split(","), args.timeout_s, args.out)
+
+
+def run_parts(
+    settings: GpuSettings, parts: Sequence[str], timeout_s: float, out: str | None
+) -> int:
+    """Runs parts one after the other, prints them and writes JSON.
+
+    Args:
+        settings: How large.
+        parts: Names of :data:`PARTS`.
+        timeout_s: Of each part.
+        out: File to write, or ``None``.
+
+    Returns:
+        The exit code.
+    """
+    machine = describe_machine(settings.device)
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    reports = []
+    for name in parts:
+        print(f"running {name} ...", file=sys.stderr, flush=True)
+        report = _run_part(name, settings, timeout_s)
+        print(f"\n{describe_parts([report])}", flush=True)
+        reports.append(report)
+    if out:
+        document = {
+            "environment": machine,
+            "settings": dataclasses.asdict(settings),
+            "parts": {name: dataclasses.asdict(of) for name, of in zip(parts, reports)},
+        }
+        Path(out).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return int(any(report.problems for report in reports))
+
+
+def _run_part(name: str, settings: GpuSettings, timeout_s: float) -> PartReport:
+    try:
+        return run_ranks(PARTS[name], 1, settings, timeout_s=timeout_s)[0]
+    except RankError as error:
+        return PartReport(
+            name=name, problems=[error.what], facts={"traceback": error.rank_traceback}
+        )
+
+
+def _settings(args: argparse.Namespace) -> GpuSettings:
+    settings = GpuSettings(repeats=args.repeats, rounds=args.rounds)
+    sizes = {}
+    for part, hot_rows in (("timed", args.hot_rows), ("uvm", args.uvm_hot_rows)):
+        sizes[part] = dataclasses.replace(
+            getattr(settings, part),
+            batch_size=args.batch_size,
+            dim=args.dim,
+            max_rows=args.max_rows,
+            hot_rows=hot_rows,
+        )
+    return dataclasses.replace(settings, **sizes)
+
+
+def _parser() -> argparse.ArgumentParser:
+    usual = GpuSettings()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("-o", "--out", metavar="FILE", help="JSON to write")
+    add("--parts", type=_parts, default=",".join(PARTS), metavar="A,B", help="parts to run")
+    for name, default, least, what in (
+        ("--repeats", usual.repeats, 1, "runs of each pipeline in part streams"),
+        ("--rounds", usual.rounds, 2, "turns of every contestant on the clock"),
+        ("--batch-size", usual.timed.batch_size, 1, "samples per step of what is timed"),
+        ("--dim", usual.timed.dim, 4, "columns of every table"),
+        ("--max-rows", usual.timed.max_rows, 1, "cap on a table's rows"),
+        ("--hot-rows", usual.timed.hot_rows, 0, "hot rows in part overhead"),
+        ("--uvm-hot-rows", usual.uvm.hot_rows, 1, "hot rows in part uvm, and rows of its cache"),
+        ("--timeout-s", 600, 1, "seconds for each part"),
+    ):
+        what = f"{what} (default: {default})"
+        add(name, type=_whole_number(least), default=default, metavar="N", help=what)
+    return parser
+
+
+def _parts(text: str) -> str:
+    unknown = [name for name in text.split(",") if name not in PARTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    return text
+
+
+def _whole_number(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+        return int(text)
+
+    return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Tables in host memory: hot replicas against TorchRec's own cache, with the same device memory.
+
+Stock ``fused_uvm_caching`` keeps rows in device memory that were used lately; a hot set keeps those
+that are frequent. Both get device memory for the same number of rows. Where a storage keeps its
+replicas beside its homes, and hence in host memory, the part says so: then nothing is gained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ShardingPlan
+
+from benchmarks.gpu.clock import take_turns
+from benchmarks.gpu.contestants import Contestant, Workload, held_hbm_bytes
+from benchmarks.gpu.one_rank import one_rank
+from benchmarks.gpu.report import PartReport, timings
+from benchmarks.gpu.settings import GpuSettings, ModelSize
+from torchrec_picasso.workloads.quiet import quiet_upstream
+
+__all__ = ["Kernel", "change_kernel", "uvm"]
+
+_WARMUP_STEPS = 5
+_FLOAT_BYTES = 4
+_MB = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """Where a contestant's tables are.
+
+    Args:
+        kernel: TorchRec's compute kernel.
+        load_factor: Share of a table's rows that its cache holds; ``None`` = no cache.
+        hot_rows: Of a hot/cold placement; ``None`` = stock table-wise.
+    """
+
+    kernel: EmbeddingComputeKernel
+    load_factor: float | None = None
+    hot_rows: int | None = None
+
+
+def change_kernel(wanted: Kernel) -> Callable[[ShardingPlan], None]:
+    """A change of plan that gives every table the kernel.
+
+    Returns:
+        For ``Trainer``'s ``change_plan``. It leaves hot/cold marks as they are.
+    """
+
+    def change(plan: ShardingPlan) -> None:
+        for module_plan in plan.plan.values():
+            assert isinstance(module_plan, EmbeddingModuleShardingPlan)
+            for sharding in module_plan.values():
+                sharding.compute_kernel = wanted.kernel.value
+                if wanted.load_factor is not None:
+                    sharding.cache_params = CacheParams(load_factor=wanted.load_factor)
+
+    return change
+
+
+def kernels(size: ModelSize, num_rows: int, device: torch.device) -> dict[str, Kernel]:
+    """The contestants, the one to compare with first.
+
+    Args:
+        size: The model.
+        num_rows: Rows of all its tables.
+        device: The CPU has no UVM, so there stock tables are in its own memory.
+    """
+    in_uvm, hot = EmbeddingComputeKernel.FUSED_UVM, size.hot_rows
+    stock = {
+        "fused_uvm_caching": Kernel(
+            kernel=EmbeddingComputeKernel.FUSED_UVM_CACHING, load_factor=hot / num_rows
+        ),
+        "fused_uvm": Kernel(kernel=in_uvm),
+    }
+    return {
+        **(stock if device.type == "cuda" else {}),
+        "fused, no UVM": Kernel(kernel=EmbeddingComputeKernel.FUSED),
+        "hot_cold:0 fused_uvm": Kernel(kernel=in_uvm, hot_rows=0),
+        f"hot_cold:{hot} fused_uvm": Kernel(kernel=in_uvm, hot_rows=hot),
+    }
+
+
+def uvm(rank: int, world_size: int, settings: GpuSettings) -> PartReport:
+    """Runs the part; the main function of its only rank."""
+    quiet_upstream()
+    size = settings.uvm
+    with one_rank(settings.device) as device:
+        work = Workload.make(size, settings.num_batches, device)
+        num_rows = sum(table.num_embeddings for table in work.source.tables)
+        contestants, hbm_bytes = {}, {}
+        for name, wanted in kernels(size, num_rows, device).items():
+            before_bytes = held_hbm_bytes(device)
+            trainer = work.trainer(device, wanted.hot_rows, change_plan=change_kernel(wanted))
+            hbm_bytes[name] = held_hbm_bytes(device) - before_bytes
+            contestants[name] = Contestant(trainer, work.batches)
+            contestants[name].train(_WARMUP_STEPS)
+        step_ms = take_turns(contestants, settings.rounds, settings.block_steps, device)
+    reference = next(iter(contestants))
+    found = timings(step_ms, reference)
+    rows = [
+        {
+            "contestant": name,
+            "step ms": f"{of.median_ms:.2f}",
+            "quartiles": f"{of.low_ms:.2f} to {of.high_ms:.2f}",
+            f"x {reference}": f"{of.ratio:.2f}",
+            "by round": f"{of.ratio_range[0]:.2f} to {of.ratio_range[1]:.2f}",
+            "HBM MB": f"{hbm_bytes[name] / _MB:.0f}" if device.type == "cuda" else "-",
+        }
+        for name, of in found.items()
+    ]
+    notes = [f"{num_rows} rows in 26 tables, device memory for {size.hot_rows} of them"]
+    in_hbm = replicas_are_in_hbm(list(hbm_bytes.values()), size)
+    if device.type == "cuda" and not in_hbm:
+        notes.append("the replicas are in host memory, beside their homes: they save no transfer")
+    return PartReport(
+        name="uvm: hot rows against a cache, for tables in host memory",
+        rows=rows,
+        notes=notes,
+        facts={
+            "timings": {name: asdict(of) for name, of in found.items()},
+            "step_ms": step_ms,
+            "hbm_bytes": hbm_bytes,
+            "replicas_in_hbm": in_hbm,
+        },
+    )
+
+
+def replicas_are_in_hbm(hbm_bytes: list[int], size: ModelSize) -> bool:
+    """Whether hot/cold with hot rows holds their bytes more than hot/cold without.
+
+    Args:
+        hbm_bytes: By contestant; hot/cold without hot rows and with them are the last two.
+        size: The model.
+    """
+    without, with_hot = hbm_bytes[-2:]
+    return with_hot - without >= 0.9 * size.hot_rows * size.dim * _FLOAT_BYTES
