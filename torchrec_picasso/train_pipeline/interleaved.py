@@ -43,6 +43,7 @@ from torchrec_picasso.train_pipeline.split_batch import (
     num_samples,
 )
 from torchrec_picasso.train_pipeline.split_batch import split_batch as split_known_batch
+from torchrec_picasso.train_pipeline.timeline import op_range, step_range
 from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 
 __all__ = ["InterleavedTrainPipeline"]
@@ -171,9 +172,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         batch = self._next(dataloader_iter)
         if batch is not None:
             self._flights.append(batch)
-        for op in self._training if is_training else self._evaluation:
-            if op.batch < len(self._flights):
-                getattr(self, f"_{op.kind}")(self._flights[op.batch], op)
+        with step_range(self._batch_count):
+            for op in self._training if is_training else self._evaluation:
+                if op.batch < len(self._flights):
+                    with op_range(op):
+                        getattr(self, f"_{op.kind}")(self._flights[op.batch], op)
         self._flights.popleft()
         self._batch_count += 1
         outputs = list(flight.outputs_K.values())
