@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_picasso.exchange.all_to_all import start_all_to_all
+from torchrec_picasso.exchange.waiting import wait_for
 
 __all__ = ["HeaderExchange", "StepHeader"]
 
@@ -103,7 +104,7 @@ class HeaderExchange:
 
     def wait(self) -> StepHeader:
         """Finishes the exchange and brings it to the host (one sync on CUDA)."""
-        self._work.wait()
+        wait_for(self._work)
         num_packs, world_size = self._num_packs, self._world_size
         host = torch.cat([self._local, self._received_WX.reshape(-1)]).cpu()
         counts_PB = host[: num_packs * (1 + world_size)].view(num_packs, -1)

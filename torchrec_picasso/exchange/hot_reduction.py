@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchrec_picasso.exchange.waiting import wait_for
+
 __all__ = ["HotReduction"]
 
 
@@ -58,7 +60,7 @@ class HotReduction:
             The outputs given at construction, filled.
         """
         if self._work is not None:
-            self._work.wait()
+            wait_for(self._work)
             if len(self._outputs_P) > 1:
                 parts = self._flat.split([output.numel() for output in self._outputs_P])
                 for output, part in zip(self._outputs_P, parts):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchrec_picasso._torchrec import QuantizedCommCodec
 from torchrec_picasso.exchange.all_to_all import start_all_to_all
+from torchrec_picasso.exchange.waiting import wait_for
 
 __all__ = ["Counts", "PackedAllToAll"]
 
@@ -77,7 +78,7 @@ class PackedAllToAll:
         Returns:
             The output matrices given at construction, filled.
         """
-        self._work.wait()
+        wait_for(self._work)
         if not self._in_place:
             received = self._wire_out
             if self._codec is not None:

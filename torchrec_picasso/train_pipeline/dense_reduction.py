@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchrec_picasso.exchange.waiting import wait_for
+
 __all__ = ["DenseReduction"]
 
 
@@ -41,7 +43,7 @@ class DenseReduction:
     def wait(self) -> None:
         """Puts the averages into the parameters' gradients."""
         for parameters, flat, work in self._flats:
-            work.wait()
+            wait_for(work)
             *means, has_grad = flat.split([*(p.numel() for p in parameters), len(parameters)])
             for parameter, mean, any_grad in zip(parameters, means, has_grad.tolist()):
                 if any_grad:

@@ -50,6 +50,7 @@ from torchrec_picasso.train_pipeline.schedule import (
 from torchrec_picasso.train_pipeline.setting_choice import SettingChoice, candidates
 from torchrec_picasso.train_pipeline.split_batch import micro_batch_sizes, num_samples
 from torchrec_picasso.train_pipeline.split_batch import split_batch as split_known_batch
+from torchrec_picasso.train_pipeline.timeline import op_range, step_range
 
 __all__ = ["InterleavedTrainPipeline"]
 
@@ -179,10 +180,12 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._has_trained = True
             self._optimizer.zero_grad()
             start_s = perf_counter()
-            self._walk(training_schedule(*settings))
+            with step_range(self._batch_count):
+                self._walk(training_schedule(*settings))
             self._choice.note_step(settings, perf_counter() - start_s, pg, self._device)
         else:
-            self._walk(evaluation_schedule(*settings))
+            with step_range(self._batch_count):
+                self._walk(evaluation_schedule(*settings))
         self._flights.popleft()
         self._batch_count += 1
         sizes = [flight.sizes_K[index] for index in flight.outputs_K]
@@ -250,7 +253,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._is_halfway = True
         for op in schedule:
             if op.batch < len(self._flights):
-                self._operations.run(op, self._flights)
+                with op_range(op):
+                    self._operations.run(op, self._flights)
                 if self._flights[-1].is_end:  # what else the schedule has for it is left out
                     self._has_ended = True
                     self._flights.pop()

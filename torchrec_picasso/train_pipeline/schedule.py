@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COLLECTIVES",
     "NUM_BATCHES",
+    "OF_BATCH",
     "Op",
     "Schedule",
     "Setting",
@@ -32,7 +33,7 @@ __all__ = [
 THIS, NEXT, AFTER = 0, 1, 2
 NUM_BATCHES = 3
 """Batches that a step works on."""
-_OF_BATCH = ("", " of the next batch", " of the batch after")
+OF_BATCH = ("", " of the next batch", " of the batch after")
 
 COLLECTIVES = frozenset(
     {
@@ -86,7 +87,7 @@ class Op:
 
     def __str__(self) -> str:
         index = "" if self.index is None else f" {self.index}"
-        return f"{self.kind}{index}{_OF_BATCH[self.batch]}"
+        return f"{self.kind}{index}{OF_BATCH[self.batch]}"
 
 
 @dataclass(frozen=True)

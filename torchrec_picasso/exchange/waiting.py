@@ -1,0 +1,38 @@
+"""The one place where a rank waits for an exchange, so that a profile shows what is exposed.
+
+The profiler sees when a message was posted but not when Python blocks on it; a named range around
+the wait does. While no profiler runs, a range costs one look at a flag.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch.autograd.profiler as autograd_profiler
+
+from torchrec_picasso.exchange.all_to_all import Pending
+
+__all__ = ["WAIT_RANGE", "named_range", "wait_for"]
+
+WAIT_RANGE = "picasso wait"
+"""Name of the ranges in which a rank waits."""
+
+_NO_RANGE: AbstractContextManager[object] = nullcontext()
+
+
+def named_range(name: object) -> AbstractContextManager[object]:
+    """A range of a profile.
+
+    Args:
+        name: Its ``str`` names the range; made only while a profiler runs.
+    """
+    if not autograd_profiler._is_profiler_enabled:  # 0.2 us, instead of 20 us for a range
+        return _NO_RANGE
+    range_: AbstractContextManager[object] = autograd_profiler.record_function(str(name))
+    return range_
+
+
+def wait_for(pending: Pending) -> None:
+    """Waits for something that was started, under a name of its own in a profile."""
+    with named_range(WAIT_RANGE):
+        pending.wait()
