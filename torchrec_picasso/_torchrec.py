@@ -32,6 +32,7 @@ from torchrec.distributed.train_pipeline.utils import (
 )
 from torchrec.distributed.train_pipeline.utils import _rewrite_model as rewrite_model
 from torchrec.distributed.train_pipeline.utils import _start_data_dist as start_data_dist
+from torchrec.distributed.train_pipeline.utils import _wait_for_batch as wait_for_batch
 from torchrec.distributed.types import QuantizedCommCodec, QuantizedCommCodecs, ShardingEnv2D
 from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_configs import data_type_to_sparse_type
@@ -67,4 +68,5 @@ __all__ = [
     "override_input_dist_forwards",
     "rewrite_model",
     "start_data_dist",
+    "wait_for_batch",
 ]

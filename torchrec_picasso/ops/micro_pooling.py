@@ -48,7 +48,7 @@ def micro_batch_of_lookup(bags: Bags, features_P: Sequence[int], sizes_K: Sequen
         int64, shape ``(N,)``.
     """
     device = bags.ids_N.device
-    edges = torch.tensor(_first_bags(features_P, sizes_K), device=device)
+    edges = _on(device, _first_bags(features_P, sizes_K))
     lookups = torch.diff(bags.offsets_S1.index_select(0, edges))
     micro_PK = torch.arange(len(sizes_K), device=device).repeat(len(features_P))
     return torch.repeat_interleave(micro_PK, lookups, output_size=bags.ids_N.numel())
@@ -79,7 +79,8 @@ def cut_pooling(
         By micro-batch and pack.
 
     Cost:
-        One stable sort of N small integers, O(N) else; two host syncs on CUDA.
+        One stable sort of N small integers, O(N) else; two host syncs on CUDA, for G and for where
+        each group begins.
     """
     num_packs, num_micro = len(features_P), len(sizes_K)
     device, num_lookups = bags.ids_N.device, bags.ids_N.numel()
@@ -90,7 +91,7 @@ def cut_pooling(
     )
     # where each (pack, micro-batch) begins: in bags, in lookups, and in what is grouped by row
     bag_edges = _first_bags(features_P, sizes_K)
-    lookup_edges = bags.offsets_S1.index_select(0, torch.tensor(bag_edges, device=device))
+    lookup_edges = bags.offsets_S1.index_select(0, _on(device, bag_edges))
     count_KP = torch.diff(lookup_edges).view(num_packs, num_micro).t().reshape(-1)
     grouped_edges = torch.cat([count_KP.new_zeros(1), count_KP.cumsum(0)])
 
@@ -138,6 +139,11 @@ def _first_bags(features_P: Sequence[int], sizes_K: Sequence[int]) -> list[int]:
     """First bag of each (pack, micro-batch), and the number of bags."""
     bags_PK = [features * size for features in features_P for size in sizes_K]
     return [0, *accumulate(bags_PK)]
+
+
+def _on(device: torch.device, values: list[int]) -> Tensor:
+    """A vector on a device, without a host sync."""
+    return torch.tensor(values).to(device, non_blocking=True)
 
 
 def _group_starts(row_n: Tensor, edges: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def cut_segments(counts_CW: list[list[int]], dirty_n: Tensor | None) -> Segments
     if dirty_n is None:
         none = [0] * world_size
         return Segments(order_n=None, counts_C2W=[[none, counts_W] for counts_W in counts_CW])
-    counts = torch.tensor(counts_CW, device=dirty_n.device).view(-1)
+    counts = torch.tensor(counts_CW).view(-1).to(dirty_n.device, non_blocking=True)
     place = torch.arange(counts.numel(), device=dirty_n.device)
     # (chunk, rank) -> (chunk, mark, rank)
     bucket = place.div(world_size, rounding_mode="floor") * (2 * world_size) + place % world_size

@@ -75,6 +75,7 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         self._interleaving = interleaving
         self._order_of_batch_size: tuple[int, Tensor] | None = None
         self._mean_PF = torch.tensor(space.mean_F).split(list(space.features_P))
+        self._mean_on_device: list[Tensor | None] | None = None
         self._any_mean_P = [bool(mean_F.any()) for mean_F in self._mean_PF]
 
     def forward(
@@ -141,10 +142,7 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
             rows=rows,
             micro_batch_N=micro_batch_N,
             located=located,
-            mean_PF=[
-                mean_F.to(packed_N.device) if any_mean else None
-                for mean_F, any_mean in zip(self._mean_PF, self._any_mean_P)
-            ],
+            mean_PF=self._mean_on(packed_N.device),
             header=header,
         )
 
@@ -173,6 +171,15 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
             for mean_S, any_mean in zip(means, self._any_mean_P)
         ]
         return _LocalBatch(features, bags, rows, batch_size, bags_P, mean_P)
+
+    def _mean_on(self, device: torch.device) -> Sequence[Tensor | None]:
+        """Which features of each pack are averaged, copied to the device once."""
+        if self._mean_on_device is None:
+            self._mean_on_device = [
+                mean_F.to(device) if any_mean else None
+                for mean_F, any_mean in zip(self._mean_PF, self._any_mean_P)
+            ]
+        return self._mean_on_device
 
     def _bag_order(self, batch_size: int, device: torch.device) -> Tensor:
         if self._order_of_batch_size is None or self._order_of_batch_size[0] != batch_size:

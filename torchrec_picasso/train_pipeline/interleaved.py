@@ -22,6 +22,7 @@ from torchrec_picasso._torchrec import (
     override_input_dist_forwards,
     rewrite_model,
     start_data_dist,
+    wait_for_batch,
 )
 from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
 from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
@@ -212,7 +213,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """Forgets the batches in flight, for a new start after an exception; all ranks do.
 
         After an exception in a step these are its batch, which no weight has learned from unless
-        the optimizer's own step raised, and the next one. An exception in the data iterator leaves
+        the optimizer's own step raised, and the next two. An exception in the data iterator leaves
         the step unbegun: then the next call may as well go on without reset, and loses nothing.
         Messages on the wire end by themselves, so all ranks must have failed at the same operation.
         """
@@ -263,6 +264,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     def _board(self, fetched: Fetched) -> Flight:
         """Cuts a batch into micro-batches."""
         batch = fetched.batch
+        wait_for_batch(batch, self._memcpy_stream)  # it was copied on a stream of its own
         for name, module in self._interleaved.items():
             refuse_variable_batch(name, *module.forward.args.build_args_kwargs(batch))
         setting = self._choice.current
@@ -312,7 +314,10 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._is_rewritten = True
 
     def _start_plain(self, flight: Flight) -> None:
-        start_data_dist(list(self._plain.values()), flight.batch, flight.context)
+        """Starts the input dists of the stock modules, as TorchRec does."""
+        with self._stream_context(self._data_dist_stream):
+            wait_for_batch(flight.batch, self._memcpy_stream)
+            start_data_dist(list(self._plain.values()), flight.batch, flight.context)
         self._join_splits()
 
     def _join_splits(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrec_picasso.train_pipeline.schedule import THIS
+from torchrec_picasso.train_pipeline.schedule import OF_BATCH
 from torchrec_picasso.train_pipeline.timeline import (
     COMPUTE,
     EXCHANGE,
@@ -28,6 +28,7 @@ _COLORS = {
     "update, dense step": "#2f9e44",
     "prepare, post": "#adb5bd",
 }
+_BATCHES = ("this batch", "next batch", "batch after")
 _WAIT_COLOR, _WIRE_COLOR = "#e03131", "#0b7285"
 _LETTER_SHARE = 0.006  # of the width; a bar too narrow for its name is not named
 
@@ -106,7 +107,7 @@ def _end_ms(timeline: Timeline) -> float:
 def _lane(span: Span) -> str:
     if span.kind == EXCHANGE:
         return f"wire: {span.op.kind}"
-    return "this batch" if span.op.batch == THIS else "next batch"
+    return _BATCHES[span.op.batch]
 
 
 def _lanes(timeline: Timeline) -> list[str]:
@@ -118,13 +119,13 @@ def _lanes(timeline: Timeline) -> list[str]:
         if span.kind == EXCHANGE and (span.start_ms < 0) == posted_before
     )
     ops = dict.fromkeys(_lane(span) for span in timeline.spans if span.kind == COMPUTE)
-    return [*sorted(ops, reverse=True), *wire]
+    return [*(name for name in _BATCHES if name in ops), *wire]
 
 
 def _draw_op(axes: Any, span: Span, lane: int, width_ms: float) -> None:
     color = _COLORS[_group(span.op.kind)]
     _bar(axes, span, lane, 0.8, facecolor=color, edgecolor="white", linewidth=0.4, zorder=2)
-    label = str(span.op).removesuffix(" of the next batch")
+    label = str(span.op).removesuffix(OF_BATCH[span.op.batch])
     if span.end_ms - span.start_ms > len(label) * _LETTER_SHARE * width_ms:
         axes.text(
             (span.start_ms + span.end_ms) / 2,
