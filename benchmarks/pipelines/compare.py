@@ -74,6 +74,7 @@ def compare_on_rank(rank: int, world_size: int, question: Question, curves: str)
             on_links=question.rate_mbit is not None,
         )
         runner.train(WARMUP_STEPS)
+        runner.settle()
         runner.count(COUNTED_STEPS)
         runners.append(runner)
         progress.advance(1 + WARMUP_STEPS + COUNTED_STEPS)

@@ -59,6 +59,11 @@ class Contestant:
         return self.placement != "hot_cold"
 
     @property
+    def chooses(self) -> bool:
+        """Whether its pipeline chooses its micro-batches on the first steps."""
+        return self.pipeline == "interleaved" and self.num_micro_batches is None
+
+    @property
     def needs_curves(self) -> bool:
         """Whether the planner weighs measured curves for it."""
         return not self.is_stock and self.hot_rows is None
@@ -108,12 +113,9 @@ def interleaved_is_missing() -> str | None:
 
 
 def pipeline_options(contestant: Contestant) -> dict[str, Any]:
-    """What the interleaved pipeline is told; nothing about what it shall choose itself."""
-    options = {
-        "num_micro_batches": contestant.num_micro_batches,
-        "lookahead": contestant.lookahead,
-    }
-    return {name: value for name, value in options.items() if value is not None}
+    """What the interleaved pipeline is told; ``None`` = it chooses itself."""
+    lookahead = True if contestant.lookahead is None else contestant.lookahead
+    return {"num_micro_batches": contestant.num_micro_batches, "lookahead": lookahead}
 
 
 def pipeline_maker(contestant: Contestant) -> MakePipeline | None:

@@ -54,7 +54,7 @@ class Question:
     batch_size: int = 4096
     dim: int = 128
     towers: str = "thin"
-    max_rows: int = 500_000
+    max_rows: int = 100_000
     heldout_steps: int = 4
     rounds: int = 6
     block_steps: int = 4

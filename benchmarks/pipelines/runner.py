@@ -33,6 +33,7 @@ from torchrec_picasso.workloads.training import Trainer
 __all__ = ["Block", "RankResult", "Runner", "schedule_used"]
 
 _SETTLE_S = 0.02
+_CHOICE_STEPS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class Runner:
         config: The run, without placement and hot rows.
         source: Tells the tables, and the held-out samples that hot rows are chosen from.
         batches: This rank's batches, used again and again.
-        num_steps: Steps that it will take in all.
+        num_steps: Steps that it will take in all, without those of :meth:`settle`.
         curves: File of measured curves, for the planner.
         on_links: Whether this rank's host has a link of its own, whose bytes can be counted.
     """
@@ -114,6 +115,8 @@ class Runner:
             make_pipeline=pipeline_maker(contestant),
         )
         self._placement, self._pipeline = trainer.placement, trainer.pipeline
+        self._choice_steps = _CHOICE_STEPS if contestant.chooses else 0
+        num_steps += self._choice_steps
         self._steps = trainer.steps(itertools.cycle(batches), num_steps)
         self._losses: list[Tensor] = []
         self._blocks: list[Block] = []
@@ -123,6 +126,11 @@ class Runner:
         """Takes steps that nobody looks at."""
         for _ in range(num_steps):
             self._losses.append(next(self._steps))
+
+    def settle(self) -> None:
+        """Lets a pipeline that chooses its micro-batches choose."""
+        self.train(self._choice_steps)
+        assert not self._choice_steps or self._pipeline.is_settled, "it is still choosing"
 
     def count(self, num_steps: int) -> None:
         """Takes steps under the byte meter, which slows them."""

@@ -73,27 +73,31 @@ def test_interleaved_takes_micro_batches_and_hot_rows(
     assert (contestant.pipeline, contestant.placement) == ("interleaved", "hot_cold")
     assert contestant.num_micro_batches == num_micro_batches
     assert contestant.hot_rows == hot_rows
-    assert pipeline_options(contestant) == {"num_micro_batches": num_micro_batches}
+    assert not contestant.chooses
+    options = {"num_micro_batches": num_micro_batches, "lookahead": True}
+    assert pipeline_options(contestant) == options
 
 
 @pytest.mark.parametrize(
-    ("name", "hot_rows", "options"),
+    ("name", "hot_rows", "num_micro_batches", "lookahead"),
     [
-        ("interleaved", None, {}),
-        ("interleaved:auto", None, {}),
-        ("interleaved:auto:7", 7, {}),
-        ("interleaved_no_lookahead", None, {"lookahead": False}),
-        ("interleaved_no_lookahead:auto:0", 0, {"lookahead": False}),
-        ("interleaved_no_lookahead:4:7", 7, {"lookahead": False, "num_micro_batches": 4}),
+        ("interleaved", None, None, True),
+        ("interleaved:auto", None, None, True),
+        ("interleaved:auto:7", 7, None, True),
+        ("interleaved_no_lookahead", None, None, False),
+        ("interleaved_no_lookahead:auto:0", 0, None, False),
+        ("interleaved_no_lookahead:4:7", 7, 4, False),
     ],
 )
-def test_the_interleaved_pipeline_is_told_nothing_that_it_shall_choose(
-    name: str, hot_rows: int | None, options: dict[str, Any]
+def test_the_interleaved_pipeline_is_not_told_what_it_shall_choose(
+    name: str, hot_rows: int | None, num_micro_batches: int | None, lookahead: bool
 ) -> None:
     contestant = parse_contestant(name)
     assert (contestant.pipeline, contestant.placement) == ("interleaved", "hot_cold")
     assert contestant.hot_rows == hot_rows
     assert contestant.needs_curves == (hot_rows is None)
+    assert contestant.chooses == (num_micro_batches is None)
+    options = {"num_micro_batches": num_micro_batches, "lookahead": lookahead}
     assert pipeline_options(contestant) == options
 
 

@@ -84,7 +84,9 @@ def test_the_six_targets_are_asked_for_at_their_sizes() -> None:
         assert optimizer.embedding_optimizer == "rowwise_adagrad"
         contestants = [parse_contestant(name) for name in question.contestants]
         assert {"hot_cold", "interleaved"} <= set(question.contestants)
-        assert sum(contestant.is_stock for contestant in contestants) == 5
+        # where a step takes seconds, only the stock plan that was the best with shorter ones
+        short = scenario.name not in ("100mbit_thin", "1gbit_thin_16384")
+        assert sum(contestant.is_stock for contestant in contestants) == (5 if short else 1)
 
 
 def test_the_best_of_ours_is_judged() -> None:

@@ -39,7 +39,7 @@ def test_the_fastest_is_chosen() -> None:
     choice = SettingChoice(candidates(None, True))
     steps = _settle(choice, lambda setting: 1.0 if setting.num_micro_batches == 4 else 1.1)
     assert choice.current == Setting(4, lookahead=True)
-    assert steps < 60
+    assert steps <= 40
     assert (
         "4 micro-batches with lookahead; the fastest of 1 micro-batch with lookahead: 1100 ms"
         in (str(choice))
@@ -54,7 +54,7 @@ def test_of_equals_the_plainest_is_chosen() -> None:
 
 def test_one_slow_step_does_not_decide() -> None:
     choice = SettingChoice(candidates(None, True))
-    hiccups = iter([9.0, 9.0])
+    hiccups = iter([9.0])
     _settle(
         choice,
         lambda setting: next(hiccups, 1.0) if setting.num_micro_batches == 2 else 2.0,
@@ -81,7 +81,7 @@ def test_a_reason_for_whole_batches_leaves_those_or_is_raised() -> None:
 
 def _automatic(rank: int, world_size: int) -> tuple[Run, Run, Setting, str]:
     job = Job(placement={"*": 2}, tables=PLAIN)
-    batches = batches_of(job, rank, range(110))
+    batches = batches_of(job, rank, range(80))
     plain = build(job, rank, world_size)
     expected = plain_steps(plain, batches)
     model = build(job, rank, world_size)

@@ -138,6 +138,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         return self._choice.current.lookahead
 
     @property
+    def is_settled(self) -> bool:
+        """Whether all further batches will be cut and fetched like the next one."""
+        return self._choice.is_settled
+
+    @property
     def schedule(self) -> Schedule:
         """The operations of a training step, in order."""
         return training_schedule(self._choice.current)

@@ -19,7 +19,7 @@ from torchrec_picasso.train_pipeline.schedule import NUM_BATCHES, Setting
 __all__ = ["SettingChoice", "candidates"]
 
 _NUM_MICRO_BATCHES = (1, 2, 4, 8)
-_STEPS_OF_TURN, _TURNS = 3, 2
+_STEPS_OF_TURN, _TURNS = 2, 2
 _WARMUP_STEPS = 3
 _EQUAL = 1.02
 """Times up to this factor are the same; then the earlier candidate is chosen."""
