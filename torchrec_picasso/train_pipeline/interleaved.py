@@ -223,6 +223,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         Messages on the wire end by themselves, so all ranks must have failed at the same operation.
         """
         super().reset()
+        for flight in self._flights:
+            if flight.dense is not None:
+                flight.dense.unhook()
         self._flights.clear()
         self._feed.forget()
         self._is_halfway = self._has_ended = False

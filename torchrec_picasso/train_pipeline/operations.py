@@ -143,6 +143,8 @@ class Operations:
         if loss is not None:
             loss.backward()
         if index == 0:
+            assert flight.dense is not None
+            flight.dense.start_rest()
             for whole in flight.wholes.values():
                 whole.backward()
 

@@ -150,8 +150,10 @@ def training_schedule(
     ops += _of_chunks("forward", THIS, this)
     ops.append(Op("send_ids", AFTER))
     for index in reversed(range(this.num_micro_batches)):
+        if index == 0:
+            ops.append(Op("reduce_dense"))  # starts while the last backward runs
         ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
-    ops += [Op("reduce_hot"), Op("reduce_dense")]
+    ops.append(Op("reduce_hot"))
     ops += _ids_arrive(AFTER, after or following)
     ops.append(Op("update"))
     ops += _of_chunks("fetch_dirty", NEXT, following)
@@ -228,10 +230,13 @@ def _needs(op: Op, ops: tuple[Op, ...]) -> list[Op]:
         return [Op("forward", op.batch, op.index - 1)]
     if op.kind == "backward":
         later = [o for o in ops if o.kind == "backward" and (o.index or 0) > (op.index or 0)]
-        return [*all_of(op.batch, "forward"), *later]
+        dense = all_of(op.batch, "reduce_dense") if op.index == 0 else []
+        return [*all_of(op.batch, "forward"), *later, *dense]
+    if op.kind == "reduce_dense":  # the last backward completes them
+        return [o for o in ops if o.kind == "backward" and o.index]
     if op.kind == "send_gradients":
         return [Op("backward", op.batch, op.index)]
-    if op.kind in ("reduce_hot", "reduce_dense"):
+    if op.kind == "reduce_hot":
         return all_of(op.batch, "backward")
     if op.kind == "update":
         return all_of(op.batch, "send_gradients", "reduce_hot")
