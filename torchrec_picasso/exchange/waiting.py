@@ -26,7 +26,7 @@ def named_range(name: object) -> AbstractContextManager[object]:
     Args:
         name: Its ``str`` names the range; made only while a profiler runs.
     """
-    if not autograd_profiler._is_profiler_enabled:  # 0.2 us, instead of 20 us for a range
+    if not autograd_profiler._is_profiler_enabled:  # a range costs 11 us
         return _NO_RANGE
     range_: AbstractContextManager[object] = autograd_profiler.record_function(str(name))
     return range_

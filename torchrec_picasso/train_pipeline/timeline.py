@@ -168,11 +168,11 @@ class Timeline:
         ]
         return pd.DataFrame(lines, columns=names).astype({"index": "Int64"})
 
-    def plot(self, axes: Any, with_legend: bool = True) -> None:
+    def plot(self, axes: Any) -> None:
         """Draws into matplotlib axes: operations of both batches, then a lane per exchange."""
         from torchrec_picasso.train_pipeline.timeline_picture import plot_timeline
 
-        plot_timeline(self, axes, with_legend)
+        plot_timeline(self, axes)
 
     def save(self, path: str | Path) -> None:
         """Draws a picture of its own; its name says the format."""

@@ -20,7 +20,7 @@ from torchrec_picasso.train_pipeline.timeline import (
     Timeline,
 )
 
-__all__ = ["draw_timeline", "plot_timeline"]
+__all__ = ["draw_timeline", "plot_timeline", "plot_timelines"]
 
 _COLORS = {
     "forward": "#4c6ef5",
@@ -34,17 +34,29 @@ _LETTER_SHARE = 0.006  # of the width; a bar too narrow for its name is not name
 
 
 def draw_timeline(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """Writes a picture of timelines under each other, all on one scale of time.
+    """Writes a picture of timelines under each other.
 
     Args:
-        timelines: By title, such as a rank or a contestant. Each starts at its own first operation;
-            clocks are not compared.
+        timelines: As for :func:`plot_timelines`.
         path: Its name says the format.
     """
     from matplotlib.figure import Figure  # here, because only a picture needs it; slow to import
 
-    heights = [0.9 + 0.3 * len(_lanes(timeline)) for timeline in timelines.values()]
-    figure = Figure(figsize=(12, sum(heights) + 0.8), layout="constrained")
+    height = 0.8 + sum(map(_height, timelines.values()))
+    figure = Figure(figsize=(12, height), layout="constrained")
+    plot_timelines(timelines, figure)
+    figure.savefig(path, dpi=150)
+
+
+def plot_timelines(timelines: Mapping[str, Timeline], figure: Any) -> None:
+    """Draws timelines under each other, all on one scale of time.
+
+    Args:
+        timelines: By title, such as a rank or a contestant. Each starts at its own first operation;
+            clocks are not compared.
+        figure: An empty one of matplotlib, best with its constrained layout.
+    """
+    heights = [_height(timeline) for timeline in timelines.values()]
     rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     for axes, (title, timeline) in zip(rows[:, 0], timelines.items()):
         plot_timeline(timeline, axes, with_legend=False)
@@ -53,7 +65,6 @@ def draw_timeline(timelines: Mapping[str, Timeline], path: str | Path) -> None:
         axes.set_xlabel("")
     rows[0, 0].set_xlim(0, max(_end_ms(timeline) for timeline in timelines.values()))
     figure.legend(handles=_legend(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=150)
 
 
 def plot_timeline(timeline: Timeline, axes: Any, with_legend: bool = True) -> None:
@@ -97,6 +108,11 @@ def plot_timeline(timeline: Timeline, axes: Any, with_legend: bool = True) -> No
             frameon=False,
             fontsize=8,
         )
+
+
+def _height(timeline: Timeline) -> float:
+    """Inches."""
+    return 0.9 + 0.3 * len(_lanes(timeline))
 
 
 def _end_ms(timeline: Timeline) -> float:
