@@ -18,10 +18,11 @@ from torchrec_picasso.workloads.progress import Progress
 from torchrec_picasso.workloads.quiet import quiet_upstream
 from torchrec_picasso.workloads.samples import make_source
 
-__all__ = ["RankAnswer", "compare_on_rank"]
+__all__ = ["RankAnswer", "compare_on_rank", "curve_bytes"]
 
 _MAX_BATCHES = 32
-_CURVES_MAX_BYTES, _CURVES_SECONDS = 64 << 20, 0.3
+_CURVES_MAX_BYTES, _CURVES_LEAST_BYTES, _CURVES_SECONDS = 64 << 20, 1 << 20, 0.3
+_CURVES_FULL_MBIT = 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ def compare_on_rank(rank: int, world_size: int, question: Question, curves: str)
     torch.manual_seed(0)
     contestants = [parse_contestant(name) for name in question.contestants]
     if any(contestant.needs_curves for contestant in contestants):
-        _provide_curves(rank, world_size, curves)
+        _provide_curves(rank, world_size, curves, curve_bytes(question.rate_mbit))
     source = make_source(question.config().data, seed=0)
     num_batches = min(_MAX_BATCHES, question.num_steps)
     batches = list(itertools.islice(source.batches(rank, world_size), num_batches))
@@ -91,12 +92,24 @@ def compare_on_rank(rank: int, world_size: int, question: Question, curves: str)
     return RankAnswer(results=results, probe_ms=probe_ms, left_out=left_out)
 
 
-def _provide_curves(rank: int, world_size: int, path: str) -> None:
+def curve_bytes(rate_mbit: float | None) -> int:
+    """Largest buffer that curves are measured with: less on slow links, where time is linear soon.
+
+    64 MiB over 100 Mbit/s, some 40 times, would take minutes and tell nothing new.
+
+    Args:
+        rate_mbit: Rate of each host's link, Mbit/s; ``None`` = loopback.
+    """
+    share = 1.0 if rate_mbit is None else min(1.0, rate_mbit / _CURVES_FULL_MBIT)
+    return max(_CURVES_LEAST_BYTES, int(_CURVES_MAX_BYTES * share))
+
+
+def _provide_curves(rank: int, world_size: int, path: str, max_bytes: int) -> None:
     is_there = [Path(path).is_file()]
     dist.broadcast_object_list(is_there)
     if is_there[0]:
         return
-    curves = calibrate_on_rank(rank, world_size, _CURVES_MAX_BYTES, _CURVES_SECONDS, True)
+    curves = calibrate_on_rank(rank, world_size, max_bytes, _CURVES_SECONDS, True)
     if rank == 0:
         curves.to_json(path)
     dist.barrier()

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.pipelines import suite
 from benchmarks.pipelines.__main__ import main
+from benchmarks.pipelines.compare import curve_bytes
 from benchmarks.pipelines.contestants import parse_contestant
 from benchmarks.pipelines.question import Question
 from benchmarks.pipelines.report import Report
@@ -87,6 +88,12 @@ def test_the_six_targets_are_asked_for_at_their_sizes() -> None:
         # where a step takes seconds, only the stock plan that was the best with shorter ones
         short = scenario.name not in ("100mbit_thin", "1gbit_thin_16384")
         assert sum(contestant.is_stock for contestant in contestants) == (5 if short else 1)
+
+
+def test_curves_take_no_longer_on_a_slow_link() -> None:
+    assert curve_bytes(None) == curve_bytes(1000.0) == curve_bytes(10_000.0) == 64 << 20
+    assert curve_bytes(100.0) == pytest.approx((64 << 20) / 10, abs=1)
+    assert curve_bytes(1.0) == 1 << 20
 
 
 def test_the_best_of_ours_is_judged() -> None:
