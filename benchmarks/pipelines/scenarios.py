@@ -18,7 +18,7 @@ _STOCK = ("table_wise", "row_wise", "column_wise", "planner", "fused")
 _BEST_STOCK = "table_wise"
 """Of the stock plans of this model at 1 Gbit/s; where a step takes seconds, only it takes part."""
 _AUTOMATIC = ("hot_cold", "interleaved")
-_BY_HAND = ("interleaved:4:5000", "interleaved_no_lookahead:4:5000")
+_BY_HAND = ("interleaved:4:5000", "interleaved:8:0")
 
 
 @dataclass(frozen=True, kw_only=True)
