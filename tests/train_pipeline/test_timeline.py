@@ -17,7 +17,7 @@ from tests.sharding.jobs import CPU, PLAIN, Job, build, dense_optimizer, make_ba
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.waiting import WAIT_RANGE, named_range
-from torchrec_picasso.train_pipeline.schedule import COLLECTIVES, Op, training_schedule
+from torchrec_picasso.train_pipeline.schedule import COLLECTIVES, Op, Setting, training_schedule
 from torchrec_picasso.train_pipeline.timeline import (
     DONE,
     WAITED_FOR,
@@ -31,7 +31,8 @@ from torchrec_picasso.workloads.launch import run_ranks
 JOB = Job(placement={"*": 2}, tables=PLAIN, batch_sizes=(64,), num_steps=8)
 K = 2
 COLUMNS = ["rank", "step", "op", "batch", "index", "kind", "start_ms", "end_ms", "ends"]
-ALL_REDUCES = {"reduce_hot", "reduce_dense"}
+ALL_REDUCES = {"reduce_hot", "backward"}
+"""Dense gradients leave while the last backward runs."""
 
 
 def _trace(rank: int, world_size: int) -> Timeline:
@@ -59,7 +60,7 @@ def test_every_operation_of_the_schedule_runs_once_and_in_order(rank: int) -> No
     timeline = _traced()[rank]
     assert timeline.rank == rank
     assert timeline.steps == [1, 2, 3, 4]
-    expected = list(training_schedule(K, lookahead=True))
+    expected = list(training_schedule(Setting(K, lookahead=True)))
     for step in timeline.steps:
         ops = [s for s in timeline.spans if s.kind == "compute" and s.step == step]
         assert [span.op for span in ops] == expected
@@ -73,11 +74,12 @@ def test_every_exchange_is_there_and_says_how_its_end_is_known() -> None:
     assert all(span.start_ms < span.end_ms for span in spans)
     found = [(span.step, span.op) for span in spans]
     assert len(found) == len(set(found))
-    posting = [op for op in training_schedule(K, lookahead=True) if op.kind in COLLECTIVES]
-    always = {op for op in posting if op.kind not in ("fetch_clean", "fetch_dirty", "read_hot")}
+    posting = [op for op in training_schedule(Setting(K, lookahead=True)) if op.kind in COLLECTIVES]
+    sometimes = ("fetch_clean", "fetch_dirty", "read_hot", "reduce_dense")
+    always = {op for op in posting if op.kind not in sometimes} | {Op("backward", 0, 0)}
     for step in (2, 3):  # a chunk may have no clean or no dirty rows; replicas are rarely filled
         ops = {op for of_step, op in found if of_step == step}
-        assert always <= ops <= set(posting)
+        assert always <= ops <= {*posting, Op("backward", 0, 0)}
         assert any(op.kind.startswith("fetch") for op in ops)
     for span in spans:
         assert span.ends == (DONE if span.op.kind in ALL_REDUCES else WAITED_FOR)

@@ -19,30 +19,15 @@ from torchrec.distributed.types import ShardedTensor
 
 from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
+from torchrec_picasso.train_pipeline.schedule import Setting
 from torchrec_picasso.train_pipeline.timeline import Timeline
 from torchrec_picasso.workloads.quiet import quiet_upstream
 from torchrec_picasso.workloads.samples import make_source
 from torchrec_picasso.workloads.training import Trainer
 
-__all__ = ["Exactness", "Interleaving", "compare_with_plain", "trace_steps"]
+__all__ = ["Exactness", "compare_with_plain", "trace_steps"]
 
 _WARMUP_STEPS = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interleaving:
-    """How a run is interleaved.
-
-    Args:
-        num_micro_batches: K.
-        lookahead: Whether clean rows of the next batch are fetched before this one's update.
-    """
-
-    num_micro_batches: int
-    lookahead: bool = True
-
-    def __str__(self) -> str:
-        return f"K={self.num_micro_batches}{', lookahead' if self.lookahead else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +46,7 @@ class Exactness:
 
 
 def compare_with_plain(
-    rank: int, world_size: int, config: TrainConfig, settings: Sequence[Interleaving]
+    rank: int, world_size: int, config: TrainConfig, settings: Sequence[Setting]
 ) -> dict[str, Exactness]:
     """Trains ``config.steps`` steps by the plain loop and by each setting. Collective.
 
@@ -86,7 +71,7 @@ def compare_with_plain(
 
 
 def trace_steps(
-    rank: int, world_size: int, config: TrainConfig, setting: Interleaving, num_steps: int = 1
+    rank: int, world_size: int, config: TrainConfig, setting: Setting, num_steps: int = 1
 ) -> Timeline:
     """Profiles steps of a running training. Collective.
 
@@ -122,7 +107,7 @@ def _batches(config: TrainConfig, rank: int, world_size: int, num_steps: int) ->
     return itertools.islice(source.batches(rank, world_size), num_steps)
 
 
-def _interleaved(config: TrainConfig, setting: Interleaving) -> Trainer:
+def _interleaved(config: TrainConfig, setting: Setting) -> Trainer:
     return Trainer(
         config,
         make_source(config.data, config.seed),
