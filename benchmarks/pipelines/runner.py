@@ -33,7 +33,7 @@ from torchrec_picasso.workloads.training import Trainer
 __all__ = ["Block", "RankResult", "Runner", "schedule_used"]
 
 _SETTLE_S = 0.02
-_CHOICE_STEPS = 40
+_CHOICE_STEPS = 48
 
 
 @dataclass(frozen=True, kw_only=True)

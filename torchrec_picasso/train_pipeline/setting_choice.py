@@ -18,7 +18,7 @@ from torchrec_picasso.train_pipeline.schedule import NUM_BATCHES, Setting
 
 __all__ = ["SettingChoice", "candidates"]
 
-_NUM_MICRO_BATCHES = (1, 2, 4, 8)
+_NUM_MICRO_BATCHES = (1, 2, 4, 8, 16)
 _STEPS_OF_TURN, _TURNS = 2, 2
 _WARMUP_STEPS = 3
 _EQUAL = 1.02
