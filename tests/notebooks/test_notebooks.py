@@ -17,7 +17,7 @@ import pytest
 from matplotlib import pyplot
 
 from torchrec_picasso import CommCurves
-from torchrec_picasso.train_pipeline.schedule import training_schedule
+from torchrec_picasso.train_pipeline.schedule import Setting, training_schedule
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -93,7 +93,7 @@ def test_interleaving_is_exact_and_shows_a_whole_step() -> None:
     assert (names["interleaved"].iloc[:, 1] < 1e-3).all()
     assert [timeline.rank for timeline in names["timelines"]] == [0, 1]
     ops = names["spans"].query("kind == 'compute' and rank == 0")["op"]
-    assert list(ops) == list(training_schedule(4, lookahead=True).to_frame()["op"])
+    assert list(ops) == list(training_schedule(Setting(4, lookahead=True)).to_frame()["op"])
 
 
 def code_cells(path: Path) -> list[list[ast.stmt]]:

@@ -4,7 +4,6 @@ was; and what only looks like it is trained."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.sharding.jobs import CPU, PLAIN, Job, Model, build, make_batch, result_of
+from tests.sharding.jobs import PLAIN, Job, Model, build, make_batch, result_of
 from tests.train_pipeline.runs import (
     Run,
     assert_same_runs,
@@ -23,10 +22,7 @@ from tests.train_pipeline.runs import (
     plain_steps,
     run_to_the_end,
 )
-from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.errors import CompatError, PlanError
-from torchrec_picasso.train_pipeline import interleaved
-from torchrec_picasso.train_pipeline.schedule import Op, Schedule
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.workloads.launch import run_ranks
 
 JOB = Job(placement={"*": 2}, tables=PLAIN)
@@ -117,7 +113,8 @@ def _unpipelined(rank: int, world_size: int) -> list[Run]:
         else:
             pipeline = pipeline_of(model)
             outputs = run_to_the_end(pipeline, iter(listed))
-            assert pipeline.summary() == "ebc: not pipelined: its input is changed inside the model"
+            told = pipeline.summary().splitlines()
+            assert told[0] == "ebc: not pipelined: its input is changed inside the model"
         runs.append((result_of(model, []), outputs))
     return runs
 
@@ -125,19 +122,3 @@ def _unpipelined(rank: int, world_size: int) -> list[Run]:
 def test_a_module_that_is_not_pipelined_is_trained_whole() -> None:
     by_rank = run_ranks(_unpipelined, 2, timeout_s=60)
     assert_same_runs([mine for _, mine in by_rank], [plain for plain, _ in by_rank])
-
-
-def test_an_illegal_schedule_is_refused_when_the_pipeline_is_built(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def make(*_: Any) -> Schedule:
-        return Schedule((Op("send_gradients", 0, 0), Op("backward", 0, 0)))
-
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    InterleavedTrainPipeline(model, optimizer, CPU)
-    for name in ("training_schedule", "evaluation_schedule"):
-        with monkeypatch.context() as patch:
-            patch.setattr(interleaved, name, make)
-            with pytest.raises(PlanError, match="send_gradients 0 before backward 0"):
-                InterleavedTrainPipeline(model, optimizer, CPU)

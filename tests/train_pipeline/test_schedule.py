@@ -7,6 +7,7 @@ import random
 import pytest
 
 from torchrec_picasso.errors import PlanError
+from torchrec_picasso.train_pipeline import schedule as schedule_module
 from torchrec_picasso.train_pipeline.schedule import (
     COLLECTIVES,
     Op,
@@ -90,3 +91,13 @@ def test_the_frame_has_a_line_per_operation() -> None:
     assert list(frame.columns) == ["op", "batch", "index", "collective"]
     assert len(frame) == len(schedule.ops) == len(str(schedule).splitlines())
     assert set(frame.loc[frame["collective"], "op"]) == COLLECTIVES
+
+
+def test_a_schedule_is_checked_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost_layout(batch: int, setting: Setting) -> list[Op]:
+        return [Op("lay_out", batch), Op("receive_ids", batch)]
+
+    training_schedule.cache_clear()
+    monkeypatch.setattr(schedule_module, "_ids_arrive", lost_layout)
+    with pytest.raises(PlanError, match="before receive_ids of the batch after, which it needs"):
+        training_schedule(Setting(2, lookahead=True))

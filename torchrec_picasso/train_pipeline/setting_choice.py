@@ -81,11 +81,12 @@ class SettingChoice:
         Raises:
             CompatError: The reason, if no candidate is left.
         """
-        if why_whole is None or all(setting.num_micro_batches == 1 for setting in self._allowed):
+        whole = [setting for setting in self._allowed if setting.num_micro_batches == 1]
+        if why_whole is None or whole == self._allowed:
             return
-        self._allowed = [setting for setting in self._allowed if setting.num_micro_batches == 1]
-        if not self._allowed:
+        if not whole:
             raise CompatError(why_whole)
+        self._allowed = whole
         self._start()
 
     def note_step(
