@@ -101,19 +101,19 @@ def test_ranks_live_on_their_hosts_and_reach_each_other() -> None:
 @needs_cluster
 @pytest.mark.parametrize("transfer", ["sockets", "all-reduce"])
 def test_a_link_keeps_its_rate_in_both_directions(transfer: str) -> None:
-    rate_mbit, num_bytes, repeats = 100, 2_000_000, 3
+    rate_mbit, num_bytes, repeats = 100, 2_000_000, 9
     with EmulatedCluster(num_hosts=2, rate_mbit=rate_mbit) as cluster:
         run = (transfer, num_bytes, repeats)
         times = run_ranks(time_transfer, 2, *run, timeout_s=TIMEOUT_S, on_start=cluster.on_start)
         sent_bytes = cluster.sent_bytes()
     payload = link_bytes(transfer, num_bytes, num_hosts=2, ranks_per_host=1)
     ideal_s = payload * HEADERS * 8 / (rate_mbit * 1_000_000)
-    # faster only by the bucket's 32 KiB, 1.6 % of the payload; much slower where cores are shared
+    # faster only by the bucket's 32 KiB, 1.6 % of the payload; slower where cores are shared
     median_s = max(time.median_s for time in times)
-    assert 0.97 * ideal_s < median_s < 20 * ideal_s
+    assert 0.97 * ideal_s < median_s < 3 * ideal_s
     # above full frames: the handshake, acknowledgements, barriers, ends of messages
     wire = payload * HEADERS * (1 + repeats)
-    assert all(wire <= sent < 1.1 * wire for sent in sent_bytes), (wire, sent_bytes)
+    assert all(wire <= sent < 1.03 * wire for sent in sent_bytes), (wire, sent_bytes)
 
 
 @needs_cluster

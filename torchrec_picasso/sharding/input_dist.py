@@ -30,8 +30,8 @@ from torchrec_picasso.ops.partition import RowPartition, locate_rows, partition_
 from torchrec_picasso.ops.segment_reduction import PoolingIndex
 from torchrec_picasso.ops.unique import unique_rows
 from torchrec_picasso.sharding.bad_input import raise_on_bad_input
+from torchrec_picasso.sharding.chunked_batch import ChunkedBatch, Interleaving
 from torchrec_picasso.sharding.exchanged_batch import ExchangedBatch, ExchangedFeatures
-from torchrec_picasso.sharding.interleaved_step import ChunkedBatch, Interleaving
 
 __all__ = ["PackedInputDist"]
 

@@ -21,57 +21,21 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec.distributed.types import Awaitable
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso._torchrec import QuantizedCommCodec, get_gradient_division
-from torchrec_picasso.exchange.header import HeaderExchange, StepHeader
+from torchrec_picasso.exchange.header import StepHeader
 from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
-from torchrec_picasso.ops.bags import Bags
 from torchrec_picasso.ops.micro_pooling import cut_pooling
 from torchrec_picasso.ops.packed_ids import PackedIdSpace
-from torchrec_picasso.ops.partition import LocatedRows
 from torchrec_picasso.ops.segments import CLEAN, DIRTY, Segments, cut_segments
-from torchrec_picasso.ops.unique import UniqueRows
 from torchrec_picasso.sharding.arriving_rows import ArrivingRows, GradientSink
 from torchrec_picasso.sharding.bad_input import raise_on_bad_input
+from torchrec_picasso.sharding.chunked_batch import ChunkedBatch
 from torchrec_picasso.storage.row_buffers import RowBuffers
 from torchrec_picasso.storage.row_storage import RowStorage
 
-__all__ = ["ChunkedBatch", "InterleavedStep", "Interleaving", "MicroRows"]
-
-
-@dataclass
-class Interleaving:
-    """How a module's input dist takes the next batch."""
-
-    sizes_K: Sequence[int] | None = None
-    """Samples of each micro-batch; ``None`` = in one piece, driven by TorchRec's awaitables."""
-    has_data: bool = True
-    """Whether the batch comes from this rank's data; else it stands in for data that has ended."""
-
-
-@dataclass(frozen=True)
-class ChunkedBatch(Awaitable[KeyedJaggedTensor]):
-    """A batch made unique, in request order, its header on the way."""
-
-    features: KeyedJaggedTensor
-    bags: Bags
-    sizes_K: Sequence[int]
-    """Samples of each micro-batch."""
-    rows: UniqueRows
-    """Its rows in the order of their ids."""
-    micro_batch_N: Tensor
-    """Micro-batch of each lookup in bag order."""
-    located: LocatedRows
-    """Its rows by pack, chunk and home; hot rows of a pack before its chunks."""
-    mean_PF: Sequence[Tensor | None]
-    """Which features of each pack are averaged; ``None`` = none."""
-    header: HeaderExchange
-
-    def _wait_impl(self) -> KeyedJaggedTensor:
-        raise AssertionError("an interleaved batch is driven by its InterleavedStep")
+__all__ = ["InterleavedStep", "MicroRows"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,13 @@ from torchrec_picasso._torchrec import (
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.ops.packed_ids import PackedIdSpace
 from torchrec_picasso.sharding.arriving_rows import ArrivingRows, GradientSink
+from torchrec_picasso.sharding.chunked_batch import ChunkedBatch
 from torchrec_picasso.sharding.exchanged_batch import (
     ExchangedBatch,
     ExchangedFeatures,
     exchanged_batch,
 )
-from torchrec_picasso.sharding.interleaved_step import ChunkedBatch, InterleavedStep, MicroRows
+from torchrec_picasso.sharding.interleaved_step import InterleavedStep, MicroRows
 from torchrec_picasso.sharding.step_update import StepUpdate
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_buffers import RowBuffers

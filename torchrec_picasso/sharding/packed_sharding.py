@@ -25,8 +25,8 @@ from torchrec_picasso._torchrec import (
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.packed_ids import PackedIdSpace, PackedTable
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.sharding.chunked_batch import Interleaving
 from torchrec_picasso.sharding.input_dist import PackedInputDist
-from torchrec_picasso.sharding.interleaved_step import Interleaving
 from torchrec_picasso.sharding.lookup import HotColdLookup
 from torchrec_picasso.sharding.output_dist import PooledOutputDist
 

@@ -144,9 +144,7 @@ def training_schedule(
         after: How the one after that is; ``None`` = likewise.
     """
     following = following or this
-    ops = [Op("request", AFTER), Op("lay_out", NEXT)]
-    if following.lookahead:
-        ops += _of_chunks("fetch_clean", NEXT, following)
+    ops = _look_ahead(following)
     ops += _of_chunks("forward", THIS, this)
     ops.append(Op("send_ids", AFTER))
     for index in reversed(range(this.num_micro_batches)):
@@ -173,9 +171,7 @@ def evaluation_schedule(
         after: How the one after that is; ``None`` = likewise.
     """
     following = following or this
-    ops = [Op("request", AFTER), Op("lay_out", NEXT)]
-    if following.lookahead:
-        ops += _of_chunks("fetch_clean", NEXT, following)
+    ops = _look_ahead(following)
     ops += _of_chunks("fetch_dirty", NEXT, following)
     ops.append(Op("read_hot", NEXT))
     ops += _of_chunks("forward", THIS, this)
@@ -197,6 +193,12 @@ def second_batch_schedule(following: Setting) -> Schedule:
 
 def _of_chunks(kind: str, batch: int, setting: Setting) -> list[Op]:
     return [Op(kind, batch, index) for index in range(setting.num_micro_batches)]
+
+
+def _look_ahead(following: Setting) -> list[Op]:
+    """What no update has to come before: the header of one batch, the clean rows of another."""
+    clean = _of_chunks("fetch_clean", NEXT, following) if following.lookahead else []
+    return [Op("request", AFTER), Op("lay_out", NEXT), *clean]
 
 
 def _ids_arrive(batch: int, setting: Setting) -> list[Op]:
