@@ -32,13 +32,16 @@ def test_equals_each_micro_batch_alone(
     bags = Bags(ids_N=torch.tensor(ids, dtype=torch.int32), offsets_S1=offsets_S1, source_N=None)
     rows = unique_rows(bags.ids_N)
     torch.manual_seed(len(ids))
-    place_U = rows.ids_U.long() % _ROWS  # the row in the pack's matrix: here, all of its rows
+    place_U = (
+        rows.ids_U.long() % _ROWS
+    )  # in the pack's matrix: here, all of its rows; gradients reversed
     micro_batch_N = micro_batch_of_lookup(bags, features_P, sizes_K)
     pooling_KP = cut_pooling(
         bags,
         rows,
         micro_batch_N,
         place_U,
+        _ROWS - 1 - place_U,
         features_P=features_P,
         sizes_K=sizes_K,
         mean_PF=[None] * len(features_P),
@@ -63,9 +66,10 @@ def test_equals_each_micro_batch_alone(
 
             assert pooling.lookups == slice(next_lookup_P[pack], next_lookup_P[pack] + num_lookups)
             next_lookup_P[pack] += num_lookups
-            assert sorted(pooling.used_U.tolist()) == sorted({row for b in own for row in b})
+            used = _ROWS - 1 - pooling.gradient_place_U
+            assert sorted(used.tolist()) == sorted({row for bag in own for row in bag})
             pooled = pool_rows(matrix, None, pooling.index)
             torch.testing.assert_close(list(pooled), expected)
             of_rows = gradient_of_rows(upstream, None, pooling.index)
-            torch.testing.assert_close(of_rows, grads[pooling.used_U])
+            torch.testing.assert_close(of_rows, grads[used])
         first_sample += size

@@ -31,8 +31,8 @@ class MicroPooling:
 
     lookups: slice
     """Its lookups, in bag order of the whole batch."""
-    used_U: Tensor
-    """Rows of the pack's matrix that it uses, in the order of their gradients, int64."""
+    gradient_place_U: Tensor
+    """Where the gradients of the rows that it uses belong, in their order, int64."""
     index: PoolingIndex
 
 
@@ -58,7 +58,8 @@ def cut_pooling(
     bags: Bags,
     rows: UniqueRows,
     micro_batch_N: Tensor,
-    place_U: Tensor,
+    row_place_U: Tensor,
+    gradient_place_U: Tensor,
     *,
     features_P: Sequence[int],
     sizes_K: Sequence[int],
@@ -70,7 +71,8 @@ def cut_pooling(
         bags: Lookups of the whole batch, pack by pack, in each sample by sample.
         rows: Its unique rows, pack by pack.
         micro_batch_N: Result of :func:`micro_batch_of_lookup`.
-        place_U: Row of its pack's matrix of each unique row, int64.
+        row_place_U: Where each unique row is among its pack's rows, int64.
+        gradient_place_U: Where it is among its pack's gradients, int64.
         features_P: Number of features of each pack.
         sizes_K: Samples of each micro-batch.
         mean_PF: Which features of each pack are averaged, bool; ``None`` = none.
@@ -103,8 +105,8 @@ def cut_pooling(
     group_edges = torch.searchsorted(start_G, grouped_edges)
 
     bags_by_row_N = bag_of_lookup_N.index_select(0, lookups_N)
-    row_of_lookup_N = place_U.index_select(0, rows.row_of_lookup_N)
-    used_G = place_U.index_select(0, row_by_row_N.index_select(0, start_G))
+    row_of_lookup_N = row_place_U.index_select(0, rows.row_of_lookup_N)
+    gradient_place_G = gradient_place_U.index_select(0, row_by_row_N.index_select(0, start_G))
     lookup_at, grouped_at, group_at = torch.stack(
         [lookup_edges, grouped_edges, group_edges]
     ).tolist()
@@ -121,7 +123,7 @@ def cut_pooling(
         mean_F = mean_PF[pack]
         return MicroPooling(
             lookups=slice(low, high),
-            used_U=used_G[groups],
+            gradient_place_U=gradient_place_G[groups],
             index=PoolingIndex(
                 row_of_lookup_N=row_of_lookup_N[low:high],
                 bag_offsets_S1=bags.offsets_S1[first_bag : end_bag + 1] - low,

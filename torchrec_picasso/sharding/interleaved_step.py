@@ -26,9 +26,9 @@ from torchrec_picasso._torchrec import QuantizedCommCodec, get_gradient_division
 from torchrec_picasso.exchange.header import StepHeader
 from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
+from torchrec_picasso.ops.fetch_order import CLEAN, dirty, find_fetch_order
 from torchrec_picasso.ops.micro_pooling import cut_pooling
 from torchrec_picasso.ops.packed_ids import PackedIdSpace
-from torchrec_picasso.ops.segments import CLEAN, DIRTY, Segments, cut_segments
 from torchrec_picasso.sharding.arriving_rows import ArrivingRows, GradientSink
 from torchrec_picasso.sharding.bad_input import raise_on_bad_input
 from torchrec_picasso.sharding.chunked_batch import ChunkedBatch
@@ -44,13 +44,13 @@ class MicroRows(ArrivingRows):
 
     step: InterleavedStep
     index: int
-    used_P: Sequence[Tensor]
-    """Rows of each pack's matrix that the micro-batch uses, in the order of their gradients."""
+    gradient_places_P: Sequence[Tensor]
+    """Of each pack's gradients, the rows that the micro-batch adds to."""
 
     @property
     def gradient_sink(self) -> GradientSink:
         """The step, which sums over micro-batches."""
-        return partial(self.step.add_gradients, self.used_P)
+        return partial(self.step.add_gradients, self.gradient_places_P)
 
     def arrive(self) -> Sequence[Tensor]:
         """Waits for the chunks up to this one; gives all rows, later ones not filled yet."""
@@ -94,7 +94,7 @@ class InterleavedStep:
         self._marks: PackedAllToAll | None = None
         self._dirty_asked_P: Sequence[Tensor] = ()
         self._dirty_mine_P: Sequence[Tensor] = ()
-        self._arrivals_K: list[list[PackedAllToAll]] = [[] for _ in batch.sizes_K]
+        self._arrivals: dict[int, PackedAllToAll] = {}
         self._gradients: list[PackedAllToAll] = []
         self._hot: HotReduction | None = None
         self._rows_P: list[Tensor] = []
@@ -174,50 +174,67 @@ class InterleavedStep:
             self._marks.wait()
             mine = [dirty.bool() for dirty in self._dirty_mine_P]
             asked = [dirty.bool() for dirty in self._dirty_asked_P]
-        self._mine_P = [cut_segments(c, d) for c, d in zip(self._mine_PKW, mine)]
-        self._asked_P = [cut_segments(c, d) for c, d in zip(self._asked_PKW, asked)]
-        self._requested_P = [
-            segments.arrange(rows) for segments, rows in zip(self._asked_P, self._requested_P)
+        self._mine_P = list(map(find_fetch_order, self._mine_PKW, mine))
+        self._asked_P = list(map(find_fetch_order, self._asked_PKW, asked))
+        self._fetched_P = [
+            order.arrange(rows) for order, rows in zip(self._asked_P, self._requested_P)
         ]
-        hot_P = [slots.numel() for slots in self._hot_slots_P]
         batch = self._batch
-        device = batch.located.target_U.device
-        place_U = torch.cat(
-            [_places(hot, segments, device) for hot, segments in zip(hot_P, self._mine_P)]
-        ).index_select(0, batch.located.position_U)
-        self._rows_P = [
-            buffers.take(hot + segments.num_rows)
-            for hot, segments, buffers in zip(hot_P, self._mine_P, self._buffers_P)
+        sizes_P = [
+            slots.numel() + order.num_rows for slots, order in zip(self._hot_slots_P, self._mine_P)
         ]
+        self._rows_P = [buffers.take(size) for buffers, size in zip(self._buffers_P, sizes_P)]
         self._pooling_KP = cut_pooling(
             batch.bags,
             batch.rows,
             batch.micro_batch_N,
-            place_U,
+            *self._places(),
             features_P=self._space.features_P,
             sizes_K=batch.sizes_K,
             mean_PF=batch.mean_PF,
         )
 
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Where each unique row of the batch is in its pack's rows, and where in its gradients.
+
+        Hot rows stand first in both; the cold ones follow in fetch order and in request order.
+        """
+        position_U = self._batch.located.position_U
+        rows_P, gradients_P = [], []
+        for slots, order in zip(self._hot_slots_P, self._mine_P):
+            hot = slots.numel()
+            gradients_P.append(torch.arange(hot + order.num_rows, device=slots.device))
+            rows_P += [gradients_P[-1][:hot], order.places(slots.device) + hot]
+        return (
+            torch.cat(rows_P).index_select(0, position_U),
+            torch.cat(gradients_P).index_select(0, position_U),
+        )
+
     # -- rows ----------------------------------------------------------------------------------
 
-    def fetch(self, chunk: int, mark: int) -> None:
-        """Starts fetching the clean or the dirty rows of a chunk. Collective."""
+    def fetch_clean(self) -> None:
+        """Starts fetching the rows that the batch before does not update. Collective."""
+        self._fetch(CLEAN)
+
+    def fetch_dirty(self, chunk: int) -> None:
+        """Starts fetching the other rows of a chunk. Collective."""
+        self._fetch(dirty(chunk))
+
+    def _fetch(self, exchange: int) -> None:
         with torch.no_grad():
-            self._arrivals_K[chunk].append(
-                PackedAllToAll(
-                    self._pg,
-                    [
-                        storage.gather(rows[asked.rows(chunk, mark)])
-                        for storage, rows, asked in zip(
-                            self._storages, self._requested_P, self._asked_P
-                        )
-                    ],
-                    [asked.counts_C2W[chunk][mark] for asked in self._asked_P],
-                    self._cold_rows(self._rows_P, chunk, mark),
-                    [mine.counts_C2W[chunk][mark] for mine in self._mine_P],
-                    self._forward_codec,
-                )
+            self._arrivals[exchange] = PackedAllToAll(
+                self._pg,
+                [
+                    storage.gather(rows[asked.rows(exchange)])
+                    for storage, rows, asked in zip(self._storages, self._fetched_P, self._asked_P)
+                ],
+                [asked.counts_EW[exchange] for asked in self._asked_P],
+                [
+                    rows[slots.numel() :][mine.rows(exchange)]
+                    for rows, slots, mine in zip(self._rows_P, self._hot_slots_P, self._mine_P)
+                ],
+                [mine.counts_EW[exchange] for mine in self._mine_P],
+                self._forward_codec,
             )
 
     def read_hot(self) -> None:
@@ -245,12 +262,10 @@ class InterleavedStep:
         """
         if not again and not any(storage.written_outside() for storage in self._storages):
             return
-        for chunk, arrivals in enumerate(self._arrivals_K):
-            for arrival in arrivals:
-                arrival.wait()
-            arrivals.clear()
-            for mark in (CLEAN, DIRTY):
-                self.fetch(chunk, mark)
+        self._wait_for_rows(self.num_micro_batches - 1)
+        self.fetch_clean()
+        for chunk in range(self.num_micro_batches):
+            self.fetch_dirty(chunk)
         self.read_hot()
         self.accept_writes()
 
@@ -264,7 +279,7 @@ class InterleavedStep:
         return MicroRows(
             step=self,
             index=index,
-            used_P=[pooling.used_U for pooling in pooling_P],
+            gradient_places_P=[pooling.gradient_place_U for pooling in pooling_P],
             pooling_P=[pooling.index for pooling in pooling_P],
             lookups_P=[p.lookups.stop - p.lookups.start for p in pooling_P],
             batch_size=batch.sizes_K[index],
@@ -273,18 +288,22 @@ class InterleavedStep:
 
     def arrive(self, index: int) -> Sequence[Tensor]:
         """Rows of the batch, those of the chunks up to a micro-batch's filled."""
-        for arrivals in self._arrivals_K[: index + 1]:
-            for arrival in arrivals:
-                arrival.wait()
-            arrivals.clear()
+        self._wait_for_rows(index)
         return self._rows_P
+
+    def _wait_for_rows(self, chunk: int) -> None:
+        """Ends the fetches of the chunks up to one."""
+        for exchange in range(1 + dirty(chunk)):
+            arrival = self._arrivals.pop(exchange, None)
+            if arrival is not None:
+                arrival.wait()
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def add_gradients(self, used_P: Sequence[Tensor], grads_P: Sequence[Tensor]) -> None:
+    def add_gradients(self, gradient_places_P: Sequence[Tensor], grads_P: Sequence[Tensor]) -> None:
         """Adds a micro-batch's gradients to those of the later ones."""
-        for total, used, grads in zip(self._totals(), used_P, grads_P):
-            total.index_add_(0, used, grads)
+        for total, places, grads in zip(self._totals(), gradient_places_P, grads_P):
+            total.index_add_(0, places, grads)
 
     def _totals(self) -> list[Tensor]:
         """Sums of the gradients so far, like the rows."""
@@ -307,20 +326,17 @@ class InterleavedStep:
                     self._buffers_P, self._asked_P, self._touched_slots_P
                 )
             ]
-        for mark in (CLEAN, DIRTY):
-            self._gradients.append(
-                PackedAllToAll(
-                    self._pg,
-                    self._cold_rows(self._totals(), chunk, mark),
-                    [mine.counts_C2W[chunk][mark] for mine in self._mine_P],
-                    [
-                        buffer[asked.rows(chunk, mark)]
-                        for buffer, asked in zip(self._arrived_P, self._asked_P)
-                    ],
-                    [asked.counts_C2W[chunk][mark] for asked in self._asked_P],
-                    self._backward_codec,
-                )
+        cold_P = [g[slots.numel() :] for g, slots in zip(self._totals(), self._hot_slots_P)]
+        self._gradients.append(
+            PackedAllToAll(
+                self._pg,
+                [g[_rows_of(chunk, mine)] for g, mine in zip(cold_P, self._mine_PKW)],
+                [mine_KW[chunk] for mine_KW in self._mine_PKW],
+                [g[_rows_of(chunk, asked)] for g, asked in zip(self._arrived_P, self._asked_PKW)],
+                [asked_KW[chunk] for asked_KW in self._asked_PKW],
+                self._backward_codec,
             )
+        )
 
     def reduce_hot(self) -> None:
         """Starts summing the gradients of touched replicas over ranks. Collective."""
@@ -350,16 +366,6 @@ class InterleavedStep:
                 buffers.give_back(matrix)
             matrices_P.clear()
 
-    # ------------------------------------------------------------------------------------------
-
-    def _cold_rows(self, matrices_P: Sequence[Tensor], chunk: int, mark: int) -> list[Tensor]:
-        """The slice of each matrix that holds the clean or dirty rows of a chunk."""
-        found = []
-        for matrix, slots, mine in zip(matrices_P, self._hot_slots_P, self._mine_P):
-            rows, hot = mine.rows(chunk, mark), slots.numel()
-            found.append(matrix[hot + rows.start : hot + rows.stop])
-        return found
-
 
 def _nested(counts: Sequence[list[int]], num_chunks: int) -> list[list[list[int]]]:
     """Per pack, per chunk."""
@@ -383,12 +389,7 @@ def _by_chunk(values_P: Sequence[Tensor], counts_PKW: list[list[list[int]]]) -> 
     ]
 
 
-def _places(num_hot: int, segments: Segments, device: torch.device) -> Tensor:
-    """Row of the matrix of each row in request order, hot rows first."""
-    in_order = torch.arange(num_hot + segments.num_rows, device=device)
-    if segments.order_n is None:
-        return in_order
-    places = torch.empty_like(in_order)
-    places[:num_hot] = in_order[:num_hot]
-    places[num_hot:].scatter_(0, segments.order_n, in_order[num_hot:])
-    return places
+def _rows_of(chunk: int, counts_KW: list[list[int]]) -> slice:
+    """Where a chunk's rows are in request order."""
+    start = sum(map(sum, counts_KW[:chunk]))
+    return slice(start, start + sum(counts_KW[chunk]))

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.ops.segments import CLEAN, DIRTY
 from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
 from torchrec_picasso.train_pipeline.end_of_data import AnyData
 from torchrec_picasso.train_pipeline.flight import Flight
@@ -109,13 +108,13 @@ class Operations:
         for step in flight.steps.values():
             step.lay_out()
 
-    def _fetch_clean(self, flight: Flight, chunk: int) -> None:
+    def _fetch_clean(self, flight: Flight) -> None:
         for step in flight.steps.values():
-            step.fetch(chunk, CLEAN)
+            step.fetch_clean()
 
     def _fetch_dirty(self, flight: Flight, chunk: int) -> None:
         for step in flight.steps.values():
-            step.fetch(chunk, DIRTY)
+            step.fetch_dirty(chunk)
 
     def _read_hot(self, flight: Flight) -> None:
         for step in flight.steps.values():

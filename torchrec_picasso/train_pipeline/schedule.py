@@ -197,7 +197,7 @@ def _of_chunks(kind: str, batch: int, setting: Setting) -> list[Op]:
 
 def _look_ahead(following: Setting) -> list[Op]:
     """What no update has to come before: the header of one batch, the clean rows of another."""
-    clean = _of_chunks("fetch_clean", NEXT, following) if following.lookahead else []
+    clean = [Op("fetch_clean", NEXT)] if following.lookahead else []
     return [Op("request", AFTER), Op("lay_out", NEXT), *clean]
 
 

@@ -1,0 +1,95 @@
+"""The order in which the cold rows of an interleaved batch travel to the rank that asked for them.
+
+Rows come in *request order*: chunk by chunk, in a chunk by rank. Those that the batch before does
+not update are *clean* and may be fetched while it computes, the others are *dirty* and wait for its
+update. In *fetch order* all clean rows come first, by rank: they travel a step ahead, in one
+exchange. The dirty rows follow, chunk by chunk, in a chunk by rank: an exchange for each chunk,
+since the first micro-batch waits for the first. So each exchange fills one slice of a matrix. The
+rank that asks and the home that is asked order alike, because both know the same counts and the
+same marks.
+
+Shape letters: n rows, C chunks, W ranks, E exchanges (1 + C).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from torchrec_picasso.ops.order import stable_order
+
+__all__ = ["CLEAN", "FetchOrder", "dirty", "find_fetch_order"]
+
+CLEAN = 0
+"""The exchange of all clean rows."""
+
+
+def dirty(chunk: int) -> int:
+    """The exchange of a chunk's dirty rows."""
+    return 1 + chunk
+
+
+@dataclass(frozen=True)
+class FetchOrder:
+    """Rows of one pack in fetch order.
+
+    Args:
+        order_n: Place in request order of each row in fetch order, int64; ``None`` = the same.
+        counts_EW: Rows by exchange and rank, on the host.
+    """
+
+    order_n: Tensor | None
+    counts_EW: list[list[int]]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [0, *accumulate(map(sum, self.counts_EW))]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all exchanges."""
+        return self._ends[-1]
+
+    def rows(self, exchange: int) -> slice:
+        """Where the rows of an exchange are in fetch order."""
+        return slice(self._ends[exchange], self._ends[exchange + 1])
+
+    def arrange(self, values_n: Tensor) -> Tensor:
+        """Puts values from request order into fetch order."""
+        return values_n if self.order_n is None else values_n.index_select(0, self.order_n)
+
+    def places(self, device: torch.device) -> Tensor:
+        """Place in fetch order of each row in request order, int64, shape ``(n,)``."""
+        in_order = torch.arange(self.num_rows, device=device)
+        if self.order_n is None:
+            return in_order
+        return torch.empty_like(in_order).scatter_(0, self.order_n, in_order)
+
+
+def find_fetch_order(counts_CW: list[list[int]], dirty_n: Tensor | None) -> FetchOrder:
+    """Puts rows in fetch order.
+
+    Args:
+        counts_CW: Rows by chunk and rank, on the host.
+        dirty_n: Which rows are dirty, in request order, bool, on the CPU or a device; ``None`` =
+            all are.
+
+    Cost:
+        One stable sort of n small integers and a host sync on CUDA; nothing when all are alike.
+    """
+    num_chunks, world_size = len(counts_CW), len(counts_CW[0])
+    if dirty_n is None:
+        return FetchOrder(order_n=None, counts_EW=[[0] * world_size, *counts_CW])
+    counts = torch.tensor(counts_CW).view(-1).to(dirty_n.device, non_blocking=True)
+    of_chunk = torch.arange(counts.numel(), device=dirty_n.device)  # (chunk, rank)
+    chunk_n = torch.repeat_interleave(of_chunk, counts, output_size=dirty_n.numel())
+    bucket_n = torch.where(dirty_n, chunk_n + world_size, chunk_n % world_size)
+    num_buckets = (1 + num_chunks) * world_size
+    order_n = stable_order(bucket_n, num_buckets)
+    edges = torch.arange(num_buckets + 1, device=dirty_n.device)
+    found = torch.diff(torch.searchsorted(bucket_n.index_select(0, order_n), edges))
+    return FetchOrder(order_n=order_n, counts_EW=found.view(-1, world_size).tolist())
