@@ -65,20 +65,27 @@ def check_question(question: Question, curves: str | None = None) -> None:
     _check_memory(data, question.dim, len(contestants) - num_stock + min(3, num_stock))
 
 
-def answer(question: Question, left_out: dict[str, str], curves: str | None = None) -> Report:
+def answer(
+    question: Question,
+    left_out: dict[str, str],
+    curves: str | None = None,
+    local_from: str | None = None,
+) -> Report:
     """Measures.
 
     Args:
         question: What; its rate must be one that links can have here.
         left_out: Why contestants that were asked for do not take part.
         curves: File of measured curves, written if missing; ``None`` = measured and forgotten.
+        local_from: File of curves of the same ranks on other links, whose local costs hold here
+            too: over a slow link they take minutes to measure.
 
     Raises:
         RankError: If a rank fails.
         ClusterError: If the links cannot be made.
     """
     with tempfile.TemporaryDirectory(prefix="pipelines_") as folder:
-        answers = _compare(question, curves or str(Path(folder) / "curves.json"))
+        answers = _compare(question, curves or str(Path(folder) / "curves.json"), local_from)
     compute_ms = compute_floor_ms(question)
     results_RC = [answer.results for answer in answers]
     found = standings(results_RC, question.batch_size, question.ranks_per_host)
@@ -91,16 +98,16 @@ def answer(question: Question, left_out: dict[str, str], curves: str | None = No
     )
 
 
-def _compare(question: Question, curves: str) -> list[RankAnswer]:
+def _compare(question: Question, *files: str | None) -> list[RankAnswer]:
     if question.rate_mbit is None:
         ranks = question.world_size
-        return run_ranks(compare_on_rank, ranks, question, curves, timeout_s=_TIMEOUT_S)
+        return run_ranks(compare_on_rank, ranks, question, *files, timeout_s=_TIMEOUT_S)
     return run_on_hosts(
         compare_on_rank,
         question.hosts,
         question.rate_mbit,
         question,
-        curves,
+        *files,
         timeout_s=_TIMEOUT_S,
         ranks_per_host=question.ranks_per_host,
     )

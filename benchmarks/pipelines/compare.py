@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from benchmarks.pipelines.probes import choose_finalists
 from benchmarks.pipelines.question import COUNTED_STEPS, LAST_STEPS, WARMUP_STEPS, Question
 from benchmarks.pipelines.runner import RankResult, Runner
 from torchrec_picasso.cli.calibrate import calibrate_on_rank
+from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.workloads.progress import Progress
 from torchrec_picasso.workloads.quiet import quiet_upstream
 from torchrec_picasso.workloads.samples import make_source
@@ -40,7 +42,9 @@ class RankAnswer:
     left_out: dict[str, str]
 
 
-def compare_on_rank(rank: int, world_size: int, question: Question, curves: str) -> RankAnswer:
+def compare_on_rank(
+    rank: int, world_size: int, question: Question, curves: str, local_from: str | None = None
+) -> RankAnswer:
     """Calibrates if it must, probes the stock contestants, and lets the finalists take turns.
 
     Collective: the main function of every rank.
@@ -50,12 +54,15 @@ def compare_on_rank(rank: int, world_size: int, question: Question, curves: str)
         world_size: Ranks in the default process group.
         question: What to measure.
         curves: File of measured curves; written if some contestant needs it and it is missing.
+        local_from: File of curves of the same ranks on other links, whose local costs hold here
+            too; ``None`` = they are measured.
     """
     quiet_upstream()
     torch.manual_seed(0)
     contestants = [parse_contestant(name) for name in question.contestants]
     if any(contestant.needs_curves for contestant in contestants):
-        _provide_curves(rank, world_size, curves, curve_bytes(question.rate_mbit))
+        max_bytes = curve_bytes(question.rate_mbit)
+        _provide_curves(rank, world_size, curves, max_bytes, local_from)
     source = make_source(question.config().data, seed=0)
     num_batches = min(_MAX_BATCHES, question.num_steps)
     batches = list(itertools.islice(source.batches(rank, world_size), num_batches))
@@ -104,12 +111,17 @@ def curve_bytes(rate_mbit: float | None) -> int:
     return max(_CURVES_LEAST_BYTES, int(_CURVES_MAX_BYTES * share))
 
 
-def _provide_curves(rank: int, world_size: int, path: str, max_bytes: int) -> None:
+def _provide_curves(
+    rank: int, world_size: int, path: str, max_bytes: int, local_from: str | None
+) -> None:
     is_there = [Path(path).is_file()]
     dist.broadcast_object_list(is_there)
     if is_there[0]:
         return
-    curves = calibrate_on_rank(rank, world_size, max_bytes, _CURVES_SECONDS, True)
+    with_local = local_from is None
+    curves = calibrate_on_rank(rank, world_size, max_bytes, _CURVES_SECONDS, with_local)
+    if local_from is not None:
+        curves = dataclasses.replace(curves, local=CommCurves.from_json(local_from).local)
     if rank == 0:
         curves.to_json(path)
     dist.barrier()

@@ -2,7 +2,7 @@
 
 A scenario is done when its file is there: ``NAME.json`` is written whole, at the end. One that
 fails does not stop the others. Scenarios on equal links share one file of curves, so the planner
-decides from the same facts in all of them.
+decides from the same facts in all of them; on other links, the local costs of equal ranks.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _run(name: str, folder: Path, question: Question, left_out: dict[str, str]) 
         raise ConfigError(f"there are no links of {question.rate_mbit:g} Mbit/s here: {reason}")
     curves = str(_curves_file(folder, question))
     check_question(question, curves)
-    report = answer(question, left_out, curves)
+    report = answer(question, left_out, curves, _curves_on_other_links(folder, question))
     print_report(report)
     draw_report(report, folder / f"{name}.png")
     write_report(report, _report_file(folder, name))
@@ -140,4 +140,14 @@ def _report_file(folder: Path, name: str) -> Path:
 
 def _curves_file(folder: Path, question: Question) -> Path:
     link = "loopback" if question.rate_mbit is None else f"{question.rate_mbit:g}mbit"
-    return folder / f"curves_{question.hosts}x{question.ranks_per_host}_{link}.json"
+    return folder / f"{_curves_of_ranks(question)}{link}.json"
+
+
+def _curves_on_other_links(folder: Path, question: Question) -> str | None:
+    """A file of curves that the same ranks measured, on whatever links."""
+    found = sorted(folder.glob(f"{_curves_of_ranks(question)}*.json"))
+    return str(found[0]) if found else None
+
+
+def _curves_of_ranks(question: Question) -> str:
+    return f"curves_{question.hosts}x{question.ranks_per_host}_"

@@ -138,13 +138,21 @@ def test_a_scenario_without_ours_is_not_run() -> None:
     assert (found.verdict, found.reason) == ("not run", "none of our contestants ran")
 
 
+local_costs_from: list[str | None] = []
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Question]:
     """Questions that reached the ranks, which answer at once."""
     questions: list[Question] = []
+    local_costs_from.clear()
 
-    def answer_at_once(question: Question, left_out: dict[str, str], curves: str) -> Report:
+    def answer_at_once(
+        question: Question, left_out: dict[str, str], curves: str, local_from: str | None
+    ) -> Report:
         questions.append(question)
+        local_costs_from.append(local_from)
+        Path(curves).write_text("{}")
         if question.towers == "dlrm":
             raise suite.ClusterError("no more links\nand more")
         return report(question, {"table_wise": 0.4, "hot_cold": 0.1, "interleaved": 0.05})
@@ -192,10 +200,12 @@ def test_only_runs_the_named_ones_and_again_runs_them_again(
     assert run(*names) == 0
     assert [question.data for question in asked] == ["uniform", "zipf"]
     curves = tmp_path / "answers" / "curves_2x1_loopback.json"
-    curves.write_text("{}")
+    other = tmp_path / "answers" / "curves_2x1_1000mbit.json"
+    assert local_costs_from == [None, str(other)]  # what links do not change is measured once
     assert run("--again", "--only", "loopback_thin") == 0
     assert len(asked) == 3
-    assert not curves.exists()
+    assert local_costs_from[2] == str(other)
+    assert curves.exists()
 
 
 def test_an_answer_to_another_question_is_not_overwritten(

@@ -86,7 +86,10 @@ class _Bucket:
     def start(self) -> None:
         """Starts the sum of the gradients as they are."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        has_grad = grads[0].new_tensor([float(p.grad is not None) for p in self.parameters])
+        has_grad = grads[0].new_ones(len(grads))
+        self._missing = [place for place, p in enumerate(self.parameters) if p.grad is None]
+        if self._missing:
+            has_grad[self._missing] = 0.0
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), has_grad])
         self._flat = flat.div_(self._pg.size())
         self._work = dist.all_reduce(self._flat, group=self._pg, async_op=True)
@@ -97,8 +100,10 @@ class _Bucket:
         wait_for(self._work)
         sizes = [parameter.numel() for parameter in self.parameters]
         *means, has_grad = self._flat.split([*sizes, len(sizes)])
-        for parameter, mean, any_grad in zip(self.parameters, means, has_grad.tolist()):
-            if any_grad:
+        # only of a gradient that is missing here it is not known whether it is anywhere
+        nowhere = {place for place in self._missing if not has_grad[place].item()}
+        for place, (parameter, mean) in enumerate(zip(self.parameters, means)):
+            if place not in nowhere:
                 parameter.grad = mean.view_as(parameter).clone()
 
 
