@@ -10,7 +10,7 @@ Shape letters: K micro-batches, P packs, N lookups, U unique rows, G (micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -34,6 +34,11 @@ class MicroPooling:
     gradient_place_U: Tensor
     """Where the gradients of the rows that it uses belong, in their order, int64."""
     index: PoolingIndex
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held, for stream bookkeeping."""
+        yield self.gradient_place_U
+        yield from self.index.tensors()
 
 
 def micro_batch_of_lookup(bags: Bags, features_P: Sequence[int], sizes_K: Sequence[int]) -> Tensor:

@@ -1,20 +1,16 @@
-"""One batch of one module, from its ids to its update, in pieces that a schedule may reorder.
+"""One batch of one module, from its request to its update, in pieces that a schedule may reorder.
 
 The batch is cut into K micro-batches. Chunk j holds the rows that micro-batch j is the first to
 use, so forward needs chunks up to j before micro-batch j, and with backward running from the last
 micro-batch to the first, the gradient of chunk j is complete right after micro-batch j. Every row
 still travels once, and is updated once.
 
-Rows of the next batch that this one does not update are clean: they may be fetched before this
-one's update. The home of a row knows whether it is, from the requests of both batches, and tells
-the rank that asked. So looking ahead changes when a row travels, never what it holds.
-
-Shape letters: K micro-batches and chunks, P packs, U unique rows, m rows of a matrix.
+Shape letters: K micro-batches and chunks, P packs, W ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,15 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_picasso._torchrec import QuantizedCommCodec, get_gradient_division
-from torchrec_picasso.exchange.header import StepHeader
 from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
-from torchrec_picasso.ops.fetch_order import CLEAN, dirty, find_fetch_order
-from torchrec_picasso.ops.micro_pooling import cut_pooling
+from torchrec_picasso.ops.fetch_order import CLEAN, dirty
 from torchrec_picasso.ops.packed_ids import PackedIdSpace
 from torchrec_picasso.sharding.arriving_rows import ArrivingRows, GradientSink
-from torchrec_picasso.sharding.bad_input import raise_on_bad_input
 from torchrec_picasso.sharding.chunked_batch import ChunkedBatch
+from torchrec_picasso.sharding.row_request import RowLayout, RowRequest
 from torchrec_picasso.storage.row_buffers import RowBuffers
 from torchrec_picasso.storage.row_storage import RowStorage
 
@@ -72,7 +66,7 @@ class InterleavedStep:
         batch: The batch, its header on the way.
     """
 
-    _header: StepHeader
+    _layout: RowLayout
 
     def __init__(
         self,
@@ -85,15 +79,12 @@ class InterleavedStep:
         batch: ChunkedBatch,
     ) -> None:
         self._pg = pg
-        self._space = space
         self._storages = storages
         self._buffers_P = buffers_P
         self._forward_codec = forward_codec
         self._backward_codec = backward_codec
         self._batch = batch
-        self._marks: PackedAllToAll | None = None
-        self._dirty_asked_P: Sequence[Tensor] = ()
-        self._dirty_mine_P: Sequence[Tensor] = ()
+        self.request = RowRequest(pg, space, storages, batch)
         self._arrivals: dict[int, PackedAllToAll] = {}
         self._gradients: list[PackedAllToAll] = []
         self._hot: HotReduction | None = None
@@ -106,109 +97,16 @@ class InterleavedStep:
         """K."""
         return len(self._batch.sizes_K)
 
-    # -- ids -----------------------------------------------------------------------------------
-
-    def send_ids(self) -> bool:
-        """Ends the header and asks the homes for all cold rows. Collective.
-
-        Returns:
-            Whether any rank has data. When none has, nothing is sent and the step ends here.
-
-        Raises:
-            InputError: On all ranks, if any rank's ids or weights are bad.
-        """
-        batch, space, num_chunks = self._batch, self._space, self.num_micro_batches
-        self._header = header = batch.header.wait()
-        if not header.any_data:
-            return False
-        raise_on_bad_input(header, space, batch.features, rank=self._pg.rank())
-        # (pack, chunk) pairs; hot rows stand in a pack's first
-        counts = zip(header.hot_P, header.send_PW)
-        parts = batch.located.target_U.split([n for h, send_W in counts for n in (h, sum(send_W))])
-        hot_parts = parts[0 :: 2 * num_chunks]
-        starts_P = space.hot_start_P1
-        self._hot_slots_P = [slots - start for slots, start in zip(hot_parts, starts_P)]
-        touched_P = header.touched_slots_T.split(_per_pack(header.touched_P, num_chunks))
-        self._touched_slots_P = [slots - start for slots, start in zip(touched_P, starts_P)]
-        self._mine_PKW = _nested(header.send_PW, num_chunks)
-        self._asked_PKW = _nested(header.receive_PW, num_chunks)
-        dtype = space.home_row_dtype
-        self._requested_P = [_rows_buffer(asked, batch, dtype) for asked in self._asked_PKW]
-        self._ids = PackedAllToAll(
-            self._pg,
-            [cold.to(dtype) for cold in parts[1::2]],
-            header.send_PW,
-            _by_chunk(self._requested_P, self._asked_PKW),
-            header.receive_PW,
-        )
-        return True
-
-    def receive_ids(self) -> None:
-        """Ends the ids exchange: homes know what they are asked for."""
-        self._ids.wait()
-
-    def send_marks(self, before: InterleavedStep) -> None:
-        """Tells every rank which of its rows the batch before updates here. Collective."""
-        dtype = torch.uint8
-        self._dirty_asked_P = [
-            storage.which_are_among(rows, updated).to(dtype)
-            for storage, rows, updated in zip(
-                self._storages, self._requested_P, before._requested_P
-            )
-        ]
-        self._dirty_mine_P = [_rows_buffer(mine, self._batch, dtype) for mine in self._mine_PKW]
-        self._marks = PackedAllToAll(
-            self._pg,
-            _by_chunk(self._dirty_asked_P, self._asked_PKW),
-            self._header.receive_PW,
-            _by_chunk(self._dirty_mine_P, self._mine_PKW),
-            self._header.send_PW,
-        )
-
     def lay_out(self) -> None:
-        """Gives every row its place; ends the marks. Where none were sent, all rows are dirty."""
-        num_packs = self._space.num_packs
-        mine: Sequence[Tensor | None] = [None] * num_packs
-        asked: Sequence[Tensor | None] = mine
-        if self._marks is not None:
-            self._marks.wait()
-            mine = [dirty.bool() for dirty in self._dirty_mine_P]
-            asked = [dirty.bool() for dirty in self._dirty_asked_P]
-        self._mine_P = list(map(find_fetch_order, self._mine_PKW, mine))
-        self._asked_P = list(map(find_fetch_order, self._asked_PKW, asked))
-        self._fetched_P = [
-            order.arrange(rows) for order, rows in zip(self._asked_P, self._requested_P)
-        ]
-        batch = self._batch
-        sizes_P = [
-            slots.numel() + order.num_rows for slots, order in zip(self._hot_slots_P, self._mine_P)
-        ]
-        self._rows_P = [buffers.take(size) for buffers, size in zip(self._buffers_P, sizes_P)]
-        self._pooling_KP = cut_pooling(
-            batch.bags,
-            batch.rows,
-            batch.micro_batch_N,
-            *self._places(),
-            features_P=self._space.features_P,
-            sizes_K=batch.sizes_K,
-            mean_PF=batch.mean_PF,
-        )
+        """Ends the request: from now on every row has its place."""
+        self._layout = self.request.lay_out()
 
-    def _places(self) -> tuple[Tensor, Tensor]:
-        """Where each unique row of the batch is in its pack's rows, and where in its gradients.
-
-        Hot rows stand first in both; the cold ones follow in fetch order and in request order.
-        """
-        position_U = self._batch.located.position_U
-        rows_P, gradients_P = [], []
-        for slots, order in zip(self._hot_slots_P, self._mine_P):
-            hot = slots.numel()
-            gradients_P.append(torch.arange(hot + order.num_rows, device=slots.device))
-            rows_P += [gradients_P[-1][:hot], order.places(slots.device) + hot]
-        return (
-            torch.cat(rows_P).index_select(0, position_U),
-            torch.cat(gradients_P).index_select(0, position_U),
-        )
+    def tensors(self) -> Iterator[Tensor]:
+        """What was made up to here and is used from here on, for stream bookkeeping."""
+        yield from self._layout.tensors()
+        if self._batch.bags.source_N is not None:
+            yield self._batch.bags.source_N
+            yield self._batch.features.weights()
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -226,14 +124,18 @@ class InterleavedStep:
                 self._pg,
                 [
                     storage.gather(rows[asked.rows(exchange)])
-                    for storage, rows, asked in zip(self._storages, self._fetched_P, self._asked_P)
+                    for storage, rows, asked in zip(
+                        self._storages, self._layout.fetched_P, self._layout.asked_P
+                    )
                 ],
-                [asked.counts_EW[exchange] for asked in self._asked_P],
+                [asked.counts_EW[exchange] for asked in self._layout.asked_P],
                 [
                     rows[slots.numel() :][mine.rows(exchange)]
-                    for rows, slots, mine in zip(self._rows_P, self._hot_slots_P, self._mine_P)
+                    for rows, slots, mine in zip(
+                        self._rows(), self._layout.hot_slots_P, self._layout.mine_P
+                    )
                 ],
-                [mine.counts_EW[exchange] for mine in self._mine_P],
+                [mine.counts_EW[exchange] for mine in self._layout.mine_P],
                 self._forward_codec,
             )
 
@@ -241,10 +143,10 @@ class InterleavedStep:
         """Reads the replicas. Collective when they have to be filled first."""
         storages = self._storages
         with torch.no_grad():
-            if self._header.homes_written or any(s.replicas_stale() for s in storages):
+            if self._layout.homes_written or any(s.replicas_stale() for s in storages):
                 for storage in storages:
                     storage.fill_replicas()
-            for storage, slots, rows in zip(storages, self._hot_slots_P, self._rows_P):
+            for storage, slots, rows in zip(storages, self._layout.hot_slots_P, self._rows()):
                 storage.gather_hot(slots, out_hD=rows[: slots.numel()])
 
     def accept_writes(self) -> None:
@@ -271,7 +173,7 @@ class InterleavedStep:
 
     def micro_rows(self, index: int) -> MicroRows:
         """What a micro-batch uses: a lookup result for the output dist."""
-        batch, pooling_P = self._batch, self._pooling_KP[index]
+        batch, pooling_P = self._batch, self._layout.pooling_KP[index]
         weights_N = None
         if batch.bags.source_N is not None:
             of_packs = [batch.bags.source_N[pooling.lookups] for pooling in pooling_P]
@@ -289,6 +191,12 @@ class InterleavedStep:
     def arrive(self, index: int) -> Sequence[Tensor]:
         """Rows of the batch, those of the chunks up to a micro-batch's filled."""
         self._wait_for_rows(index)
+        return self._rows()
+
+    def _rows(self) -> list[Tensor]:
+        """Each pack's rows: hot ones, then cold ones in fetch order."""
+        if not self._rows_P:
+            self._rows_P = self._take_buffers()
         return self._rows_P
 
     def _wait_for_rows(self, chunk: int) -> None:
@@ -306,13 +214,19 @@ class InterleavedStep:
             total.index_add_(0, places, grads)
 
     def _totals(self) -> list[Tensor]:
-        """Sums of the gradients so far, like the rows."""
+        """Each pack's sums of gradients so far: of hot rows, then of cold ones in request order."""
         if not self._grads_P:
-            self._grads_P = [
-                buffers.take(rows.size(0)).zero_()
-                for buffers, rows in zip(self._buffers_P, self._rows_P)
-            ]
+            self._grads_P = [buffer.zero_() for buffer in self._take_buffers()]
         return self._grads_P
+
+    def _take_buffers(self) -> list[Tensor]:
+        """A matrix for each pack with a row for each of the batch's."""
+        return [
+            buffers.take(slots.numel() + order.num_rows)
+            for buffers, slots, order in zip(
+                self._buffers_P, self._layout.hot_slots_P, self._layout.mine_P
+            )
+        ]
 
     def send_gradients(self, chunk: int) -> None:
         """Starts sending the gradients of a chunk home. Collective.
@@ -323,17 +237,20 @@ class InterleavedStep:
             self._arrived_P = [
                 buffers.take(asked.num_rows + touched.numel())
                 for buffers, asked, touched in zip(
-                    self._buffers_P, self._asked_P, self._touched_slots_P
+                    self._buffers_P, self._layout.asked_P, self._layout.touched_slots_P
                 )
             ]
-        cold_P = [g[slots.numel() :] for g, slots in zip(self._totals(), self._hot_slots_P)]
+        cold_P = [g[slots.numel() :] for g, slots in zip(self._totals(), self._layout.hot_slots_P)]
         self._gradients.append(
             PackedAllToAll(
                 self._pg,
-                [g[_rows_of(chunk, mine)] for g, mine in zip(cold_P, self._mine_PKW)],
-                [mine_KW[chunk] for mine_KW in self._mine_PKW],
-                [g[_rows_of(chunk, asked)] for g, asked in zip(self._arrived_P, self._asked_PKW)],
-                [asked_KW[chunk] for asked_KW in self._asked_PKW],
+                [g[_rows_of(chunk, mine)] for g, mine in zip(cold_P, self._layout.mine_PKW)],
+                [mine_KW[chunk] for mine_KW in self._layout.mine_PKW],
+                [
+                    g[_rows_of(chunk, asked)]
+                    for g, asked in zip(self._arrived_P, self._layout.asked_PKW)
+                ],
+                [asked_KW[chunk] for asked_KW in self._layout.asked_PKW],
                 self._backward_codec,
             )
         )
@@ -342,12 +259,15 @@ class InterleavedStep:
         """Starts summing the gradients of touched replicas over ranks. Collective."""
         self._hot = HotReduction(
             self._pg,
-            [g[: slots.numel()] for g, slots in zip(self._totals(), self._hot_slots_P)],
+            [g[: slots.numel()] for g, slots in zip(self._totals(), self._layout.hot_slots_P)],
             [
                 torch.searchsorted(touched, own)
-                for touched, own in zip(self._touched_slots_P, self._hot_slots_P)
+                for touched, own in zip(self._layout.touched_slots_P, self._layout.hot_slots_P)
             ],
-            [buffer[asked.num_rows :] for buffer, asked in zip(self._arrived_P, self._asked_P)],
+            [
+                buffer[asked.num_rows :]
+                for buffer, asked in zip(self._arrived_P, self._layout.asked_P)
+            ],
         )
 
     def update(self) -> None:
@@ -358,35 +278,13 @@ class InterleavedStep:
         self._hot.wait()
         divided = get_gradient_division() and self._pg.size() > 1
         for storage, rows, slots, grads in zip(
-            self._storages, self._requested_P, self._touched_slots_P, self._arrived_P
+            self._storages, self._layout.requested_P, self._layout.touched_slots_P, self._arrived_P
         ):
             storage.update(rows, slots, grads.div_(self._pg.size()) if divided else grads)
         for matrices_P in (self._rows_P, self._grads_P, self._arrived_P):
             for buffers, matrix in zip(self._buffers_P, matrices_P):
                 buffers.give_back(matrix)
             matrices_P.clear()
-
-
-def _nested(counts: Sequence[list[int]], num_chunks: int) -> list[list[list[int]]]:
-    """Per pack, per chunk."""
-    return [list(counts[i : i + num_chunks]) for i in range(0, len(counts), num_chunks)]
-
-
-def _per_pack(counts: Sequence[int], num_chunks: int) -> list[int]:
-    return [sum(counts[i : i + num_chunks]) for i in range(0, len(counts), num_chunks)]
-
-
-def _rows_buffer(counts_KW: list[list[int]], batch: ChunkedBatch, dtype: torch.dtype) -> Tensor:
-    return batch.located.target_U.new_empty(sum(map(sum, counts_KW)), dtype=dtype)
-
-
-def _by_chunk(values_P: Sequence[Tensor], counts_PKW: list[list[list[int]]]) -> list[Tensor]:
-    """Cuts each pack's vector into its chunks."""
-    return [
-        part
-        for values, counts_KW in zip(values_P, counts_PKW)
-        for part in values.split([sum(counts_W) for counts_W in counts_KW])
-    ]
 
 
 def _rows_of(chunk: int, counts_KW: list[list[int]]) -> slice:

@@ -22,7 +22,6 @@ from torchrec_picasso._torchrec import (
     override_input_dist_forwards,
     rewrite_model,
     start_data_dist,
-    wait_for_batch,
 )
 from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
 from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
@@ -30,6 +29,7 @@ from torchrec_picasso.train_pipeline.batch_feed import BatchFeed, Fetched
 from torchrec_picasso.train_pipeline.data_parallel import renew_data_parallel
 from torchrec_picasso.train_pipeline.end_of_data import SplitBatch
 from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.id_stream import IdStream
 from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward
 from torchrec_picasso.train_pipeline.join_outputs import join_outputs as join_known_outputs
 from torchrec_picasso.train_pipeline.model_parts import (
@@ -118,6 +118,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._losses_are_means = loss_reduction == "mean"
         self._split_batch = split_batch or split_known_batch
         self._join_outputs = join_outputs or join_known_outputs
+        self._id_stream = IdStream(self._data_dist_stream, self._memcpy_stream)
         fetch = self.copy_batch_to_gpu, self._create_context
         self._feed = BatchFeed(*fetch, device, self._split_batch, execute_all_batches)
         self._flights: deque[Flight] = deque()
@@ -271,14 +272,16 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _board(self, fetched: Fetched) -> Flight:
         """Cuts a batch into micro-batches."""
-        batch = fetched.batch
-        wait_for_batch(batch, self._memcpy_stream)  # it was copied on a stream of its own
-        for name, module in self._interleaved.items():
-            refuse_variable_batch(name, *module.forward.args.build_args_kwargs(batch))
-        setting = self._choice.current
-        sizes_K = micro_batch_sizes(num_samples(batch), setting.num_micro_batches)
-        # of no samples, every micro-batch is the batch itself
-        parts_K = self._split_batch(batch, sizes_K) if any(sizes_K) else [batch] * len(sizes_K)
+        batch, setting = fetched.batch, self._choice.current
+        if not fetched.has_data:  # not copied to the device but made there
+            self._id_stream.wait_for_computing()
+        with self._id_stream.working():
+            self._id_stream.take_batch(batch)
+            for name, module in self._interleaved.items():
+                refuse_variable_batch(name, *module.forward.args.build_args_kwargs(batch))
+            sizes_K = micro_batch_sizes(num_samples(batch), setting.num_micro_batches)
+            # of no samples, every micro-batch is the batch itself
+            parts_K = self._split_batch(batch, sizes_K) if any(sizes_K) else [batch] * len(sizes_K)
         return Flight(fetched, setting, sizes_K, parts_K)
 
     def _rewrite(self, batch: In, context: TrainPipelineContext) -> None:
@@ -315,6 +318,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._optimizer,
             self._interleaved,
             self._plain,
+            id_stream=self._id_stream,
             start_plain=self._start_plain,
             wait_plain=self.wait_sparse_data_dist,
             losses_are_means=self._losses_are_means,
@@ -322,10 +326,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._is_rewritten = True
 
     def _start_plain(self, flight: Flight) -> None:
-        """Starts the input dists of the stock modules, as TorchRec does."""
-        with self._stream_context(self._data_dist_stream):
-            wait_for_batch(flight.batch, self._memcpy_stream)
-            start_data_dist(list(self._plain.values()), flight.batch, flight.context)
+        """Starts the input dists of the stock modules, as TorchRec does, on the ids' stream."""
+        start_data_dist(list(self._plain.values()), flight.batch, flight.context)
         self._join_splits()
 
     def _join_splits(self) -> None:

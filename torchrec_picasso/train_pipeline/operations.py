@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
 from torchrec_picasso.train_pipeline.end_of_data import AnyData
 from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.id_stream import IdStream
 from torchrec_picasso.train_pipeline.model_parts import dense_parameters
-from torchrec_picasso.train_pipeline.schedule import Op
+from torchrec_picasso.train_pipeline.schedule import PREPARING, Op
 from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 
 __all__ = ["Operations"]
@@ -30,6 +32,7 @@ class Operations:
         optimizer: Takes the step.
         interleaved: Sharded modules whose exchange the schedule drives, by name.
         plain: Sharded modules computed once per batch, by name.
+        id_stream: Where ids are made ready.
         start_plain: Starts the input dists of the plain modules.
         wait_plain: Waits for them.
         losses_are_means: Whether losses are means over samples.
@@ -44,6 +47,7 @@ class Operations:
         interleaved: Mapping[str, Any],
         plain: Mapping[str, Any],
         *,
+        id_stream: IdStream,
         start_plain: Callable[[Flight], None],
         wait_plain: Callable[[TrainPipelineContext], None],
         losses_are_means: bool,
@@ -54,6 +58,7 @@ class Operations:
         self._optimizer = optimizer
         self._interleaved = interleaved
         self._plain = plain
+        self._id_stream = id_stream
         self._start_plain = start_plain
         self._wait_plain = wait_plain
         self._losses_are_means = losses_are_means
@@ -61,6 +66,17 @@ class Operations:
 
     def run(self, op: Op, flights: Sequence[Flight]) -> None:
         """Runs one operation on the batch it is for."""
+        if op.kind not in PREPARING:
+            self._run(op, flights)
+            return
+        with self._id_stream.working():
+            self._run(op, flights)
+        if op.kind == PREPARING[-1]:
+            flight = flights[op.batch]
+            tensors = chain.from_iterable(step.tensors() for step in flight.steps.values())
+            self._id_stream.hand_over([flight.batch, *flight.micro_batches_K], tensors)
+
+    def _run(self, op: Op, flights: Sequence[Flight]) -> None:
         flight = flights[op.batch]
         if op.kind == "send_marks":
             self._send_marks(flight, flights[op.batch - 1])
@@ -84,7 +100,7 @@ class Operations:
             self._start_plain(flight)
 
     def _send_ids(self, flight: Flight) -> None:
-        go_on = [step.send_ids() for step in flight.steps.values()]
+        go_on = [step.request.send_ids() for step in flight.steps.values()]
         if self._plain:
             self._wait_plain(flight.context)
         if flight.any_data is not None:
@@ -98,11 +114,11 @@ class Operations:
 
     def _receive_ids(self, flight: Flight) -> None:
         for step in flight.steps.values():
-            step.receive_ids()
+            step.request.receive_ids()
 
     def _send_marks(self, flight: Flight, before: Flight) -> None:
         for name, step in flight.steps.items():
-            step.send_marks(before.steps[name])
+            step.request.send_marks(before.steps[name].request)
 
     def _lay_out(self, flight: Flight) -> None:
         for step in flight.steps.values():

@@ -21,6 +21,7 @@ __all__ = [
     "COLLECTIVES",
     "NUM_BATCHES",
     "OF_BATCH",
+    "PREPARING",
     "Op",
     "Schedule",
     "Setting",
@@ -49,6 +50,9 @@ COLLECTIVES = frozenset(
     }
 )
 """Operations that send: all ranks reach them in the same order."""
+
+PREPARING = ("request", "send_ids", "receive_ids", "send_marks", "lay_out")
+"""Operations on ids, in order; up to the last, nothing else asks what they make."""
 
 
 @dataclass(frozen=True)
@@ -212,9 +216,6 @@ def _checked(ops: list[Op]) -> Schedule:
     return schedule
 
 
-_PREPARED = ("request", "send_ids", "receive_ids", "send_marks", "lay_out")
-
-
 def _needs(op: Op, ops: tuple[Op, ...]) -> list[Op]:
     """What has to run before an operation, among those of the same schedule."""
 
@@ -222,8 +223,8 @@ def _needs(op: Op, ops: tuple[Op, ...]) -> list[Op]:
         return [o for o in ops if o != op and o.batch == batch and o.kind in kinds]
 
     updates = all_of(THIS, "update") if op.batch != THIS else []
-    if op.kind in _PREPARED:
-        return all_of(op.batch, *_PREPARED[: _PREPARED.index(op.kind)])
+    if op.kind in PREPARING:
+        return all_of(op.batch, *PREPARING[: PREPARING.index(op.kind)])
     if op.kind == "fetch_clean":
         return all_of(op.batch, "lay_out")
     if op.kind in ("fetch_dirty", "read_hot"):
