@@ -211,10 +211,11 @@ def judge(
             for name, of in found.items()
             if of.unequal_runs
         ]
-    notes += [
-        f"K={num_micro}: lookahead on and off are {'' if equal else 'not '}equal to the bit"
-        for num_micro, equal in ahead_equal.items()
-    ]
+        problems += [
+            f"K={num_micro}: lookahead on and off are not equal to the bit"
+            for num_micro, equal in ahead_equal.items()
+            if not equal
+        ]
     rows = [
         {
             "pipeline": name,

@@ -98,16 +98,15 @@ def answer(
     )
 
 
-def _compare(question: Question, *files: str | None) -> list[RankAnswer]:
+def _compare(question: Question, curves: str, local_from: str | None) -> list[RankAnswer]:
+    arguments = question, curves, local_from
     if question.rate_mbit is None:
-        ranks = question.world_size
-        return run_ranks(compare_on_rank, ranks, question, *files, timeout_s=_TIMEOUT_S)
+        return run_ranks(compare_on_rank, question.world_size, *arguments, timeout_s=_TIMEOUT_S)
     return run_on_hosts(
         compare_on_rank,
         question.hosts,
         question.rate_mbit,
-        question,
-        *files,
+        *arguments,
         timeout_s=_TIMEOUT_S,
         ranks_per_host=question.ranks_per_host,
     )

@@ -121,7 +121,9 @@ def _provide_curves(
     with_local = local_from is None
     curves = calibrate_on_rank(rank, world_size, max_bytes, _CURVES_SECONDS, with_local)
     if local_from is not None:
-        curves = dataclasses.replace(curves, local=CommCurves.from_json(local_from).local)
+        others = CommCurves.from_json(local_from)
+        facts = curves.measured_on | {"local_costs_from": Path(local_from).name}
+        curves = dataclasses.replace(curves, local=others.local, measured_on=facts)
     if rank == 0:
         curves.to_json(path)
     dist.barrier()

@@ -62,8 +62,8 @@ def run_scenarios(
         for name, (question, _) in questions.items()
     }
     if again:
-        for question, _ in questions.values():
-            _curves_file(folder, question).unlink(missing_ok=True)
+        for file in folder.glob("curves_*.json"):
+            file.unlink()
     failed: dict[str, str] = {}
     for scenario in chosen:
         if is_done[scenario.name]:
@@ -144,8 +144,10 @@ def _curves_file(folder: Path, question: Question) -> Path:
 
 
 def _curves_on_other_links(folder: Path, question: Question) -> str | None:
-    """A file of curves that the same ranks measured, on whatever links."""
-    found = sorted(folder.glob(f"{_curves_of_ranks(question)}*.json"))
+    """A file of curves of the same hosts on links of another rate; loopback has no hosts."""
+    if question.rate_mbit is None:
+        return None
+    found = sorted(folder.glob(f"{_curves_of_ranks(question)}*mbit.json"))
     return str(found[0]) if found else None
 
 

@@ -188,7 +188,11 @@ def test_bits_prove_nothing_where_the_plain_loop_does_not_repeat_itself() -> Non
     report = judge({PLAIN: unequal, "ours": unequal}, {}, {1: False}, repeats=20)
     assert not report.problems
     assert "bits prove nothing" in report.notes[0]
-    assert report.notes[1] == "K=1: lookahead on and off are not equal to the bit"
+
+
+def test_bits_that_lookahead_changes_are_a_problem() -> None:
+    (told,) = judge({PLAIN: EXACT, "ours": EXACT}, {}, {1: True, 2: False}, repeats=20).problems
+    assert told == "K=2: lookahead on and off are not equal to the bit"
 
 
 def test_uvm_compares_with_a_cache_of_as_many_rows_and_knows_where_replicas_are() -> None:

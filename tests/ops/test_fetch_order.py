@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_picasso.ops.fetch_order import CLEAN, dirty, find_fetch_order
+from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange, find_fetch_order
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 3))
@@ -22,7 +22,9 @@ def test_every_row_has_its_place(data: st.DataObject, num_chunks: int, world_siz
     is_dirty = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
     order = find_fetch_order(counts_CW, torch.tensor(is_dirty, dtype=torch.bool))
 
-    exchanges = [dirty(chunk) if late else CLEAN for (chunk, _), late in zip(rows, is_dirty)]
+    exchanges = [
+        dirty_exchange(chunk) if late else CLEAN for (chunk, _), late in zip(rows, is_dirty)
+    ]
     # as Python sorts: by exchange, then by rank, else as they came
     by_hand = sorted(range(len(rows)), key=lambda i: (exchanges[i], rows[i][1]))
     assert order.num_rows == len(rows)
@@ -40,5 +42,5 @@ def test_without_marks_all_rows_are_dirty_and_stay_in_request_order() -> None:
     assert order.arrange(values) is values
     assert order.places(torch.device("cpu")).tolist() == values.tolist()
     assert order.counts_EW[CLEAN] == [0, 0]
-    assert order.rows(dirty(0)) == slice(0, 3)
-    assert order.rows(dirty(1)) == slice(3, 6)
+    assert order.rows(dirty_exchange(0)) == slice(0, 3)
+    assert order.rows(dirty_exchange(1)) == slice(3, 6)

@@ -32,9 +32,8 @@ def test_equals_each_micro_batch_alone(
     bags = Bags(ids_N=torch.tensor(ids, dtype=torch.int32), offsets_S1=offsets_S1, source_N=None)
     rows = unique_rows(bags.ids_N)
     torch.manual_seed(len(ids))
-    place_U = (
-        rows.ids_U.long() % _ROWS
-    )  # in the pack's matrix: here, all of its rows; gradients reversed
+    # in the pack's matrix, here of all its rows; gradients the other way round
+    place_U = rows.ids_U.long() % _ROWS
     micro_batch_N = micro_batch_of_lookup(bags, features_P, sizes_K)
     pooling_KP = cut_pooling(
         bags,

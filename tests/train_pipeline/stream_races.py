@@ -4,7 +4,8 @@ Streams of a device that is not there are told apart by name only: everything st
 order. But every operator passes by here, so for each memory block it is known on which stream it
 was made and last written, which stream has waited for which, and for which streams the block was
 recorded. From that follows what a device could have got wrong: an operator that reads what another
-stream may not have written yet, or memory that the allocator may have given away meanwhile.
+stream, or an exchange that nobody has waited for, may not have written yet, or memory that the
+allocator may have given away meanwhile. Not looked at: writing what another stream may still read.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchrec_picasso.exchange import header, packed_all_to_all
+from torchrec_picasso.exchange.all_to_all import Pending, start_all_to_all
+
 __all__ = ["RaceDetector"]
 
 _CUDA = 1
+_WIRE = 3
+"""Writes what an exchange receives; nobody knows of it before the exchange was waited for."""
 
 
 @dataclass
@@ -46,11 +53,13 @@ class RaceDetector(TorchDispatchMode):
         self.beside = _NamedStream(self, 1)
         self.copying = _NamedStream(self, 2)
         self.races: set[str] = set()
-        self.num_ops = {stream.stream_id: 0 for stream in (self.computing, self.beside)}
+        streams = (self.computing, self.beside, self.copying)
+        self.num_ops = {stream.stream_id: 0 for stream in streams}
         self._current: torch.Stream = self.computing
         self._blocks: dict[int, _Block] = {}
         self._time = 0
-        self._waited: dict[tuple[int, int], int] = {}
+        # by stream: up to when it knows what each other stream has done
+        self._knows: dict[int, dict[int, int]] = {stream.stream_id: {} for stream in streams}
 
     # -- the device's module, as far as pipelines use it ---------------------------------------
 
@@ -76,10 +85,27 @@ class RaceDetector(TorchDispatchMode):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "get_device_module", module_of)
+            patch.setattr(packed_all_to_all, "start_all_to_all", self._start_all_to_all)
+            patch.setattr(header, "start_all_to_all", self._start_all_to_all)
             yield
 
+    def _start_all_to_all(
+        self, pg: dist.ProcessGroup, output_M: Tensor, input_N: Tensor, *counts: Any
+    ) -> Pending:
+        self._check_use(input_N, self._current.stream_id, "all-to-all")
+        pending = start_all_to_all(pg, output_M, input_N, *counts)
+        if output_M.nbytes < output_M.untyped_storage().nbytes():
+            return pending  # a slice of rows or gradients; the others' uses look like its own
+        self._note_write(output_M, _WIRE)
+        return _Watched(self, pending, output_M)
+
+    def note_arrival(self, output_M: Tensor) -> None:
+        self._note_write(output_M, self._current.stream_id)
+
     def note_wait(self, waiting: int, waited_for: int) -> None:
-        self._waited[waiting, waited_for] = self._time
+        knows = self._knows[waiting]
+        for stream, time in {**self._knows[waited_for], waited_for: self._time}.items():
+            knows[stream] = max(knows.get(stream, -1), time)
 
     # ------------------------------------------------------------------------------------------
 
@@ -101,9 +127,7 @@ class RaceDetector(TorchDispatchMode):
                 self._check_use(tensor, stream, str(func))
         outputs = func(*args, **(kwargs or {}))
         for tensor in _written(func, args, inputs):
-            block = self._block(tensor)
-            if block is not None:
-                block.written_on, block.written_at = stream, self._time
+            self._note_write(tensor, stream)
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor) and self._block(tensor) is None:
                 shared = any(_storage(tensor) == _storage(other) for other in inputs)
@@ -112,16 +136,21 @@ class RaceDetector(TorchDispatchMode):
                     self._blocks[_storage(tensor)] = _Block(reference, stream, stream, self._time)
         return outputs
 
+    def _note_write(self, tensor: Tensor, stream: int) -> None:
+        block = self._block(tensor)
+        if block is not None:
+            block.written_on, block.written_at = stream, self._time
+
     def _block(self, tensor: Tensor) -> _Block | None:
         block = self._blocks.get(_storage(tensor))
         return None if block is None or block.reference.expired() else block
 
     def _check_use(self, tensor: Tensor, stream: int, name: str) -> None:
         block = self._block(tensor)
-        if block is None:
+        if block is None or not tensor.numel():
             return
-        waited_at = self._waited.get((stream, block.written_on), -1)
-        if stream != block.written_on and waited_at < block.written_at:
+        known = self._knows[stream].get(block.written_on, -1)
+        if stream != block.written_on and known < block.written_at:
             self.races.add(f"{name} on stream {stream} does not wait for {block.written_on}")
         if stream != block.made_on and stream not in block.recorded_for:
             self.races.add(f"{name} uses memory of {block.made_on} not recorded for {stream}")
@@ -148,10 +177,23 @@ def _written(func: Any, args: Any, inputs: list[Tensor]) -> list[Tensor]:
     """The inputs that an operator writes; all of a collective's, whose schema does not tell."""
     if func.namespace == "c10d":
         return inputs
-    arguments = func._schema.arguments
     return [
-        value
-        for argument, value in zip(arguments, args)
+        leaf
+        for argument, value in zip(func._schema.arguments, args)
         if argument.alias_info is not None and argument.alias_info.is_write
-        if isinstance(value, Tensor)
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, Tensor)
     ]
+
+
+class _Watched:
+    """An exchange whose arrival the detector is told."""
+
+    def __init__(self, detector: RaceDetector, pending: Pending, output_M: Tensor) -> None:
+        self._detector = detector
+        self._pending = pending
+        self._output_M = output_M
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._detector.note_arrival(self._output_M)

@@ -2,7 +2,7 @@
 
 The plain loop is the same model step by step, whose own equality with stock TorchRec is
 ``tests/sharding/test_exactness.py``. Micro-batches sum gradients in another order, hence the
-tolerance; looking ahead changes no sum by more than the order of its rows in a message.
+tolerance; looking ahead changes no bit.
 """
 
 from __future__ import annotations

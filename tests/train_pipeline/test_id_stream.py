@@ -1,8 +1,9 @@
 """Ids are made ready on a stream of their own, and nothing races with the one that computes.
 
 There is no device here: streams are names, and :class:`RaceDetector` follows who waited for whom.
-What is shown is that every use across streams is ordered and its memory kept, on all the ways that
-a batch can take; not that a device overlaps them.
+What is shown is that every use across streams is ordered and its memory kept: of several packs, of
+weights, of batches that were cut and of those that stand in for data that has ended, in training
+and evaluation; not that a device overlaps them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.sharding.jobs import PLAIN, Job, build
+from tests.sharding.jobs import ODD, PLAIN, Job, build
 from tests.train_pipeline.runs import batches_of, pipeline_of, run_to_the_end
 from tests.train_pipeline.stream_races import RaceDetector
 from torchrec_picasso.ops import order
+from torchrec_picasso.train_pipeline import interleaved
 from torchrec_picasso.train_pipeline.id_stream import IdStream
 from torchrec_picasso.workloads.launch import RankError, run_ranks
 
@@ -27,7 +29,7 @@ Case = tuple[type[IdStream], str, int, bool]
 """Who hands over, which job, K, lookahead."""
 
 JOBS = {
-    "hot and cold": Job(placement={"*": 2}, batch_sizes=(6, 3)),
+    "packs": Job(placement={"*": 2, "one_row": 1}, tables=ODD, batch_sizes=(6, 3)),
     "weighted": Job(placement={"*": 0}, tables=PLAIN[:2], weighted=True),
 }
 BATCHES = (5, 3)  # of each rank: the second goes on with empty ones
@@ -36,6 +38,16 @@ BATCHES = (5, 3)  # of each rank: the second goes on with empty ones
 class _NotRecorded(IdStream):
     def hand_over(self, batches: Iterable[Any], tensors: Iterable[Tensor]) -> None:
         super().hand_over(batches, [])
+
+
+class _BatchesNotRecorded(IdStream):
+    def hand_over(self, batches: Iterable[Any], tensors: Iterable[Tensor]) -> None:
+        super().hand_over([], tensors)
+
+
+class _CopyNotWaitedFor(IdStream):
+    def take_batch(self, batch: Any) -> None:
+        pass
 
 
 class _NotWaitedFor(IdStream):
@@ -50,7 +62,15 @@ CAREFUL = [
     for num_micro_batches in (1, 3)
     for lookahead in (False, True)
 ]
-CARELESS = [(kind, "hot and cold", 3, True) for kind in (_NotRecorded, _NotWaitedFor)]
+CARELESS = {
+    (kind, "packs", 3, True): race
+    for kind, race in (
+        (_NotRecorded, "not recorded for 0"),
+        (_BatchesNotRecorded, "not recorded for 0"),
+        (_CopyNotWaitedFor, "does not wait for 2"),
+        (_NotWaitedFor, "does not wait for 1"),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -65,11 +85,14 @@ def _train(rank: int, world_size: int, case: Case) -> _Watched:
     """A training with an evaluation in between."""
     kind, name, num_micro_batches, lookahead = case
     model = build(JOBS[name], rank, world_size)
-    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches, lookahead=lookahead)
     detector = RaceDetector()
-    pipeline._id_stream = kind(detector.beside, detector.copying)
-    batches = iter(batches_of(JOBS[name], rank, range(BATCHES[rank])))
+    with pytest.MonkeyPatch.context() as patch:
+        streams = kind(detector.beside, detector.copying)
+        patch.setattr(interleaved, "IdStream", lambda *_: streams)
+        pipeline = pipeline_of(model, num_micro_batches=num_micro_batches, lookahead=lookahead)
     with detector.in_place_of_the_device(), detector:
+        with detector.stream(detector.copying):
+            batches = iter(batches_of(JOBS[name], rank, range(BATCHES[rank])))
         outputs = [pipeline.progress(batches) for _ in range(2)]
         model.eval()
         with torch.no_grad():
@@ -81,7 +104,7 @@ def _train(rank: int, world_size: int, case: Case) -> _Watched:
 
 def _run(rank: int, world_size: int) -> dict[Case, _Watched]:
     order._RADIX_KEYS.clear()  # what numpy sorts, the detector does not see
-    return {case: _train(rank, world_size, case) for case in CAREFUL + CARELESS}
+    return {case: _train(rank, world_size, case) for case in (*CAREFUL, *CARELESS)}
 
 
 @cache
@@ -107,7 +130,7 @@ def test_no_use_across_streams_races(case: Case) -> None:
         assert watched.num_steps == max(BATCHES)
 
 
-@pytest.mark.parametrize(("case", "race"), zip(CARELESS, ("not recorded", "does not wait")))
+@pytest.mark.parametrize(("case", "race"), CARELESS.items())
 def test_a_careless_hand_over_is_found(case: Case, race: str) -> None:
     for watched in _of_ranks(case):
         assert any(race in found for found in watched.races)

@@ -77,10 +77,8 @@ def test_every_exchange_is_there_and_says_how_its_end_is_known() -> None:
     posting = [op for op in training_schedule(Setting(K, lookahead=True)) if op.kind in COLLECTIVES]
     sometimes = ("fetch_clean", "fetch_dirty", "read_hot", "reduce_dense")
     always = {op for op in posting if op.kind not in sometimes} | {Op("backward", 0, 0)}
-    for step in (
-        2,
-        3,
-    ):  # there may be no clean rows, or no dirty ones in a chunk; replicas are rarely filled
+    # there may be no clean rows, or no dirty ones in a chunk; replicas are rarely filled
+    for step in (2, 3):
         ops = {op for of_step, op in found if of_step == step}
         assert always <= ops <= {*posting, Op("backward", 0, 0)}
         assert any(op.kind.startswith("fetch") for op in ops)

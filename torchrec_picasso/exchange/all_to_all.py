@@ -80,7 +80,8 @@ class _Traffic:
 
     def add(self, messages: _Messages) -> None:
         self.num_started += 1
-        self.in_flight.append(messages)
+        if messages._works:  # there is something to wait for
+            self.in_flight.append(messages)
 
     @property
     def next_tag(self) -> int:

@@ -22,27 +22,25 @@ from torch import Tensor
 
 from torchrec_picasso.ops.order import stable_order
 
-__all__ = ["CLEAN", "FetchOrder", "dirty", "find_fetch_order"]
+__all__ = ["CLEAN", "Exchanges", "FetchOrder", "dirty_exchange", "find_fetch_order"]
 
 CLEAN = 0
 """The exchange of all clean rows."""
 
 
-def dirty(chunk: int) -> int:
+def dirty_exchange(chunk: int) -> int:
     """The exchange of a chunk's dirty rows."""
     return 1 + chunk
 
 
 @dataclass(frozen=True)
-class FetchOrder:
-    """Rows of one pack in fetch order.
+class Exchanges:
+    """Rows of one pack, those of one exchange after those of the other.
 
     Args:
-        order_n: Place in request order of each row in fetch order, int64; ``None`` = the same.
         counts_EW: Rows by exchange and rank, on the host.
     """
 
-    order_n: Tensor | None
     counts_EW: list[list[int]]
 
     @cached_property
@@ -55,8 +53,20 @@ class FetchOrder:
         return self._ends[-1]
 
     def rows(self, exchange: int) -> slice:
-        """Where the rows of an exchange are in fetch order."""
+        """Where the rows of an exchange are."""
         return slice(self._ends[exchange], self._ends[exchange + 1])
+
+
+@dataclass(frozen=True)
+class FetchOrder(Exchanges):
+    """Rows of one pack in fetch order.
+
+    Args:
+        counts_EW: Rows by exchange and rank, on the host.
+        order_n: Place in request order of each row in fetch order, int64; ``None`` = the same.
+    """
+
+    order_n: Tensor | None
 
     def arrange(self, values_n: Tensor) -> Tensor:
         """Puts values from request order into fetch order."""
@@ -79,17 +89,17 @@ def find_fetch_order(counts_CW: list[list[int]], dirty_n: Tensor | None) -> Fetc
             all are.
 
     Cost:
-        One stable sort of n small integers and a host sync on CUDA; nothing when all are alike.
+        One stable sort of n small integers and a host sync on CUDA; nothing without marks.
     """
     num_chunks, world_size = len(counts_CW), len(counts_CW[0])
     if dirty_n is None:
-        return FetchOrder(order_n=None, counts_EW=[[0] * world_size, *counts_CW])
+        return FetchOrder([[0] * world_size, *counts_CW], order_n=None)
     counts = torch.tensor(counts_CW).view(-1).to(dirty_n.device, non_blocking=True)
-    of_chunk = torch.arange(counts.numel(), device=dirty_n.device)  # (chunk, rank)
-    chunk_n = torch.repeat_interleave(of_chunk, counts, output_size=dirty_n.numel())
-    bucket_n = torch.where(dirty_n, chunk_n + world_size, chunk_n % world_size)
+    pairs = torch.arange(counts.numel(), device=dirty_n.device)  # (chunk, rank)
+    pair_n = torch.repeat_interleave(pairs, counts, output_size=dirty_n.numel())
+    bucket_n = torch.where(dirty_n, pair_n + world_size, pair_n % world_size)  # (exchange, rank)
     num_buckets = (1 + num_chunks) * world_size
     order_n = stable_order(bucket_n, num_buckets)
     edges = torch.arange(num_buckets + 1, device=dirty_n.device)
     found = torch.diff(torch.searchsorted(bucket_n.index_select(0, order_n), edges))
-    return FetchOrder(order_n=order_n, counts_EW=found.view(-1, world_size).tolist())
+    return FetchOrder(found.view(-1, world_size).tolist(), order_n)

@@ -51,8 +51,8 @@ class PackedTable:
 class PackedIdSpace:
     """Where every packed id lives; built once by :meth:`build`, then only read.
 
-    ``bucket`` numbers the places a row can be served from, in the order a fetched-rows matrix keeps
-    them: pack by pack, first the replicas (bucket ``pack * (1 + W)``), then home rank 0, 1, ...
+    ``bucket`` numbers the places a row can be served from, in request order: pack by pack, first
+    the replicas (bucket ``pack * (1 + W)``), then home rank 0, 1, ...
     """
 
     tables: tuple[PackedTable, ...]

@@ -1,9 +1,10 @@
 """Who serves each unique row: its home rank, or the replica at hand.
 
-Rows are put in *matrix order*, the order in which a step keeps fetched rows in memory and sends
-them: pack by pack, first hot rows, then cold rows, chunk by chunk and in a chunk by home rank.
-Within a (pack, chunk, home) segment they ascend, so homes read their storage forward. A batch that
-is not interleaved is one chunk.
+Rows are put in *request order*, the order in which homes are asked for them and gradients travel:
+pack by pack, first hot rows, then cold rows, chunk by chunk and in a chunk by home rank. Within a
+(pack, chunk, home) segment they ascend, so homes read their storage forward. A batch that is not
+interleaved is one chunk, and its rows are fetched in this order too; else see
+``ops/fetch_order.py``.
 
 Source: PICASSO (arXiv 2204.04903), Unique&Partition.
 """
@@ -24,29 +25,29 @@ __all__ = ["LocatedRows", "RowPartition", "locate_rows", "partition_rows"]
 
 @dataclass(frozen=True)
 class LocatedRows:
-    """The unique rows of a batch in matrix order."""
+    """The unique rows of a batch in request order."""
 
     target_U: Tensor
     """Where to read each row: its hot slot, or its row in the home's storage of the pack."""
     counts_PB: Tensor
     """Rows of each pack at the replicas, then by chunk and home: int64, ``(P, 1 + C W)``."""
     order_U: Tensor
-    """Index among the ascending ids of each row in matrix order, int64, shape ``(U,)``."""
+    """Index among the ascending ids of each row in request order, int64, shape ``(U,)``."""
     position_U: Tensor
-    """The inverse: place in matrix order of each ascending id, int64, shape ``(U,)``."""
+    """The inverse: place in request order of each ascending id, int64, shape ``(U,)``."""
     touched_H: Tensor
     """Which hot slots the batch uses, bool, shape ``(H,)``."""
 
 
 @dataclass(frozen=True)
 class RowPartition:
-    """The unique rows of a batch in matrix order, and the lookups that use them."""
+    """The unique rows of a batch in request order, and the lookups that use them."""
 
     located: LocatedRows
     row_of_lookup_N: Tensor
-    """Position in matrix order of each lookup's row, int64, shape ``(N,)``."""
+    """Position in request order of each lookup's row, int64, shape ``(N,)``."""
     lookups_by_row_N: Tensor
-    """Lookups grouped by row in matrix order, int64, shape ``(N,)``."""
+    """Lookups grouped by row in request order, int64, shape ``(N,)``."""
     lookup_end_U: Tensor
     """End of each row's group in ``lookups_by_row_N``, int64, shape ``(U,)``."""
 
@@ -54,7 +55,7 @@ class RowPartition:
 def locate_rows(
     ids_U: Tensor, space: PackedIdSpace, chunk_U: Tensor | None = None, num_chunks: int = 1
 ) -> LocatedRows:
-    """Puts distinct rows in matrix order.
+    """Puts distinct rows in request order.
 
     Args:
         ids_U: Distinct packed ids, ascending, integer, shape ``(U,)``.
@@ -103,7 +104,7 @@ def locate_rows(
 
 
 def partition_rows(rows: UniqueRows, space: PackedIdSpace) -> RowPartition:
-    """Puts the unique rows of a batch in matrix order, as one chunk.
+    """Puts the unique rows of a batch in request order, as one chunk.
 
     Args:
         rows: Unique packed ids of the batch.

@@ -1,4 +1,4 @@
-"""One batch of one module, from its request to its update, in pieces that a schedule may reorder.
+"""One batch of one module, from its rows to its update, in pieces that a schedule may reorder.
 
 The batch is cut into K micro-batches. Chunk j holds the rows that micro-batch j is the first to
 use, so forward needs chunks up to j before micro-batch j, and with backward running from the last
@@ -10,7 +10,7 @@ Shape letters: K micro-batches and chunks, P packs, W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,11 +21,9 @@ from torch import Tensor
 from torchrec_picasso._torchrec import QuantizedCommCodec, get_gradient_division
 from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
-from torchrec_picasso.ops.fetch_order import CLEAN, dirty
-from torchrec_picasso.ops.packed_ids import PackedIdSpace
+from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
 from torchrec_picasso.sharding.arriving_rows import ArrivingRows, GradientSink
-from torchrec_picasso.sharding.chunked_batch import ChunkedBatch
-from torchrec_picasso.sharding.row_request import RowLayout, RowRequest
+from torchrec_picasso.sharding.row_request import RowLayout
 from torchrec_picasso.storage.row_buffers import RowBuffers
 from torchrec_picasso.storage.row_storage import RowStorage
 
@@ -47,66 +45,46 @@ class MicroRows(ArrivingRows):
         return partial(self.step.add_gradients, self.gradient_places_P)
 
     def arrive(self) -> Sequence[Tensor]:
-        """Waits for the chunks up to this one; gives all rows, later ones not filled yet."""
+        """Waits for the chunks up to this one; gives all rows, later dirty ones not filled yet."""
         return self.step.arrive(self.index)
 
 
 class InterleavedStep:
-    """One batch of one module; its methods are called once each, in the order they stand here.
+    """Rows and gradients of one batch of one module, whose every row has its place.
 
     Collective where it says so: on all ranks in the same order.
 
     Args:
         pg: Process group.
-        space: The packed id space of the module.
         storages: One per pack.
         buffers_P: Memory for rows and gradients of each pack.
         forward_codec: Wire precision of rows, or ``None`` for their own.
         backward_codec: Wire precision of gradients, or ``None`` for their own.
-        batch: The batch, its header on the way.
+        layout: Of the batch.
     """
-
-    _layout: RowLayout
 
     def __init__(
         self,
         pg: dist.ProcessGroup,
-        space: PackedIdSpace,
         storages: Sequence[RowStorage],
         buffers_P: Sequence[RowBuffers],
         forward_codec: QuantizedCommCodec | None,
         backward_codec: QuantizedCommCodec | None,
-        batch: ChunkedBatch,
+        layout: RowLayout,
     ) -> None:
         self._pg = pg
         self._storages = storages
         self._buffers_P = buffers_P
         self._forward_codec = forward_codec
         self._backward_codec = backward_codec
-        self._batch = batch
-        self.request = RowRequest(pg, space, storages, batch)
+        self.layout = layout
+        self._hot_P = [slots.numel() for slots in layout.hot_slots_P]
         self._arrivals: dict[int, PackedAllToAll] = {}
         self._gradients: list[PackedAllToAll] = []
         self._hot: HotReduction | None = None
         self._rows_P: list[Tensor] = []
         self._grads_P: list[Tensor] = []
         self._arrived_P: list[Tensor] = []
-
-    @property
-    def num_micro_batches(self) -> int:
-        """K."""
-        return len(self._batch.sizes_K)
-
-    def lay_out(self) -> None:
-        """Ends the request: from now on every row has its place."""
-        self._layout = self.request.lay_out()
-
-    def tensors(self) -> Iterator[Tensor]:
-        """What was made up to here and is used from here on, for stream bookkeeping."""
-        yield from self._layout.tensors()
-        if self._batch.bags.source_N is not None:
-            yield self._batch.bags.source_N
-            yield self._batch.features.weights()
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -116,38 +94,35 @@ class InterleavedStep:
 
     def fetch_dirty(self, chunk: int) -> None:
         """Starts fetching the other rows of a chunk. Collective."""
-        self._fetch(dirty(chunk))
+        self._fetch(dirty_exchange(chunk))
 
     def _fetch(self, exchange: int) -> None:
+        layout, storages = self.layout, self._storages
+        asked_P, mine_P = layout.asked_by_fetch_P, layout.mine_by_fetch_P
         with torch.no_grad():
             self._arrivals[exchange] = PackedAllToAll(
                 self._pg,
                 [
                     storage.gather(rows[asked.rows(exchange)])
-                    for storage, rows, asked in zip(
-                        self._storages, self._layout.fetched_P, self._layout.asked_P
-                    )
+                    for storage, rows, asked in zip(storages, layout.asked_rows_by_fetch_P, asked_P)
                 ],
-                [asked.counts_EW[exchange] for asked in self._layout.asked_P],
-                [
-                    rows[slots.numel() :][mine.rows(exchange)]
-                    for rows, slots, mine in zip(
-                        self._rows(), self._layout.hot_slots_P, self._layout.mine_P
-                    )
-                ],
-                [mine.counts_EW[exchange] for mine in self._layout.mine_P],
+                [asked.counts_EW[exchange] for asked in asked_P],
+                [cold[mine.rows(exchange)] for cold, mine in zip(self._cold(self._rows()), mine_P)],
+                [mine.counts_EW[exchange] for mine in mine_P],
                 self._forward_codec,
             )
 
     def read_hot(self) -> None:
         """Reads the replicas. Collective when they have to be filled first."""
-        storages = self._storages
+        layout, storages = self.layout, self._storages
         with torch.no_grad():
-            if self._layout.homes_written or any(s.replicas_stale() for s in storages):
+            if layout.homes_written or any(s.replicas_stale() for s in storages):
                 for storage in storages:
                     storage.fill_replicas()
-            for storage, slots, rows in zip(storages, self._layout.hot_slots_P, self._rows()):
-                storage.gather_hot(slots, out_hD=rows[: slots.numel()])
+            for storage, slots, hot in zip(
+                storages, layout.hot_slots_P, self._hot_rows(self._rows())
+            ):
+                storage.gather_hot(slots, out_hD=hot)
 
     def accept_writes(self) -> None:
         """Takes the storages as they are: what was fetched is what they hold."""
@@ -164,27 +139,26 @@ class InterleavedStep:
         """
         if not again and not any(storage.written_outside() for storage in self._storages):
             return
-        self._wait_for_rows(self.num_micro_batches - 1)
+        num_chunks = len(self.layout.sizes_K)
+        self._wait_for_rows(num_chunks - 1)
         self.fetch_clean()
-        for chunk in range(self.num_micro_batches):
+        for chunk in range(num_chunks):
             self.fetch_dirty(chunk)
         self.read_hot()
         self.accept_writes()
 
     def micro_rows(self, index: int) -> MicroRows:
         """What a micro-batch uses: a lookup result for the output dist."""
-        batch, pooling_P = self._batch, self._layout.pooling_KP[index]
-        weights_N = None
-        if batch.bags.source_N is not None:
-            of_packs = [batch.bags.source_N[pooling.lookups] for pooling in pooling_P]
-            weights_N = batch.features.weights().float().index_select(0, torch.cat(of_packs))
+        pooling_P, weights_N = self.layout.pooling_KP[index], self.layout.weights_N
+        if weights_N is not None:
+            weights_N = torch.cat([weights_N[pooling.lookups] for pooling in pooling_P])
         return MicroRows(
             step=self,
             index=index,
             gradient_places_P=[pooling.gradient_place_U for pooling in pooling_P],
             pooling_P=[pooling.index for pooling in pooling_P],
             lookups_P=[p.lookups.stop - p.lookups.start for p in pooling_P],
-            batch_size=batch.sizes_K[index],
+            batch_size=self.layout.sizes_K[index],
             weights_N=weights_N,
         )
 
@@ -201,7 +175,7 @@ class InterleavedStep:
 
     def _wait_for_rows(self, chunk: int) -> None:
         """Ends the fetches of the chunks up to one."""
-        for exchange in range(1 + dirty(chunk)):
+        for exchange in (CLEAN, *map(dirty_exchange, range(chunk + 1))):
             arrival = self._arrivals.pop(exchange, None)
             if arrival is not None:
                 arrival.wait()
@@ -222,52 +196,48 @@ class InterleavedStep:
     def _take_buffers(self) -> list[Tensor]:
         """A matrix for each pack with a row for each of the batch's."""
         return [
-            buffers.take(slots.numel() + order.num_rows)
-            for buffers, slots, order in zip(
-                self._buffers_P, self._layout.hot_slots_P, self._layout.mine_P
-            )
+            buffers.take(hot + mine.num_rows)
+            for buffers, hot, mine in zip(self._buffers_P, self._hot_P, self.layout.mine_P)
         ]
+
+    def _hot_rows(self, matrices_P: Sequence[Tensor]) -> list[Tensor]:
+        return [matrix[:hot] for matrix, hot in zip(matrices_P, self._hot_P)]
+
+    def _cold(self, matrices_P: Sequence[Tensor]) -> list[Tensor]:
+        return [matrix[hot:] for matrix, hot in zip(matrices_P, self._hot_P)]
 
     def send_gradients(self, chunk: int) -> None:
         """Starts sending the gradients of a chunk home. Collective.
 
         Its micro-batch has run backward, and so have all later ones.
         """
+        mine_P, asked_P = self.layout.mine_P, self.layout.asked_P
         if not self._gradients:
             self._arrived_P = [
                 buffers.take(asked.num_rows + touched.numel())
                 for buffers, asked, touched in zip(
-                    self._buffers_P, self._layout.asked_P, self._layout.touched_slots_P
+                    self._buffers_P, asked_P, self.layout.touched_slots_P
                 )
             ]
-        cold_P = [g[slots.numel() :] for g, slots in zip(self._totals(), self._layout.hot_slots_P)]
         self._gradients.append(
             PackedAllToAll(
                 self._pg,
-                [g[_rows_of(chunk, mine)] for g, mine in zip(cold_P, self._layout.mine_PKW)],
-                [mine_KW[chunk] for mine_KW in self._layout.mine_PKW],
-                [
-                    g[_rows_of(chunk, asked)]
-                    for g, asked in zip(self._arrived_P, self._layout.asked_PKW)
-                ],
-                [asked_KW[chunk] for asked_KW in self._layout.asked_PKW],
+                [cold[mine.rows(chunk)] for cold, mine in zip(self._cold(self._totals()), mine_P)],
+                [mine.counts_EW[chunk] for mine in mine_P],
+                [grads[asked.rows(chunk)] for grads, asked in zip(self._arrived_P, asked_P)],
+                [asked.counts_EW[chunk] for asked in asked_P],
                 self._backward_codec,
             )
         )
 
     def reduce_hot(self) -> None:
         """Starts summing the gradients of touched replicas over ranks. Collective."""
+        layout = self.layout
         self._hot = HotReduction(
             self._pg,
-            [g[: slots.numel()] for g, slots in zip(self._totals(), self._layout.hot_slots_P)],
-            [
-                torch.searchsorted(touched, own)
-                for touched, own in zip(self._layout.touched_slots_P, self._layout.hot_slots_P)
-            ],
-            [
-                buffer[asked.num_rows :]
-                for buffer, asked in zip(self._arrived_P, self._layout.asked_P)
-            ],
+            self._hot_rows(self._totals()),
+            list(map(torch.searchsorted, layout.touched_slots_P, layout.hot_slots_P)),
+            [grads[asked.num_rows :] for grads, asked in zip(self._arrived_P, layout.asked_P)],
         )
 
     def update(self) -> None:
@@ -278,16 +248,10 @@ class InterleavedStep:
         self._hot.wait()
         divided = get_gradient_division() and self._pg.size() > 1
         for storage, rows, slots, grads in zip(
-            self._storages, self._layout.requested_P, self._layout.touched_slots_P, self._arrived_P
+            self._storages, self.layout.asked_rows_P, self.layout.touched_slots_P, self._arrived_P
         ):
             storage.update(rows, slots, grads.div_(self._pg.size()) if divided else grads)
         for matrices_P in (self._rows_P, self._grads_P, self._arrived_P):
             for buffers, matrix in zip(self._buffers_P, matrices_P):
                 buffers.give_back(matrix)
             matrices_P.clear()
-
-
-def _rows_of(chunk: int, counts_KW: list[list[int]]) -> slice:
-    """Where a chunk's rows are in request order."""
-    start = sum(map(sum, counts_KW[:chunk]))
-    return slice(start, start + sum(counts_KW[chunk]))

@@ -26,6 +26,7 @@ from torchrec_picasso.sharding.exchanged_batch import (
     exchanged_batch,
 )
 from torchrec_picasso.sharding.interleaved_step import InterleavedStep, MicroRows
+from torchrec_picasso.sharding.row_request import RowLayout, RowRequest
 from torchrec_picasso.sharding.step_update import StepUpdate
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_buffers import RowBuffers
@@ -98,16 +99,19 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
         """Whether this rank's homes were written from outside since its replicas were filled."""
         return any(storage.replicas_stale() for storage in self._storages)
 
-    def interleave(self, batch: ChunkedBatch) -> InterleavedStep:
+    def request(self, batch: ChunkedBatch) -> RowRequest:
+        """The request for the rows of a batch whose exchange a schedule drives."""
+        return RowRequest(self._pg, self._space, self._storages, batch)
+
+    def interleave(self, layout: RowLayout) -> InterleavedStep:
         """The step of a batch whose exchange a schedule drives."""
         return InterleavedStep(
             self._pg,
-            self._space,
             self._storages,
             self._buffers_P,
             self._forward_codec,
             self._backward_codec,
-            batch,
+            layout,
         )
 
     def forward(self, sparse_features: ExchangedFeatures | MicroRows) -> ArrivingRows:

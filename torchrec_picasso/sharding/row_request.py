@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.header import StepHeader
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
-from torchrec_picasso.ops.fetch_order import FetchOrder, find_fetch_order
+from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder, find_fetch_order
 from torchrec_picasso.ops.micro_pooling import MicroPooling, cut_pooling
 from torchrec_picasso.ops.packed_ids import PackedIdSpace
 from torchrec_picasso.sharding.bad_input import raise_on_bad_input
@@ -35,41 +36,51 @@ __all__ = ["RowLayout", "RowRequest"]
 class RowLayout:
     """Where every row of a batch lies, on the rank that uses it and on those that keep it.
 
-    *Mine* are the cold rows that this rank asks for, *asked* those that others ask of it, both in
-    request order: chunk by chunk, in a chunk by rank.
+    *Mine* are the cold rows that this rank asks for, *asked* those that others ask of it. Ids and
+    gradients of both are in request order, an exchange for each chunk; rows are in fetch order.
     """
 
+    sizes_K: Sequence[int]
+    """Samples of each micro-batch."""
     homes_written: bool
     """Whether any rank's homes were written from outside, so that replicas have to be filled."""
     hot_slots_P: Sequence[Tensor]
     """Hot slots that this rank's batch uses, counted from 0 in the pack."""
     touched_slots_P: Sequence[Tensor]
     """Hot slots that any rank's batch uses, counted from 0 in the pack."""
-    requested_P: Sequence[Tensor]
+    mine_P: Sequence[Exchanges]
+    asked_P: Sequence[Exchanges]
+    asked_rows_P: Sequence[Tensor]
     """Home rows asked of this rank, in request order."""
-    fetched_P: Sequence[Tensor]
-    """The same in fetch order."""
-    mine_PKW: Sequence[list[list[int]]]
-    """Rows that this rank asks for, by chunk and home."""
-    asked_PKW: Sequence[list[list[int]]]
-    """Rows asked of this rank, by chunk and asking rank."""
-    mine_P: Sequence[FetchOrder]
-    asked_P: Sequence[FetchOrder]
+    mine_by_fetch_P: Sequence[FetchOrder]
+    asked_by_fetch_P: Sequence[FetchOrder]
+    asked_rows_by_fetch_P: Sequence[Tensor]
+    """Home rows asked of this rank, in fetch order."""
     pooling_KP: Sequence[Sequence[MicroPooling]]
+    weights_N: Tensor | None
+    """Per-sample weights in bag order, float32."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
-        for group in (self.hot_slots_P, self.touched_slots_P, self.requested_P, self.fetched_P):
+        for group in (
+            self.hot_slots_P,
+            self.touched_slots_P,
+            self.asked_rows_P,
+            self.asked_rows_by_fetch_P,
+        ):
             yield from group
         for pooling_P in self.pooling_KP:
             for pooling in pooling_P:
                 yield from pooling.tensors()
+        if self.weights_N is not None:
+            yield self.weights_N
 
 
 class RowRequest:
     """The request for the rows of one batch; its methods are called once each, in order.
 
-    Collective where it says so: on all ranks in the same order.
+    Collective where it says so: on all ranks in the same order. Waited for until :meth:`lay_out`,
+    kept until the next batch's :meth:`send_marks`.
 
     Args:
         pg: Process group.
@@ -79,7 +90,7 @@ class RowRequest:
     """
 
     _header: StepHeader
-    _requested_P: list[Tensor]
+    _asked_rows_P: list[Tensor]
     _ids: PackedAllToAll
 
     def __init__(
@@ -119,21 +130,21 @@ class RowRequest:
         self._hot_slots_P = [slots - start for slots, start in zip(hot_parts, starts_P)]
         touched_P = header.touched_slots_T.split(_per_pack(header.touched_P, num_chunks))
         self._touched_slots_P = [slots - start for slots, start in zip(touched_P, starts_P)]
-        self._mine_PKW = _nested(header.send_PW, num_chunks)
-        self._asked_PKW = _nested(header.receive_PW, num_chunks)
+        self._mine_P = _per_pack_and_chunk(header.send_PW, num_chunks)
+        self._asked_P = _per_pack_and_chunk(header.receive_PW, num_chunks)
         dtype = space.home_row_dtype
-        self._requested_P = [self._one_for_each(asked, dtype) for asked in self._asked_PKW]
+        self._asked_rows_P = [self._one_for_each(asked, dtype) for asked in self._asked_P]
         self._ids = PackedAllToAll(
             self._pg,
             [cold.to(dtype) for cold in parts[1::2]],
             header.send_PW,
-            _by_chunk(self._requested_P, self._asked_PKW),
+            _by_chunk(self._asked_rows_P, self._asked_P),
             header.receive_PW,
         )
         return True
 
     def receive_ids(self) -> None:
-        """Ends the ids exchange: homes know what they are asked for."""
+        """Ends the ids exchange: homes know which rows they are asked for."""
         self._ids.wait()
 
     def send_marks(self, before: RowRequest) -> None:
@@ -142,49 +153,55 @@ class RowRequest:
         self._dirty_asked_P = [
             storage.which_are_among(rows, updated).to(dtype)
             for storage, rows, updated in zip(
-                self._storages, self._requested_P, before._requested_P
+                self._storages, self._asked_rows_P, before._asked_rows_P
             )
         ]
-        self._dirty_mine_P = [self._one_for_each(mine, dtype) for mine in self._mine_PKW]
+        self._dirty_mine_P = [self._one_for_each(mine, dtype) for mine in self._mine_P]
         self._marks = PackedAllToAll(
             self._pg,
-            _by_chunk(self._dirty_asked_P, self._asked_PKW),
+            _by_chunk(self._dirty_asked_P, self._asked_P),
             self._header.receive_PW,
-            _by_chunk(self._dirty_mine_P, self._mine_PKW),
+            _by_chunk(self._dirty_mine_P, self._mine_P),
             self._header.send_PW,
         )
 
     def lay_out(self) -> RowLayout:
         """Gives every row its place; ends the marks. Where none were sent, all rows are dirty."""
-        mine: Sequence[Tensor | None] = [None] * self._space.num_packs
-        asked: Sequence[Tensor | None] = mine
+        batch = self._batch
+        dirty_mine_P: Sequence[Tensor | None] = [None] * self._space.num_packs
+        dirty_asked_P = dirty_mine_P
         if self._marks is not None:
             self._marks.wait()
-            mine = [dirty.bool() for dirty in self._dirty_mine_P]
-            asked = [dirty.bool() for dirty in self._dirty_asked_P]
-        mine_P = list(map(find_fetch_order, self._mine_PKW, mine))
-        asked_P = list(map(find_fetch_order, self._asked_PKW, asked))
-        batch = self._batch
-        pooling_KP = cut_pooling(
-            batch.bags,
-            batch.rows,
-            batch.micro_batch_N,
-            *self._places(mine_P),
-            features_P=self._space.features_P,
-            sizes_K=batch.sizes_K,
-            mean_PF=batch.mean_PF,
-        )
+            dirty_mine_P = [marks.bool() for marks in self._dirty_mine_P]
+            dirty_asked_P = [marks.bool() for marks in self._dirty_asked_P]
+        mine_P = [find_fetch_order(m.counts_EW, d) for m, d in zip(self._mine_P, dirty_mine_P)]
+        asked_P = [find_fetch_order(a.counts_EW, d) for a, d in zip(self._asked_P, dirty_asked_P)]
+        weights_N = batch.features.weights_or_none()
+        if weights_N is not None:
+            weights_N = weights_N.float().index_select(0, batch.bags.source_N)
         return RowLayout(
+            sizes_K=batch.sizes_K,
             homes_written=self._header.homes_written,
             hot_slots_P=self._hot_slots_P,
             touched_slots_P=self._touched_slots_P,
-            requested_P=self._requested_P,
-            fetched_P=[order.arrange(rows) for order, rows in zip(asked_P, self._requested_P)],
-            mine_PKW=self._mine_PKW,
-            asked_PKW=self._asked_PKW,
-            mine_P=mine_P,
-            asked_P=asked_P,
-            pooling_KP=pooling_KP,
+            mine_P=self._mine_P,
+            asked_P=self._asked_P,
+            asked_rows_P=self._asked_rows_P,
+            mine_by_fetch_P=mine_P,
+            asked_by_fetch_P=asked_P,
+            asked_rows_by_fetch_P=[
+                order.arrange(rows) for order, rows in zip(asked_P, self._asked_rows_P)
+            ],
+            pooling_KP=cut_pooling(
+                batch.bags,
+                batch.rows,
+                batch.micro_batch_N,
+                *self._places(mine_P),
+                features_P=self._space.features_P,
+                sizes_K=batch.sizes_K,
+                mean_PF=batch.mean_PF,
+            ),
+            weights_N=weights_N,
         )
 
     def _places(self, mine_P: Sequence[FetchOrder]) -> tuple[Tensor, Tensor]:
@@ -192,35 +209,42 @@ class RowRequest:
 
         Hot rows stand first in both; the cold ones follow in fetch order and in request order.
         """
+        hot_P = [slots.numel() for slots in self._hot_slots_P]
+        rows_P = [hot + order.num_rows for hot, order in zip(hot_P, mine_P)]
         position_U = self._batch.located.position_U
-        rows_P, gradients_P = [], []
-        for slots, order in zip(self._hot_slots_P, mine_P):
-            hot = slots.numel()
-            gradients_P.append(torch.arange(hot + order.num_rows, device=slots.device))
-            rows_P += [gradients_P[-1][:hot], order.places(slots.device) + hot]
-        return (
-            torch.cat(rows_P).index_select(0, position_U),
-            torch.cat(gradients_P).index_select(0, position_U),
-        )
+        # packs follow each other in ids as in positions
+        first_P = [0, *accumulate(rows_P)]
+        gradient_P = [
+            position - first for position, first in zip(position_U.split(rows_P), first_P)
+        ]
+        row_P = [
+            torch.cat(
+                [torch.arange(hot, device=position.device), order.places(position.device) + hot]
+            ).index_select(0, position)
+            for hot, order, position in zip(hot_P, mine_P, gradient_P)
+        ]
+        return torch.cat(row_P), torch.cat(gradient_P)
 
-    def _one_for_each(self, counts_KW: list[list[int]], dtype: torch.dtype) -> Tensor:
+    def _one_for_each(self, exchanges: Exchanges, dtype: torch.dtype) -> Tensor:
         """An empty vector with room for each of some rows."""
-        return self._batch.located.target_U.new_empty(sum(map(sum, counts_KW)), dtype=dtype)
+        return self._batch.located.target_U.new_empty(exchanges.num_rows, dtype=dtype)
 
 
-def _nested(counts: Sequence[list[int]], num_chunks: int) -> list[list[list[int]]]:
-    """Per pack, per chunk."""
-    return [list(counts[i : i + num_chunks]) for i in range(0, len(counts), num_chunks)]
+def _per_pack_and_chunk(counts: Sequence[list[int]], num_chunks: int) -> list[Exchanges]:
+    return [
+        Exchanges(list(counts[start : start + num_chunks]))
+        for start in range(0, len(counts), num_chunks)
+    ]
 
 
 def _per_pack(counts: Sequence[int], num_chunks: int) -> list[int]:
     return [sum(counts[i : i + num_chunks]) for i in range(0, len(counts), num_chunks)]
 
 
-def _by_chunk(values_P: Sequence[Tensor], counts_PKW: list[list[list[int]]]) -> list[Tensor]:
+def _by_chunk(values_P: Sequence[Tensor], exchanges_P: Sequence[Exchanges]) -> list[Tensor]:
     """Cuts each pack's vector into its chunks."""
     return [
-        part
-        for values, counts_KW in zip(values_P, counts_PKW)
-        for part in values.split([sum(counts_W) for counts_W in counts_KW])
+        values[exchanges.rows(chunk)]
+        for values, exchanges in zip(values_P, exchanges_P)
+        for chunk in range(len(exchanges.counts_EW))
     ]

@@ -16,6 +16,7 @@ from torchrec_picasso.errors import CompatError, PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.sharding.interleaved_step import InterleavedStep
 from torchrec_picasso.sharding.packed_sharding import HotColdPooledEmbeddingSharding
+from torchrec_picasso.sharding.row_request import RowLayout, RowRequest
 
 __all__ = [
     "ShardedHotColdEmbeddingBagCollection",
@@ -100,10 +101,10 @@ class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Whether all tables are hot/cold, so that a schedule may drive the whole exchange."""
         return list(self.sharding_type_to_sharding_infos) == [_GROUP]
 
-    def start_step(
+    def request(
         self, context: Any, sizes_K: Sequence[int], *args: Any, has_data: bool = True
-    ) -> InterleavedStep:
-        """Starts a batch whose exchange a schedule drives. Collective.
+    ) -> RowRequest:
+        """Starts asking for the rows of a batch whose exchange a schedule drives. Collective.
 
         Args:
             context: Of :meth:`create_context`.
@@ -118,7 +119,12 @@ class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         finally:
             sharding.interleaving.sizes_K, sharding.interleaving.has_data = None, True
         (lookup,) = self._lookups
-        return lookup.interleave(batch)
+        return lookup.request(batch)
+
+    def interleave(self, layout: RowLayout) -> InterleavedStep:
+        """The step of a batch whose request has ended."""
+        (lookup,) = self._lookups
+        return lookup.interleave(layout)
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         """Refuses TorchRec's dynamic resharding when a table is hot/cold."""

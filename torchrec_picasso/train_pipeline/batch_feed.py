@@ -17,6 +17,7 @@ from torchrec_picasso.train_pipeline.end_of_data import (
     share_empty_batch,
     take_census,
 )
+from torchrec_picasso.train_pipeline.id_stream import IdStream
 
 __all__ = ["BatchFeed", "Fetched"]
 
@@ -43,6 +44,7 @@ class BatchFeed:
         split: Cuts a batch.
         execute_all_batches: Whether a rank whose data has ended goes on until all ranks' has. If
             not, all stop as soon as one lacks a batch; the others keep theirs for the next call.
+        id_stream: Where ranks ask each other, and where stand-ins are made.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class BatchFeed:
         device: torch.device,
         split: SplitBatch,
         execute_all_batches: bool,
+        id_stream: IdStream,
     ) -> None:
         self._copy_batch = fetch
         self._create_context = create_context
         self._device = device
         self._split = split
         self._execute_all_batches = execute_all_batches
+        self._id_stream = id_stream
         self._kept: Fetched | None = None
 
     def first(self, pg: dist.ProcessGroup, batches: Iterator[Any]) -> Fetched:
@@ -68,6 +72,10 @@ class BatchFeed:
             CompatError: On all ranks, if a rank has none and the others' cannot be cut.
         """
         mine = self._fetch(batches)
+        with self._id_stream.working():
+            return self._first(pg, mine)
+
+    def _first(self, pg: dist.ProcessGroup, mine: Fetched | None) -> Fetched:
         census = take_census(pg, self._device, mine is not None)
         if census.all_have_data and mine is not None:
             return mine
@@ -93,6 +101,10 @@ class BatchFeed:
             StopIteration: On all ranks, if not all have a batch and all must.
         """
         mine = self._fetch(batches)
+        with self._id_stream.working():
+            return self._following(pg, mine, last)
+
+    def _following(self, pg: dist.ProcessGroup, mine: Fetched | None, last: Any) -> Fetched | None:
         everywhere = self._execute_all_batches or (
             take_census(pg, self._device, mine is not None).all_have_data
         )

@@ -88,8 +88,8 @@ class _Bucket:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         has_grad = grads[0].new_ones(len(grads))
         self._missing = [place for place, p in enumerate(self.parameters) if p.grad is None]
-        if self._missing:
-            has_grad[self._missing] = 0.0
+        for place in self._missing:
+            has_grad[place].zero_()
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), has_grad])
         self._flat = flat.div_(self._pg.size())
         self._work = dist.all_reduce(self._flat, group=self._pg, async_op=True)
@@ -101,9 +101,9 @@ class _Bucket:
         sizes = [parameter.numel() for parameter in self.parameters]
         *means, has_grad = self._flat.split([*sizes, len(sizes)])
         # only of a gradient that is missing here it is not known whether it is anywhere
-        nowhere = {place for place in self._missing if not has_grad[place].item()}
-        for place, (parameter, mean) in enumerate(zip(self.parameters, means)):
-            if place not in nowhere:
+        is_anywhere = has_grad.tolist() if self._missing else [1.0] * len(sizes)
+        for parameter, mean, is_somewhere in zip(self.parameters, means, is_anywhere):
+            if is_somewhere:
                 parameter.grad = mean.view_as(parameter).clone()
 
 

@@ -2,9 +2,9 @@
 
 Ids cannot be exchanged without asking the device how many there are. On the computing stream each
 such question would wait for everything that is queued there, and the device would then wait for the
-host. On a stream of their own they wait for a few kernels on integers. What is made there is handed
-over once per batch: the computing stream waits for it, and its memory is not used anew before the
-computing stream is done with it.
+host. On a stream of their own they wait for the batch's copy, for kernels on integers and for
+exchanges of ids. What is made there is handed over once per batch: the computing stream waits for
+it, and its memory is not used anew before the computing stream is done with it.
 
 On the CPU there is one order of everything, and nothing here does anything.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso._torchrec import wait_for_batch
+from torchrec_picasso.train_pipeline.split_batch import children_of
 
 __all__ = ["IdStream"]
 
@@ -45,28 +46,25 @@ class IdStream:
         """Has this stream wait for the copy of a batch. Call it while :meth:`working`."""
         wait_for_batch(batch, self._copy_stream)
 
-    def wait_for_computing(self) -> None:
-        """Has this stream wait for the computing one. Call it while not :meth:`working`."""
-        if self._stream is not None:
-            self._stream.wait_stream(_current(self._stream))
-
     def hand_over(self, batches: Iterable[Any], tensors: Iterable[Tensor]) -> None:
         """Gives what was made here to the computing stream. Call it while not :meth:`working`.
 
         Args:
-            batches: Batches that this stream took or cut; of a type that TorchRec's pipelines take.
+            batches: Batches that this stream took or cut.
             tensors: Tensors made on this stream.
         """
         if self._stream is None:
             return
-        for batch in batches:
-            wait_for_batch(batch, self._stream)
-        computing = _current(self._stream)
+        computing = torch.get_device_module(self._stream.device).current_stream()
         computing.wait_stream(self._stream)
-        for tensor in tensors:
-            tensor.record_stream(computing)
+        for value in (*batches, *tensors):
+            _record(value, computing)
 
 
-def _current(stream: torch.Stream) -> torch.Stream:
-    current: torch.Stream = torch.get_device_module(stream.device).current_stream()
-    return current
+def _record(value: Any, stream: torch.Stream) -> None:
+    """Keeps the memory of everything in a tensor or a batch until a stream is done with it."""
+    if hasattr(value, "record_stream"):
+        value.record_stream(stream)
+        return
+    for _, member in children_of(value) or ():
+        _record(member, stream)

@@ -81,6 +81,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             ``None`` = chosen likewise.
         split_batch: Cuts a batch into parts of given sizes, ``(batch, sizes) -> parts``; ``None``
             knows tensors, KeyedJaggedTensors, dataclasses and containers of them. Sizes may be 0.
+            On an accelerator it runs on the stream of input dists.
         join_outputs: Joins the parts' outputs, ``(outputs, sizes) -> output``; ``None`` knows the
             same types.
         loss_reduction: Whether the model's losses are a ``"mean"`` over samples or a ``"sum"``; a
@@ -120,7 +121,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._join_outputs = join_outputs or join_known_outputs
         self._id_stream = IdStream(self._data_dist_stream, self._memcpy_stream)
         fetch = self.copy_batch_to_gpu, self._create_context
-        self._feed = BatchFeed(*fetch, device, self._split_batch, execute_all_batches)
+        self._feed = BatchFeed(
+            *fetch, device, self._split_batch, execute_all_batches, self._id_stream
+        )
         self._flights: deque[Flight] = deque()
         self._is_halfway = self._has_ended = self._has_trained = False
         self._choice = SettingChoice(candidates(num_micro_batches, lookahead))
@@ -186,10 +189,10 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if self._model.training:
             self._has_trained = True
             self._optimizer.zero_grad()
-            start_s = perf_counter()
+            start_s = self._now_s()
             with step_range(self._batch_count):
                 self._walk(training_schedule(*settings))
-            self._choice.note_step(settings, perf_counter() - start_s, pg, self._device)
+            self._choice.note_step(settings, self._now_s() - start_s, pg, self._device)
         else:
             with step_range(self._batch_count):
                 self._walk(evaluation_schedule(*settings))
@@ -258,6 +261,12 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._flights.append(self._board(fetched))
         return fetched is not None
 
+    def _now_s(self) -> float:
+        """The time; while steps are compared, that of the device, which the host runs ahead of."""
+        if self._device.type != "cpu" and not self._choice.is_settled:
+            torch.get_device_module(self._device).synchronize()
+        return perf_counter()
+
     def _walk(self, schedule: Schedule) -> None:
         """Runs the operations on those batches that there are."""
         self._is_halfway = True
@@ -273,8 +282,6 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     def _board(self, fetched: Fetched) -> Flight:
         """Cuts a batch into micro-batches."""
         batch, setting = fetched.batch, self._choice.current
-        if not fetched.has_data:  # not copied to the device but made there
-            self._id_stream.wait_for_computing()
         with self._id_stream.working():
             self._id_stream.take_batch(batch)
             for name, module in self._interleaved.items():

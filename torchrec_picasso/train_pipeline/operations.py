@@ -73,7 +73,7 @@ class Operations:
             self._run(op, flights)
         if op.kind == PREPARING[-1]:
             flight = flights[op.batch]
-            tensors = chain.from_iterable(step.tensors() for step in flight.steps.values())
+            tensors = chain.from_iterable(step.layout.tensors() for step in flight.steps.values())
             self._id_stream.hand_over([flight.batch, *flight.micro_batches_K], tensors)
 
     def _run(self, op: Op, flights: Sequence[Flight]) -> None:
@@ -91,7 +91,7 @@ class Operations:
             args, _ = module.preprocess_input(args, kwargs)
             context = module.create_context()
             flight.module_contexts[name] = context
-            flight.steps[name] = module.start_step(
+            flight.requests[name] = module.request(
                 context, flight.sizes_K, *args, has_data=flight.has_data
             )
         if not self._interleaved:
@@ -100,7 +100,7 @@ class Operations:
             self._start_plain(flight)
 
     def _send_ids(self, flight: Flight) -> None:
-        go_on = [step.request.send_ids() for step in flight.steps.values()]
+        go_on = [request.send_ids() for request in flight.requests.values()]
         if self._plain:
             self._wait_plain(flight.context)
         if flight.any_data is not None:
@@ -113,16 +113,16 @@ class Operations:
             raise flight.fetched.refusal
 
     def _receive_ids(self, flight: Flight) -> None:
-        for step in flight.steps.values():
-            step.request.receive_ids()
+        for request in flight.requests.values():
+            request.receive_ids()
 
     def _send_marks(self, flight: Flight, before: Flight) -> None:
-        for name, step in flight.steps.items():
-            step.request.send_marks(before.steps[name].request)
+        for name, request in flight.requests.items():
+            request.send_marks(before.requests[name])
 
     def _lay_out(self, flight: Flight) -> None:
-        for step in flight.steps.values():
-            step.lay_out()
+        for name, module in self._interleaved.items():
+            flight.steps[name] = module.interleave(flight.requests[name].lay_out())
 
     def _fetch_clean(self, flight: Flight) -> None:
         for step in flight.steps.values():

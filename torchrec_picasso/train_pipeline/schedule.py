@@ -200,9 +200,13 @@ def _of_chunks(kind: str, batch: int, setting: Setting) -> list[Op]:
 
 
 def _look_ahead(following: Setting) -> list[Op]:
-    """What no update has to come before: the header of one batch, the clean rows of another."""
+    """What no update has to come before: the clean rows of one batch, the header of another.
+
+    The layout is first: what its host syncs wait for was sent in the step before. The header is
+    small and goes ahead of the rows.
+    """
     clean = [Op("fetch_clean", NEXT)] if following.lookahead else []
-    return [Op("request", AFTER), Op("lay_out", NEXT), *clean]
+    return [Op("lay_out", NEXT), Op("request", AFTER), *clean]
 
 
 def _ids_arrive(batch: int, setting: Setting) -> list[Op]:

@@ -1,4 +1,4 @@
-"""From ids to matrix order and back: every lookup finds its row, every row its home or replica."""
+"""From ids to request order and back: every lookup finds its row, every row its home or replica."""
 
 from __future__ import annotations
 

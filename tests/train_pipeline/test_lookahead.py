@@ -1,0 +1,55 @@
+"""Rows that the batch before does not update are fetched before its update, and only those."""
+
+from __future__ import annotations
+
+import torch
+from torchrec import KeyedJaggedTensor
+from torchrec.datasets.utils import Batch
+
+from tests.sharding.jobs import Job, Table, build
+from tests.train_pipeline.runs import pipeline_of
+from torchrec_picasso.ops.fetch_order import CLEAN
+from torchrec_picasso.workloads.launch import run_ranks
+
+JOB = Job(placement={"*": 0}, tables=(Table("a", 8, 1000, ("f0",)),))
+IDS = (  # by step, by rank; homes are 0..499 and 500..999
+    ((1, 2, 600), (3, 601)),
+    ((1, 4, 5, 601, 700), (2, 3, 800)),
+    ((4, 800, 6, 7), (900, 8)),
+    ((9, 901), (4, 800)),
+)
+
+
+def _batch(ids: tuple[int, ...]) -> Batch:
+    return Batch(
+        dense_features=torch.zeros(len(ids), 1),
+        sparse_features=KeyedJaggedTensor(
+            keys=["f0"], values=torch.tensor(ids), lengths=torch.ones(len(ids), dtype=torch.int32)
+        ),
+        labels=torch.ones(len(ids)),
+    )
+
+
+def _clean_rows(rank: int, world_size: int, lookahead: bool) -> list[list[int]]:
+    """By step after the first, the clean rows of each home that this rank's batch has."""
+    model = build(JOB, rank, world_size)
+    pipeline = pipeline_of(model, num_micro_batches=2, lookahead=lookahead)
+    batches = iter([_batch(ids[rank]) for ids in IDS])
+    found = []
+    for _ in IDS[1:]:
+        pipeline.progress(batches)
+        (step,) = pipeline._flights[0].steps.values()
+        (order,) = step.layout.mine_by_fetch_P
+        found.append(order.counts_EW[CLEAN])
+    return found
+
+
+def test_clean_rows_are_those_that_no_rank_used_in_the_step_before() -> None:
+    for rank, found in enumerate(run_ranks(_clean_rows, 2, True, timeout_s=100)):
+        for before, now, counts in zip(IDS, IDS[1:], found):
+            clean = set(now[rank]) - set(before[0]) - set(before[1])
+            assert counts == [sum(row < 500 for row in clean), sum(row >= 500 for row in clean)]
+
+
+def test_without_lookahead_no_row_is_clean() -> None:
+    assert run_ranks(_clean_rows, 2, False, timeout_s=100) == [[[0, 0]] * 3] * 2
