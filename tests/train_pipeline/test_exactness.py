@@ -56,7 +56,9 @@ JOBS = {
         weighted=True,
         num_steps=NUM_STEPS,
     ),
+    "half_wire": Job(placement={"*": 2}, tables=ODD[:2], wire="fp16", num_steps=NUM_STEPS),
 }
+TOLERANCES = {"half_wire": (5e-3, 1e-3)}  # a sum may round to the next of 11 bits
 SETTINGS = [(k, lookahead) for k in (1, 2, 4) for lookahead in (False, True)]
 
 
@@ -134,7 +136,8 @@ def test_trains_as_the_plain_loop(
 ) -> None:
     by_rank = _trained(world_size)
     mine = [rank[name, num_micro_batches, lookahead] for rank in by_rank]
-    _assert_close(mine, [rank[name, "plain"] for rank in by_rank], RTOL, ATOL)
+    plain = [rank[name, "plain"] for rank in by_rank]
+    _assert_close(mine, plain, *TOLERANCES.get(name, (RTOL, ATOL)))
     for replicas in zip(*(result.replicas for result in mine)):
         for replica in replicas[1:]:
             torch.testing.assert_close(replica, replicas[0], rtol=0, atol=0)
