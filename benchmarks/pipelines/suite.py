@@ -46,7 +46,7 @@ def run_scenarios(
         data: A Criteo file, or data to generate.
         options: Arguments of :class:`Question` that replace the scenarios' own.
         only: Names of the scenarios to run; empty = all. The summary has all of them.
-        again: Whether to run those that are done, too.
+        again: Whether to run those that are done, too; curves are measured anew then.
 
     Returns:
         0, or 1 if a scenario that was to run did not.

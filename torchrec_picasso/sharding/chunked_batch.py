@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches and made unique, as an interleaved step receives it.
+"""A batch cut into micro-batches and made unique, as a row request receives it.
 
 Shape letters: K micro-batches, P packs, F features, N lookups.
 """
@@ -49,4 +49,4 @@ class ChunkedBatch(Awaitable[KeyedJaggedTensor]):
     header: HeaderExchange
 
     def _wait_impl(self) -> KeyedJaggedTensor:
-        raise AssertionError("an interleaved batch is driven by its InterleavedStep")
+        raise AssertionError("an interleaved batch is driven by its RowRequest")

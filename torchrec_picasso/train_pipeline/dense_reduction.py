@@ -101,9 +101,9 @@ class _Bucket:
         sizes = [parameter.numel() for parameter in self.parameters]
         *means, has_grad = self._flat.split([*sizes, len(sizes)])
         # only of a gradient that is missing here it is not known whether it is anywhere
-        is_anywhere = has_grad.tolist() if self._missing else [1.0] * len(sizes)
-        for parameter, mean, is_somewhere in zip(self.parameters, means, is_anywhere):
-            if is_somewhere:
+        anywhere = has_grad.tolist() if self._missing else [1.0] * len(sizes)
+        for parameter, mean, is_anywhere in zip(self.parameters, means, anywhere):
+            if is_anywhere:
                 parameter.grad = mean.view_as(parameter).clone()
 
 
