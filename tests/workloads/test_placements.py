@@ -54,7 +54,9 @@ def test_placements_train_the_same_model() -> None:
         # SGD is the same for rows, columns and replicas; only the order of sums differs.
         torch.testing.assert_close(losses, reference, rtol=1e-6, atol=0, msg=name)
         assert num_hot == (30 if name == "hot_cold" else 0)
-        if name != "planner":
+        if name == "row_wise":  # four of the six tables have one row for two ranks
+            assert types == {"row_wise", "table_wise"}
+        elif name != "planner":
             assert types == {"row_wise" if name == "hot_cold" else name}
 
 

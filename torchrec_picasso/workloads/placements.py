@@ -5,7 +5,7 @@ The one place that knows both this package's planner and TorchRec's stock ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -126,10 +126,10 @@ def make_placement(
 def _stock_constraints(
     name: str, model: nn.Module, world_size: int
 ) -> dict[str, ParameterConstraints]:
-    kinds = list(STOCK_PLACEMENTS) if name == "planner" else [name]
+    kinds = STOCK_PLACEMENTS if name == "planner" else (name,)
     return {
         config.name: ParameterConstraints(
-            sharding_types=kinds,
+            sharding_types=_trainable(kinds, config.num_embeddings, world_size),
             compute_kernels=["fused"],
             min_partition=_column_width(config.embedding_dim, world_size),
         )
@@ -137,6 +137,19 @@ def _stock_constraints(
         if isinstance(module, EmbeddingBagCollection)
         for config in module.embedding_bag_configs()
     }
+
+
+def _trainable(kinds: Sequence[str], num_embeddings: int, world_size: int) -> list[str]:
+    """The sharding types that stock can train for a table of so many rows.
+
+    Row-wise shards are equal, so the last ranks of a small table may get none, and FBGEMM's CPU
+    backward reads beyond its table sizes when the last table of a rank is empty. Such tables are
+    table-wise.
+    """
+    shard_rows = -(-num_embeddings // world_size)
+    if shard_rows * (world_size - 1) < num_embeddings:
+        return list(kinds)
+    return [kind for kind in kinds if kind != "row_wise"] or ["table_wise"]
 
 
 def _column_width(embedding_dim: int, world_size: int) -> int:
