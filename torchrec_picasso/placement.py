@@ -28,9 +28,11 @@ class HotColdParams(CacheParams):
         hot_rows: Row ids of the table that get a replica on every rank, any integer sequence or
             tensor; stored as an ascending int64 tensor of shape ``(H,)``. Empty means the packed
             unique exchange without replicas.
+        wave: Tables of one wave travel together; an interleaved pipeline staggers the waves, in
+            ascending order. Any numbers from 0 on.
 
     Raises:
-        PlanError: If an id is negative or repeated.
+        PlanError: If an id is negative or repeated, or the wave is negative.
 
     Source:
         PICASSO (arXiv 2204.04903), HybridHash; TorchRec ``distributed/types.py`` ``CacheParams``.
@@ -38,8 +40,12 @@ class HotColdParams(CacheParams):
 
     hot_rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
+    wave: int = 0
+
     def __post_init__(self) -> None:
         self.hot_rows = _ascending_ids(self.hot_rows)
+        if self.wave < 0:
+            raise PlanError(f"wave {self.wave} is negative; waves count from 0")
 
     @property
     def num_hot_rows(self) -> int:
@@ -68,15 +74,19 @@ class HotColdParams(CacheParams):
             isinstance(other, HotColdParams)
             and CacheParams.__hash__(self) == CacheParams.__hash__(other)
             and torch.equal(self.hot_rows, other.hot_rows)
+            and self.wave == other.wave
         )
 
     def __hash__(self) -> int:
-        return hash((super().__hash__(), self.hot_rows.numpy().tobytes()))
+        return hash((super().__hash__(), self.hot_rows.numpy().tobytes(), self.wave))
 
     def __repr__(self) -> str:
         # a digest, because TorchRec tells plans apart by this text and tensors print shortened
         digest = hashlib.sha256(self.hot_rows.numpy().tobytes()).hexdigest()[:16]
-        return f"HotColdParams(num_hot_rows={self.num_hot_rows}, hot_rows=sha256:{digest})"
+        return (
+            f"HotColdParams(num_hot_rows={self.num_hot_rows}, hot_rows=sha256:{digest}, "
+            f"wave={self.wave})"
+        )
 
 
 def _ascending_ids(rows: Tensor | Iterable[int]) -> Tensor:

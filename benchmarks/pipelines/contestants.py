@@ -24,11 +24,12 @@ AUTO = "auto"
 """In place of a number: the pipeline chooses."""
 
 _NO_LOOKAHEAD = "interleaved_no_lookahead"
-_MOST_VALUES = {"hot_cold": 1, "interleaved": 2, _NO_LOOKAHEAD: 2}
+_MOST_VALUES = {"hot_cold": 1, "interleaved": 3, _NO_LOOKAHEAD: 3}
 _HELP = (
     "NAME is one of table_wise, row_wise, column_wise, planner, fused, hot_cold, "
     "hot_cold:HOT_ROWS, interleaved, interleaved:MICRO_BATCHES, "
-    "interleaved:MICRO_BATCHES:HOT_ROWS, and the same with interleaved_no_lookahead; "
+    "interleaved:MICRO_BATCHES:HOT_ROWS, interleaved:MICRO_BATCHES:HOT_ROWS:WAVES, and the same "
+    "with interleaved_no_lookahead; "
     f"MICRO_BATCHES is a number from 1 on or {AUTO}"
 )
 
@@ -44,6 +45,7 @@ class Contestant:
         hot_rows: Of a hot/cold placement; ``None`` = the planner's own choice.
         num_micro_batches: Of the interleaved pipeline; ``None`` = its own choice.
         lookahead: Of the interleaved pipeline; ``None`` = its own choice.
+        num_waves: Waves that its tables travel in.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Contestant:
     hot_rows: int | None = None
     num_micro_batches: int | None = None
     lookahead: bool | None = None
+    num_waves: int = 1
 
     @property
     def is_stock(self) -> bool:
@@ -87,8 +90,8 @@ def parse_contestant(name: str) -> Contestant:
     values: list[int | None] = [int(text) for text in numbers]
     if is_interleaved:
         given = [None, *values] if is_auto else values
-        num_micro_batches, hot_rows, *_ = [*given, None, None]
-        if num_micro_batches == 0:
+        num_micro_batches, hot_rows, num_waves, *_ = [*given, None, None, None]
+        if num_micro_batches == 0 or num_waves == 0:
             raise refusal
         return Contestant(
             name=name,
@@ -97,6 +100,7 @@ def parse_contestant(name: str) -> Contestant:
             num_micro_batches=num_micro_batches,
             hot_rows=hot_rows,
             lookahead=False if kind == _NO_LOOKAHEAD else None,
+            num_waves=num_waves or 1,
         )
     if kind == "fused":
         return Contestant(name=name, placement="", pipeline="fused")

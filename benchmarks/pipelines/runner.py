@@ -209,6 +209,7 @@ def _with_sharding(config: TrainConfig, contestant: Contestant, curves: str | No
         config.sharding,
         hot_rows=contestant.hot_rows,
         curves=curves if contestant.needs_curves else None,
+        num_waves=contestant.num_waves,
     )
     return dataclasses.replace(config, sharding=sharding)
 

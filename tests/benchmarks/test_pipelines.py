@@ -101,6 +101,13 @@ def test_the_interleaved_pipeline_is_not_told_what_it_shall_choose(
     assert pipeline_options(contestant) == options
 
 
+def test_the_tables_travel_in_as_many_waves_as_named() -> None:
+    assert parse_contestant("interleaved:2:7").num_waves == 1
+    assert parse_contestant("interleaved:2:7:3").num_waves == 3
+    chosen = parse_contestant("interleaved:auto:7:3")
+    assert (chosen.num_micro_batches, chosen.hot_rows, chosen.num_waves) == (None, 7, 3)
+
+
 def test_the_schedule_is_the_pipelines_own_where_it_tells_it() -> None:
     chosen = SimpleNamespace(num_micro_batches=3, lookahead=False)
     assert schedule_used(parse_contestant("interleaved"), chosen) == (3, False)
@@ -115,7 +122,7 @@ def test_the_schedule_is_the_pipelines_own_where_it_tells_it() -> None:
     "name",
     [
         *("", "best", "table_wise:3", "hot_cold:-1", "hot_cold:1:2", "hot_cold:many"),
-        *("interleaved:0", "interleaved:2:3:4", "interleaved:auto:2:3", "interleaved:2:auto"),
+        *("interleaved:0", "interleaved:2:3:0", "interleaved:2:3:4:5", "interleaved:2:auto"),
         *("interleaved_no_lookahead:0:5", "hot_cold:auto", "table_wise:auto", "fused:1"),
     ],
 )

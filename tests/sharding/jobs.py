@@ -85,6 +85,8 @@ class Job:
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1})
     lopsided: bool = False
     """Whether hot/cold tables are cut into homes of unequal size, an empty one among them."""
+    waves: Mapping[str, int] = field(default_factory=dict)
+    """Waves of hot/cold tables; 0 for those not named."""
     kwargs_of_table: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     num_steps: int = 10
     lr_decay: float = 1.0
@@ -221,7 +223,9 @@ def build(job: Job, rank: int, world_size: int) -> DistributedModelParallel:
         if isinstance(place, int):
             # every third row, so that hot rows are spread over the homes
             by_thirds = sorted(range(table.rows), key=lambda row: (row % 3, row))
-            plan[table.name].cache_params = HotColdParams(hot_rows=by_thirds[:place])
+            plan[table.name].cache_params = HotColdParams(
+                hot_rows=by_thirds[:place], wave=job.waves.get(table.name, 0)
+            )
             if job.lopsided:
                 _cut_lopsided(plan[table.name], table.rows)
     sharded = DistributedModelParallel(

@@ -71,9 +71,11 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "all_hot": {},
     "mixed": {"a": 5, "b": "table_wise", "c": 2, "one_row": 0, "two_rows": 1, "d": "table_wise"},
     "lopsided_homes": {"*": 2, "one_row": 0},
+    "in_waves": {"*": 2, "one_row": 1},
     "beside_row_wise": {"*": 2, "one_row": 1, "c": "row_wise", "d": "row_wise"},
 }
-OURS = ("no_hot", "some_hot", "all_hot", "mixed", "beside_row_wise", "lopsided_homes")
+OURS = ("no_hot", "some_hot", "all_hot", "mixed", "in_waves", "beside_row_wise", "lopsided_homes")
+WAVES = {"a": 2, "b": 1, "d": 1}
 
 
 def _placed(variant: str, placement: str) -> Job | None:
@@ -86,7 +88,12 @@ def _placed(variant: str, placement: str) -> Job | None:
         places: dict[str, Any] = {table.name: table.rows for table in job.tables}
     else:
         places = PLACEMENTS[placement]
-    return dataclasses.replace(job, placement=places, lopsided=placement == "lopsided_homes")
+    return dataclasses.replace(
+        job,
+        placement=places,
+        lopsided=placement == "lopsided_homes",
+        waves=WAVES if placement == "in_waves" else {},
+    )
 
 
 Results = dict[tuple[str, str], list[Result]]

@@ -56,6 +56,12 @@ JOBS = {
         weighted=True,
         num_steps=NUM_STEPS,
     ),
+    "waves": Job(
+        placement={"*": 2, "one_row": 1},
+        tables=ODD,
+        waves={"a": 1, "b": 2, "two_rows": 2, "d": 1},
+        num_steps=NUM_STEPS,
+    ),
     "half_wire": Job(placement={"*": 2}, tables=ODD[:2], wire="fp16", num_steps=NUM_STEPS),
 }
 TOLERANCES = {"half_wire": (5e-3, 1e-3)}  # a sum may round to the next of 11 bits
@@ -150,6 +156,19 @@ def test_looking_ahead_changes_nothing(world_size: int, name: str, num_micro_bat
     by_rank = _trained(world_size)
     ahead = [rank[name, num_micro_batches, True] for rank in by_rank]
     _assert_close(ahead, [rank[name, num_micro_batches, False] for rank in by_rank], 0, 0)
+
+
+@pytest.mark.parametrize(("num_micro_batches", "lookahead"), SETTINGS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_waves_train_the_same_model(
+    world_size: int, num_micro_batches: int, lookahead: bool
+) -> None:
+    by_rank = _trained(world_size)
+    waves, in_one = (
+        [rank[name, num_micro_batches, lookahead] for rank in by_rank]
+        for name in ("waves", "rowwise_adagrad")
+    )
+    _assert_close(waves, in_one, RTOL, ATOL)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

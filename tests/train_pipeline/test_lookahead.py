@@ -39,7 +39,7 @@ def _clean_rows(rank: int, world_size: int, lookahead: bool) -> list[list[int]]:
     for _ in IDS[1:]:
         pipeline.progress(batches)
         (step,) = pipeline._flights[0].steps.values()
-        (order,) = step.layout.mine_by_fetch_P
+        order = step.layout.packs[0].mine_by_fetch
         found.append(order.counts_EW[CLEAN])
     return found
 

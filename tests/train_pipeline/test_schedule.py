@@ -60,6 +60,50 @@ def test_the_first_two_batches_come_as_far_as_a_step_leaves_them() -> None:
     assert [op.kind for op in first][-3:] == ["fetch_dirty", "fetch_dirty", "read_hot"]
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_waves_are_staggered_where_nothing_computes(num_micro_batches: int) -> None:
+    schedule = training_schedule(Setting(num_micro_batches, lookahead=True), num_waves=2)
+    names = list(map(str, schedule))
+    last_backward = names.index("backward 0")
+    without_ids = [name for name in names[last_backward + 1 :] if "batch after" not in name]
+    assert without_ids[:8] == [
+        "send_gradients 0 wave 0",
+        "reduce_hot wave 0",
+        "send_gradients 0 wave 1",
+        "reduce_hot wave 1",
+        "update wave 0",
+        "fetch_dirty 0 wave 0 of the next batch",
+        "update wave 1",
+        "fetch_dirty 0 wave 1 of the next batch",
+    ]
+    assert not any("wave" in name for name in names[:last_backward])
+    in_one = training_schedule(Setting(num_micro_batches, lookahead=True))
+    assert len(schedule.ops) == len(in_one.ops) + 4
+
+
+@pytest.mark.parametrize("num_waves", [1, 2, 5])
+def test_every_schedule_fetches_every_chunk_of_every_wave_once(num_waves: int) -> None:
+    setting = Setting(3, lookahead=True)
+    expected = [0] * num_waves + [1, 2]
+    for schedule in (
+        training_schedule(setting, num_waves=num_waves),
+        evaluation_schedule(setting, num_waves=num_waves),
+        first_batch_schedule(setting, num_waves=num_waves),
+    ):
+        fetched = [op for op in schedule if op.kind == "fetch_dirty"]
+        assert [op.index for op in fetched] == expected
+        assert len(set(fetched)) == len(fetched)
+
+
+def test_a_wave_waits_for_its_own_update_only() -> None:
+    update, fetch = [Op("update", wave=w) for w in (0, 1)], Op("fetch_dirty", 1, 0, 0)
+    Schedule((update[0], fetch, update[1])).check()
+    with pytest.raises(PlanError, match="before update wave 0, which it needs"):
+        Schedule((update[1], fetch, update[0])).check()
+    with pytest.raises(PlanError, match="before update wave 1, which it needs"):
+        Schedule((update[0], Op("fetch_dirty", 1, 1), update[1])).check()
+
+
 def test_any_two_collectives_that_depend_on_each_other_keep_their_order() -> None:
     ops = list(training_schedule(Setting(4, lookahead=True)))
     illegal = 0
@@ -88,7 +132,7 @@ def test_an_illegal_schedule_is_refused() -> None:
 def test_the_frame_has_a_line_per_operation() -> None:
     schedule = training_schedule(Setting(2, lookahead=True))
     frame = schedule.to_frame()
-    assert list(frame.columns) == ["op", "batch", "index", "collective"]
+    assert list(frame.columns) == ["op", "batch", "index", "wave", "collective"]
     assert len(frame) == len(schedule.ops) == len(str(schedule).splitlines())
     assert set(frame.loc[frame["collective"], "op"]) == COLLECTIVES
 

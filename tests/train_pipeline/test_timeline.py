@@ -30,7 +30,7 @@ from torchrec_picasso.workloads.launch import run_ranks
 
 JOB = Job(placement={"*": 2}, tables=PLAIN, batch_sizes=(64,), num_steps=8)
 K = 2
-COLUMNS = ["rank", "step", "op", "batch", "index", "kind", "start_ms", "end_ms", "ends"]
+COLUMNS = ["rank", "step", "op", "batch", "index", "wave", "kind", "start_ms", "end_ms", "ends"]
 ALL_REDUCES = {"reduce_hot", "backward"}
 """Dense gradients leave while the last backward runs."""
 

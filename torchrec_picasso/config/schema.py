@@ -90,6 +90,9 @@ class ShardingConfig(Rules):
         "the cost model chooses, for each table, between hot/cold and stock too.",
         at_least=0,
     )
+    num_waves: int = rule(
+        1, "Waves that hot/cold tables travel in under an interleaved pipeline.", at_least=1
+    )
     stats: str | None = rule(
         None, "Statistics file (torchrec-picasso stats); null = count the held-out samples."
     )

@@ -54,13 +54,14 @@ class HotReduction:
         )
 
     def wait(self) -> Sequence[Tensor]:
-        """Finishes the sum.
+        """Finishes the sum; once is enough, and more does nothing.
 
         Returns:
             The outputs given at construction, filled.
         """
         if self._work is not None:
             wait_for(self._work)
+            self._work = None
             if len(self._outputs_P) > 1:
                 parts = self._flat.split([output.numel() for output in self._outputs_P])
                 for output, part in zip(self._outputs_P, parts):

@@ -70,20 +70,24 @@ class PackedAllToAll:
         self._wire_out = outputs_P[0].view(-1) if in_place else wire_in.new_empty(sum(receive_W))
         self._in_place = in_place
         self._wire_in = wire_in  # the work object need not keep its input alive
+        self._has_ended = False
         self._work = start_all_to_all(pg, self._wire_out, wire_in, receive_W, send_W)
 
     def wait(self) -> Sequence[Tensor]:
-        """Finishes the exchange.
+        """Finishes the exchange; once is enough, and more does nothing.
 
         Returns:
             The output matrices given at construction, filled.
         """
+        if self._has_ended:
+            return self._outputs_P
         wait_for(self._work)
         if not self._in_place:
             received = self._wire_out
             if self._codec is not None:
                 received = self._codec.decode(received, self._codec_ctx)
             _cut_by_rank(received, self._outputs_P, self._receive_PW)
+        self._has_ended = True
         return self._outputs_P
 
 

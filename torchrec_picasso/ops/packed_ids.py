@@ -28,6 +28,7 @@ class PackedTable:
     Args:
         name: Table name, for messages.
         pack: Index of the pack that holds the table; tables come in ascending pack order.
+        wave: Which wave the pack travels in; ascending with the packs, gaps allowed.
         block_rows_W: Rows of the table at home on each rank, ``W`` numbers that sum to the table's.
         hot_rows_H: Rows with a replica on every rank, ascending int64, shape ``(H_t,)``.
         feature_names: Features that look up this table, in lookup order.
@@ -40,6 +41,7 @@ class PackedTable:
     hot_rows_H: Tensor
     feature_names: tuple[str, ...]
     mean: bool = False
+    wave: int = 0
 
     @property
     def num_embeddings(self) -> int:
@@ -66,6 +68,8 @@ class PackedIdSpace:
     """First hot slot of each pack, and the number of hot rows at the end."""
     features_P: tuple[int, ...]
     """Number of features of each pack."""
+    waves: tuple[slice, ...]
+    """The packs of each wave."""
     mean_F: tuple[bool, ...]
     """Whether each feature's bags are averaged."""
     feature_base_F: Tensor
@@ -120,6 +124,7 @@ class PackedIdSpace:
             features_P=tuple(
                 sum(len(t.feature_names) for t in tables if t.pack == p) for p in range(num_packs)
             ),
+            waves=_waves([(t.pack, t.wave) for t in tables]),
             mean_F=tuple(table.mean for table, _ in per_feature),
             feature_base_F=ids([base for _, base in per_feature]),
             feature_rows_F=ids([t.num_embeddings for t, _ in per_feature]),
@@ -166,3 +171,12 @@ class PackedIdSpace:
     def id_dtype(self) -> torch.dtype:
         """The smallest integer type that holds every packed id."""
         return torch.int32 if self.num_rows < 2**31 else torch.int64
+
+
+def _waves(of_tables: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+    """The packs of each wave, from (pack, wave) of every table."""
+    wave_P = [wave for _, wave in sorted(set(of_tables))]
+    assert wave_P == sorted(wave_P), "packs of one wave must be side by side"
+    ends = accumulate(wave_P.count(wave) for wave in sorted(set(wave_P)))
+    edges = [0, *ends]
+    return tuple(map(slice, edges, edges[1:]))

@@ -18,6 +18,7 @@ from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
 from torchrec_picasso.planner.choice import Choice, TableQuestion, choose, given_choice
 from torchrec_picasso.planner.home_blocks import HomeBlocks, RowLoads, balance_homes
+from torchrec_picasso.planner.waves import TableVolume, balance_waves
 
 __all__ = ["Decision", "TableFacts", "decide"]
 
@@ -47,6 +48,7 @@ class Decision:
         choice: Which are hot/cold, with how many hot rows.
         hot_rows: Hot rows of each hot/cold table by name, ascending int64.
         homes: Cuts of the hot/cold tables, in the order of ``hot_rows``.
+        waves: Which wave each hot/cold table travels in, by name.
         curves: What the costs were computed from.
         world_size: Ranks.
         batch_size: Samples per rank and step.
@@ -57,6 +59,7 @@ class Decision:
     choice: Choice
     hot_rows: Mapping[str, Tensor]
     homes: HomeBlocks | None
+    waves: Mapping[str, int]
     curves: CommCurves
     world_size: int
     batch_size: int
@@ -83,6 +86,7 @@ def decide(
     batch_size: int,
     hot_rows: int | Mapping[str, int] | None = None,
     replica_budget_bytes: float = float("inf"),
+    num_waves: int = 1,
 ) -> Decision:
     """Decides for every table whether it is hot/cold, which rows are hot, and where homes are cut.
 
@@ -94,6 +98,7 @@ def decide(
         batch_size: Samples per rank and step.
         hot_rows: ``None`` = the cost model chooses; else as for ``hot_cold_planner``.
         replica_budget_bytes: Memory per rank that replicas may take, if the model chooses.
+        num_waves: Waves of about equal volume that the hot/cold tables travel in.
 
     Raises:
         PlanError: If the statistics are of other tables, or hot rows cannot be had.
@@ -128,6 +133,7 @@ def decide(
         choice=choice,
         hot_rows=hot_sets,
         homes=_homes(works, hot_sets, stats, world_size),
+        waves=_waves(works, hot_sets, num_waves),
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,
@@ -147,6 +153,20 @@ def _homes(
     return balance_homes(
         [_row_loads(by_name[name], hot, stats) for name, hot in hot_sets.items()], world_size
     )
+
+
+def _waves(
+    works: Sequence[TableWork], hot_sets: Mapping[str, Tensor], num_waves: int
+) -> dict[str, int]:
+    """The wave of each hot/cold table: cold rows are fetched, touched hot ones reduced."""
+    by_name = {work.load.name: work for work in works}
+    volumes = []
+    for name, hot in hot_sets.items():
+        load, split = by_name[name].load, by_name[name].split(hot.numel())
+        rows = split.cold_used + split.hot_touched
+        group = (load.dim, load.element_bytes)
+        volumes.append(TableVolume(group=group, elements=rows * load.dim))
+    return dict(zip(hot_sets, balance_waves(volumes, num_waves)))
 
 
 def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoads:

@@ -51,6 +51,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
             can be hot/cold; or a number of rows for each table that shall be.
         stats: Lookup counts; needed for a total above 0.
         curves: Measured costs; ``None`` = the topology's bandwidths, where the model chooses.
+        num_waves: Waves that the hot/cold tables travel in; see :func:`hot_cold_planner`.
         kwargs: Further arguments of TorchRec's ``EmbeddingEnumerator``.
     """
 
@@ -61,11 +62,13 @@ class HotColdEnumerator(EmbeddingEnumerator):
         hot_rows: int | Mapping[str, int] | None,
         stats: FrequencyStats | None = None,
         curves: CommCurves | None = None,
+        num_waves: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(topology, batch_size, **kwargs)
         self._topology = topology
         self._hot_rows = hot_rows
+        self._num_waves = num_waves
         self._frequency_stats = stats
         self._has_prices = curves is not None or hot_rows is None
         self._curves = curves if curves is not None else assumed_curves(topology)
@@ -105,14 +108,16 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self._decision = self._decide(options_by_path)
         if self._decision is not None:
             hot_sets, blocks = self._decision.hot_rows, self._decision.block_rows
+            waves = self._decision.waves
         else:
             assert self._hot_rows is not None
             hot_sets = select_hot_rows(rows_by_path, self._hot_rows, self._frequency_stats)
-            blocks = {}
+            blocks, waves = {}, {}
         space: list[ShardingOption] = []
         for (_, table), options in options_by_path.items():
             if self._can_be_hot_cold(options[0]) and table in hot_sets:
-                options = hot_cold_options(options, self._hot_set(options[0], hot_sets[table]))
+                hot_set = self._hot_set(options[0], hot_sets[table])
+                options = hot_cold_options(options, hot_set, waves.get(table, 0))
                 if table in blocks:
                     cut_home_blocks(options, blocks[table])
             elif self._hot_rows is None:
@@ -141,9 +146,17 @@ class HotColdEnumerator(EmbeddingEnumerator):
 
     def _decide(self, options_by_path: OptionsByPath) -> Decision | None:
         tables = [table for _, table in options_by_path]
-        if not tables or len(set(tables)) < len(tables):
+        if not tables:
             return None
-        if self._hot_rows is not None and not self._has_prices and self._frequency_stats is None:
+        if len(set(tables)) < len(tables):
+            if self._num_waves > 1:
+                raise PlanError(
+                    f"num_waves is {self._num_waves}, but waves are given by table name and some "
+                    "tables share one; give each table its own name"
+                )
+            return None
+        nothing_to_weigh = not self._has_prices and self._frequency_stats is None
+        if self._hot_rows is not None and nothing_to_weigh and self._num_waves == 1:
             return None
         pooled = {key: o for key, o in options_by_path.items() if self._can_be_hot_cold(o[0])}
         if not pooled:
@@ -158,6 +171,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
             replica_budget_bytes=replica_budget_bytes(
                 list(options_by_path.values()), self._topology
             ),
+            num_waves=self._num_waves,
         )
 
     def _facts(self, options: list[ShardingOption]) -> TableFacts:

@@ -26,11 +26,11 @@ def explain(decision: Decision) -> pd.DataFrame:
         decision: The decision.
 
     Returns:
-        One line per table, in model order: ``table, rows, dim, placement, hot_rows, coverage``
-        (share of lookups that replicas serve), ``lookups, unique_rows, cold_rows`` (expected, per
-        rank and step); ``<kind>_ms, <kind>_bytes`` per rank and step for ``hot_cold`` and each
-        stock sharding type; ``home_bytes, replica_bytes, optimizer_bytes, buffer_bytes,
-        stock_bytes`` per rank; ``why``.
+        One line per table, in model order: ``table, rows, dim, placement, wave`` (missing for
+        stock tables), ``hot_rows, coverage`` (share of lookups that replicas serve), ``lookups,
+        unique_rows, cold_rows`` (expected, per rank and step); ``<kind>_ms, <kind>_bytes`` per
+        rank and step for ``hot_cold`` and each stock sharding type; ``home_bytes, replica_bytes,
+        optimizer_bytes, buffer_bytes, stock_bytes`` per rank; ``why``.
     """
     import pandas as pd
 
@@ -41,9 +41,10 @@ def explain(decision: Decision) -> pd.DataFrame:
     }
     for kind in STOCK_TYPES:
         costs[kind] = marginal_stock_costs(kind, works, decision.curves, decision.world_size)
-    return pd.DataFrame(
-        [_line(decision, i, {kind: of[i] for kind, of in costs.items()}) for i in range(len(works))]
-    )
+    lines = [
+        _line(decision, i, {kind: of[i] for kind, of in costs.items()}) for i in range(len(works))
+    ]
+    return pd.DataFrame(lines).astype({"wave": "Int64"})
 
 
 def summarize(decision: Decision) -> dict[str, Any]:
@@ -95,6 +96,7 @@ def _line(decision: Decision, index: int, costs: dict[str, StepCost]) -> dict[st
         "rows": load.num_embeddings,
         "dim": load.dim,
         "placement": "hot_cold" if choice.hot_cold[index] else choice.stock_types[index],
+        "wave": decision.waves.get(load.name),
         "hot_rows": num_hot,
         "coverage": split.coverage,
         "lookups": load.lookups,

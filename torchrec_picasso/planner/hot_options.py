@@ -35,12 +35,15 @@ HOT_COLD_KERNELS = (
 """Compute kernels that can hold the home rows of a hot/cold table."""
 
 
-def hot_cold_options(options: list[ShardingOption], hot_rows_H: Tensor) -> list[ShardingOption]:
+def hot_cold_options(
+    options: list[ShardingOption], hot_rows_H: Tensor, wave: int = 0
+) -> list[ShardingOption]:
     """Keeps the options of one table that can be hot/cold, and marks them in place.
 
     Args:
         options: All options of one table.
         hot_rows_H: Its hot rows, int64, shape ``(H,)``; empty means no replicas.
+        wave: Which wave it travels in.
 
     Returns:
         The row-wise options with a kernel of ``HOT_COLD_KERNELS``; other cache settings that came
@@ -64,7 +67,7 @@ def hot_cold_options(options: list[ShardingOption], hot_rows_H: Tensor) -> list[
             "it (TorchRec's own has no row_wise on CPU: pass HotColdEmbeddingBagCollectionSharder)"
         )
     for option in kept:
-        option.cache_params = _params(option.cache_params, hot_rows_H)
+        option.cache_params = _params(option.cache_params, hot_rows_H, wave)
         option.cache_params.check(option.name, option.tensor.shape[0])
     return kept
 
@@ -122,8 +125,10 @@ def add_replica_storage(options: list[ShardingOption], compute_device: str) -> N
             shard.storage = shard.storage + extra
 
 
-def _params(constrained: CacheParams | None, hot_rows_H: Tensor) -> HotColdParams:
+def _params(constrained: CacheParams | None, hot_rows_H: Tensor, wave: int) -> HotColdParams:
     if constrained is None:
-        return HotColdParams(hot_rows=hot_rows_H)
+        return HotColdParams(hot_rows=hot_rows_H, wave=wave)
+    if isinstance(constrained, HotColdParams):
+        wave = constrained.wave or wave
     kept = {field.name: getattr(constrained, field.name) for field in fields(CacheParams)}
-    return HotColdParams(hot_rows=hot_rows_H, **kept)
+    return HotColdParams(hot_rows=hot_rows_H, wave=wave, **kept)

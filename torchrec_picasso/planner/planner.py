@@ -42,6 +42,7 @@ def hot_cold_planner(
     curves: CommCurves | None = None,
     constraints: dict[str, ParameterConstraints] | None = None,
     batch_size: int | None = None,
+    num_waves: int = 1,
     **planner_kwargs: Any,
 ) -> HotColdPlanner:
     """Makes a TorchRec planner that decides which tables are hot/cold and which rows are hot.
@@ -61,6 +62,9 @@ def hot_cold_planner(
             bandwidths of ``topology`` where the cost model has to choose.
         constraints: TorchRec's constraints by table name.
         batch_size: Samples per rank and step; TorchRec's default if ``None``.
+        num_waves: Waves of about equal volume that the hot/cold tables travel in, staggered by
+            :class:`torchrec_picasso.InterleavedTrainPipeline`. Each is at least one pack, so it
+            has a price; see docs/architecture.md for when it pays.
         planner_kwargs: Further arguments of TorchRec's ``EmbeddingShardingPlanner``.
 
     Returns:
@@ -93,6 +97,8 @@ def hot_cold_planner(
             "enumerator was given, but hot_cold_planner brings its own; leave it out, or build an "
             "EmbeddingShardingPlanner around a HotColdEnumerator yourself"
         )
+    if num_waves < 1:
+        raise PlanError(f"num_waves is {num_waves}, expected at least 1")
     batch_size = batch_size or BATCH_SIZE
     if topology.compute_device == "cpu":
         cpu_proposers = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
@@ -101,7 +107,7 @@ def hot_cold_planner(
         topology=topology,
         batch_size=batch_size,
         enumerator=HotColdEnumerator(
-            topology, batch_size, hot_rows, stats, curves, constraints=constraints
+            topology, batch_size, hot_rows, stats, curves, num_waves, constraints=constraints
         ),
         constraints=constraints,
         **planner_kwargs,

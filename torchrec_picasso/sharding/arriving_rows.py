@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -35,5 +35,5 @@ class ArrivingRows(ABC):
         """Where backward hands the rows' gradients."""
 
     @abstractmethod
-    def arrive(self) -> Sequence[Tensor]:
-        """Waits; gives the rows, ``(U_p, D_p)`` per pack."""
+    def arrive(self) -> Iterator[Tensor]:
+        """Gives the rows of one pack after the other, ``(U_p, D_p)``, waiting for each."""

@@ -5,12 +5,15 @@ use, so forward needs chunks up to j before micro-batch j, and with backward run
 micro-batch to the first, the gradient of chunk j is complete right after micro-batch j. Every row
 still travels once, and is updated once.
 
-Shape letters: K micro-batches and chunks, P packs, W ranks.
+Packs may also be cut into waves, by the plan. What no computing hides is then staggered: a wave is
+on the wire while the one before is gathered, pooled or updated (PICASSO's K-Interleaving).
+
+Shape letters: K micro-batches and chunks, P packs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,9 +26,8 @@ from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
 from torchrec_picasso.sharding.arriving_rows import ArrivingRows, GradientSink
-from torchrec_picasso.sharding.row_request import RowLayout
-from torchrec_picasso.storage.row_buffers import RowBuffers
-from torchrec_picasso.storage.row_storage import RowStorage
+from torchrec_picasso.sharding.pack_rows import PackRows
+from torchrec_picasso.sharding.row_layout import RowLayout
 
 __all__ = ["InterleavedStep", "MicroRows"]
 
@@ -44,7 +46,7 @@ class MicroRows(ArrivingRows):
         """The step, which sums over micro-batches."""
         return partial(self.step.add_gradients, self.gradient_places_P)
 
-    def arrive(self) -> Sequence[Tensor]:
+    def arrive(self) -> Iterator[Tensor]:
         """Waits for the chunks up to this one; gives all rows, later dirty ones not filled yet."""
         return self.step.arrive(self.index)
 
@@ -52,12 +54,13 @@ class MicroRows(ArrivingRows):
 class InterleavedStep:
     """Rows and gradients of one batch of one module, whose every row has its place.
 
-    Collective where it says so: on all ranks in the same order.
+    Collective where it says so: on all ranks in the same order. Where a method takes a wave, it is
+    for the packs of that wave, none if the module has fewer waves; ``None`` = for all packs.
 
     Args:
         pg: Process group.
-        storages: One per pack.
-        buffers_P: Memory for rows and gradients of each pack.
+        packs: The module's packs.
+        waves: Which of them travel together where waves are staggered.
         forward_codec: Wire precision of rows, or ``None`` for their own.
         backward_codec: Wire precision of gradients, or ``None`` for their own.
         layout: Of the batch.
@@ -66,25 +69,23 @@ class InterleavedStep:
     def __init__(
         self,
         pg: dist.ProcessGroup,
-        storages: Sequence[RowStorage],
-        buffers_P: Sequence[RowBuffers],
+        packs: Sequence[PackRows],
+        waves: Sequence[slice],
         forward_codec: QuantizedCommCodec | None,
         backward_codec: QuantizedCommCodec | None,
         layout: RowLayout,
     ) -> None:
         self._pg = pg
-        self._storages = storages
-        self._buffers_P = buffers_P
+        self._packs = packs
+        self._waves = waves
         self._forward_codec = forward_codec
         self._backward_codec = backward_codec
         self.layout = layout
-        self._hot_P = [slots.numel() for slots in layout.hot_slots_P]
-        self._arrivals: dict[int, PackedAllToAll] = {}
-        self._gradients: list[PackedAllToAll] = []
-        self._hot: HotReduction | None = None
-        self._rows_P: list[Tensor] = []
-        self._grads_P: list[Tensor] = []
-        self._arrived_P: list[Tensor] = []
+
+    def _packs_of(self, wave: int | None) -> Sequence[PackRows]:
+        if wave is None:
+            return self._packs
+        return self._packs[self._waves[wave]] if wave < len(self._waves) else ()
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -92,42 +93,40 @@ class InterleavedStep:
         """Starts fetching the rows that the batch before does not update. Collective."""
         self._fetch(CLEAN)
 
-    def fetch_dirty(self, chunk: int) -> None:
+    def fetch_dirty(self, chunk: int, wave: int | None = None) -> None:
         """Starts fetching the other rows of a chunk. Collective."""
-        self._fetch(dirty_exchange(chunk))
+        self._fetch(dirty_exchange(chunk), wave)
 
-    def _fetch(self, exchange: int) -> None:
-        layout, storages = self.layout, self._storages
-        asked_P, mine_P = layout.asked_by_fetch_P, layout.mine_by_fetch_P
+    def _fetch(self, exchange: int, wave: int | None = None) -> None:
+        packs = self._packs_of(wave)
+        if not packs:
+            return
         with torch.no_grad():
-            self._arrivals[exchange] = PackedAllToAll(
+            arrival = PackedAllToAll(
                 self._pg,
-                [
-                    storage.gather(rows[asked.rows(exchange)])
-                    for storage, rows, asked in zip(storages, layout.asked_rows_by_fetch_P, asked_P)
-                ],
-                [asked.counts_EW[exchange] for asked in asked_P],
-                [cold[mine.rows(exchange)] for cold, mine in zip(self._cold(self._rows()), mine_P)],
-                [mine.counts_EW[exchange] for mine in mine_P],
+                [pack.gather(exchange) for pack in packs],
+                [pack.layout.asked_by_fetch.counts_EW[exchange] for pack in packs],
+                [pack.room_for_rows(exchange) for pack in packs],
+                [pack.layout.mine_by_fetch.counts_EW[exchange] for pack in packs],
                 self._forward_codec,
             )
+        for pack in packs:
+            pack.come_by(exchange, arrival)
 
     def read_hot(self) -> None:
         """Reads the replicas. Collective when they have to be filled first."""
-        layout, storages = self.layout, self._storages
         with torch.no_grad():
-            if layout.homes_written or any(s.replicas_stale() for s in storages):
+            storages = [pack.storage for pack in self._packs]
+            if self.layout.homes_written or any(s.replicas_stale() for s in storages):
                 for storage in storages:
                     storage.fill_replicas()
-            for storage, slots, hot in zip(
-                storages, layout.hot_slots_P, self._hot_rows(self._rows())
-            ):
-                storage.gather_hot(slots, out_hD=hot)
+            for pack in self._packs:
+                pack.read_hot()
 
     def accept_writes(self) -> None:
         """Takes the storages as they are: what was fetched is what they hold."""
-        for storage in self._storages:
-            storage.accept_writes()
+        for pack in self._packs:
+            pack.storage.accept_writes()
 
     def refresh(self, again: bool = False) -> None:
         """Fetches all rows again if somebody wrote into homes since, as a checkpoint load does.
@@ -137,10 +136,11 @@ class InterleavedStep:
         Args:
             again: Fetch in any case: the model was trained by other means meanwhile.
         """
-        if not again and not any(storage.written_outside() for storage in self._storages):
+        if not again and not any(pack.storage.written_outside() for pack in self._packs):
             return
         num_chunks = len(self.layout.sizes_K)
-        self._wait_for_rows(num_chunks - 1)
+        for pack in self._packs:
+            pack.arrive(num_chunks - 1)
         self.fetch_clean()
         for chunk in range(num_chunks):
             self.fetch_dirty(chunk)
@@ -162,96 +162,55 @@ class InterleavedStep:
             weights_N=weights_N,
         )
 
-    def arrive(self, index: int) -> Sequence[Tensor]:
-        """Rows of the batch, those of the chunks up to a micro-batch's filled."""
-        self._wait_for_rows(index)
-        return self._rows()
-
-    def _rows(self) -> list[Tensor]:
-        """Each pack's rows: hot ones, then cold ones in fetch order."""
-        if not self._rows_P:
-            self._rows_P = self._take_buffers()
-        return self._rows_P
-
-    def _wait_for_rows(self, chunk: int) -> None:
-        """Ends the fetches of the chunks up to one."""
-        for exchange in (CLEAN, *map(dirty_exchange, range(chunk + 1))):
-            arrival = self._arrivals.pop(exchange, None)
-            if arrival is not None:
-                arrival.wait()
+    def arrive(self, index: int) -> Iterator[Tensor]:
+        """Rows of one pack after the other, those of the chunks up to a micro-batch's filled."""
+        return (pack.arrive(index) for pack in self._packs)
 
     # -- gradients -----------------------------------------------------------------------------
 
     def add_gradients(self, gradient_places_P: Sequence[Tensor], grads_P: Sequence[Tensor]) -> None:
         """Adds a micro-batch's gradients to those of the later ones."""
-        for total, places, grads in zip(self._totals(), gradient_places_P, grads_P):
-            total.index_add_(0, places, grads)
+        for pack, places, grads in zip(self._packs, gradient_places_P, grads_P):
+            pack.add_gradients(places, grads)
 
-    def _totals(self) -> list[Tensor]:
-        """Each pack's sums of gradients so far: of hot rows, then of cold ones in request order."""
-        if not self._grads_P:
-            self._grads_P = [buffer.zero_() for buffer in self._take_buffers()]
-        return self._grads_P
-
-    def _take_buffers(self) -> list[Tensor]:
-        """A matrix for each pack with a row for each of the batch's."""
-        return [
-            buffers.take(hot + mine.num_rows)
-            for buffers, hot, mine in zip(self._buffers_P, self._hot_P, self.layout.mine_P)
-        ]
-
-    def _hot_rows(self, matrices_P: Sequence[Tensor]) -> list[Tensor]:
-        return [matrix[:hot] for matrix, hot in zip(matrices_P, self._hot_P)]
-
-    def _cold(self, matrices_P: Sequence[Tensor]) -> list[Tensor]:
-        return [matrix[hot:] for matrix, hot in zip(matrices_P, self._hot_P)]
-
-    def send_gradients(self, chunk: int) -> None:
+    def send_gradients(self, chunk: int, wave: int | None = None) -> None:
         """Starts sending the gradients of a chunk home. Collective.
 
         Its micro-batch has run backward, and so have all later ones.
         """
-        mine_P, asked_P = self.layout.mine_P, self.layout.asked_P
-        if not self._gradients:
-            self._arrived_P = [
-                buffers.take(asked.num_rows + touched.numel())
-                for buffers, asked, touched in zip(
-                    self._buffers_P, asked_P, self.layout.touched_slots_P
-                )
-            ]
-        self._gradients.append(
-            PackedAllToAll(
-                self._pg,
-                [cold[mine.rows(chunk)] for cold, mine in zip(self._cold(self._totals()), mine_P)],
-                [mine.counts_EW[chunk] for mine in mine_P],
-                [grads[asked.rows(chunk)] for grads, asked in zip(self._arrived_P, asked_P)],
-                [asked.counts_EW[chunk] for asked in asked_P],
-                self._backward_codec,
-            )
-        )
-
-    def reduce_hot(self) -> None:
-        """Starts summing the gradients of touched replicas over ranks. Collective."""
-        layout = self.layout
-        self._hot = HotReduction(
+        packs = self._packs_of(wave)
+        if not packs:
+            return
+        gradients = PackedAllToAll(
             self._pg,
-            self._hot_rows(self._totals()),
-            list(map(torch.searchsorted, layout.touched_slots_P, layout.hot_slots_P)),
-            [grads[asked.num_rows :] for grads, asked in zip(self._arrived_P, layout.asked_P)],
+            [pack.gradients(chunk) for pack in packs],
+            [pack.layout.mine.counts_EW[chunk] for pack in packs],
+            [pack.room_for_gradients(chunk) for pack in packs],
+            [pack.layout.asked.counts_EW[chunk] for pack in packs],
+            self._backward_codec,
         )
+        for pack in packs:
+            pack.sent_by(gradients)
 
-    def update(self) -> None:
+    def reduce_hot(self, wave: int | None = None) -> None:
+        """Starts summing the gradients of touched replicas over ranks. Collective."""
+        packs = self._packs_of(wave)
+        if not packs:
+            return
+        hot = HotReduction(
+            self._pg,
+            [pack.hot_gradients() for pack in packs],
+            [
+                torch.searchsorted(pack.layout.touched_slots, pack.layout.hot_slots)
+                for pack in packs
+            ],
+            [pack.room_for_hot_gradients() for pack in packs],
+        )
+        for pack in packs:
+            pack.reduced_by(hot)
+
+    def update(self, wave: int | None = None) -> None:
         """Waits for all gradients and updates every row once, at home and at the replicas."""
-        for gradients in self._gradients:
-            gradients.wait()
-        assert self._hot is not None, "reduce_hot comes before update"
-        self._hot.wait()
-        divided = get_gradient_division() and self._pg.size() > 1
-        for storage, rows, slots, grads in zip(
-            self._storages, self.layout.asked_rows_P, self.layout.touched_slots_P, self._arrived_P
-        ):
-            storage.update(rows, slots, grads.div_(self._pg.size()) if divided else grads)
-        for matrices_P in (self._rows_P, self._grads_P, self._arrived_P):
-            for buffers, matrix in zip(self._buffers_P, matrices_P):
-                buffers.give_back(matrix)
-            matrices_P.clear()
+        num_ranks = self._pg.size() if get_gradient_division() else 1
+        for pack in self._packs_of(wave):
+            pack.update(num_ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +26,9 @@ from torchrec_picasso.sharding.exchanged_batch import (
     exchanged_batch,
 )
 from torchrec_picasso.sharding.interleaved_step import InterleavedStep, MicroRows
-from torchrec_picasso.sharding.row_request import RowLayout, RowRequest
+from torchrec_picasso.sharding.pack_rows import PackRows
+from torchrec_picasso.sharding.row_layout import RowLayout
+from torchrec_picasso.sharding.row_request import RowRequest
 from torchrec_picasso.sharding.step_update import StepUpdate
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_buffers import RowBuffers
@@ -50,10 +52,10 @@ class RowsInFlight(ArrivingRows):
         """The step's update."""
         return partial(self.update.send, self.batch)
 
-    def arrive(self) -> Sequence[Tensor]:
+    def arrive(self) -> Iterator[Tensor]:
         """Waits for the rows."""
         self.arrival.wait()
-        return self.rows_PUD
+        return iter(self.rows_PUD)
 
 
 class HotColdLookup(GroupedPooledEmbeddingsLookup):
@@ -107,8 +109,8 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
         """The step of a batch whose exchange a schedule drives."""
         return InterleavedStep(
             self._pg,
-            self._storages,
-            self._buffers_P,
+            list(map(PackRows, self._storages, self._buffers_P, layout.packs)),
+            self._space.waves,
             self._forward_codec,
             self._backward_codec,
             layout,

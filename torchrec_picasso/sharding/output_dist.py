@@ -78,14 +78,19 @@ class _PoolArrivals(Function):
     def forward(
         ctx: Any, anchor: Tensor, rows: ArrivingRows, *weights_P: Tensor | None
     ) -> tuple[Tensor, ...]:
-        rows_P = rows.arrive()
         ctx.send_gradients = rows.gradient_sink
         ctx.pooling_P = rows.pooling_P
-        # only a weight's gradient needs the rows; until then nothing should keep them in memory
+        ctx.rows_P, pooled_P = [], []
         needed_P = ctx.needs_input_grad[2:]
-        ctx.rows_P = [rows_MD if needed else None for rows_MD, needed in zip(rows_P, needed_P)]
+        # a pack is pooled while the next one may be on its way
+        for rows_MD, weights, index, needed in zip(
+            rows.arrive(), weights_P, rows.pooling_P, needed_P
+        ):
+            pooled_P.append(pool_rows(rows_MD, weights, index))
+            # only a weight's gradient needs the rows; else nothing should keep them in memory
+            ctx.rows_P.append(rows_MD if needed else None)
         ctx.save_for_backward(*weights_P)
-        return tuple(map(pool_rows, rows_P, weights_P, rows.pooling_P))
+        return tuple(pooled_P)
 
     @staticmethod
     def backward(ctx: Any, *grads_P: Tensor) -> tuple[Tensor | None, ...]:

@@ -2,13 +2,14 @@
 
 Subclassing TorchRec's row-wise sharding keeps shards, names and state-dict metadata its own; only
 the three factories (input dist, lookup, output dist) differ, and tables are grouped by dim as
-well, because a pack is one matrix.
+well, because a pack is one matrix, and by wave, because a pack travels in one.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -71,10 +72,11 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
             name = info.embedding_config.name
             params[name].check(name, info.embedding_config.num_embeddings)
         super().__init__(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
-        # TorchRec's grouping, one dim finer; its own methods read names and shards off these
-        self._grouped_embedding_configs_per_rank = list(
-            map(_one_dim_per_group, self._grouped_embedding_configs_per_rank)
-        )
+        # TorchRec's grouping, but finer; its own methods read names and shards off these
+        waves = {name: table_params.wave for name, table_params in params.items()}
+        self._grouped_embedding_configs_per_rank = [
+            _packs(groups, waves) for groups in self._grouped_embedding_configs_per_rank
+        ]
         self._grouped_embedding_configs = self._grouped_embedding_configs_per_rank[self._rank]
         means = {
             info.embedding_config.name
@@ -146,24 +148,27 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
                 hot_rows_H=params[table.name].hot_rows,
                 feature_names=tuple(table.feature_names),
                 mean=table.name in means,
+                wave=params[table.name].wave,
             )
             for pack, config in enumerate(self._grouped_embedding_configs)
             for table in config.embedding_tables
         ]
 
 
-def _one_dim_per_group(groups: list[GroupedEmbeddingConfig]) -> list[GroupedEmbeddingConfig]:
-    """Splits groups of tables by dim, in order of first appearance."""
+def _packs(
+    groups: list[GroupedEmbeddingConfig], waves: dict[str, int]
+) -> list[GroupedEmbeddingConfig]:
+    """Splits groups of tables by wave and dim; packs of one wave side by side, the first first."""
     packs = []
     for group in groups:
-        tables_by_dim = defaultdict(list)
+        tables_of = defaultdict(list)
         for table in group.embedding_tables:
-            tables_by_dim[table.embedding_dim].append(table)
-        for tables in tables_by_dim.values():
+            tables_of[waves[table.name], table.embedding_dim].append(table)
+        for (wave, _), tables in tables_of.items():
             pack = copy.copy(group)
             pack.embedding_tables = tables
-            packs.append(pack)
-    return packs
+            packs.append((wave, pack))
+    return [pack for _, pack in sorted(packs, key=itemgetter(0))]
 
 
 def _wire_codecs(

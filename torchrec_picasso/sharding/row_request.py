@@ -12,8 +12,7 @@ Shape letters: K micro-batches and chunks, P packs, W ranks, U unique rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -23,57 +22,14 @@ from torch import Tensor
 from torchrec_picasso.exchange.header import StepHeader
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder, find_fetch_order
-from torchrec_picasso.ops.micro_pooling import MicroPooling, cut_pooling
+from torchrec_picasso.ops.micro_pooling import cut_pooling
 from torchrec_picasso.ops.packed_ids import PackedIdSpace
 from torchrec_picasso.sharding.bad_input import raise_on_bad_input
 from torchrec_picasso.sharding.chunked_batch import ChunkedBatch
+from torchrec_picasso.sharding.row_layout import PackLayout, RowLayout
 from torchrec_picasso.storage.row_storage import RowStorage
 
-__all__ = ["RowLayout", "RowRequest"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowLayout:
-    """Where every row of a batch lies, on the rank that uses it and on those that keep it.
-
-    *Mine* are the cold rows that this rank asks for, *asked* those that others ask of it. Ids and
-    gradients of both are in request order, an exchange for each chunk; rows are in fetch order.
-    """
-
-    sizes_K: Sequence[int]
-    """Samples of each micro-batch."""
-    homes_written: bool
-    """Whether any rank's homes were written from outside, so that replicas have to be filled."""
-    hot_slots_P: Sequence[Tensor]
-    """Hot slots that this rank's batch uses, counted from 0 in the pack."""
-    touched_slots_P: Sequence[Tensor]
-    """Hot slots that any rank's batch uses, counted from 0 in the pack."""
-    mine_P: Sequence[Exchanges]
-    asked_P: Sequence[Exchanges]
-    asked_rows_P: Sequence[Tensor]
-    """Home rows asked of this rank, in request order."""
-    mine_by_fetch_P: Sequence[FetchOrder]
-    asked_by_fetch_P: Sequence[FetchOrder]
-    asked_rows_by_fetch_P: Sequence[Tensor]
-    """Home rows asked of this rank, in fetch order."""
-    pooling_KP: Sequence[Sequence[MicroPooling]]
-    weights_N: Tensor | None
-    """Per-sample weights in bag order, float32."""
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held, for stream bookkeeping."""
-        for group in (
-            self.hot_slots_P,
-            self.touched_slots_P,
-            self.asked_rows_P,
-            self.asked_rows_by_fetch_P,
-        ):
-            yield from group
-        for pooling_P in self.pooling_KP:
-            for pooling in pooling_P:
-                yield from pooling.tensors()
-        if self.weights_N is not None:
-            yield self.weights_N
+__all__ = ["RowRequest"]
 
 
 class RowRequest:
@@ -182,15 +138,18 @@ class RowRequest:
         return RowLayout(
             sizes_K=batch.sizes_K,
             homes_written=self._header.homes_written,
-            hot_slots_P=self._hot_slots_P,
-            touched_slots_P=self._touched_slots_P,
-            mine_P=self._mine_P,
-            asked_P=self._asked_P,
-            asked_rows_P=self._asked_rows_P,
-            mine_by_fetch_P=mine_P,
-            asked_by_fetch_P=asked_P,
-            asked_rows_by_fetch_P=[
-                order.arrange(rows) for order, rows in zip(asked_P, self._asked_rows_P)
+            packs=[
+                PackLayout(
+                    hot_slots=self._hot_slots_P[pack],
+                    touched_slots=self._touched_slots_P[pack],
+                    mine=self._mine_P[pack],
+                    asked=self._asked_P[pack],
+                    asked_rows=self._asked_rows_P[pack],
+                    mine_by_fetch=mine_P[pack],
+                    asked_by_fetch=asked_P[pack],
+                    asked_rows_by_fetch=asked_P[pack].arrange(self._asked_rows_P[pack]),
+                )
+                for pack in range(self._space.num_packs)
             ],
             pooling_KP=cut_pooling(
                 batch.bags,

@@ -16,7 +16,8 @@ from torchrec_picasso.errors import CompatError, PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.sharding.interleaved_step import InterleavedStep
 from torchrec_picasso.sharding.packed_sharding import HotColdPooledEmbeddingSharding
-from torchrec_picasso.sharding.row_request import RowLayout, RowRequest
+from torchrec_picasso.sharding.row_layout import RowLayout
+from torchrec_picasso.sharding.row_request import RowRequest
 
 __all__ = [
     "ShardedHotColdEmbeddingBagCollection",
@@ -125,6 +126,12 @@ class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """The step of a batch whose request has ended."""
         (lookup,) = self._lookups
         return lookup.interleave(layout)
+
+    @property
+    def num_waves(self) -> int:
+        """Waves that its packs travel in where a schedule staggers them."""
+        (sharding,) = self._embedding_shardings
+        return len(sharding.space.waves)
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         """Refuses TorchRec's dynamic resharding when a table is hot/cold."""

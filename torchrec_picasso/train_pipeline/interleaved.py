@@ -128,7 +128,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._is_halfway = self._has_ended = self._has_trained = False
         self._choice = SettingChoice(candidates(num_micro_batches, lookahead))
         self._is_rewritten = False
-        self._interleaved: dict[str, ShardedModule] = {}
+        self._interleaved: dict[str, ShardedHotColdEmbeddingBagCollection] = {}
         self._plain: dict[str, ShardedModule] = {}
 
     @property
@@ -149,7 +149,12 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     @property
     def schedule(self) -> Schedule:
         """The operations of a training step, in order."""
-        return training_schedule(self._choice.current)
+        return training_schedule(self._choice.current, num_waves=self._num_waves)
+
+    @property
+    def _num_waves(self) -> int:
+        """Waves that the plan cut the packs into; known from the first step on."""
+        return max((module.num_waves for module in self._interleaved.values()), default=1)
 
     # -- TorchRec's contract -------------------------------------------------------------------
 
@@ -191,11 +196,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._optimizer.zero_grad()
             start_s = self._now_s()
             with step_range(self._batch_count):
-                self._walk(training_schedule(*settings))
+                self._walk(training_schedule(*settings, num_waves=self._num_waves))
             self._choice.note_step(settings, self._now_s() - start_s, pg, self._device)
         else:
             with step_range(self._batch_count):
-                self._walk(evaluation_schedule(*settings))
+                self._walk(evaluation_schedule(*settings, num_waves=self._num_waves))
         self._flights.popleft()
         self._batch_count += 1
         sizes = [flight.sizes_K[index] for index in flight.outputs_K]
@@ -243,7 +248,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         flight = self._board(fetched)
         self._flights.append(flight)
         try:
-            self._walk(first_batch_schedule(flight.setting))
+            self._walk(first_batch_schedule(flight.setting, num_waves=self._num_waves))
         except BaseException:  # no step has begun: the next call starts anew
             self.reset()
             raise

@@ -80,10 +80,10 @@ class Operations:
         flight = flights[op.batch]
         if op.kind == "send_marks":
             self._send_marks(flight, flights[op.batch - 1])
-        elif op.index is None:
-            getattr(self, f"_{op.kind}")(flight)
-        else:
-            getattr(self, f"_{op.kind}")(flight, op.index)
+            return
+        which = {"index": op.index, "wave": op.wave}
+        given = {name: number for name, number in which.items() if number is not None}
+        getattr(self, f"_{op.kind}")(flight, **given)
 
     def _request(self, flight: Flight) -> None:
         for name, module in self._interleaved.items():
@@ -128,9 +128,9 @@ class Operations:
         for step in flight.steps.values():
             step.fetch_clean()
 
-    def _fetch_dirty(self, flight: Flight, chunk: int) -> None:
+    def _fetch_dirty(self, flight: Flight, index: int, wave: int | None = None) -> None:
         for step in flight.steps.values():
-            step.fetch_dirty(chunk)
+            step.fetch_dirty(index, wave)
 
     def _read_hot(self, flight: Flight) -> None:
         for step in flight.steps.values():
@@ -163,20 +163,20 @@ class Operations:
             for whole in flight.wholes.values():
                 whole.backward()
 
-    def _send_gradients(self, flight: Flight, chunk: int) -> None:
+    def _send_gradients(self, flight: Flight, index: int, wave: int | None = None) -> None:
         for step in flight.steps.values():
-            step.send_gradients(chunk)
+            step.send_gradients(index, wave)
 
-    def _reduce_hot(self, flight: Flight) -> None:
+    def _reduce_hot(self, flight: Flight, wave: int | None = None) -> None:
         for step in flight.steps.values():
-            step.reduce_hot()
+            step.reduce_hot(wave)
 
     def _reduce_dense(self, flight: Flight) -> None:
         flight.dense = DenseReduction(self._pg, self._dense_parameters)
 
-    def _update(self, flight: Flight) -> None:
+    def _update(self, flight: Flight, wave: int | None = None) -> None:
         for step in flight.steps.values():
-            step.update()
+            step.update(wave)
 
     def _dense_step(self, flight: Flight) -> None:
         assert flight.dense is not None

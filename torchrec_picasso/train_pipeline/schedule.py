@@ -3,11 +3,15 @@
 A step trains one batch, fetches the rows of the next, and exchanges the ids of the one after. Its
 schedule is an ordered list of operations, the same on all ranks, so collectives meet in the same
 order everywhere. It can be printed, checked and drawn; the pipeline only walks it.
+
+Where one step meets the next, no computing hides the first chunk's exchanges: its gradients come
+last and its rows are needed first. There, and only there, waves of packs are staggered: one is
+updated and fetched again while the gradients of the next are on the wire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -83,15 +87,18 @@ class Op:
         kind: What runs, a method of the pipeline.
         batch: 0 = the batch of this step, 1 = the next, 2 = the one after that.
         index: Micro-batch or chunk; ``None`` where the whole batch is meant.
+        wave: Wave of packs; ``None`` where all packs are meant.
     """
 
     kind: str
     batch: int = THIS
     index: int | None = None
+    wave: int | None = None
 
     def __str__(self) -> str:
         index = "" if self.index is None else f" {self.index}"
-        return f"{self.kind}{index}{OF_BATCH[self.batch]}"
+        wave = "" if self.wave is None else f" wave {self.wave}"
+        return f"{self.kind}{index}{wave}{OF_BATCH[self.batch]}"
 
 
 @dataclass(frozen=True)
@@ -107,13 +114,13 @@ class Schedule:
         return "\n".join(map(str, self.ops))
 
     def to_frame(self) -> pd.DataFrame:
-        """A pandas DataFrame with columns ``op, batch, index, collective``, one line per op."""
+        """A pandas DataFrame with columns ``op, batch, index, wave, collective``, a line per op."""
         import pandas as pd
 
         return pd.DataFrame(
-            [(op.kind, op.batch, op.index, op.kind in COLLECTIVES) for op in self.ops],
-            columns=["op", "batch", "index", "collective"],
-        ).astype({"index": "Int64"})
+            [(op.kind, op.batch, op.index, op.wave, op.kind in COLLECTIVES) for op in self.ops],
+            columns=["op", "batch", "index", "wave", "collective"],
+        ).astype({"index": "Int64", "wave": "Int64"})
 
     def check(self) -> None:
         """Refuses an order in which something would be used before it is there.
@@ -135,7 +142,11 @@ class Schedule:
 
 @cache
 def training_schedule(
-    this: Setting, following: Setting | None = None, after: Setting | None = None
+    this: Setting,
+    following: Setting | None = None,
+    after: Setting | None = None,
+    *,
+    num_waves: int = 1,
 ) -> Schedule:
     """The schedule of a training step.
 
@@ -146,26 +157,33 @@ def training_schedule(
         this: How the batch of the step is interleaved.
         following: How the next is; ``None`` = likewise.
         after: How the one after that is; ``None`` = likewise.
+        num_waves: Waves of packs.
     """
     following = following or this
+    waves = _waves(num_waves)
     ops = _look_ahead(following)
     ops += _of_chunks("forward", THIS, this)
     ops.append(Op("send_ids", AFTER))
-    for index in reversed(range(this.num_micro_batches)):
-        if index == 0:
-            ops.append(Op("reduce_dense"))  # starts while the last backward runs
+    for index in reversed(range(1, this.num_micro_batches)):
         ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
-    ops.append(Op("reduce_hot"))
+    ops += [Op("reduce_dense"), Op("backward", THIS, 0)]  # dense sums start while that one runs
+    for wave in waves:
+        ops += [Op("send_gradients", THIS, 0, wave), Op("reduce_hot", THIS, wave=wave)]
     ops += _ids_arrive(AFTER, after or following)
-    ops.append(Op("update"))
-    ops += _of_chunks("fetch_dirty", NEXT, following)
+    for wave in waves:
+        ops += [Op("update", THIS, wave=wave), Op("fetch_dirty", NEXT, 0, wave)]
+    ops += _of_chunks("fetch_dirty", NEXT, following, first=1)
     ops += [Op("read_hot", NEXT), Op("dense_step")]
     return _checked(ops)
 
 
 @cache
 def evaluation_schedule(
-    this: Setting, following: Setting | None = None, after: Setting | None = None
+    this: Setting,
+    following: Setting | None = None,
+    after: Setting | None = None,
+    *,
+    num_waves: int = 1,
 ) -> Schedule:
     """The schedule of a step without backward; training steps may come before and after it.
 
@@ -173,20 +191,21 @@ def evaluation_schedule(
         this: How the batch of the step is interleaved.
         following: How the next is; ``None`` = likewise.
         after: How the one after that is; ``None`` = likewise.
+        num_waves: Waves of packs.
     """
     following = following or this
     ops = _look_ahead(following)
-    ops += _of_chunks("fetch_dirty", NEXT, following)
+    ops += _fetch_dirty(NEXT, following, num_waves)
     ops.append(Op("read_hot", NEXT))
     ops += _of_chunks("forward", THIS, this)
     return _checked([*ops, Op("send_ids", AFTER), *_ids_arrive(AFTER, after or following)])
 
 
 @cache
-def first_batch_schedule(this: Setting) -> Schedule:
+def first_batch_schedule(this: Setting, *, num_waves: int = 1) -> Schedule:
     """How the first batch comes to its rows, before the first step."""
     ops = [Op(kind, THIS) for kind in ("request", "send_ids", "receive_ids", "lay_out")]
-    return _checked([*ops, *_of_chunks("fetch_dirty", THIS, this), Op("read_hot", THIS)])
+    return _checked([*ops, *_fetch_dirty(THIS, this, num_waves), Op("read_hot", THIS)])
 
 
 @cache
@@ -195,8 +214,18 @@ def second_batch_schedule(following: Setting) -> Schedule:
     return _checked([Op("request", NEXT), Op("send_ids", NEXT), *_ids_arrive(NEXT, following)])
 
 
-def _of_chunks(kind: str, batch: int, setting: Setting) -> list[Op]:
-    return [Op(kind, batch, index) for index in range(setting.num_micro_batches)]
+def _of_chunks(kind: str, batch: int, setting: Setting, first: int = 0) -> list[Op]:
+    return [Op(kind, batch, index) for index in range(first, setting.num_micro_batches)]
+
+
+def _waves(num_waves: int) -> Sequence[int | None]:
+    """Every wave; all packs at once where there is but one."""
+    return range(num_waves) if num_waves > 1 else [None]
+
+
+def _fetch_dirty(batch: int, setting: Setting, num_waves: int) -> list[Op]:
+    first = [Op("fetch_dirty", batch, 0, wave) for wave in _waves(num_waves)]
+    return [*first, *_of_chunks("fetch_dirty", batch, setting, first=1)]
 
 
 def _look_ahead(following: Setting) -> list[Op]:
@@ -220,11 +249,19 @@ def _checked(ops: list[Op]) -> Schedule:
     return schedule
 
 
+def _share_packs(one: Op, other: Op) -> bool:
+    return one.wave is None or other.wave is None or one.wave == other.wave
+
+
 def _needs(op: Op, ops: tuple[Op, ...]) -> list[Op]:
     """What has to run before an operation, among those of the same schedule."""
 
     def all_of(batch: int, *kinds: str) -> list[Op]:
-        return [o for o in ops if o != op and o.batch == batch and o.kind in kinds]
+        return [
+            o
+            for o in ops
+            if o != op and o.batch == batch and o.kind in kinds and _share_packs(o, op)
+        ]
 
     updates = all_of(THIS, "update") if op.batch != THIS else []
     if op.kind in PREPARING:

@@ -43,7 +43,7 @@ RETURNED, DONE, WAITED_FOR = "returned", "done", "waited_for"
 exchange was done then or earlier."""
 
 _STEP_PREFIX, _OP_PREFIX = "picasso step ", "picasso op "
-_OP = re.compile(rf"{_OP_PREFIX}(\w+)(?: (\d+))?( of .*)?")
+_OP = re.compile(rf"{_OP_PREFIX}(\w+)(?: (\d+))?(?: wave (\d+))?( of .*)?")
 _CALL_PREFIX, _WORK_PREFIX = "c10d::", "gloo:"
 _MESSAGES = frozenset({"gloo:send", "gloo:recv"})
 
@@ -157,16 +157,17 @@ class Timeline:
         """A pandas DataFrame, one line per span, by start.
 
         Returns:
-            Columns ``rank, step, op, batch, index, kind, start_ms, end_ms, ends``.
+            Columns ``rank, step, op, batch, index, wave, kind, start_ms, end_ms, ends``.
         """
         import pandas as pd
 
-        names = ["rank", "step", "op", "batch", "index", "kind", "start_ms", "end_ms", "ends"]
+        op = ["op", "batch", "index", "wave"]
+        names = ["rank", "step", *op, "kind", "start_ms", "end_ms", "ends"]
         lines = [
             (self.rank, s.step, *astuple(s.op), s.kind, s.start_ms, s.end_ms, s.ends)
             for s in self.spans
         ]
-        return pd.DataFrame(lines, columns=names).astype({"index": "Int64"})
+        return pd.DataFrame(lines, columns=names).astype({"index": "Int64", "wave": "Int64"})
 
     def plot(self, axes: Any) -> None:
         """Draws into matplotlib axes: operations of both batches, then a lane per exchange."""
@@ -217,11 +218,11 @@ def _ops(events: Sequence[_Event]) -> list[Span]:
         place = bisect_right(starts, event.start_ms) - 1
         if match is None or place < 0:
             continue
-        kind, index, of_batch = match.groups()
+        kind, index, wave, of_batch = match.groups()
         found.append(
             Span(
                 step=int(steps[place].name.removeprefix(_STEP_PREFIX)),
-                op=Op(kind, OF_BATCH.index(of_batch or ""), None if index is None else int(index)),
+                op=Op(kind, OF_BATCH.index(of_batch or ""), _number(index), _number(wave)),
                 kind=COMPUTE,
                 start_ms=event.start_ms,
                 end_ms=event.end_ms,
@@ -229,6 +230,10 @@ def _ops(events: Sequence[_Event]) -> list[Span]:
             )
         )
     return found
+
+
+def _number(text: str | None) -> int | None:
+    return None if text is None else int(text)
 
 
 def _around(start_ms: float, ops: Sequence[Span]) -> Span | None:

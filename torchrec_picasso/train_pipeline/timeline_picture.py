@@ -6,11 +6,11 @@ its wait returned, since when within that time it was done is not known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrec_picasso.train_pipeline.schedule import OF_BATCH
+from torchrec_picasso.train_pipeline.schedule import OF_BATCH, Op
 from torchrec_picasso.train_pipeline.timeline import (
     COMPUTE,
     EXCHANGE,
@@ -78,12 +78,12 @@ def plot_timeline(timeline: Timeline, axes: Any, with_legend: bool = True) -> No
     end_ms = _end_ms(timeline)
     lanes = _lanes(timeline)
     place = {name: len(lanes) - 1 - position for position, name in enumerate(lanes)}
-    depth = 1 + max((span.op.index or 0) for span in timeline.spans)
+    slots = _slots(timeline)
     for span in timeline.spans:
         if span.kind == COMPUTE:
             _draw_op(axes, span, place[_lane(span)], end_ms)
         elif span.kind == EXCHANGE:
-            _draw_exchange(axes, span, place[_lane(span)], depth)
+            _draw_exchange(axes, span, place[_lane(span)], slots)
     for span in timeline.spans:
         if span.kind == WAIT:
             _bar(axes, span, place[_lane(span)], 0.8, facecolor=_WAIT_COLOR, zorder=3)
@@ -155,12 +155,25 @@ def _draw_op(axes: Any, span: Span, lane: int, width_ms: float) -> None:
         )
 
 
-def _draw_exchange(axes: Any, span: Span, lane: int, depth: int) -> None:
-    """Chunks of an exchange overlap, so each has its own height within the lane."""
+_Part = tuple[int, int]
+"""Chunk and wave of an operation."""
+
+
+def _part(op: Op) -> _Part:
+    return op.index or 0, op.wave or 0
+
+
+def _slots(timeline: Timeline) -> list[_Part]:
+    """The chunks and waves that exchanges carry, in order."""
+    return sorted({_part(span.op) for span in timeline.spans if span.kind == EXCHANGE})
+
+
+def _draw_exchange(axes: Any, span: Span, lane: int, slots: Sequence[_Part]) -> None:
+    """Chunks and waves of an exchange overlap, so each has its own height within the lane."""
     height, center = 0.8, float(lane)
-    if span.op.index is not None:
-        height = 0.8 / depth
-        center = lane + 0.4 - height * (span.op.index + 0.5)
+    if span.op.index is not None or span.op.wave is not None:
+        height = 0.8 / len(slots)
+        center = lane + 0.4 - height * (slots.index(_part(span.op)) + 0.5)
     style = _waited_style() if span.ends == WAITED_FOR else _done_style()
     _bar(axes, span, center, height, zorder=2, **style)
 

@@ -76,6 +76,7 @@ def make_placement(
     hot_rows: int | Mapping[str, int] | None = 0,
     stats: FrequencyStats | None = None,
     curves: CommCurves | None = None,
+    num_waves: int = 1,
 ) -> Placement:
     """Plans a model. Collective: every rank of ``pg`` calls this, in the same order.
 
@@ -89,6 +90,7 @@ def make_placement(
             cost model chooses.
         stats: For ``hot_cold``: which rows are frequent.
         curves: For ``hot_cold``: measured costs.
+        num_waves: For ``hot_cold``: waves that tables travel in.
 
     Returns:
         The placement, rank 0's plan on every rank.
@@ -107,6 +109,7 @@ def make_placement(
             hot_rows=dict(hot_rows) if isinstance(hot_rows, Mapping) else hot_rows,
             curves=curves,
             batch_size=batch_size,
+            num_waves=num_waves,
             debug=False,
         )
     else:

@@ -75,6 +75,7 @@ class Trainer:
             hot_rows=config.sharding.hot_rows,
             stats=_stats(config, source, model, pg.size()) if name == "hot_cold" else None,
             curves=_curves(config) if name == "hot_cold" else None,
+            num_waves=config.sharding.num_waves,
         )
         if change_plan is not None:
             change_plan(self.placement.plan)
