@@ -34,6 +34,7 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
+from tests.support.layouts import layout_in_tables
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
 
 CPU = torch.device("cpu")
@@ -87,6 +88,8 @@ class Job:
     """Whether hot/cold tables are cut into homes of unequal size, an empty one among them."""
     waves: Mapping[str, int] = field(default_factory=dict)
     """Waves of hot/cold tables; 0 for those not named."""
+    two_tables: bool = False
+    """Whether replicas are a table of their own, as on a GPU beside homes in managed memory."""
     kwargs_of_table: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     num_steps: int = 10
     lr_decay: float = 1.0
@@ -228,13 +231,14 @@ def build(job: Job, rank: int, world_size: int) -> DistributedModelParallel:
             )
             if job.lopsided:
                 _cut_lopsided(plan[table.name], table.rows)
-    sharded = DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=CPU,
-        plan=ShardingPlan(plan={"ebc": plan}),
-        sharders=[sharder],
-    )
+    with layout_in_tables(2 if job.two_tables else 1):
+        sharded = DistributedModelParallel(
+            model,
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=CPU,
+            plan=ShardingPlan(plan={"ebc": plan}),
+            sharders=[sharder],
+        )
     load_whole(sharded, start)
     return sharded
 
@@ -324,11 +328,11 @@ def result_of(model: DistributedModelParallel, losses: list[float]) -> Result:
 def replicas_of(model: nn.Module) -> list[Tensor]:
     """Replicas of every per-row tensor, read from the storages themselves."""
     return [
-        tensor[storage._num_home_rows :].clone()
+        rows.replicas.clone()
         for lookup in getattr(model.module.ebc, "_lookups", [])
         for storage in getattr(lookup, "_storages", [])
         if storage._hot_homes.num_hot_rows
-        for tensor in (storage._rows, *storage._row_states())
+        for rows in storage._tables.per_row()
     ]
 
 

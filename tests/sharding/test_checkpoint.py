@@ -40,7 +40,11 @@ OURS = Job(placement={"*": 4}, optimizer="adagrad")
 OTHER_HOT = Job(placement={"a": 30, "b": 1, "c": 0}, optimizer="adagrad")
 ALL_HOT = Job(placement={t.name: t.rows for t in PLAIN}, optimizer="rowwise_adagrad")
 JOBS = {"stock": STOCK, "ours": OURS, "other_hot": OTHER_HOT}
-JOBS_LOPSIDED = {**JOBS, "lopsided": dataclasses.replace(OURS, lopsided=True)}
+PLACED = {
+    **JOBS,
+    "lopsided": dataclasses.replace(OURS, lopsided=True),
+    "two_tables": dataclasses.replace(OURS, two_tables=True),
+}
 
 
 def _describe(value: Any) -> Any:
@@ -71,9 +75,9 @@ def _describe_states(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[s
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_keys_types_and_shapes_are_stock_row_wise(world_size: int) -> None:
-    for rank in run_ranks(_describe_states, world_size, JOBS, timeout_s=100):
-        assert rank["ours"] == rank["stock"]
-        assert rank["other_hot"] == rank["stock"]
+    for rank in run_ranks(_describe_states, world_size, PLACED, timeout_s=100):
+        for name in ("ours", "other_hot", "two_tables"):
+            assert rank[name] == rank["stock"]
 
 
 def _state(model: Any) -> dict[str, Any]:
@@ -108,6 +112,9 @@ def _cut_in_two(
         ("other_hot", "ours"),
         ("lopsided", "stock"),
         ("stock", "lopsided"),
+        ("two_tables", "stock"),
+        ("stock", "two_tables"),
+        ("two_tables", "other_hot"),
     ],
 )
 @pytest.mark.parametrize("load_strictly", [True, False])
@@ -118,8 +125,8 @@ def test_training_continues_under_another_placement(
     cut = run_ranks(
         _cut_in_two,
         2,
-        JOBS_LOPSIDED[first],
-        JOBS_LOPSIDED[second],
+        PLACED[first],
+        PLACED[second],
         str(tmp_path),
         load_strictly,
         timeout_s=100,
@@ -167,8 +174,9 @@ def _unsharded_start(job: Job) -> dict[str, Tensor]:
     return dict(Model(job).state_dict())
 
 
-def test_weights_written_while_a_batch_is_in_flight_are_seen() -> None:
-    job = dataclasses.replace(ALL_HOT, num_steps=2)
+@pytest.mark.parametrize("two_tables", [False, True])
+def test_weights_written_while_a_batch_is_in_flight_are_seen(two_tables: bool) -> None:
+    job = dataclasses.replace(ALL_HOT, num_steps=2, two_tables=two_tables)
     ranks = run_ranks(_write_in_flight, 2, job, timeout_s=100)
     for in_flight, expected, _ in ranks:
         assert in_flight == pytest.approx(expected, rel=1e-6)

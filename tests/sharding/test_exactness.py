@@ -1,5 +1,7 @@
 """Hot/cold training against stock TorchRec: losses, weights, optimizer state; ranks 1, 2 and 3.
 
+Also with replicas in a table of their own, which changes no bit.
+
 Both sides start from the same weights and see the same skewed, jagged batches. They may differ by
 the order of float32 sums only: a row's gradient is summed per rank first here, per lookup there.
 Ten steps at learning rate 0.1 amplify one rounding (6e-8 relative) by less than 1e3, hence the
@@ -15,8 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 
-from tests.sharding.jobs import ODD, PLAIN, Job, Result, Table, run_jobs, whole
+from tests.sharding.jobs import ODD, PLAIN, Job, Result, Table, build, run_jobs, train, whole
 from torchrec_picasso.workloads.launch import RankError, run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
@@ -74,8 +79,14 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "in_waves": {"*": 2, "one_row": 1},
     "beside_row_wise": {"*": 2, "one_row": 1, "c": "row_wise", "d": "row_wise"},
 }
-OURS = ("no_hot", "some_hot", "all_hot", "mixed", "in_waves", "beside_row_wise", "lopsided_homes")
 WAVES = {"a": 2, "b": 1, "d": 1}
+IN_TWO_TABLES = {"some_hot_apart": "some_hot", "lopsided_apart": "lopsided_homes"}
+"""Placements whose replicas are a table of their own; by those they shall equal."""
+PLACEMENTS |= {name: PLACEMENTS[like] for name, like in IN_TWO_TABLES.items()}
+OURS = (
+    *("no_hot", "some_hot", "all_hot", "mixed", "in_waves", "beside_row_wise", "lopsided_homes"),
+    *IN_TWO_TABLES,
+)
 
 
 def _placed(variant: str, placement: str) -> Job | None:
@@ -91,8 +102,9 @@ def _placed(variant: str, placement: str) -> Job | None:
     return dataclasses.replace(
         job,
         placement=places,
-        lopsided=placement == "lopsided_homes",
         waves=WAVES if placement == "in_waves" else {},
+        lopsided=placement.startswith("lopsided"),
+        two_tables=placement in IN_TWO_TABLES,
     )
 
 
@@ -175,10 +187,52 @@ def test_replicas_are_bit_equal_across_ranks(world_size: int, variant: str) -> N
             assert all(torch.equal(mine, its) for mine, its in zip(first, other))
 
 
+@pytest.mark.parametrize("placement", list(IN_TWO_TABLES))
+@pytest.mark.parametrize("variant", list(_variants()))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_replicas_in_a_table_of_their_own_change_no_bit(
+    world_size: int, variant: str, placement: str
+) -> None:
+    results = _results(world_size)
+    for mine, its in zip(results[variant, placement], results[variant, IN_TWO_TABLES[placement]]):
+        assert mine.losses == its.losses
+        for kind in ("weights", "states", "dense", "replicas"):
+            torch.testing.assert_close(getattr(mine, kind), getattr(its, kind), rtol=0, atol=0)
+
+
 def test_losses_fall() -> None:
     """Guards the comparison: a job that learns nothing would compare anything as equal."""
     losses = _results(2)["rowwise_adagrad", "some_hot"][0].losses
     assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def _steps_counted(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str, set[int]]:
+    """What the kernels of every job count as steps, for the bias correction of Adam's like."""
+    counted = {}
+    for name, job in jobs.items():
+        model = build(job, rank, world_size)
+        train(model, job, rank, range(job.num_steps))
+        modules = [module for lookup in model.module.ebc._lookups for module in lookup.modules()]
+        kernels = [m for m in modules if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
+        counted[name] = {int(kernel.iter) for kernel in kernels}
+    return counted
+
+
+@pytest.mark.parametrize("batch_sizes", [(0, 0), (6, 0), (1, 1)])
+def test_steps_without_rows_count_as_in_stock(batch_sizes: tuple[int, ...]) -> None:
+    places: dict[str, Any] = {"stock": "table_wise", "no_hot": 0, "hot": 2}
+    jobs = {
+        name: Job(
+            placement={"*": place},
+            tables=_summed(PLAIN),  # stock cannot form a mean over no samples
+            batch_sizes=batch_sizes,
+            num_steps=4,
+        )
+        for name, place in places.items()
+    }
+    jobs["two_tables"] = dataclasses.replace(jobs["hot"], two_tables=True)
+    for counted in run_ranks(_steps_counted, 2, jobs, timeout_s=60):
+        assert counted == {name: {4} for name in jobs}
 
 
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])

@@ -1,4 +1,7 @@
-"""Homes and replicas of one pack: one update per row, and when replicas count as stale."""
+"""Homes and replicas of one pack: one update per row, and when replicas count as stale.
+
+In one table and in two.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +24,7 @@ JOB = Job(
     optimizer_kwargs={"lr": 0.5, "eps": 1e-8},
 )
 NUM_HOME, NUM_HOT = 9, 4
-
+LAYOUTS = pytest.mark.parametrize("two_tables", [False, True], ids=["one_table", "two_tables"])
 
 UPDATES: Mapping[str, Mapping[str, Any]] = {
     "sgd": {"lr": 0.5},
@@ -32,16 +36,25 @@ UPDATES: Mapping[str, Mapping[str, Any]] = {
 def _storage(job: Job = JOB) -> RowStorage:
     (lookup,) = build(job, 0, 1).module.ebc._lookups
     (storage,) = lookup._storages
+    assert storage._tables.layout.in_two_tables == job.two_tables
     storage.fill_replicas()
     return storage
 
 
-def _update(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+def _all_rows(storage: RowStorage) -> Tensor:
+    """A copy of the homes' weights, then the replicas'."""
+    return torch.cat([storage._homes, storage._replicas])
+
+
+def _update(rank: int, world_size: int, two_tables: bool) -> dict[str, list[Tensor]]:
     """Rows before, after two steps, and after the same two steps of PyTorch's optimizer."""
     results = {}
     for name, settings in UPDATES.items():
-        storage = _storage(dataclasses.replace(JOB, optimizer=name, optimizer_kwargs=settings))
-        before = storage._rows.clone()
+        job = dataclasses.replace(
+            JOB, optimizer=name, optimizer_kwargs=settings, two_tables=two_tables
+        )
+        storage = _storage(job)
+        before = _all_rows(storage)
         by_row = [nn.Parameter(row_1D.clone()) for row_1D in before.split(1)]
         reference = OPTIMIZERS[name](by_row, **settings)
         torch.manual_seed(0)
@@ -54,49 +67,92 @@ def _update(rank: int, world_size: int) -> dict[str, list[Tensor]]:
             for row, grad_D in {**summed, NUM_HOME + 2: grads_mD[4]}.items():
                 by_row[row].grad = grad_D.unsqueeze(0)
             reference.step()
-        results[name] = [before, storage._rows.clone(), torch.cat(by_row).detach()]
+        results[name] = [before, _all_rows(storage), torch.cat(by_row).detach()]
     return results
 
 
-def _life_of_a_replica(rank: int, world_size: int) -> None:
-    storage = _storage()
+def _life_of_a_replica(rank: int, world_size: int, two_tables: bool) -> None:
+    storage = _storage(dataclasses.replace(JOB, two_tables=two_tables))
     own = storage._hot_homes.own_rows_h
-    rows = storage._rows
-    assert rows.shape == (NUM_HOME + NUM_HOT, 4)
-    assert torch.equal(rows[own], rows[NUM_HOME:])
+    homes, replicas = storage._homes, storage._replicas
+    assert (homes.shape, replicas.shape) == ((NUM_HOME, 4), (NUM_HOT, 4))
+    assert torch.equal(homes[own], replicas)
     assert not storage.replicas_stale()
 
     storage.update(torch.empty(0, dtype=torch.int64), torch.arange(NUM_HOT), torch.ones(4, 4))
-    assert not torch.equal(rows[own], rows[NUM_HOME:]), "an update leaves the homes behind"
+    assert not torch.equal(homes[own], replicas), "an update leaves the homes behind"
     assert not storage.replicas_stale(), "an update is no write from outside"
     _ = storage.fused_optimizer.state  # reading brings rows and state home
-    assert torch.equal(rows[own], rows[NUM_HOME:])
-    (state,) = storage._row_states()
-    assert torch.equal(state[own], state[NUM_HOME:])
+    assert torch.equal(homes[own], replicas)
+    (state,) = storage._tables.row_states.values()
+    assert state.replicas.shape == (NUM_HOT, 4)
+    assert state.replicas.all()
+    assert torch.equal(state.homes[own], state.replicas)
     assert not storage.replicas_stale()
 
     with torch.no_grad():
         storage.split_embedding_weights()[0].fill_(3.0)
     assert storage.replicas_stale(), "somebody wrote into a home"
+    storage.update(
+        torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), torch.empty(0, 4)
+    )
+    assert storage.replicas_stale(), "a step without rows makes nothing fresh"
     storage.flush()
-    assert (rows[:6] == 3.0).all(), "stale replicas never overwrite what was written"
+    assert (homes[:6] == 3.0).all(), "stale replicas never overwrite what was written"
     storage.fill_replicas()
     assert not storage.replicas_stale()
-    assert torch.equal(rows[own], rows[NUM_HOME:])
+    assert torch.equal(homes[own], replicas)
+
+    state_a, _ = storage.fused_optimizer.state.values()
+    (sum_a,) = state_a.values()
+    sum_a.local_shards()[0].tensor.fill_(2.0)
+    assert storage.replicas_stale(), "somebody wrote into a home's optimizer state"
+    storage.fill_replicas()
+    assert (state.homes[:6] == 2.0).all()
+    assert torch.equal(state.homes[own], state.replicas)
 
     storage.update(torch.empty(0, dtype=torch.int64), torch.arange(NUM_HOT), torch.ones(4, 4))
     storage.purge()
-    assert torch.equal(rows[own], rows[NUM_HOME:]), "a purge brings home what replicas know"
+    assert torch.equal(homes[own], replicas), "a purge brings home what replicas know"
     assert storage.replicas_stale()
 
     hot_hD = torch.empty(2, 4)
     storage.gather_hot(torch.tensor([3, 0]), hot_hD)
-    assert torch.equal(hot_hD, rows[NUM_HOME:][[3, 0]])
-    assert torch.equal(storage.gather(torch.tensor([5, 5, 0])), rows[[5, 5, 0]])
+    assert torch.equal(hot_hD, replicas[[3, 0]])
+    assert torch.equal(storage.gather(torch.tensor([5, 5, 0])), homes[[5, 5, 0]])
 
 
-def test_one_update_per_row() -> None:
-    (results,) = run_ranks(_update, 1, timeout_s=60)
+def _slices_of_homes(rank: int, world_size: int, two_tables: bool) -> None:
+    """TorchRec's views of a table reach its home rows, and those of no other."""
+    storage = _storage(dataclasses.replace(JOB, two_tables=two_tables))
+    with torch.no_grad():
+        for value, (name, weight) in enumerate(storage.named_parameters_by_table(), start=1):
+            weight.fill_(value)
+            (view,) = [p for n, p in storage.named_parameters() if n == f"{name}.weight"]
+            assert (view == value).all()
+    assert storage._homes.mean(1).tolist() == [1.0] * 6 + [2.0] * 3
+    assert not (storage._replicas % 1 == 0).any()
+    (states_a, states_b) = storage.fused_optimizer.state.values()
+    shapes = [next(iter(s.values())).local_shards()[0].tensor.shape for s in (states_a, states_b)]
+    assert shapes == [(6, 4), (3, 4)]
+
+
+def _steps_counted(rank: int, world_size: int, two_tables: bool) -> list[int]:
+    """Steps by the TBE's own count after each update; the second has no row at all."""
+    storage = _storage(dataclasses.replace(JOB, optimizer="rowwise_adagrad", two_tables=two_tables))
+    counts, none = [], torch.empty(0, dtype=torch.int64)
+    for rows_n, slots_h in ((torch.tensor([1]), none), (none, none), (none, torch.tensor([2]))):
+        before = _all_rows(storage)
+        num_rows = len(rows_n) + len(slots_h)
+        storage.update(rows_n, slots_h, torch.ones(num_rows, 4))
+        assert int((_all_rows(storage) != before).any(1).sum()) == num_rows
+        counts.append(int(storage._tables.tbe.iter))
+    return counts
+
+
+@LAYOUTS
+def test_one_update_per_row(two_tables: bool) -> None:
+    (results,) = run_ranks(_update, 1, two_tables, timeout_s=60)
     assert results.keys() == UPDATES.keys()
     for before, after, expected in results.values():
         torch.testing.assert_close(after, expected)
@@ -104,5 +160,16 @@ def test_one_update_per_row() -> None:
         assert moved == [1, 7, 8, NUM_HOME + 2]
 
 
-def test_life_of_a_replica() -> None:
-    assert run_ranks(_life_of_a_replica, 1, timeout_s=60) == [None]
+@LAYOUTS
+def test_life_of_a_replica(two_tables: bool) -> None:
+    assert run_ranks(_life_of_a_replica, 1, two_tables, timeout_s=60) == [None]
+
+
+@LAYOUTS
+def test_a_table_is_seen_without_its_replicas(two_tables: bool) -> None:
+    assert run_ranks(_slices_of_homes, 1, two_tables, timeout_s=60) == [None]
+
+
+@LAYOUTS
+def test_a_step_without_rows_counts(two_tables: bool) -> None:
+    assert run_ranks(_steps_counted, 1, two_tables, timeout_s=60) == [[1, 2, 3]]

@@ -64,6 +64,7 @@ JOBS = {
     ),
     "half_wire": Job(placement={"*": 2}, tables=ODD[:2], wire="fp16", num_steps=NUM_STEPS),
 }
+JOBS["two_tables"] = dataclasses.replace(JOBS["rowwise_adagrad"], two_tables=True)
 TOLERANCES = {"half_wire": (5e-3, 1e-3)}  # a sum may round to the next of 11 bits
 SETTINGS = [(k, lookahead) for k in (1, 2, 4) for lookahead in (False, True)]
 
@@ -169,6 +170,21 @@ def test_waves_train_the_same_model(
         for name in ("waves", "rowwise_adagrad")
     )
     _assert_close(waves, in_one, RTOL, ATOL)
+
+
+@pytest.mark.parametrize(("num_micro_batches", "lookahead"), SETTINGS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_replicas_in_a_table_of_their_own_change_nothing(
+    world_size: int, num_micro_batches: int, lookahead: bool
+) -> None:
+    by_rank = _trained(world_size)
+    one, two = (
+        [rank[name, num_micro_batches, lookahead] for rank in by_rank]
+        for name in ("rowwise_adagrad", "two_tables")
+    )
+    _assert_close(two, one, 0, 0)
+    for mine, its in zip(two, one):
+        torch.testing.assert_close(mine.replicas, its.replicas, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

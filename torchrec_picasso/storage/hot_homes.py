@@ -55,29 +55,29 @@ class HotHomes:
         """Slots at home on this rank, in the order of ``own_rows_h``."""
         return self.slots_by_home_H.split(list(self.slots_W))[self.rank]
 
-    def copy_home(self, tensor: Tensor, num_home_rows: int) -> None:
+    def copy_home(self, homes: Tensor, replicas: Tensor) -> None:
         """Copies replicas of this rank's own hot rows to their home rows. Local.
 
         Args:
-            tensor: Per-row tensor of the pack's storage: homes, then replicas.
-            num_home_rows: Where the replicas start.
+            homes: Per-row tensor of this rank's homes, shape ``(num_home_rows, ...)``.
+            replicas: The same of its replicas, shape ``(H_p, ...)``.
         """
-        tensor[self.own_rows_h] = tensor[self.own_slots() + num_home_rows]
+        homes[self.own_rows_h] = replicas[self.own_slots()]
 
-    def broadcast(self, tensor: Tensor, num_home_rows: int, pg: dist.ProcessGroup) -> None:
+    def broadcast(self, homes: Tensor, replicas: Tensor, pg: dist.ProcessGroup) -> None:
         """Copies every hot row from its home to all ranks' replicas. Collective.
 
         Args:
-            tensor: Per-row tensor of the pack's storage: homes, then replicas.
-            num_home_rows: Where the replicas start.
+            homes: Per-row tensor of this rank's homes, shape ``(num_home_rows, ...)``.
+            replicas: The same of its replicas, shape ``(H_p, ...)``.
             pg: Process group of W ranks.
 
         Cost:
             Every rank receives ``H_p`` rows.
         """
-        own = tensor[self.own_rows_h]
+        own = homes[self.own_rows_h]
         world_size = len(self.slots_W)
-        received = tensor.new_empty(self.num_hot_rows, *tensor.shape[1:])
+        received = replicas.new_empty(replicas.shape)
         PackedAllToAll(
             pg,
             [torch.cat([own] * world_size)],
@@ -85,4 +85,4 @@ class HotHomes:
             [received],
             [self.slots_W],
         ).wait()
-        tensor[self.slots_by_home_H + num_home_rows] = received
+        replicas[self.slots_by_home_H] = received

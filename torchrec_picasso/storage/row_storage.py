@@ -1,18 +1,14 @@
-"""One pack's rows on one rank: homes first, replicas behind them, in a single fused TBE.
+"""One pack on one rank: homes, replicas as a cache of them, and what TorchRec expects of a kernel.
 
-    rows of the TBE:   | table a, home | table b, home | ... | replica of hot slot 0, 1, ... |
-
-Homes are stock row-wise shards, so state dicts see plain TorchRec. Replicas share the TBE, hence
-its optimizer, learning rate and step count, and one call updates both. The replicas are a cache of
-the homes with two states:
+Homes are stock row-wise shards, so state dicts see plain TorchRec. Replicas are a cache of the
+homes with two states:
 
 * *filled*: equal on all ranks; newer than their homes when ``dirty``. ``flush`` copies a rank's own
   hot rows home (local, no communication).
 * *stale*: before the first step, after a purge, or when somebody wrote into a home in place, which
   shows in the tensors' version counters. The next lookup fills them again (collective).
 
-To the TBE a pack is one table, pooled one row per bag: on CPU its forward and backward then take
-10 ms for 23,000 rows of D=128, where the unpooled kernel takes 88 ms.
+Both are rows of one TBE, see ``row_tables.py``.
 """
 
 from __future__ import annotations
@@ -24,33 +20,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.embedding_types import (
-    EmbeddingComputeKernel,
-    GroupedEmbeddingConfig,
-    compute_kernel_to_embedding_location,
-)
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 
 from torchrec_picasso._torchrec import (
     BaseEmbedding,
-    ComputeDevice,
     EmbeddingFusedOptimizer,
-    EmbeddingLocation,
     EmptyFusedOptimizer,
     FusedOptimizerModule,
-    PoolingMode,
-    SplitTableBatchedEmbeddingBagsCodegen,
     TableBatchedEmbeddingSlice,
     append_prefix,
-    data_type_to_sparse_type,
     get_state_dict,
 )
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.storage.exactness import check_exact
 from torchrec_picasso.storage.hot_homes import HotHomes
+from torchrec_picasso.storage.row_layout import choose_layout
+from torchrec_picasso.storage.row_tables import RowTables
 
 __all__ = ["RowStorage"]
-
-_KERNELS = (EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM)
 
 
 class RowStorage(BaseEmbedding, FusedOptimizerModule):
@@ -77,29 +64,16 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
         self._config = config
         self._pg = pg
         self._hot_homes = hot_homes
-        fused_params = dict(config.fused_params or {})
-        names = [table.name for table in config.embedding_tables]
         check_exact(
-            fused_params,
-            names,
+            config.fused_params or {},
+            [table.name for table in config.embedding_tables],
             data_type=config.data_type,
             device=device,
             num_hot_rows=hot_homes.num_hot_rows,
         )
-        self._num_home_rows = sum(table.local_rows for table in config.embedding_tables)
-        num_rows = max(1, self._num_home_rows + hot_homes.num_hot_rows)
-        self._tbe = SplitTableBatchedEmbeddingBagsCodegen(
-            embedding_specs=[(num_rows, self.dim, *_placement(config, device))],
-            pooling_mode=PoolingMode.SUM,
-            weights_precision=data_type_to_sparse_type(config.data_type),
-            device=device,
-            table_names=["+".join(names)],
-            **fused_params,
-        )
-        (self._rows,) = self._tbe.split_embedding_weights()
-        states = self._tbe.get_optimizer_state()
-        self._states: dict[str, Tensor] = dict(states[0]) if states else {}
-        self._bag_offsets = torch.empty(0, dtype=torch.int64, device=device)
+        layout = choose_layout(config, device, hot_homes.num_hot_rows)
+        self._tables = RowTables(config, layout, device)
+        self._homes, self._replicas = self._tables.weights.homes, self._tables.weights.replicas
         self._marked: Tensor | None = None  # all False between calls of which_are_among
         self._filled_versions: tuple[int, ...] | None = None
         self._dirty = False
@@ -123,21 +97,20 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
         Returns:
             Their weights, float32, shape ``(n, D)``.
         """
-        return self._rows.index_select(0, rows_n).float()
+        return self._homes.index_select(0, rows_n).float()
 
     def gather_hot(self, slots_h: Tensor, out_hD: Tensor) -> None:
         """Reads replicas of ``slots_h``, counted from 0 in the pack, into float32 ``out_hD``."""
-        rows_h = slots_h + self._num_home_rows
-        if self._rows.dtype == torch.float32:
-            torch.index_select(self._rows, 0, rows_h, out=out_hD)
+        if self._replicas.dtype == torch.float32:
+            torch.index_select(self._replicas, 0, slots_h, out=out_hD)
         else:
-            out_hD.copy_(self._rows.index_select(0, rows_h))
+            out_hD.copy_(self._replicas.index_select(0, slots_h))
 
     def which_are_among(self, rows_n: Tensor, others_m: Tensor) -> Tensor:
         """Which of some home rows are among others too: bool, shape ``(n,)``; O(n + m) time."""
         if self._marked is None:
             self._marked = torch.zeros(
-                self._num_home_rows, dtype=torch.bool, device=self._rows.device
+                len(self._homes), dtype=torch.bool, device=self._homes.device
             )
         others_m = others_m.to(torch.int64)
         self._marked.index_fill_(0, others_m, True)
@@ -146,28 +119,20 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
         return found_n
 
     def update(self, rows_n: Tensor, hot_slots_h: Tensor, grads_mD: Tensor) -> None:
-        """Applies the optimizer once to every row given.
+        """Applies the optimizer once to every row given, and counts one step.
 
         Args:
             rows_n: Home rows, shape ``(n,)``; gradients of a repeated row are summed first.
             hot_slots_h: Replicas, the same on all ranks, shape ``(h,)``.
             grads_mD: Gradients of the home rows, then of the replicas, shape ``(n + h, D)``.
         """
-        indices_m = torch.cat([rows_n.to(torch.int64), hot_slots_h + self._num_home_rows])
-        if not indices_m.numel():
+        self._tables.update(rows_n, hot_slots_h, grads_mD)
+        if not len(grads_mD):
             return
-        with torch.enable_grad():
-            rows_mD = self._tbe(indices_m, self._one_row_per_bag(indices_m.numel()))
-            torch.autograd.backward(rows_mD, grads_mD)
         self._dirty = self._dirty or hot_slots_h.numel() > 0
         self._own_versions = self._versions()
         if self._filled_versions is not None:
             self._filled_versions = self._own_versions
-
-    def _one_row_per_bag(self, num_rows: int) -> Tensor:
-        if self._bag_offsets.numel() <= num_rows:
-            self._bag_offsets = torch.arange(2 * num_rows + 1, device=self._rows.device)
-        return self._bag_offsets[: num_rows + 1]
 
     # -- replicas as a cache of the homes ------------------------------------------------------
 
@@ -187,8 +152,8 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
     def fill_replicas(self) -> None:
         """Copies every hot row from its home to all ranks. Collective."""
         self.flush()
-        for tensor in (self._rows, *self._row_states()):
-            self._hot_homes.broadcast(tensor, self._num_home_rows, self._pg)
+        for rows in self._tables.per_row():
+            self._hot_homes.broadcast(rows.homes, rows.replicas, self._pg)
         self._dirty = False
         self._filled_versions = self._own_versions = self._versions()
 
@@ -197,8 +162,8 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
         if not self._dirty or self._filled_versions is None:
             return
         was_stale, was_written = self.replicas_stale(), self.written_outside()
-        for tensor in (self._rows, *self._row_states()):
-            self._hot_homes.copy_home(tensor, self._num_home_rows)
+        for rows in self._tables.per_row():
+            self._hot_homes.copy_home(rows.homes, rows.replicas)
         self._dirty = False
         if not was_stale:
             self._filled_versions = self._versions()
@@ -210,12 +175,8 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
         self.flush()
         self._filled_versions = None
 
-    def _row_states(self) -> list[Tensor]:
-        """Optimizer state kept per row."""
-        return [s for s in self._states.values() if s.dim() and s.size(0) == self._rows.size(0)]
-
     def _versions(self) -> tuple[int, ...]:
-        return (self._rows._version, *(state._version for state in self._row_states()))
+        return tuple(version for rows in self._tables.per_row() for version in rows.versions())
 
     # -- what TorchRec expects of a kernel -----------------------------------------------------
 
@@ -235,7 +196,7 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
 
     def split_embedding_weights(self) -> list[Tensor]:
         """Home rows of each table, views, shape ``(local_rows, D)``."""
-        return [view for _, view in self._home_slices(self._rows)]
+        return [view for _, view in self._home_slices(self._homes)]
 
     def state_dict(
         self,
@@ -270,7 +231,7 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, TableBatchedEmbeddingSlice]]:
         """Homes as slices of the TBE, each with an optimizer of its own view."""
-        flat = self._flat_weights()
+        flat = self._tables.flat_homes()
         views = self._optimizer_views()
         start = 0
         for table in self._config.embedding_tables:
@@ -290,14 +251,6 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
             yield table.name, weight
             start = end
 
-    def _flat_weights(self) -> Tensor:
-        location = self._tbe.embedding_specs[0][2]
-        if location == EmbeddingLocation.HOST:
-            return self._tbe.weights_host
-        return (
-            self._tbe.weights_dev if location == EmbeddingLocation.DEVICE else self._tbe.weights_uvm
-        )
-
     def _home_slices(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         start = 0
         for table in self._config.embedding_tables:
@@ -306,22 +259,18 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
 
     def _optimizer_views(self) -> Mapping[str, Any]:
         """The arguments by which TorchRec's fused optimizer sees only homes."""
-        names = [table.name for table in self._config.embedding_tables]
-        per_row = {id(state) for state in self._row_states()}
-        states: list[dict[str, Tensor]] = [{} for _ in names]
-        for key, state in self._states.items():
-            if id(state) in per_row:
-                for views, (_, view) in zip(states, self._home_slices(state)):
-                    views[key] = view
-            else:
-                for views in states:
-                    views[key] = state
+        states: list[dict[str, Tensor]] = [
+            dict(self._tables.shared_states) for _ in self._config.embedding_tables
+        ]
+        for key, rows in self._tables.row_states.items():
+            for views, (_, view) in zip(states, self._home_slices(rows.homes)):
+                views[key] = view
         return {
             "config": self._config,
-            "emb_module": self._tbe,
+            "emb_module": self._tables.tbe,
             "pg": self._pg,
             "embedding_weights_by_table": self.split_embedding_weights(),
-            "all_optimizer_states": states if self._states else None,
+            "all_optimizer_states": states if any(states) else None,
         }
 
     def _init_parameters(self) -> None:
@@ -344,23 +293,3 @@ class _FlushedFusedOptimizer(EmbeddingFusedOptimizer):
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
         self._home_state = state
-
-
-def _placement(
-    config: GroupedEmbeddingConfig, device: torch.device
-) -> tuple[EmbeddingLocation, ComputeDevice]:
-    table = config.embedding_tables[0]
-    for other in config.embedding_tables:
-        if other.compute_kernel not in _KERNELS:
-            raise CompatError(
-                f"hot/cold table {other.name!r} has compute kernel {other.compute_kernel.value!r}; "
-                f"use one of {', '.join(repr(kernel.value) for kernel in _KERNELS)}"
-            )
-        if other.local_cols % 4:
-            raise CompatError(
-                f"hot/cold table {other.name!r} has embedding_dim {other.local_cols}; FBGEMM needs "
-                "a multiple of 4"
-            )
-    if device.type != "cuda":
-        return EmbeddingLocation.HOST, ComputeDevice.CPU
-    return compute_kernel_to_embedding_location(table.compute_kernel), ComputeDevice.CUDA

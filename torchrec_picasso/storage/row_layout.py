@@ -1,0 +1,109 @@
+"""In which memory a pack's homes and replicas are, and in how many tables of its TBE.
+
+    one table:    | homes | replicas |
+    two tables:   | homes |            | replicas |
+
+A table has one memory. One table is the plainer and on the CPU the faster of the two, and is taken
+wherever homes and replicas belong in the same memory. Homes in managed memory (UVM) are read and
+written over the host's bus, and most lookups are of hot rows: their replicas are then a second
+table, in the device's own memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torchrec.distributed.embedding_types import (
+    EmbeddingComputeKernel,
+    GroupedEmbeddingConfig,
+    compute_kernel_to_embedding_location,
+)
+
+from torchrec_picasso._torchrec import ComputeDevice, EmbeddingLocation
+from torchrec_picasso.errors import CompatError
+
+__all__ = ["RowLayout", "choose_layout"]
+
+_KERNELS = (EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """Where the rows of one pack are on one rank.
+
+    Args:
+        num_home_rows: Rows at home on this rank.
+        num_hot_rows: Replicas, the same number on every rank.
+        homes: Memory of the homes.
+        replicas: Memory of the replicas; that of the homes if both are one table.
+        in_two_tables: Whether replicas are a table of their own.
+    """
+
+    num_home_rows: int
+    num_hot_rows: int
+    homes: EmbeddingLocation
+    replicas: EmbeddingLocation
+    in_two_tables: bool
+
+    def __post_init__(self) -> None:
+        if self.in_two_tables:
+            assert self.num_hot_rows, "FBGEMM's CPU update cannot have an empty last table"
+        else:
+            assert self.homes == self.replicas, "a table has one memory"
+
+    @property
+    def compute_device(self) -> ComputeDevice:
+        """Whose kernels read and write the rows."""
+        on_cpu = self.homes == EmbeddingLocation.HOST
+        return ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
+
+    @property
+    def tables(self) -> list[tuple[int, EmbeddingLocation]]:
+        """Rows and memory of each table. FBGEMM wants a row in each, so none is empty."""
+        if not self.in_two_tables:
+            return [(max(1, self.num_home_rows + self.num_hot_rows), self.homes)]
+        return [(max(1, self.num_home_rows), self.homes), (self.num_hot_rows, self.replicas)]
+
+
+def choose_layout(
+    config: GroupedEmbeddingConfig, device: torch.device, num_hot_rows: int
+) -> RowLayout:
+    """Chooses by compute kernel and device.
+
+    Args:
+        config: The pack's tables on this rank, all of one compute kernel.
+        device: Where they go.
+        num_hot_rows: Replicas of the pack.
+
+    Returns:
+        Two tables for hot rows beside homes in managed memory, else one.
+
+    Raises:
+        CompatError: For a compute kernel or a dim that cannot be a hot/cold table's.
+    """
+    for table in config.embedding_tables:
+        if table.compute_kernel not in _KERNELS:
+            raise CompatError(
+                f"hot/cold table {table.name!r} has compute kernel {table.compute_kernel.value!r}; "
+                f"use one of {', '.join(repr(kernel.value) for kernel in _KERNELS)}"
+            )
+        if table.local_cols % 4:
+            raise CompatError(
+                f"hot/cold table {table.name!r} has embedding_dim {table.local_cols}; FBGEMM needs "
+                "a multiple of 4"
+            )
+    homes = replicas = EmbeddingLocation.HOST
+    if device.type == "cuda":
+        kernel = config.embedding_tables[0].compute_kernel
+        homes = replicas = compute_kernel_to_embedding_location(kernel)
+    in_two_tables = homes == EmbeddingLocation.MANAGED and num_hot_rows > 0
+    if in_two_tables:
+        replicas = EmbeddingLocation.DEVICE
+    return RowLayout(
+        num_home_rows=sum(table.local_rows for table in config.embedding_tables),
+        num_hot_rows=num_hot_rows,
+        homes=homes,
+        replicas=replicas,
+        in_two_tables=in_two_tables,
+    )

@@ -1,0 +1,152 @@
+"""One pack's rows on one rank, in a single fused TBE: weights, optimizer state, one update.
+
+Homes and replicas share the TBE, in whichever layout, hence its optimizer, learning rate and step
+count, and one call updates both. To the TBE every row is a bag of its own: on CPU its forward and
+backward then take 10 ms for 23,000 rows of D=128, where the unpooled kernel takes 88 ms.
+
+A TBE gives all its tables the same number of bags. Where replicas are a second table, the one with
+fewer rows is filled up with empty bags, which touch nothing: at most twice the memory traffic on
+the device for one and the same kernel. (FBGEMM's variable batch sizes would do without, but only
+SGD, Adam and row-wise Adagrad have a kernel for them.)
+
+Shape letters: n home rows, h replicas and m = n + h rows of an update; B bags of a table; D dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+
+from torchrec_picasso._torchrec import (
+    EmbeddingLocation,
+    PoolingMode,
+    SplitTableBatchedEmbeddingBagsCodegen,
+    data_type_to_sparse_type,
+)
+from torchrec_picasso.storage.row_layout import RowLayout
+
+__all__ = ["HomesAndReplicas", "RowTables"]
+
+
+@dataclass(frozen=True)
+class HomesAndReplicas:
+    """What one tensor per row, weights or an optimizer state, holds: views of the TBE's memory."""
+
+    homes: Tensor
+    """Shape ``(num_home_rows, ...)``."""
+    replicas: Tensor
+    """By hot slot of the pack, shape ``(num_hot_rows, ...)``."""
+
+    @staticmethod
+    def of_tables(tables: list[Tensor], layout: RowLayout) -> HomesAndReplicas:
+        """Finds both in the tensors that the TBE has per table."""
+        homes, rest = tables[0][: layout.num_home_rows], tables[0][layout.num_home_rows :]
+        replicas = tables[1] if layout.in_two_tables else rest[: layout.num_hot_rows]
+        return HomesAndReplicas(homes, replicas)
+
+    def versions(self) -> tuple[int, int]:
+        """Counts of writes in place; views of one tensor share theirs."""
+        return self.homes._version, self.replicas._version
+
+
+class RowTables(nn.Module):
+    """Homes and replicas of one pack as a TBE keeps them.
+
+    Args:
+        config: The pack's tables on this rank, all of one dim and one optimizer setting.
+        layout: Where their rows are.
+        device: The device of the rank.
+    """
+
+    def __init__(
+        self, config: GroupedEmbeddingConfig, layout: RowLayout, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        self._dim = config.embedding_tables[0].local_cols
+        name = "+".join(table.name for table in config.embedding_tables)
+        self.tbe = SplitTableBatchedEmbeddingBagsCodegen(
+            embedding_specs=[
+                (num_rows, self._dim, location, layout.compute_device)
+                for num_rows, location in layout.tables
+            ],
+            pooling_mode=PoolingMode.SUM,
+            weights_precision=data_type_to_sparse_type(config.data_type),
+            device=device,
+            table_names=[name, f"{name}, replicas"][: len(layout.tables)],
+            **(config.fused_params or {}),
+        )
+        self.weights = HomesAndReplicas.of_tables(self.tbe.split_embedding_weights(), layout)
+        # one dict per table, and none at all for plain SGD
+        states_by_table: list[dict[str, Tensor]] = self.tbe.get_optimizer_state()
+        self.row_states: Mapping[str, HomesAndReplicas] = {}
+        """Optimizer state kept per row."""
+        self.shared_states: Mapping[str, Tensor] = {}
+        """Optimizer state that all rows share."""
+        num_rows = [rows for rows, _ in layout.tables]
+        for key in states_by_table[0] if states_by_table else ():
+            states = [of_table[key] for of_table in states_by_table]
+            if [len(state) for state in states if state.dim()] == num_rows:
+                self.row_states[key] = HomesAndReplicas.of_tables(states, layout)
+            else:
+                self.shared_states[key] = states[0]
+        self._counting = torch.empty(0, dtype=torch.int64, device=device)
+
+    def per_row(self) -> list[HomesAndReplicas]:
+        """Weights and every optimizer state kept per row."""
+        return [self.weights, *self.row_states.values()]
+
+    def flat_homes(self) -> Tensor:
+        """The TBE's buffer that begins with the homes' weights, one-dimensional."""
+        if self.layout.homes == EmbeddingLocation.HOST:
+            return self.tbe.weights_host
+        on_device = self.layout.homes == EmbeddingLocation.DEVICE
+        return self.tbe.weights_dev if on_device else self.tbe.weights_uvm
+
+    def update(self, rows_n: Tensor, hot_slots_h: Tensor, grads_mD: Tensor) -> None:
+        """Applies the optimizer once to every row given, and counts one step.
+
+        Args:
+            rows_n: Home rows, integer, shape ``(n,)``; gradients of a repeated row are summed
+                first.
+            hot_slots_h: Replicas, int64, shape ``(h,)``.
+            grads_mD: Gradients of the home rows, then of the replicas, shape ``(n + h, D)``.
+        """
+        num_home, num_hot = rows_n.numel(), hot_slots_h.numel()
+        in_two = self.layout.in_two_tables
+        if not in_two:
+            hot_slots_h = hot_slots_h + self.layout.num_home_rows
+        indices_m = torch.cat([rows_n.to(torch.int64), hot_slots_h])
+        if not indices_m.numel():
+            with torch.no_grad():  # one empty bag per table: the step counts, as in stock TorchRec
+                self.tbe(indices_m, indices_m.new_zeros(1 + len(self.layout.tables)))
+            return
+        offsets = self._two_offsets(num_home, num_hot) if in_two else self._count(indices_m.numel())
+        grads = _side_by_side(grads_mD, num_home) if in_two else grads_mD
+        with torch.enable_grad():
+            torch.autograd.backward(self.tbe(indices_m, offsets), grads)
+
+    def _two_offsets(self, num_home: int, num_hot: int) -> Tensor:
+        """Bags of two tables, those without a row last: int64, shape ``(2 B + 1,)``."""
+        counting_B1 = self._count(max(num_home, num_hot))
+        home_B = counting_B1[:-1].clamp(max=num_home)
+        return torch.cat([home_B, counting_B1.clamp(max=num_hot) + num_home])
+
+    def _count(self, end: int) -> Tensor:
+        """The integers ``0 .. end``."""
+        if self._counting.numel() <= end:
+            self._counting = torch.arange(2 * end + 1, device=self._counting.device)
+        return self._counting[: end + 1]
+
+
+def _side_by_side(grads_mD: Tensor, num_home: int) -> Tensor:
+    """Gradients by bag, a home's and a replica's in one line: shape ``(B, 2 D)``."""
+    num_bags = max(num_home, grads_mD.size(0) - num_home)
+    grads_B2D = grads_mD.new_zeros(num_bags, 2, grads_mD.size(1))
+    grads_B2D[:num_home, 0] = grads_mD[:num_home]
+    grads_B2D[: grads_mD.size(0) - num_home, 1] = grads_mD[num_home:]
+    return grads_B2D.flatten(1)
