@@ -83,22 +83,30 @@ def test_estimating_again_charges_once() -> None:
     assert [option.total_storage.ddr for option in space] == before
 
 
-def test_uvm_homes_are_kept_and_their_replicas_are_in_hbm() -> None:
-    enumerator = HotColdEnumerator(topology("cuda"), 4, {"b": 50})
-    uvm = [
+def _uvm_option(hot_rows: int, model: nn.Module) -> ShardingOption:
+    enumerator = HotColdEnumerator(topology("cuda"), 4, {"b": hot_rows})
+    (found,) = (
         option
-        for option in enumerator.enumerate(Model(), [AbleSharder()])
-        if (option.name, option.compute_kernel) == ("b", "fused_uvm")
-    ]
-    plain = HotColdEnumerator(topology("cuda"), 4, {"b": 0})
-    (before,) = (
-        option
-        for option in plain.enumerate(Model(), [AbleSharder()])
+        for option in enumerator.enumerate(model, [AbleSharder()])
         if (option.name, option.compute_kernel) == ("b", "fused_uvm")
     )
-    assert [option.sharding_type for option in uvm] == ["row_wise"]
-    assert uvm[0].total_storage.ddr == before.total_storage.ddr
-    assert uvm[0].total_storage.hbm - before.total_storage.hbm == 2 * 50 * 4 * DIM
+    return found
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_row"), [(None, 4 * DIM), (torch.optim.Adagrad, 8 * DIM)]
+)
+def test_uvm_homes_are_kept_and_their_replicas_are_in_hbm(
+    optimizer: type | None, bytes_per_row: int
+) -> None:
+    model = Model()
+    if optimizer is not None:
+        apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
+    before, after = _uvm_option(0, model), _uvm_option(50, model)
+    assert after.sharding_type == "row_wise"
+    for without, with_hot in zip(before.shards, after.shards, strict=True):
+        assert with_hot.storage.ddr == without.storage.ddr > 0
+        assert with_hot.storage.hbm - without.storage.hbm == 50 * bytes_per_row
 
 
 def test_other_cache_settings_are_kept() -> None:

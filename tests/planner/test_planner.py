@@ -91,6 +91,27 @@ def test_replicas_that_do_not_fit_are_refused_by_the_planner() -> None:
     assert hot_rows_of(plan(most))["b"] == list(range(most))
 
 
+def test_replicas_of_uvm_homes_must_fit_in_hbm() -> None:
+    in_uvm = {name: ParameterConstraints(compute_kernels=["fused_uvm"]) for name in ROWS}
+    constraints = {**in_uvm, "b": ParameterConstraints(["row_wise"], ["fused_uvm"])}
+    capacity = 4 * DIM * ROWS["b"]  # less than the home of b and its replicas together
+
+    def plan(hot_rows: int, ddr_cap: int) -> ShardingPlan:
+        devices = Topology(world_size=2, compute_device="cuda", hbm_cap=capacity, ddr_cap=ddr_cap)
+        planner = hot_cold_planner(
+            devices, hot_rows={"b": hot_rows}, batch_size=1, constraints=constraints
+        )
+        return planner.plan(Model(), [AbleSharder()])
+
+    homes_alone = 4 * DIM * sum(ROWS.values())
+    fits = plan(ROWS["b"] // 2, homes_alone)
+    assert fits.plan["pooled"]["b"].compute_kernel == "fused_uvm"
+    assert hot_rows_of(fits)["b"] == list(range(ROWS["b"] // 2))
+    message = r"bytes of hbm per rank.* 3,200 of them replicas\. .* hbm_cap=[\d,]+ at least, or ask"
+    with pytest.raises(PlanError, match=message):
+        plan(ROWS["b"], homes_alone)
+
+
 def test_arguments_reach_torchrec() -> None:
     proposer = GridSearchProposer()
     constraints = {"a": ParameterConstraints(sharding_types=["column_wise"])}

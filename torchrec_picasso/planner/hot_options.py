@@ -2,7 +2,8 @@
 
 A hot/cold option is a stock row-wise one whose ``cache_params`` names the hot rows: the plan keeps
 TorchRec's own words, and its validation, statistics and broadcast work on it unchanged. The
-replicas are charged to every shard, since every rank holds them beside its home block.
+replicas are charged to every shard, since every rank holds them beside its home block; on a GPU
+always to its own memory, where they are also when the homes are in the host's.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ def add_replica_storage(options: list[ShardingOption], compute_device: str) -> N
 
     Args:
         options: Options whose storage was just estimated without replicas.
-        compute_device: ``"cpu"`` charges DDR; any other device charges its HBM, also when the home
-            rows are in UVM, because replicas serve most lookups.
+        compute_device: ``"cpu"`` charges DDR; any other device charges its HBM, for every compute
+            kernel: replicas of ``fused_uvm`` homes are in HBM too.
     """
     for option in options:
         num_bytes = replica_bytes(option)
