@@ -90,6 +90,8 @@ class Job:
     """Waves of hot/cold tables; 0 for those not named."""
     two_tables: bool = False
     """Whether replicas are a table of their own, as on a GPU beside homes in managed memory."""
+    kernel_of_table: Mapping[str, str] = field(default_factory=dict)
+    """Compute kernels other than ``fused``; on the CPU their memory is the same."""
     kwargs_of_table: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     num_steps: int = 10
     lr_decay: float = 1.0
@@ -223,6 +225,8 @@ def build(job: Job, rank: int, world_size: int) -> DistributedModelParallel:
     )
     for table in job.tables:
         place = places[table.name]
+        if table.name in job.kernel_of_table:
+            plan[table.name].compute_kernel = job.kernel_of_table[table.name]
         if isinstance(place, int):
             # every third row, so that hot rows are spread over the homes
             by_thirds = sorted(range(table.rows), key=lambda row: (row % 3, row))

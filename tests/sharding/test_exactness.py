@@ -206,6 +206,29 @@ def test_losses_fall() -> None:
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
+def _packs(rank: int, world_size: int, job: Job) -> list[tuple[list[str], str]]:
+    (lookup,) = build(job, rank, world_size).module.ebc._lookups
+    return [
+        (
+            [table.name for table in storage.config.embedding_tables],
+            storage.config.embedding_tables[0].compute_kernel.value,
+        )
+        for storage in lookup._storages
+    ]
+
+
+def test_tables_of_two_memories_share_no_pack_and_train_alike() -> None:
+    one = Job(placement={"*": 2}, num_steps=4)
+    two = dataclasses.replace(one, kernel_of_table={"b": "fused_uvm"})
+    assert run_ranks(_packs, 1, one, timeout_s=60) == [[(["a", "b", "c"], "fused")]]
+    packs = [(["a", "c"], "fused"), (["b"], "fused_uvm")]
+    assert run_ranks(_packs, 1, two, timeout_s=60) == [packs]
+    for rank in run_ranks(run_jobs, 2, {"one": one, "two": two}, timeout_s=60):
+        mine, its = dataclasses.asdict(rank["two"]), dataclasses.asdict(rank["one"])
+        for kind in ("losses", "weights", "states", "dense"):
+            torch.testing.assert_close(mine[kind], its[kind], rtol=RTOL, atol=ATOL)
+
+
 def _steps_counted(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str, set[int]]:
     """What the kernels of every job count as steps, for the bias correction of Adam's like."""
     counted = {}

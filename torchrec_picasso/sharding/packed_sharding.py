@@ -1,8 +1,9 @@
 """The hot/cold embedding sharding: TorchRec's row-wise metadata, our exchange.
 
 Subclassing TorchRec's row-wise sharding keeps shards, names and state-dict metadata its own; only
-the three factories (input dist, lookup, output dist) differ, and tables are grouped by dim as
-well, because a pack is one matrix, and by wave, because a pack travels in one.
+the three factories (input dist, lookup, output dist) differ, and tables are grouped by dim and
+compute kernel as well, because a pack is one matrix in one memory, and by wave, because a pack
+travels in one.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
             name = info.embedding_config.name
             params[name].check(name, info.embedding_config.num_embeddings)
         super().__init__(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
-        # TorchRec's grouping, but finer; its own methods read names and shards off these
+        # TorchRec's grouping, made finer; its own methods read names and shards off these
         waves = {name: table_params.wave for name, table_params in params.items()}
         self._grouped_embedding_configs_per_rank = [
             _packs(groups, waves) for groups in self._grouped_embedding_configs_per_rank
@@ -158,13 +159,16 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
 def _packs(
     groups: list[GroupedEmbeddingConfig], waves: dict[str, int]
 ) -> list[GroupedEmbeddingConfig]:
-    """Splits groups of tables by wave and dim; packs of one wave side by side, the first first."""
+    """Splits groups of tables by wave, dim and compute kernel; packs of one wave side by side.
+
+    TorchRec counts ``fused`` and ``fused_uvm`` as one kernel.
+    """
     packs = []
     for group in groups:
-        tables_of = defaultdict(list)
+        alike = defaultdict(list)
         for table in group.embedding_tables:
-            tables_of[waves[table.name], table.embedding_dim].append(table)
-        for (wave, _), tables in tables_of.items():
+            alike[waves[table.name], table.embedding_dim, table.compute_kernel].append(table)
+        for (wave, *_), tables in alike.items():
             pack = copy.copy(group)
             pack.embedding_tables = tables
             packs.append((wave, pack))

@@ -93,9 +93,9 @@ def choose_layout(
                 f"hot/cold table {table.name!r} has embedding_dim {table.local_cols}; FBGEMM needs "
                 "a multiple of 4"
             )
+    (kernel,) = {table.compute_kernel for table in config.embedding_tables}
     homes = replicas = EmbeddingLocation.HOST
     if device.type == "cuda":
-        kernel = config.embedding_tables[0].compute_kernel
         homes = replicas = compute_kernel_to_embedding_location(kernel)
     in_two_tables = homes == EmbeddingLocation.MANAGED and num_hot_rows > 0
     if in_two_tables:

@@ -44,7 +44,7 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
     """Homes and replicas of one pack on this rank.
 
     Args:
-        config: The pack's tables on this rank, all of one dim and one optimizer setting.
+        config: The pack's tables on this rank, of one dim, compute kernel and optimizer setting.
         hot_homes: Where the hot rows of the pack are at home.
         pg: Process group, for the state dict's metadata and for filling the replicas.
         device: Where the rows go.

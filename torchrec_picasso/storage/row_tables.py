@@ -57,7 +57,7 @@ class RowTables(nn.Module):
     """Homes and replicas of one pack as a TBE keeps them.
 
     Args:
-        config: The pack's tables on this rank, all of one dim and one optimizer setting.
+        config: The pack's tables on this rank, of one dim, compute kernel and optimizer setting.
         layout: Where their rows are.
         device: The device of the rank.
     """
