@@ -1,4 +1,4 @@
-"""The same tensors on CUDA: plan of a batch, pooling, and a training step at world size 1.
+"""The same tensors on CUDA: plan of a batch, pooling, and training at world size 1.
 
 Skipped where there is no GPU. World size 1 over NCCL is what one GPU can show; that collectives of
 several ranks agree is shown on gloo.
@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torchrec
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
+from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
+from torchrec_picasso._torchrec import EmbeddingLocation
 from torchrec_picasso.ops.packed_ids import PackedIdSpace, PackedTable
 from torchrec_picasso.ops.partition import partition_rows
 from torchrec_picasso.ops.segment_reduction import (
@@ -77,45 +87,124 @@ def nccl(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("nccl")
-def test_trains_as_an_unsharded_module() -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-    from torchrec.distributed.types import ShardingEnv, ShardingPlan
+TABLE = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=20, feature_names=["f"])
+FEATURES = (
+    ([1, 3, 3, 9], [2, 0, 2]),
+    ([19, 1, 7, 19, 3], [1, 3, 1]),
+    ([5, 6, 5], [0, 1, 2]),
+    ([3], [0, 0, 1]),
+)
+"""Ids and lengths of batches: hot rows 1 and 3 beside others, none of them, alone."""
 
-    from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
 
-    config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=20, feature_names=["f"])
-    plain = EmbeddingBagCollection(tables=[config], device=CUDA)
-    module = torch.nn.Sequential(EmbeddingBagCollection(tables=[config], device=CUDA))
-    module[0].load_state_dict(plain.state_dict())
-    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    sharder = HotColdEmbeddingBagCollectionSharder()
+def _features(step: int) -> KeyedJaggedTensor:
+    values, lengths = FEATURES[step % len(FEATURES)]
+    return KeyedJaggedTensor(
+        keys=["f"],
+        values=torch.tensor(values, device=CUDA),
+        lengths=torch.tensor(lengths, device=CUDA),
+    )
+
+
+def _sharded(
+    start: Tensor,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    hot_rows: list[int] | None = None,
+    kernel: str = "fused",
+) -> DistributedModelParallel:
+    """A row-wise table that starts from these weights; stock without ``hot_rows``."""
+    module = nn.Sequential(EmbeddingBagCollection(tables=[TABLE], device=CUDA))
+    apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": 0.1})
+    ours = hot_rows is not None
+    sharder = HotColdEmbeddingBagCollectionSharder() if ours else EmbeddingBagCollectionSharder()
     plan = construct_module_sharding_plan(
         module[0], {"t": row_wise()}, sharder=sharder, local_size=1, world_size=1,
-        device_type="cuda",
+        device_type=CUDA.type,
     )  # fmt: skip
-    plan["t"].cache_params = HotColdParams(hot_rows=[1, 3])
-    sharded = DistributedModelParallel(
+    plan["t"].compute_kernel = kernel
+    if hot_rows is not None:
+        plan["t"].cache_params = HotColdParams(hot_rows=hot_rows)
+    model = DistributedModelParallel(
         module,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=CUDA,
         plan=ShardingPlan(plan={"0": plan}),
         sharders=[sharder],
     )
+    (weights,) = model.state_dict().values()
+    weights.local_shards()[0].tensor.copy_(start.detach())
+    return model
+
+
+def _state(model: DistributedModelParallel) -> list[Tensor]:
+    """The table's weights, then its optimizer state."""
+    tensors = [*model.state_dict().values()]
+    for states in model.fused_optimizer.state_dict()["state"].values():
+        tensors += states.values()
+    return [value.local_shards()[0].tensor.clone() for value in tensors]
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("kernel", ["fused", "fused_uvm"])
+def test_trains_as_an_unsharded_module(kernel: str) -> None:
+    plain = EmbeddingBagCollection(tables=[TABLE], device=CUDA)
+    sharded = _sharded(plain.embedding_bags["t"].weight, hot_rows=[1, 3], kernel=kernel)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    features = KeyedJaggedTensor(
-        keys=["f"],
-        values=torch.tensor([1, 3, 3, 9], device=CUDA),
-        lengths=torch.tensor([2, 0, 2], device=CUDA),
-    )
-    for _ in range(5):
+    for step in range(8):
         optimizer.zero_grad()
-        expected = plain(features).values()
-        actual = sharded(features).values()
+        expected = plain(_features(step)).values()
+        actual = sharded(_features(step)).values()
         torch.testing.assert_close(actual, expected)
         expected.square().sum().backward()
         optimizer.step()
         actual.square().sum().backward()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("kernel", ["fused", "fused_uvm"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.SGD, torch.optim.Adagrad, torchrec.optim.RowWiseAdagrad, torch.optim.Adam],
+)
+def test_trains_as_stock(optimizer: type[torch.optim.Optimizer], kernel: str) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(20, 8, device=CUDA)
+    models = [
+        _sharded(start, optimizer),
+        _sharded(start, optimizer, hot_rows=[], kernel=kernel),
+        _sharded(start, optimizer, hot_rows=[1, 3], kernel=kernel),
+        _sharded(start, optimizer, hot_rows=list(range(20)), kernel=kernel),
+    ]
+    for step in range(8):
+        losses = [model(_features(step)).values().square().sum() for model in models]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(losses, [losses[0]] * len(models))
+    expected, *others = map(_state, models)
+    assert not torch.equal(expected[0], start)
+    for actual in others:
+        torch.testing.assert_close(actual, expected)
+
+
+# not row-wise Adagrad: FBGEMM keeps row-wise state of managed tables in device memory
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
+def test_replicas_are_in_device_memory_and_homes_in_managed(
+    optimizer: type[torch.optim.Optimizer],
+) -> None:
+    start = torch.randn(20, 8, device=CUDA)
+    model = _sharded(start, optimizer, hot_rows=[1, 3], kernel="fused_uvm")
+    model(_features(0)).values().square().sum().backward()
+    (lookup,) = model.module[0]._lookups
+    (storage,) = lookup._storages
+    placed = storage._tables.tbe.weights_physical_placements
+    assert placed == [EmbeddingLocation.MANAGED, EmbeddingLocation.DEVICE]
+    for rows in storage._tables.per_row():
+        assert (len(rows.homes), len(rows.replicas)) == (20, 2)
+        assert torch.ops.fbgemm.is_uvm_tensor(rows.homes)
+        assert not torch.ops.fbgemm.is_uvm_tensor(rows.replicas)
+        assert rows.replicas.device.type == "cuda"
+    assert not storage.replicas_stale()
+    with torch.no_grad():
+        storage.split_embedding_weights()[0][5] = 0.0
+    assert storage.replicas_stale(), "a write into a home shows, though replicas lie elsewhere"
