@@ -9,7 +9,7 @@ Parts, each in a process of its own; one that fails says so, and the others stil
   plain loop of stock TorchRec, many times over with random delay kernels on its streams;
 - overhead: hot/cold tables and stock table-wise ones on one rank, where nothing is exchanged: ms
   per step by CUDA events in alternating blocks, and host syncs per step;
-- uvm: tables in host memory, hot rows against TorchRec's cache with the same device memory.
+- uvm: tables in host memory, hot rows in device memory against TorchRec's cache of as many rows.
 
 Exit code 0, also where the machine lacks something, which is named; 1 if a part failed or found a
 problem; 2 for bad options.

@@ -21,7 +21,7 @@ from benchmarks.gpu.report import PartReport, describe_parts, format_table, timi
 from benchmarks.gpu.settings import GpuSettings, ModelSize
 from benchmarks.gpu.streams import PipelineRuns, judge
 from benchmarks.gpu.training_state import largest_difference
-from benchmarks.gpu.uvm import kernels, replicas_are_in_hbm
+from benchmarks.gpu.uvm import kernels, placement_problems, replicas_are_in_hbm
 
 TINY = ModelSize(batch_size=16, dim=4, max_rows=60, layers=(4,), hot_rows=20)
 ON_CPU = GpuSettings(
@@ -203,6 +203,10 @@ def test_uvm_compares_with_a_cache_of_as_many_rows_and_knows_where_replicas_are(
     replica_bytes = 20 * 4 * 4
     assert replicas_are_in_hbm([0, 1000, 1000 + replica_bytes], TINY)
     assert not replicas_are_in_hbm([0, 1000, 1000], TINY)
+    assert placement_problems(CUDA, in_hbm=True) == []
+    assert placement_problems(torch.device("cpu"), in_hbm=False) == []
+    (problem,) = placement_problems(CUDA, in_hbm=False)
+    assert "so they are in host memory" in problem
 
 
 @pytest.mark.parametrize(
