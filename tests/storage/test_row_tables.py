@@ -11,8 +11,8 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torchrec.modules.embedding_configs import DataType
 
-from tests.storage.test_row_layout import config_of
-from torchrec_picasso.storage.row_layout import choose_layout
+from tests.storage.test_memory_layout import config_of
+from torchrec_picasso.storage.memory_layout import choose_memory
 from torchrec_picasso.storage.row_tables import HomesAndReplicas, RowTables
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def _tables(
     config = config_of(local_rows)
     config.data_type = data_type
     config.fused_params = {"learning_rate": 0.5, "stochastic_rounding": False, **settings}
-    layout = choose_layout(config, CPU, NUM_HOT)
+    layout = choose_memory(config, CPU, NUM_HOT)
     tables = RowTables(config, dataclasses.replace(layout, in_two_tables=in_two), CPU)
     generator = torch.Generator().manual_seed(0)
     for rows in (tables.weights.homes, tables.weights.replicas):

@@ -15,7 +15,7 @@ import torch
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 
 from torchrec_picasso.storage import row_storage
-from torchrec_picasso.storage.row_layout import RowLayout, choose_layout
+from torchrec_picasso.storage.memory_layout import MemoryLayout, choose_memory
 
 __all__ = ["layout_in_tables"]
 
@@ -26,10 +26,10 @@ def layout_in_tables(num_tables: int) -> Iterator[None]:
 
     def choose(
         config: GroupedEmbeddingConfig, device: torch.device, num_hot_rows: int
-    ) -> RowLayout:
-        layout = choose_layout(config, device, num_hot_rows)
+    ) -> MemoryLayout:
+        layout = choose_memory(config, device, num_hot_rows)
         assert not layout.in_two_tables
         return dataclasses.replace(layout, in_two_tables=num_tables == 2 and num_hot_rows > 0)
 
-    with mock.patch.object(row_storage, "choose_layout", choose):
+    with mock.patch.object(row_storage, "choose_memory", choose):
         yield

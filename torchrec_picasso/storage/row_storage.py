@@ -34,7 +34,7 @@ from torchrec_picasso._torchrec import (
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.storage.exactness import check_exact
 from torchrec_picasso.storage.hot_homes import HotHomes
-from torchrec_picasso.storage.row_layout import choose_layout
+from torchrec_picasso.storage.memory_layout import choose_memory
 from torchrec_picasso.storage.row_tables import RowTables
 
 __all__ = ["RowStorage"]
@@ -71,7 +71,7 @@ class RowStorage(BaseEmbedding, FusedOptimizerModule):
             device=device,
             num_hot_rows=hot_homes.num_hot_rows,
         )
-        layout = choose_layout(config, device, hot_homes.num_hot_rows)
+        layout = choose_memory(config, device, hot_homes.num_hot_rows)
         self._tables = RowTables(config, layout, device)
         self._homes, self._replicas = self._tables.weights.homes, self._tables.weights.replicas
         self._marked: Tensor | None = None  # all False between calls of which_are_among

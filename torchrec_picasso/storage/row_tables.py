@@ -27,7 +27,7 @@ from torchrec_picasso._torchrec import (
     SplitTableBatchedEmbeddingBagsCodegen,
     data_type_to_sparse_type,
 )
-from torchrec_picasso.storage.row_layout import RowLayout
+from torchrec_picasso.storage.memory_layout import MemoryLayout
 
 __all__ = ["HomesAndReplicas", "RowTables"]
 
@@ -42,7 +42,7 @@ class HomesAndReplicas:
     """By hot slot of the pack, shape ``(num_hot_rows, ...)``."""
 
     @staticmethod
-    def of_tables(tables: list[Tensor], layout: RowLayout) -> HomesAndReplicas:
+    def of_tables(tables: list[Tensor], layout: MemoryLayout) -> HomesAndReplicas:
         """Finds both in the tensors that the TBE has per table."""
         homes, rest = tables[0][: layout.num_home_rows], tables[0][layout.num_home_rows :]
         replicas = tables[1] if layout.in_two_tables else rest[: layout.num_hot_rows]
@@ -63,7 +63,7 @@ class RowTables(nn.Module):
     """
 
     def __init__(
-        self, config: GroupedEmbeddingConfig, layout: RowLayout, device: torch.device
+        self, config: GroupedEmbeddingConfig, layout: MemoryLayout, device: torch.device
     ) -> None:
         super().__init__()
         self.layout = layout

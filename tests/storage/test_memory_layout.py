@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from torchrec_picasso import CompatError
 from torchrec_picasso._torchrec import ComputeDevice, EmbeddingLocation
-from torchrec_picasso.storage.row_layout import RowLayout, choose_layout
+from torchrec_picasso.storage.memory_layout import MemoryLayout, choose_memory
 
 FUSED, UVM = EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM
 HOST, DEVICE, MANAGED = (
@@ -64,7 +64,7 @@ def test_by_kernel_and_device(
     num_hot_rows: int,
     tables: list[tuple[int, EmbeddingLocation]],
 ) -> None:
-    layout = choose_layout(config_of((6, 3), kernel), torch.device(device), num_hot_rows)
+    layout = choose_memory(config_of((6, 3), kernel), torch.device(device), num_hot_rows)
     assert (layout.num_home_rows, layout.num_hot_rows) == (9, num_hot_rows)
     assert layout.tables == tables
     assert layout.in_two_tables == (len(tables) == 2)
@@ -79,7 +79,7 @@ def test_by_kernel_and_device(
 def test_no_table_is_empty_where_no_row_is_at_home(
     kernel: EmbeddingComputeKernel, num_hot_rows: int, num_rows: list[int]
 ) -> None:
-    layout = choose_layout(config_of((0, 0), kernel), torch.device("cuda"), num_hot_rows)
+    layout = choose_memory(config_of((0, 0), kernel), torch.device("cuda"), num_hot_rows)
     assert layout.num_home_rows == 0
     assert [rows for rows, _ in layout.tables] == num_rows
 
@@ -87,15 +87,15 @@ def test_no_table_is_empty_where_no_row_is_at_home(
 def test_kernels_and_dims_that_cannot_be_hot_cold_are_refused() -> None:
     caching = config_of((6,), EmbeddingComputeKernel.FUSED_UVM_CACHING)
     with pytest.raises(CompatError, match="'t0' has compute kernel 'fused_uvm_caching'; use one"):
-        choose_layout(caching, torch.device("cuda"), 5)
+        choose_memory(caching, torch.device("cuda"), 5)
     with pytest.raises(CompatError, match="'t0' has embedding_dim 6; FBGEMM needs a multiple of 4"):
-        choose_layout(config_of((6,), dim=6), torch.device("cuda"), 5)
+        choose_memory(config_of((6,), dim=6), torch.device("cuda"), 5)
 
 
 @pytest.mark.parametrize(("num_hot_rows", "in_two_tables"), [(0, True), (5, False)])
 def test_layouts_that_cannot_be_are_not_made(num_hot_rows: int, in_two_tables: bool) -> None:
     with pytest.raises(AssertionError):
-        RowLayout(
+        MemoryLayout(
             num_home_rows=9,
             num_hot_rows=num_hot_rows,
             homes=MANAGED,

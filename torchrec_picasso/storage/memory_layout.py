@@ -23,13 +23,13 @@ from torchrec.distributed.embedding_types import (
 from torchrec_picasso._torchrec import ComputeDevice, EmbeddingLocation
 from torchrec_picasso.errors import CompatError
 
-__all__ = ["RowLayout", "choose_layout"]
+__all__ = ["MemoryLayout", "choose_memory"]
 
 _KERNELS = (EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowLayout:
+class MemoryLayout:
     """Where the rows of one pack are on one rank.
 
     Args:
@@ -66,9 +66,9 @@ class RowLayout:
         return [(max(1, self.num_home_rows), self.homes), (self.num_hot_rows, self.replicas)]
 
 
-def choose_layout(
+def choose_memory(
     config: GroupedEmbeddingConfig, device: torch.device, num_hot_rows: int
-) -> RowLayout:
+) -> MemoryLayout:
     """Chooses by compute kernel and device.
 
     Args:
@@ -100,7 +100,7 @@ def choose_layout(
     in_two_tables = homes == EmbeddingLocation.MANAGED and num_hot_rows > 0
     if in_two_tables:
         replicas = EmbeddingLocation.DEVICE
-    return RowLayout(
+    return MemoryLayout(
         num_home_rows=sum(table.local_rows for table in config.embedding_tables),
         num_hot_rows=num_hot_rows,
         homes=homes,
