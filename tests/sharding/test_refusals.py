@@ -67,9 +67,9 @@ def test_weight_that_is_not_finite(weight: float) -> None:
 
 def _build(rank: int, world_size: int, job: Job, what: str) -> str:
     if what == "too many":
-        jobs.HotColdParams = lambda hot_rows: _params(range(61))
+        jobs.HotColdParams = lambda hot_rows, wave: _params(range(61))
     if what == "outside":
-        jobs.HotColdParams = lambda hot_rows: _params([100])
+        jobs.HotColdParams = lambda hot_rows, wave: _params([100])
     with pytest.raises((CompatError, PlanError)) as caught:
         build(job, rank, world_size)
     return f"{type(caught.value).__name__}: {caught.value}"
