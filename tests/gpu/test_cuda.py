@@ -39,11 +39,11 @@ pytestmark = [
 CUDA = torch.device("cuda")
 TABLES = (
     PackedTable(
-        name="a", pack=0, block_rows_W=(30, 20), hot_rows_H=torch.tensor([0, 7, 31]),
+        name="a", pack=0, dim=4, block_rows_W=(30, 20), hot_rows_H=torch.tensor([0, 7, 31]),
         feature_names=("f0", "f1"),
     ),
     PackedTable(
-        name="b", pack=1, block_rows_W=(1, 0), hot_rows_H=torch.empty(0, dtype=torch.int64),
+        name="b", pack=1, dim=8, block_rows_W=(1, 0), hot_rows_H=torch.empty(0, dtype=torch.int64),
         feature_names=("f2",),
     ),
 )  # fmt: skip

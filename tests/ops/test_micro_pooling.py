@@ -19,14 +19,14 @@ _features = st.lists(st.integers(1, 2), min_size=1, max_size=3)
 @settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(st.data(), _sizes, _features)
 def test_equals_each_micro_batch_alone(
-    data: st.DataObject, sizes_K: list[int], features_P: list[int]
+    data: st.DataObject, sizes_K: list[int], features_M: list[int]
 ) -> None:
     # bags[pack][sample * features + feature], ids of packs do not overlap
     bag = st.lists(st.integers(0, _ROWS - 1), max_size=3)
-    bags_P = [[data.draw(bag) for _ in range(sum(sizes_K) * features)] for features in features_P]
-    lengths = [len(ids) for bags in bags_P for ids in bags]
+    bags_M = [[data.draw(bag) for _ in range(sum(sizes_K) * features)] for features in features_M]
+    lengths = [len(ids) for bags in bags_M for ids in bags]
     ids = [
-        pack * _ROWS + row for pack, bags in enumerate(bags_P) for in_bag in bags for row in in_bag
+        pack * _ROWS + row for pack, bags in enumerate(bags_M) for in_bag in bags for row in in_bag
     ]
     offsets_S1 = torch.tensor([0, *lengths]).cumsum(0)
     bags = Bags(ids_N=torch.tensor(ids, dtype=torch.int32), offsets_S1=offsets_S1, source_N=None)
@@ -34,26 +34,26 @@ def test_equals_each_micro_batch_alone(
     torch.manual_seed(len(ids))
     # in the pack's matrix, here of all its rows; gradients the other way round
     place_U = rows.ids_U.long() % _ROWS
-    micro_batch_N = micro_batch_of_lookup(bags, features_P, sizes_K)
-    pooling_KP = cut_pooling(
+    micro_batch_N = micro_batch_of_lookup(bags, features_M, sizes_K)
+    pooling_KM = cut_pooling(
         bags,
         rows,
         micro_batch_N,
         place_U,
         _ROWS - 1 - place_U,
-        features_P=features_P,
+        features_M=features_M,
         sizes_K=sizes_K,
-        mean_PF=[None] * len(features_P),
+        mean_MF=[None] * len(features_M),
     )
-    assert len(pooling_KP) == len(sizes_K)
+    assert len(pooling_KM) == len(sizes_K)
 
     next_lookup_P = [
-        sum(len(ids) for bags in bags_P[:pack] for ids in bags) for pack in range(len(features_P))
+        sum(len(ids) for bags in bags_M[:pack] for ids in bags) for pack in range(len(features_M))
     ]
     first_sample = 0
-    for size, pooling_P in zip(sizes_K, pooling_KP):
-        for pack, (features, pooling) in enumerate(zip(features_P, pooling_P)):
-            own = bags_P[pack][first_sample * features : (first_sample + size) * features]
+    for size, pooling_M in zip(sizes_K, pooling_KM):
+        for pack, (features, pooling) in enumerate(zip(features_M, pooling_M)):
+            own = bags_M[pack][first_sample * features : (first_sample + size) * features]
             matrix = torch.randn(_ROWS, 2)
             upstream = torch.randn(len(own), 2)
             expected = [matrix[in_bag].sum(0) for in_bag in own]

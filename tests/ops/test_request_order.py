@@ -31,6 +31,7 @@ def spaces(draw: st.DrawFn) -> PackedIdSpace:
             PackedTable(
                 name=f"t{i}",
                 pack=pack,
+                dim=4 * pack,
                 block_rows_W=tuple(block_rows_W),
                 hot_rows_H=torch.tensor(sorted(hot), dtype=torch.int64),
                 feature_names=tuple(f"t{i}f{j}" for j in range(draw(st.integers(1, 2)))),
@@ -129,7 +130,7 @@ def test_ids_widen_when_the_space_does() -> None:
     hot = torch.empty(0, dtype=torch.int64)
     for rows, dtype in ((2**31 - 1, torch.int32), (2**31, torch.int64)):
         table = PackedTable(
-            name="t", pack=0, block_rows_W=(rows,), hot_rows_H=hot, feature_names=("f",)
+            name="t", pack=0, dim=4, block_rows_W=(rows,), hot_rows_H=hot, feature_names=("f",)
         )
         space = PackedIdSpace.build([table], CPU)
         assert space.id_dtype == dtype
@@ -152,16 +153,16 @@ def test_unique_rows(ids: list[int]) -> None:
 @PROPERTY
 @given(st.data())
 def test_bags_come_sample_by_sample(data: st.DataObject) -> None:
-    features_P = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    features_M = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
     batch_size = data.draw(st.integers(0, 4))
-    num_bags = sum(features_P) * batch_size
+    num_bags = sum(features_M) * batch_size
     lengths = data.draw(st.lists(st.integers(0, 3), min_size=num_bags, max_size=num_bags))
     ids_N = torch.arange(sum(lengths)) * 10
-    order_S = bag_order(features_P, batch_size, CPU)
+    order_S = bag_order(features_M, batch_size, CPU)
     bags = reorder_bags(ids_N, torch.tensor(lengths, dtype=torch.int64), order_S, keep_source=True)
     by_bag = list(ids_N.split(lengths)) if lengths else []
     expected, first = [], 0
-    for num_features in features_P:
+    for num_features in features_M:
         for sample in range(batch_size):
             for feature in range(first, first + num_features):
                 expected.append(by_bag[feature * batch_size + sample].tolist())
@@ -183,7 +184,7 @@ def test_a_batch_size_per_feature_keeps_the_order() -> None:
 def test_any_integer_type_of_rows() -> None:
     hot = torch.tensor([1])
     tables = [
-        PackedTable(name=n, pack=0, block_rows_W=(2, 1), hot_rows_H=hot, feature_names=(n,))
+        PackedTable(name=n, pack=0, dim=4, block_rows_W=(2, 1), hot_rows_H=hot, feature_names=(n,))
         for n in "ab"
     ]
     space = PackedIdSpace.build(tables, CPU)

@@ -54,6 +54,11 @@ class StepHeader:
     touched_P: list[int]
     """How many of them belong to each pack."""
 
+    @property
+    def rows_per_pack(self) -> list[int]:
+        """Unique rows of this rank's batch in each pack: hot ones and cold ones."""
+        return [hot + sum(send_W) for hot, send_W in zip(self.hot_P, self.send_PW)]
+
 
 class HeaderExchange:
     """Exchanges the headers of a batch; starts at construction.

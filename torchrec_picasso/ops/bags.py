@@ -29,20 +29,20 @@ class Bags:
     """Index in KeyedJaggedTensor order of each lookup, int64; ``None`` when nobody needs it."""
 
 
-def bag_order(features_P: Sequence[int], batch_size: int, device: torch.device) -> Tensor:
-    """Gives the permutation from feature-major bags to pack-major, then sample-major bags.
+def bag_order(features_M: Sequence[int], batch_size: int, device: torch.device) -> Tensor:
+    """Gives the permutation from feature-major bags to matrix-major, then sample-major bags.
 
     Args:
-        features_P: Number of features of each pack, in feature order.
+        features_M: Number of features of each matrix, in feature order.
         batch_size: Samples per feature.
         device: Where the permutation goes.
 
     Returns:
         For each bag in the new order its old index, int32, shape ``(F * B,)``.
     """
-    order_FB = torch.arange(sum(features_P) * batch_size, dtype=torch.int32, device=device)
-    per_pack = order_FB.view(sum(features_P), batch_size).split(list(features_P))
-    return torch.cat([bags_FB.t().reshape(-1) for bags_FB in per_pack])
+    order_FB = torch.arange(sum(features_M) * batch_size, dtype=torch.int32, device=device)
+    per_matrix = order_FB.view(sum(features_M), batch_size).split(list(features_M))
+    return torch.cat([bags_FB.t().reshape(-1) for bags_FB in per_matrix])
 
 
 def reorder_bags(

@@ -1,11 +1,11 @@
 """How the bags of each micro-batch sum rows, cut out of the maps of the whole batch.
 
-Bags are in sample order, so a micro-batch's lookups are one slice of each pack's: forward only has
-to cut. Backward wants them grouped by row. The batch was sorted by id already, so its lookups by
-row are dealt out to the micro-batches by one stable sort of small integers, where each micro-batch
-sorting its own rows would cost K comparison sorts.
+Bags are in sample order, so a micro-batch's lookups are one slice of each matrix's: forward only
+has to cut. Backward wants them grouped by row. The batch was sorted by id already, so its lookups
+by row are dealt out to the micro-batches by one stable sort of small integers, where each
+micro-batch sorting its own rows would cost K comparison sorts.
 
-Shape letters: K micro-batches, P packs, N lookups, U unique rows, G (micro-batch, row) pairs.
+Shape letters: K micro-batches, M matrices, N lookups, U unique rows, G (micro-batch, row) pairs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["MicroPooling", "cut_pooling", "micro_batch_of_lookup"]
 
 @dataclass(frozen=True)
 class MicroPooling:
-    """One micro-batch of one pack."""
+    """One micro-batch of one matrix."""
 
     lookups: slice
     """Its lookups, in bag order of the whole batch."""
@@ -41,22 +41,22 @@ class MicroPooling:
         yield from self.index.tensors()
 
 
-def micro_batch_of_lookup(bags: Bags, features_P: Sequence[int], sizes_K: Sequence[int]) -> Tensor:
+def micro_batch_of_lookup(bags: Bags, features_M: Sequence[int], sizes_K: Sequence[int]) -> Tensor:
     """Micro-batch of each lookup in bag order.
 
     Args:
-        bags: Lookups of the whole batch, pack by pack, in each sample by sample.
-        features_P: Number of features of each pack.
+        bags: Lookups of the whole batch, matrix by matrix, in each sample by sample.
+        features_M: Number of features of each matrix.
         sizes_K: Samples of each micro-batch.
 
     Returns:
         int64, shape ``(N,)``.
     """
     device = bags.ids_N.device
-    edges = _on(device, _first_bags(features_P, sizes_K))
+    edges = _on(device, _first_bags(features_M, sizes_K))
     lookups = torch.diff(bags.offsets_S1.index_select(0, edges))
-    micro_PK = torch.arange(len(sizes_K), device=device).repeat(len(features_P))
-    return torch.repeat_interleave(micro_PK, lookups, output_size=bags.ids_N.numel())
+    micro_MK = torch.arange(len(sizes_K), device=device).repeat(len(features_M))
+    return torch.repeat_interleave(micro_MK, lookups, output_size=bags.ids_N.numel())
 
 
 def cut_pooling(
@@ -66,41 +66,41 @@ def cut_pooling(
     row_place_U: Tensor,
     gradient_place_U: Tensor,
     *,
-    features_P: Sequence[int],
+    features_M: Sequence[int],
     sizes_K: Sequence[int],
-    mean_PF: Sequence[Tensor | None],
+    mean_MF: Sequence[Tensor | None],
 ) -> list[list[MicroPooling]]:
     """Cuts the pooling of a batch into that of its micro-batches.
 
     Args:
-        bags: Lookups of the whole batch, pack by pack, in each sample by sample.
-        rows: Its unique rows, pack by pack.
+        bags: Lookups of the whole batch, matrix by matrix, in each sample by sample.
+        rows: Its unique rows, matrix by matrix.
         micro_batch_N: Result of :func:`micro_batch_of_lookup`.
-        row_place_U: Where each unique row is among its pack's rows, int64.
-        gradient_place_U: Where it is among its pack's gradients, int64.
-        features_P: Number of features of each pack.
+        row_place_U: Where each unique row is among its matrix's rows, int64.
+        gradient_place_U: Where it is among its matrix's gradients, int64.
+        features_M: Number of features of each matrix.
         sizes_K: Samples of each micro-batch.
-        mean_PF: Which features of each pack are averaged, bool; ``None`` = none.
+        mean_MF: Which features of each matrix are averaged, bool; ``None`` = none.
 
     Returns:
-        By micro-batch and pack.
+        By micro-batch and matrix.
 
     Cost:
         One stable sort of N small integers, O(N) else; two host syncs on CUDA, for G and for where
         each group begins.
     """
-    num_packs, num_micro = len(features_P), len(sizes_K)
+    num_matrices, num_micro = len(features_M), len(sizes_K)
     device, num_lookups = bags.ids_N.device, bags.ids_N.numel()
     bag_of_lookup_N = torch.repeat_interleave(
         torch.arange(bags.offsets_S1.numel() - 1, device=device),
         torch.diff(bags.offsets_S1),
         output_size=num_lookups,
     )
-    # where each (pack, micro-batch) begins: in bags, in lookups, and in what is grouped by row
-    bag_edges = _first_bags(features_P, sizes_K)
+    # where each (matrix, micro-batch) begins: in bags, in lookups, and in what is grouped by row
+    bag_edges = _first_bags(features_M, sizes_K)
     lookup_edges = bags.offsets_S1.index_select(0, _on(device, bag_edges))
-    count_KP = torch.diff(lookup_edges).view(num_packs, num_micro).t().reshape(-1)
-    grouped_edges = torch.cat([count_KP.new_zeros(1), count_KP.cumsum(0)])
+    count_KM = torch.diff(lookup_edges).view(num_matrices, num_micro).t().reshape(-1)
+    grouped_edges = torch.cat([count_KM.new_zeros(1), count_KM.cumsum(0)])
 
     micro_by_row_N = micro_batch_N.index_select(0, rows.lookups_by_row_N)
     order_N = stable_order(micro_by_row_N, num_micro)
@@ -116,16 +116,16 @@ def cut_pooling(
         [lookup_edges, grouped_edges, group_edges]
     ).tolist()
 
-    def cut(pack: int, micro: int) -> MicroPooling:
-        place = pack * num_micro + micro
+    def cut(matrix: int, micro: int) -> MicroPooling:
+        place = matrix * num_micro + micro
         first_bag, end_bag = bag_edges[place : place + 2]
         low, high = lookup_at[place : place + 2]
-        place = micro * num_packs + pack
+        place = micro * num_matrices + matrix
         by_row = slice(*grouped_at[place : place + 2])
         groups = slice(*group_at[place : place + 2])
         starts_U = start_G[groups] - by_row.start
         end = starts_U.new_full((1,), by_row.stop - by_row.start)
-        mean_F = mean_PF[pack]
+        mean_F = mean_MF[matrix]
         return MicroPooling(
             lookups=slice(low, high),
             gradient_place_U=gradient_place_G[groups],
@@ -139,13 +139,13 @@ def cut_pooling(
             ),
         )
 
-    return [[cut(pack, micro) for pack in range(num_packs)] for micro in range(num_micro)]
+    return [[cut(matrix, micro) for matrix in range(num_matrices)] for micro in range(num_micro)]
 
 
-def _first_bags(features_P: Sequence[int], sizes_K: Sequence[int]) -> list[int]:
-    """First bag of each (pack, micro-batch), and the number of bags."""
-    bags_PK = [features * size for features in features_P for size in sizes_K]
-    return [0, *accumulate(bags_PK)]
+def _first_bags(features_M: Sequence[int], sizes_K: Sequence[int]) -> list[int]:
+    """First bag of each (matrix, micro-batch), and the number of bags."""
+    bags_MK = [features * size for features in features_M for size in sizes_K]
+    return [0, *accumulate(bags_MK)]
 
 
 def _on(device: torch.device, values: list[int]) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class PackedTable:
     Args:
         name: Table name, for messages.
         pack: Index of the pack that holds the table; tables come in ascending pack order.
+        dim: Columns, the same for all tables of a pack.
         wave: Which wave the pack travels in; ascending with the packs, gaps allowed.
         block_rows_W: Rows of the table at home on each rank, ``W`` numbers that sum to the table's.
         hot_rows_H: Rows with a replica on every rank, ascending int64, shape ``(H_t,)``.
@@ -37,6 +38,7 @@ class PackedTable:
 
     name: str
     pack: int
+    dim: int
     block_rows_W: tuple[int, ...]
     hot_rows_H: Tensor
     feature_names: tuple[str, ...]
@@ -70,6 +72,10 @@ class PackedIdSpace:
     """Number of features of each pack."""
     waves: tuple[slice, ...]
     """The packs of each wave."""
+    matrices: tuple[slice, ...]
+    """The packs of each matrix: neighbours of one dim are fetched into one and pooled as one."""
+    features_M: tuple[int, ...]
+    """Number of features of each matrix."""
     mean_F: tuple[bool, ...]
     """Whether each feature's bags are averaged."""
     feature_base_F: Tensor
@@ -113,6 +119,10 @@ class PackedIdSpace:
         def ids(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
+        matrices = _runs([(t.pack, t.dim) for t in tables])
+        features_P = tuple(
+            sum(len(t.feature_names) for t in tables if t.pack == p) for p in range(num_packs)
+        )
         per_feature = [(t, base) for t, base in zip(tables, bases) for _ in t.feature_names]
         return PackedIdSpace(
             tables=tuple(tables),
@@ -121,10 +131,10 @@ class PackedIdSpace:
             num_rows=bases[-1],
             home_rows_PW=tuple(map(tuple, home_rows)),
             hot_start_P1=(0, *accumulate(hot_counts)),
-            features_P=tuple(
-                sum(len(t.feature_names) for t in tables if t.pack == p) for p in range(num_packs)
-            ),
-            waves=_waves([(t.pack, t.wave) for t in tables]),
+            features_P=features_P,
+            waves=_runs([(t.pack, t.wave) for t in tables]),
+            matrices=matrices,
+            features_M=tuple(sum(features_P[packs]) for packs in matrices),
             mean_F=tuple(table.mean for table, _ in per_feature),
             feature_base_F=ids([base for _, base in per_feature]),
             feature_rows_F=ids([t.num_embeddings for t, _ in per_feature]),
@@ -173,10 +183,8 @@ class PackedIdSpace:
         return torch.int32 if self.num_rows < 2**31 else torch.int64
 
 
-def _waves(of_tables: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    """The packs of each wave, from (pack, wave) of every table."""
-    wave_P = [wave for _, wave in sorted(set(of_tables))]
-    assert wave_P == sorted(wave_P), "packs of one wave must be side by side"
-    ends = accumulate(wave_P.count(wave) for wave in sorted(set(wave_P)))
-    edges = [0, *ends]
-    return tuple(map(slice, edges, edges[1:]))
+def _runs(of_tables: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+    """Neighbouring packs with something in common, from (pack, what) of every table."""
+    what_P = [what for _, what in sorted(set(of_tables))]
+    ends = [*accumulate(len(list(run)) for _, run in groupby(what_P))]
+    return tuple(map(slice, [0, *ends], ends))

@@ -13,17 +13,17 @@ from torchrec_picasso.ops.segment_reduction import PoolingIndex
 __all__ = ["ArrivingRows", "GradientSink"]
 
 GradientSink = Callable[[Sequence[Tensor]], None]
-"""Takes the gradients of the rows that arrived, per pack; must not hold those rows."""
+"""Takes the gradients of the rows that arrived, per matrix; must not hold those rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrivingRows(ABC):
-    """Rows that a batch, or a micro-batch, asked for; one entry per pack."""
+    """Rows that a batch, or a micro-batch, asked for; one entry per matrix."""
 
-    pooling_P: Sequence[PoolingIndex]
+    pooling_M: Sequence[PoolingIndex]
     """Which rows each bag sums."""
-    lookups_P: Sequence[int]
-    """Lookups of each pack."""
+    lookups_M: Sequence[int]
+    """Lookups of each matrix."""
     batch_size: int | None
     """Samples per feature, or ``None`` when each feature has its own."""
     weights_N: Tensor | None
@@ -36,4 +36,4 @@ class ArrivingRows(ABC):
 
     @abstractmethod
     def arrive(self) -> Iterator[Tensor]:
-        """Gives the rows of one pack after the other, ``(U_p, D_p)``, waiting for each."""
+        """Gives the rows of one matrix after the other, ``(U_m, D_m)``, waiting for each."""

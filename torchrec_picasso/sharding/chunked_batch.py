@@ -1,6 +1,6 @@
 """A batch cut into micro-batches and made unique, as a row request receives it.
 
-Shape letters: K micro-batches, P packs, F features, N lookups.
+Shape letters: K micro-batches, M matrices, F features, N lookups.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ChunkedBatch(Awaitable[KeyedJaggedTensor]):
     """Micro-batch of each lookup in bag order."""
     located: LocatedRows
     """Its rows by pack, chunk and home; hot rows of a pack before its chunks."""
-    mean_PF: Sequence[Tensor | None]
-    """Which features of each pack are averaged; ``None`` = none."""
+    mean_MF: Sequence[Tensor | None]
+    """Which features of each matrix are averaged; ``None`` = none."""
     header: HeaderExchange
 
     def _wait_impl(self) -> KeyedJaggedTensor:

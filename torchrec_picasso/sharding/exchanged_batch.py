@@ -19,7 +19,7 @@ __all__ = ["ExchangedBatch", "ExchangedFeatures", "exchanged_batch"]
 
 @dataclass(frozen=True)
 class ExchangedBatch:
-    """One batch of one module between ids exchange and update; one entry per pack."""
+    """One batch of one module between ids exchange and update."""
 
     header: StepHeader
     hot_slots_P: Sequence[Tensor]
@@ -28,10 +28,12 @@ class ExchangedBatch:
     """Hot slots that any rank's batch uses, counted from 0 in the pack."""
     requested_rows_P: Sequence[Tensor]
     """Home rows that each rank asks of this one, grouped by rank."""
-    pooling_P: Sequence[PoolingIndex]
+    pooling_M: Sequence[PoolingIndex]
+    """Which rows of each matrix the bags sum."""
     source_N: Tensor | None
     """KeyedJaggedTensor position of each lookup in bag order, when weights may be needed."""
-    lookups_P: Sequence[int]
+    lookups_M: Sequence[int]
+    """Lookups of each matrix."""
     batch_size: int | None
     """Samples per feature, or ``None`` when each feature has its own."""
 
@@ -40,7 +42,7 @@ class ExchangedBatch:
         yield self.header.touched_slots_T
         for group in (self.hot_slots_P, self.touched_slots_P, self.requested_rows_P):
             yield from group
-        for index in self.pooling_P:
+        for index in self.pooling_M:
             yield from index.tensors()
         if self.source_N is not None:
             yield self.source_N

@@ -44,8 +44,8 @@ class _LocalBatch:
     bags: Bags
     rows: RowPartition
     batch_size: int | None
-    bags_P: Sequence[int]
-    mean_P: Sequence[Tensor | None]
+    bags_M: Sequence[int]
+    mean_M: Sequence[Tensor | None]
 
 
 class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
@@ -74,9 +74,9 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         self._check_weights = check_weights
         self._interleaving = interleaving
         self._order_of_batch_size: tuple[int, Tensor] | None = None
-        self._mean_PF = torch.tensor(space.mean_F).split(list(space.features_P))
+        self._mean_MF = torch.tensor(space.mean_F).split(list(space.features_M))
         self._mean_on_device: list[Tensor | None] | None = None
-        self._any_mean_P = [bool(mean_F.any()) for mean_F in self._mean_PF]
+        self._any_mean_M = [bool(mean_F.any()) for mean_F in self._mean_MF]
 
     def forward(
         self, sparse_features: KeyedJaggedTensor
@@ -119,7 +119,7 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         weighted = features.weights_or_none() is not None
         bags = reorder_bags(packed_N, features.lengths(), order_S, keep_source=weighted)
         rows = unique_rows(bags.ids_N)
-        micro_batch_N = micro_batch_of_lookup(bags, space.features_P, sizes_K)
+        micro_batch_N = micro_batch_of_lookup(bags, space.features_M, sizes_K)
         chunk_U = first_use_chunks(rows, micro_batch_N, num_chunks)
         located = locate_rows(rows.ids_U, space, chunk_U, num_chunks)
         # to the header a (pack, chunk) is a pack; hot rows stand in a pack's first
@@ -142,7 +142,7 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
             rows=rows,
             micro_batch_N=micro_batch_N,
             located=located,
-            mean_PF=self._mean_on(packed_N.device),
+            mean_MF=self._mean_on(packed_N.device),
             header=header,
         )
 
@@ -152,38 +152,38 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         if features.variable_stride_per_key():
             batch_size, order_S = None, None
             strides = features.stride_per_key()
-            ends = [0, *accumulate(space.features_P)]
-            strides_P = [strides[start:end] for start, end in pairwise(ends)]
-            bags_P = [sum(strides_F) for strides_F in strides_P]
+            ends = [0, *accumulate(space.features_M)]
+            strides_M = [strides[start:end] for start, end in pairwise(ends)]
+            bags_M = [sum(strides_F) for strides_F in strides_M]
             means = [
                 mean_F.repeat_interleave(torch.tensor(strides_F))
-                for mean_F, strides_F in zip(self._mean_PF, strides_P)
+                for mean_F, strides_F in zip(self._mean_MF, strides_M)
             ]
         else:
             batch_size = features.stride()
             order_S = self._bag_order(batch_size, packed_N.device)
-            bags_P = [num_features * batch_size for num_features in space.features_P]
-            means = [mean_F.repeat(batch_size) for mean_F in self._mean_PF]
+            bags_M = [num_features * batch_size for num_features in space.features_M]
+            means = [mean_F.repeat(batch_size) for mean_F in self._mean_MF]
         bags = reorder_bags(packed_N, features.lengths(), order_S, keep_source=weighted)
         rows = partition_rows(unique_rows(bags.ids_N), space)
-        mean_P = [
+        mean_M = [
             mean_S.to(packed_N.device, non_blocking=True) if any_mean else None
-            for mean_S, any_mean in zip(means, self._any_mean_P)
+            for mean_S, any_mean in zip(means, self._any_mean_M)
         ]
-        return _LocalBatch(features, bags, rows, batch_size, bags_P, mean_P)
+        return _LocalBatch(features, bags, rows, batch_size, bags_M, mean_M)
 
     def _mean_on(self, device: torch.device) -> Sequence[Tensor | None]:
-        """Which features of each pack are averaged, copied to the device once."""
+        """Which features of each matrix are averaged, copied to the device once."""
         if self._mean_on_device is None:
             self._mean_on_device = [
                 mean_F.to(device) if any_mean else None
-                for mean_F, any_mean in zip(self._mean_PF, self._any_mean_P)
+                for mean_F, any_mean in zip(self._mean_MF, self._any_mean_M)
             ]
         return self._mean_on_device
 
     def _bag_order(self, batch_size: int, device: torch.device) -> Tensor:
         if self._order_of_batch_size is None or self._order_of_batch_size[0] != batch_size:
-            order_S = bag_order(self._space.features_P, batch_size, device)
+            order_S = bag_order(self._space.features_M, batch_size, device)
             self._order_of_batch_size = (batch_size, order_S)
         return self._order_of_batch_size[1]
 
@@ -255,14 +255,15 @@ class _IdsAwaitable(Awaitable[KeyedJaggedTensor]):
         header, space, local = self._header, self._space, self._local
         starts_P = space.hot_start_P1[:-1]
         touched_P = header.touched_slots_T.split(header.touched_P)
+        lookups_M = _by_matrix(header.lookups_P, space.matrices)
         batch = ExchangedBatch(
             header=header,
             hot_slots_P=[slots - start for slots, start in zip(self._hot_slots_P, starts_P)],
             touched_slots_P=[slots - start for slots, start in zip(touched_P, starts_P)],
             requested_rows_P=self._ids.wait(),
-            pooling_P=_pooling_per_pack(local, header),
+            pooling_M=_pooling_by_matrix(local, header, space.matrices, lookups_M),
             source_N=local.bags.source_N,
-            lookups_P=header.lookups_P,
+            lookups_M=lookups_M,
             batch_size=local.batch_size,
         )
         return ExchangedFeatures.of(local.features, batch)
@@ -280,8 +281,14 @@ def _sum_per_pack(values_F: Tensor, features_P: Sequence[int]) -> Tensor:
     return torch.stack([part.sum() for part in values_F.split(list(features_P))])
 
 
-def _pooling_per_pack(local: _LocalBatch, header: StepHeader) -> list[PoolingIndex]:
-    """Cuts the maps between lookups and rows into packs, each counting from 0."""
+def _by_matrix(counts_P: Sequence[int], matrices: Sequence[slice]) -> list[int]:
+    return [sum(counts_P[packs]) for packs in matrices]
+
+
+def _pooling_by_matrix(
+    local: _LocalBatch, header: StepHeader, matrices: Sequence[slice], lookups_M: Sequence[int]
+) -> list[PoolingIndex]:
+    """Cuts the maps between lookups and rows into matrices, each counting from 0."""
     rows, offsets_S1 = local.rows, local.bags.offsets_S1
     lookups_S = torch.diff(offsets_S1)
     bags_by_row_N = torch.repeat_interleave(
@@ -289,11 +296,11 @@ def _pooling_per_pack(local: _LocalBatch, header: StepHeader) -> list[PoolingInd
         lookups_S,
         output_size=rows.row_of_lookup_N.numel(),
     ).index_select(0, rows.lookups_by_row_N)
-    rows_P = [hot + sum(send_W) for hot, send_W in zip(header.hot_P, header.send_PW)]
+    rows_M = _by_matrix(header.rows_per_pack, matrices)
     indices = []
     row, bag, lookup = 0, 0, 0
     for num_rows, num_bags, num_lookups, mean_S in zip(
-        rows_P, local.bags_P, header.lookups_P, local.mean_P
+        rows_M, local.bags_M, lookups_M, local.mean_M
     ):
         lookups = slice(lookup, lookup + num_lookups)
         ends_u = rows.lookup_end_U[row : row + num_rows]

@@ -8,7 +8,7 @@ still travels once, and is updated once.
 Packs may also be cut into waves, by the plan. What no computing hides is then staggered: a wave is
 on the wire while the one before is gathered, pooled or updated (PICASSO's K-Interleaving).
 
-Shape letters: K micro-batches and chunks, P packs.
+Shape letters: K micro-batches and chunks, M matrices of rows.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class MicroRows(ArrivingRows):
 
     step: InterleavedStep
     index: int
-    gradient_places_P: Sequence[Tensor]
-    """Of each pack's gradients, the rows that the micro-batch adds to."""
+    gradient_places_M: Sequence[Tensor]
+    """Of each matrix's gradients, the rows that the micro-batch adds to."""
 
     @property
     def gradient_sink(self) -> GradientSink:
         """The step, which sums over micro-batches."""
-        return partial(self.step.add_gradients, self.gradient_places_P)
+        return partial(self.step.add_gradients, self.gradient_places_M)
 
     def arrive(self) -> Iterator[Tensor]:
         """Waits for the chunks up to this one; gives all rows, later dirty ones not filled yet."""
@@ -59,7 +59,7 @@ class InterleavedStep:
 
     Args:
         pg: Process group.
-        packs: The module's packs.
+        packs_M: The module's packs, by matrix.
         waves: Which of them travel together where waves are staggered.
         forward_codec: Wire precision of rows, or ``None`` for their own.
         backward_codec: Wire precision of gradients, or ``None`` for their own.
@@ -69,14 +69,15 @@ class InterleavedStep:
     def __init__(
         self,
         pg: dist.ProcessGroup,
-        packs: Sequence[PackRows],
+        packs_M: Sequence[Sequence[PackRows]],
         waves: Sequence[slice],
         forward_codec: QuantizedCommCodec | None,
         backward_codec: QuantizedCommCodec | None,
         layout: RowLayout,
     ) -> None:
         self._pg = pg
-        self._packs = packs
+        self._packs_M = packs_M
+        self._packs = [pack for packs in packs_M for pack in packs]
         self._waves = waves
         self._forward_codec = forward_codec
         self._backward_codec = backward_codec
@@ -149,29 +150,32 @@ class InterleavedStep:
 
     def micro_rows(self, index: int) -> MicroRows:
         """What a micro-batch uses: a lookup result for the output dist."""
-        pooling_P, weights_N = self.layout.pooling_KP[index], self.layout.weights_N
+        pooling_M, weights_N = self.layout.pooling_KM[index], self.layout.weights_N
         if weights_N is not None:
-            weights_N = torch.cat([weights_N[pooling.lookups] for pooling in pooling_P])
+            weights_N = torch.cat([weights_N[pooling.lookups] for pooling in pooling_M])
         return MicroRows(
             step=self,
             index=index,
-            gradient_places_P=[pooling.gradient_place_U for pooling in pooling_P],
-            pooling_P=[pooling.index for pooling in pooling_P],
-            lookups_P=[p.lookups.stop - p.lookups.start for p in pooling_P],
+            gradient_places_M=[pooling.gradient_place_U for pooling in pooling_M],
+            pooling_M=[pooling.index for pooling in pooling_M],
+            lookups_M=[p.lookups.stop - p.lookups.start for p in pooling_M],
             batch_size=self.layout.sizes_K[index],
             weights_N=weights_N,
         )
 
     def arrive(self, index: int) -> Iterator[Tensor]:
-        """Rows of one pack after the other, those of the chunks up to a micro-batch's filled."""
-        return (pack.arrive(index) for pack in self._packs)
+        """Rows of one matrix after the other, those of the chunks up to a micro-batch's filled."""
+        for packs in self._packs_M:
+            for pack in packs:
+                pack.arrive(index)
+            yield packs[0].matrix.rows
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def add_gradients(self, gradient_places_P: Sequence[Tensor], grads_P: Sequence[Tensor]) -> None:
+    def add_gradients(self, gradient_places_M: Sequence[Tensor], grads_M: Sequence[Tensor]) -> None:
         """Adds a micro-batch's gradients to those of the later ones."""
-        for pack, places, grads in zip(self._packs, gradient_places_P, grads_P):
-            pack.add_gradients(places, grads)
+        for packs, places, grads in zip(self._packs_M, gradient_places_M, grads_M):
+            packs[0].matrix.sums.index_add_(0, places, grads)
 
     def send_gradients(self, chunk: int, wave: int | None = None) -> None:
         """Starts sending the gradients of a chunk home. Collective.

@@ -28,6 +28,7 @@ from torchrec_picasso.sharding.exchanged_batch import (
 from torchrec_picasso.sharding.interleaved_step import InterleavedStep, MicroRows
 from torchrec_picasso.sharding.pack_rows import PackRows
 from torchrec_picasso.sharding.row_layout import RowLayout
+from torchrec_picasso.sharding.row_matrix import RowMatrix
 from torchrec_picasso.sharding.row_request import RowRequest
 from torchrec_picasso.sharding.step_update import StepUpdate
 from torchrec_picasso.storage.hot_homes import HotHomes
@@ -42,8 +43,8 @@ class RowsInFlight(ArrivingRows):
     """Rows on their way back to the whole batch that asked for them."""
 
     batch: ExchangedBatch
-    rows_PUD: Sequence[Tensor]
-    """Per pack ``(U_p, D_p)``: hot rows, then the space that cold rows arrive in."""
+    rows_M: Sequence[Tensor]
+    """By matrix ``(U_m, D_m)``: of each pack hot rows, then the space that cold rows arrive in."""
     arrival: PackedAllToAll
     update: StepUpdate
 
@@ -55,7 +56,7 @@ class RowsInFlight(ArrivingRows):
     def arrive(self) -> Iterator[Tensor]:
         """Waits for the rows."""
         self.arrival.wait()
-        return iter(self.rows_PUD)
+        return iter(self.rows_M)
 
 
 class HotColdLookup(GroupedPooledEmbeddingsLookup):
@@ -84,8 +85,9 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
         self._space = space
         self._forward_codec = codecs.forward if codecs is not None else None
         self._backward_codec = codecs.backward if codecs is not None else None
-        self._buffers_P = [RowBuffers(storage.dim, device) for storage in self._storages]
-        self._update = StepUpdate(pg, self._storages, self._backward_codec)
+        self._dim_M = [self._storages[packs.start].dim for packs in space.matrices]
+        self._buffers_M = [RowBuffers(dim, device) for dim in self._dim_M]
+        self._update = StepUpdate(pg, self._storages, space.matrices, self._backward_codec)
 
     def _create_embedding_kernel(
         self,
@@ -109,12 +111,24 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
         """The step of a batch whose exchange a schedule drives."""
         return InterleavedStep(
             self._pg,
-            list(map(PackRows, self._storages, self._buffers_P, layout.packs)),
+            [
+                self._pack_rows(packs, buffers, layout)
+                for packs, buffers in zip(self._space.matrices, self._buffers_M)
+            ],
             self._space.waves,
             self._forward_codec,
             self._backward_codec,
             layout,
         )
+
+    def _pack_rows(self, packs: slice, buffers: RowBuffers, layout: RowLayout) -> list[PackRows]:
+        """The packs of one matrix in a batch."""
+        layouts = layout.packs[packs]
+        matrix = RowMatrix(buffers, [pack.num_rows for pack in layouts])
+        return [
+            PackRows(storage, pack, matrix, place)
+            for storage, pack, place in zip(self._storages[packs], layouts, matrix.place_P)
+        ]
 
     def forward(self, sparse_features: ExchangedFeatures | MicroRows) -> ArrivingRows:
         """Gathers the rows that all ranks ask of this home and sends them. Collective.
@@ -129,9 +143,15 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
                 for storage in self._storages:
                     storage.fill_replicas()
             asked_P = [s.gather(rows) for s, rows in zip(self._storages, batch.requested_rows_P)]
+            rows_P = batch.header.rows_per_pack
+            rows_M = [
+                asked_P[packs.start].new_empty(sum(rows_P[packs]), dim)
+                for packs, dim in zip(self._space.matrices, self._dim_M)
+            ]
             fetched_P = [
-                asked.new_empty(hot + sum(send_W), asked.size(1))
-                for asked, hot, send_W in zip(asked_P, batch.header.hot_P, batch.header.send_PW)
+                rows_of_pack
+                for rows, packs in zip(rows_M, self._space.matrices)
+                for rows_of_pack in rows.split(rows_P[packs])
             ]
             arrival = PackedAllToAll(
                 self._pg,
@@ -147,12 +167,12 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
         if weights_N is not None:
             weights_N = weights_N.float().index_select(0, batch.source_N)
         return RowsInFlight(
-            pooling_P=batch.pooling_P,
-            lookups_P=batch.lookups_P,
+            pooling_M=batch.pooling_M,
+            lookups_M=batch.lookups_M,
             batch_size=batch.batch_size,
             weights_N=weights_N,
             batch=batch,
-            rows_PUD=fetched_P,
+            rows_M=rows_M,
             arrival=arrival,
             update=self._update,
         )

@@ -8,30 +8,30 @@ from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
 from torchrec_picasso.sharding.row_layout import PackLayout
-from torchrec_picasso.storage.row_buffers import RowBuffers
+from torchrec_picasso.sharding.row_matrix import RowMatrix
 from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["PackRows"]
 
 
 class PackRows:
-    """Rows and gradients of one pack; several may share an exchange.
-
-    Three matrices: the rows that this rank uses, the gradients that it sums for them, and the
-    gradients that arrive for its homes and replicas. Hot rows stand first in the first two.
+    """Rows and gradients of one pack; several may share an exchange, and a matrix.
 
     Args:
         storage: The pack's homes and replicas.
-        buffers: Memory for the matrices.
         layout: Of the batch.
+        matrix: Where the rows and gradients of this rank are, beside those of other packs.
+        place: The pack's part of it.
     """
 
-    def __init__(self, storage: RowStorage, buffers: RowBuffers, layout: PackLayout) -> None:
+    def __init__(
+        self, storage: RowStorage, layout: PackLayout, matrix: RowMatrix, place: slice
+    ) -> None:
         self.storage = storage
         self.layout = layout
-        self._buffers = buffers
-        self._rows: Tensor | None = None
-        self._totals: Tensor | None = None
+        self.matrix = matrix
+        hot_end = place.start + layout.num_hot
+        self._hot_place, self._cold_place = slice(place.start, hot_end), slice(hot_end, place.stop)
         self._arrived: Tensor | None = None
         self._arrivals: dict[int, PackedAllToAll] = {}
         self._gradients: list[PackedAllToAll] = []
@@ -46,8 +46,7 @@ class PackRows:
 
     def room_for_rows(self, exchange: int) -> Tensor:
         """Where the rows that come in one exchange go, ``(m, D)``."""
-        cold = self._own_rows()[self.layout.num_hot :]
-        return cold[self.layout.mine_by_fetch.rows(exchange)]
+        return self.matrix.rows[self._cold_place][self.layout.mine_by_fetch.rows(exchange)]
 
     def come_by(self, exchange: int, arrival: PackedAllToAll) -> None:
         """Notes what brings the rows of an exchange."""
@@ -55,40 +54,24 @@ class PackRows:
 
     def read_hot(self) -> None:
         """Reads the replicas."""
-        layout = self.layout
-        self.storage.gather_hot(layout.hot_slots, out_hD=self._own_rows()[: layout.num_hot])
+        self.storage.gather_hot(self.layout.hot_slots, out_hD=self.matrix.rows[self._hot_place])
 
-    def arrive(self, chunk: int) -> Tensor:
-        """Waits for the chunks up to one.
-
-        Returns:
-            All rows, ``(U, D)``; dirty ones of later chunks are not filled yet.
-        """
+    def arrive(self, chunk: int) -> None:
+        """Waits for the chunks up to one; dirty rows of later ones are not filled yet."""
         for exchange in (CLEAN, *map(dirty_exchange, range(chunk + 1))):
             arrival = self._arrivals.pop(exchange, None)
             if arrival is not None:
                 arrival.wait()
-        return self._own_rows()
-
-    def _own_rows(self) -> Tensor:
-        """The rows that this rank uses: hot ones, then cold ones in fetch order."""
-        if self._rows is None:
-            self._rows = self._take_one_for_each()
-        return self._rows
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def add_gradients(self, places_U: Tensor, grads_UD: Tensor) -> None:
-        """Adds a micro-batch's gradients to those of the later ones."""
-        self._sums().index_add_(0, places_U, grads_UD)
-
     def gradients(self, chunk: int) -> Tensor:
         """The sums of a chunk's cold rows, ``(n, D)``."""
-        return self._sums()[self.layout.num_hot :][self.layout.mine.rows(chunk)]
+        return self.matrix.sums[self._cold_place][self.layout.mine.rows(chunk)]
 
     def hot_gradients(self) -> Tensor:
         """The sums of the hot rows, ``(h, D)``."""
-        return self._sums()[: self.layout.num_hot]
+        return self.matrix.sums[self._hot_place]
 
     def room_for_gradients(self, chunk: int) -> Tensor:
         """Where the gradients go that arrive for home rows in a chunk, ``(m, D)``."""
@@ -122,25 +105,13 @@ class PackRows:
             self.layout.touched_slots,
             grads.div_(num_ranks) if num_ranks > 1 else grads,
         )
-        for matrix in (self._rows, self._totals, self._arrived):
-            if matrix is not None:
-                self._buffers.give_back(matrix)
-        self._rows = self._totals = self._arrived = None
-
-    def _sums(self) -> Tensor:
-        """Sums of gradients so far: of hot rows, then of cold ones in request order."""
-        if self._totals is None:
-            self._totals = self._take_one_for_each().zero_()
-        return self._totals
+        self.matrix.buffers.give_back(grads)
+        self._arrived = None
+        self.matrix.release()
 
     def _at_home(self) -> Tensor:
         """Gradients of home rows, then of replicas."""
         if self._arrived is None:
-            layout = self.layout
-            num_rows = layout.asked.num_rows + layout.touched_slots.numel()
-            self._arrived = self._buffers.take(num_rows)
+            num_rows = self.layout.asked.num_rows + self.layout.touched_slots.numel()
+            self._arrived = self.matrix.buffers.take(num_rows)
         return self._arrived
-
-    def _take_one_for_each(self) -> Tensor:
-        """A matrix with a row for each that this rank uses."""
-        return self._buffers.take(self.layout.num_hot + self.layout.mine.num_rows)

@@ -124,7 +124,7 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
 
     def create_output_dist(self, device: torch.device | None = None) -> PooledOutputDist:
         """Makes the pooling of fetched rows."""
-        return PooledOutputDist(self._space.features_P, device or self._device)
+        return PooledOutputDist(self._space.features_M, device or self._device)
 
     def _shard(
         self, sharding_infos: list[EmbeddingShardingInfo]
@@ -143,6 +143,7 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
             PackedTable(
                 name=table.name,
                 pack=pack,
+                dim=table.embedding_dim,
                 block_rows_W=tuple(
                     shard.shard_sizes[0] for shard in table.global_metadata.shards_metadata
                 ),

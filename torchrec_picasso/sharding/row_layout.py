@@ -3,7 +3,7 @@
 *Mine* are the cold rows that this rank asks for, *asked* those that others ask of it. Ids and
 gradients of both are in request order, an exchange for each chunk; rows are in fetch order.
 
-Shape letters: K micro-batches and chunks, P packs.
+Shape letters: K micro-batches and chunks, M matrices.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class PackLayout:
         """Hot rows that this rank's batch uses."""
         return self.hot_slots.numel()
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that this rank's batch uses."""
+        return self.num_hot + self.mine.num_rows
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
@@ -51,7 +56,7 @@ class RowLayout:
     homes_written: bool
     """Whether any rank's homes were written from outside, so that replicas have to be filled."""
     packs: Sequence[PackLayout]
-    pooling_KP: Sequence[Sequence[MicroPooling]]
+    pooling_KM: Sequence[Sequence[MicroPooling]]
     weights_N: Tensor | None
     """Per-sample weights in bag order, float32."""
 
@@ -60,8 +65,8 @@ class RowLayout:
         for pack in self.packs:
             yield from (pack.hot_slots, pack.touched_slots)
             yield from (pack.asked_rows, pack.asked_rows_by_fetch)
-        for pooling_P in self.pooling_KP:
-            for pooling in pooling_P:
+        for pooling_M in self.pooling_KM:
+            for pooling in pooling_M:
                 yield from pooling.tensors()
         if self.weights_N is not None:
             yield self.weights_N

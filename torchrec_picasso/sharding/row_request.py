@@ -7,7 +7,8 @@ Rows of the next batch that this one does not update are clean: they may be fetc
 one's update. The home of a row knows whether it is, from the requests of both batches, and tells
 the rank that asked. So looking ahead changes when a row travels, never what it holds.
 
-Shape letters: K micro-batches and chunks, P packs, W ranks, U unique rows.
+Shape letters: K micro-batches and chunks, P packs, M matrices, W ranks, U unique
+rows.
 """
 
 from __future__ import annotations
@@ -151,38 +152,44 @@ class RowRequest:
                 )
                 for pack in range(self._space.num_packs)
             ],
-            pooling_KP=cut_pooling(
+            pooling_KM=cut_pooling(
                 batch.bags,
                 batch.rows,
                 batch.micro_batch_N,
                 *self._places(mine_P),
-                features_P=self._space.features_P,
+                features_M=self._space.features_M,
                 sizes_K=batch.sizes_K,
-                mean_PF=batch.mean_PF,
+                mean_MF=batch.mean_MF,
             ),
             weights_N=weights_N,
         )
 
     def _places(self, mine_P: Sequence[FetchOrder]) -> tuple[Tensor, Tensor]:
-        """Where each unique row of the batch is in its pack's rows, and where in its gradients.
+        """Where each unique row of the batch is in its matrix's rows, and where in its gradients.
 
-        Hot rows stand first in both; the cold ones follow in fetch order and in request order.
+        Of a pack, hot rows stand first in both; the cold ones follow in fetch order and in request
+        order.
         """
+        position_U = self._batch.located.position_U
+        device = position_U.device
         hot_P = [slots.numel() for slots in self._hot_slots_P]
         rows_P = [hot + order.num_rows for hot, order in zip(hot_P, mine_P)]
-        position_U = self._batch.located.position_U
-        # packs follow each other in ids as in positions
+        # packs follow each other in ids, in positions and in a matrix
         first_P = [0, *accumulate(rows_P)]
-        gradient_P = [
-            position - first for position, first in zip(position_U.split(rows_P), first_P)
-        ]
-        row_P = [
-            torch.cat(
-                [torch.arange(hot, device=position.device), order.places(position.device) + hot]
-            ).index_select(0, position)
-            for hot, order, position in zip(hot_P, mine_P, gradient_P)
-        ]
-        return torch.cat(row_P), torch.cat(gradient_P)
+        in_fetch_order = torch.cat(
+            [
+                torch.cat([torch.arange(hot, device=device), order.places(device) + hot]) + first
+                for hot, order, first in zip(hot_P, mine_P, first_P)
+            ]
+        )
+        starts_M = [first_P[packs.start] for packs in self._space.matrices]
+        sizes_M = [sum(rows_P[packs]) for packs in self._space.matrices]
+
+        def within_matrix(places_U: Tensor) -> Tensor:
+            parts_M = places_U.split(sizes_M)
+            return torch.cat([part - start for part, start in zip(parts_M, starts_M)])
+
+        return within_matrix(in_fetch_order.index_select(0, position_U)), within_matrix(position_U)
 
     def _one_for_each(self, exchanges: Exchanges, dtype: torch.dtype) -> Tensor:
         """An empty vector with room for each of some rows."""

@@ -37,7 +37,6 @@ class _GradientsInFlight:
         header = batch.header
         self.batch = batch
         self._world_size = pg.size()
-        grads_P = [grads.contiguous() for grads in grads_P]
         # (m, D) per pack: gradients that arrive for home rows, then sums for touched replicas
         self._buffers_P = [
             grads.new_empty(requested.numel() + touched.numel(), grads.size(1))
@@ -80,6 +79,7 @@ class StepUpdate:
     Args:
         pg: Process group.
         storages: One per pack.
+        matrices: The packs of each matrix of rows.
         codec: Wire precision of gradients, or ``None`` for their own.
     """
 
@@ -87,16 +87,24 @@ class StepUpdate:
         self,
         pg: dist.ProcessGroup,
         storages: Sequence[RowStorage],
+        matrices: Sequence[slice],
         codec: QuantizedCommCodec | None,
     ) -> None:
         self._pg = pg
         self._storages = storages
+        self._matrices = matrices
         self._codec = codec
         self._backward = -1
         self._in_flight: list[_GradientsInFlight] = []
 
-    def send(self, batch: ExchangedBatch, grads_P: Sequence[Tensor]) -> None:
+    def send(self, batch: ExchangedBatch, grads_M: Sequence[Tensor]) -> None:
         """Sends one batch's gradients and asks for the update; called in backward. Collective."""
+        rows_P = batch.header.rows_per_pack
+        grads_P = [
+            grads_of_pack
+            for grads, packs in zip(grads_M, self._matrices)
+            for grads_of_pack in grads.contiguous().split(rows_P[packs])
+        ]
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._in_flight.clear()  # left by a backward that raised before its end

@@ -1,0 +1,62 @@
+"""Which packs travel together, and which lie in one matrix."""
+
+from __future__ import annotations
+
+import torch
+
+from torchrec_picasso.ops.packed_ids import PackedIdSpace, PackedTable
+
+NO_ROWS = torch.empty(0, dtype=torch.int64)
+
+
+def _space(dims_and_waves: list[tuple[int, int]]) -> PackedIdSpace:
+    """A pack of one table with two features for each dim and wave."""
+    return PackedIdSpace.build(
+        [
+            PackedTable(
+                name=f"t{pack}",
+                pack=pack,
+                dim=dim,
+                wave=wave,
+                block_rows_W=(3, 2),
+                hot_rows_H=NO_ROWS,
+                feature_names=(f"f{pack}", f"g{pack}"),
+            )
+            for pack, (dim, wave) in enumerate(dims_and_waves)
+        ],
+        torch.device("cpu"),
+    )
+
+
+def test_packs_of_a_wave_travel_together_and_waves_may_have_gaps() -> None:
+    space = _space([(4, 0), (8, 0), (4, 2), (8, 5), (8, 5)])
+    assert space.waves == (slice(0, 2), slice(2, 3), slice(3, 5))
+
+
+def test_neighbours_of_one_dim_share_a_matrix_across_waves() -> None:
+    space = _space([(8, 0), (4, 0), (4, 1), (8, 1), (8, 2)])
+    assert space.matrices == (slice(0, 1), slice(1, 3), slice(3, 5))
+    assert space.features_M == (2, 4, 4)
+
+
+def test_one_table_is_one_wave_and_one_matrix() -> None:
+    space = _space([(4, 3)])
+    assert space.waves == space.matrices == (slice(0, 1),)
+
+
+def test_tables_of_a_pack_count_once() -> None:
+    tables = [
+        PackedTable(
+            name=name,
+            pack=pack,
+            dim=4,
+            block_rows_W=(2,),
+            hot_rows_H=NO_ROWS,
+            feature_names=(name,),
+        )
+        for name, pack in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    space = PackedIdSpace.build(tables, torch.device("cpu"))
+    assert space.waves == space.matrices == (slice(0, 2),)
+    assert space.features_P == (2, 1)
+    assert space.features_M == (3,)
