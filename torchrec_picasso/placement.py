@@ -1,4 +1,4 @@
-"""One table's decision, as the sharding plan carries it: which rows are hot.
+"""One table's decision, as the sharding plan carries it: which rows are hot, when they travel.
 
 The marker rides in ``ParameterSharding.cache_params``, the one slot that survives TorchRec's
 planner, its broadcast to all ranks and ``shard()``; ``sharding_type`` stays ``row_wise`` and
@@ -28,8 +28,8 @@ class HotColdParams(CacheParams):
         hot_rows: Row ids of the table that get a replica on every rank, any integer sequence or
             tensor; stored as an ascending int64 tensor of shape ``(H,)``. Empty means the packed
             unique exchange without replicas.
-        wave: Tables of one wave travel together; an interleaved pipeline staggers the waves, in
-            ascending order. Any numbers from 0 on.
+        wave: Tables of a module with the same number travel together; an interleaved pipeline
+            staggers them in ascending order. Any numbers from 0 on.
 
     Raises:
         PlanError: If an id is negative or repeated, or the wave is negative.

@@ -68,10 +68,14 @@ def _all_to_all(rank: int, world_size: int) -> int:
             # outputs are slices of larger matrices, whose head must stay as it is
             whole = [torch.full((3 + e.size(0), e.size(1)), -1.0) for e in expected]
             outputs = [matrix[3:] for matrix in whole]
-            PackedAllToAll(pg, inputs, send_PW, outputs, receive_PW, codec).wait()
+            exchange = PackedAllToAll(pg, inputs, send_PW, outputs, receive_PW, codec)
+            exchange.wait()
             for matrix, output, rows in zip(whole, outputs, expected):
                 assert torch.equal(output, rows.to(dtype).float())
                 assert (matrix[:3] == -1).all()
+                output.fill_(-2.0)
+            exchange.wait()  # packs that share it all wait; what is theirs by now stays
+            assert all((output == -2.0).all() for output in outputs)
         ids = [rows[:, 0].to(torch.int32) for rows in inputs]
         arrived = [torch.empty(sum(c), dtype=torch.int32) for c in receive_PW]
         PackedAllToAll(pg, ids, send_PW, arrived, receive_PW).wait()

@@ -21,18 +21,21 @@ _features = st.lists(st.integers(1, 2), min_size=1, max_size=3)
 def test_equals_each_micro_batch_alone(
     data: st.DataObject, sizes_K: list[int], features_M: list[int]
 ) -> None:
-    # bags[pack][sample * features + feature], ids of packs do not overlap
+    # bags[place][sample * features + feature], ids of matrices do not overlap
     bag = st.lists(st.integers(0, _ROWS - 1), max_size=3)
     bags_M = [[data.draw(bag) for _ in range(sum(sizes_K) * features)] for features in features_M]
     lengths = [len(ids) for bags in bags_M for ids in bags]
     ids = [
-        pack * _ROWS + row for pack, bags in enumerate(bags_M) for in_bag in bags for row in in_bag
+        place * _ROWS + row
+        for place, bags in enumerate(bags_M)
+        for in_bag in bags
+        for row in in_bag
     ]
     offsets_S1 = torch.tensor([0, *lengths]).cumsum(0)
     bags = Bags(ids_N=torch.tensor(ids, dtype=torch.int32), offsets_S1=offsets_S1, source_N=None)
     rows = unique_rows(bags.ids_N)
     torch.manual_seed(len(ids))
-    # in the pack's matrix, here of all its rows; gradients the other way round
+    # in the matrix, here of all its rows; gradients the other way round
     place_U = rows.ids_U.long() % _ROWS
     micro_batch_N = micro_batch_of_lookup(bags, features_M, sizes_K)
     pooling_KM = cut_pooling(
@@ -47,13 +50,13 @@ def test_equals_each_micro_batch_alone(
     )
     assert len(pooling_KM) == len(sizes_K)
 
-    next_lookup_P = [
-        sum(len(ids) for bags in bags_M[:pack] for ids in bags) for pack in range(len(features_M))
+    next_lookup_M = [
+        sum(len(ids) for bags in bags_M[:place] for ids in bags) for place in range(len(features_M))
     ]
     first_sample = 0
     for size, pooling_M in zip(sizes_K, pooling_KM):
-        for pack, (features, pooling) in enumerate(zip(features_M, pooling_M)):
-            own = bags_M[pack][first_sample * features : (first_sample + size) * features]
+        for place, (features, pooling) in enumerate(zip(features_M, pooling_M)):
+            own = bags_M[place][first_sample * features : (first_sample + size) * features]
             matrix = torch.randn(_ROWS, 2)
             upstream = torch.randn(len(own), 2)
             expected = [matrix[in_bag].sum(0) for in_bag in own]
@@ -63,8 +66,10 @@ def test_equals_each_micro_batch_alone(
                     grads[row] += grad
             num_lookups = sum(map(len, own))
 
-            assert pooling.lookups == slice(next_lookup_P[pack], next_lookup_P[pack] + num_lookups)
-            next_lookup_P[pack] += num_lookups
+            assert pooling.lookups == slice(
+                next_lookup_M[place], next_lookup_M[place] + num_lookups
+            )
+            next_lookup_M[place] += num_lookups
             used = _ROWS - 1 - pooling.gradient_place_U
             assert sorted(used.tolist()) == sorted({row for bag in own for row in bag})
             pooled = pool_rows(matrix, None, pooling.index)

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints
 
 from tests.planner.samples import AbleSharder, Model, stats, topology
+from torchrec_picasso.cost.table_work import TableLoad
 from torchrec_picasso.errors import PlanError
+from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
+from torchrec_picasso.planner.decision import TableFacts, decide
+from torchrec_picasso.planner.table_facts import assumed_curves
 from torchrec_picasso.planner.waves import TableVolume, balance_waves
 
 VOLUMES = st.lists(
@@ -80,6 +86,43 @@ def test_waves_need_no_statistics() -> None:
         for module_plan in plan.plan.values()
         for sharding in module_plan.values()
     } == {0, 1, 2}
+
+
+def test_every_module_has_waves_of_its_own() -> None:
+    """Tables of two modules never share an exchange, so they do not balance each other."""
+
+    def fact(name: str, module: str, dim: int) -> TableFacts:
+        load = TableLoad(name=name, num_embeddings=1000, dim=dim, lookups=64, bags=64)
+        return TableFacts(load=load, module=module)
+
+    facts = [fact(n, "user", 8) for n in "ab"] + [fact(n, "item", 16) for n in "cd"]
+    decision = decide(
+        facts,
+        None,
+        assumed_curves(topology()),
+        world_size=2,
+        batch_size=64,
+        hot_rows=0,
+        num_waves=2,
+    )
+    assert decision.waves == {"a": 0, "b": 1, "c": 0, "d": 1}
+
+
+def test_tables_that_share_a_name_have_no_waves() -> None:
+    model = nn.ModuleList([Model().pooled, Model().pooled])
+    planner = hot_cold_planner(topology(), hot_rows=0, batch_size=4, num_waves=2)
+    with pytest.raises(PlanError, match="num_waves is 2, but .* give each table its own name"):
+        planner.plan(model, [AbleSharder()])
+
+
+def test_waves_of_constraints_are_not_kept() -> None:
+    fixed = ParameterConstraints(
+        sharding_types=["row_wise"], cache_params=HotColdParams(hot_rows=[1], wave=7)
+    )
+    planner = hot_cold_planner(topology(), batch_size=4, constraints={"a": fixed})
+    plan = planner.plan(Model(), [AbleSharder()])
+    params = plan.plan["pooled"]["a"].cache_params
+    assert (params.hot_rows.tolist(), params.wave) == ([1], 0)
 
 
 def test_no_waves_are_refused() -> None:

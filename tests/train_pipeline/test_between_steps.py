@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,18 +14,19 @@ from tests.sharding.jobs import CPU, ODD, Job, build, dense_optimizer, make_batc
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.workloads.launch import run_ranks
 
-JOB = Job(placement={"*": 2, "one_row": 0}, tables=ODD, num_steps=9)
+IN_ONE = Job(placement={"*": 2, "one_row": 0}, tables=ODD, num_steps=9)
+JOBS = {"one wave": IN_ONE, "waves": dataclasses.replace(IN_ONE, waves={"a": 1, "d": 1})}
 EVALUATED = (5, 6)  # these batches are evaluated, not trained on
 
 
-def _plain(rank: int, world_size: int) -> tuple[Any, list[Tensor]]:
-    model = build(JOB, rank, world_size)
+def _plain(job: Job, rank: int, world_size: int) -> tuple[Any, list[Tensor]]:
+    model = build(job, rank, world_size)
     optimizer, outputs = dense_optimizer(model), []
     start = copy.deepcopy(model.state_dict())
-    for step in range(JOB.num_steps):
+    for step in range(job.num_steps):
         if step == 3:
             model.load_state_dict(start)
-        batch = make_batch(JOB, rank, step)
+        batch = make_batch(job, rank, step)
         if step in EVALUATED:
             model.eval()
             with torch.no_grad():
@@ -40,8 +42,10 @@ def _plain(rank: int, world_size: int) -> tuple[Any, list[Tensor]]:
     return result_of(model, []), outputs
 
 
-def _interleaved(rank: int, world_size: int, num_micro_batches: int) -> tuple[Any, list[Tensor]]:
-    model = build(JOB, rank, world_size)
+def _interleaved(
+    job: Job, rank: int, world_size: int, num_micro_batches: int
+) -> tuple[Any, list[Tensor]]:
+    model = build(job, rank, world_size)
     pipeline = InterleavedTrainPipeline(
         model,
         dense_optimizer(model),
@@ -51,8 +55,8 @@ def _interleaved(rank: int, world_size: int, num_micro_batches: int) -> tuple[An
     )
     outputs = []
     start = copy.deepcopy(model.state_dict())
-    batches = iter([make_batch(JOB, rank, step) for step in range(JOB.num_steps)])
-    for step in range(JOB.num_steps):
+    batches = iter([make_batch(job, rank, step) for step in range(job.num_steps)])
+    for step in range(job.num_steps):
         model.state_dict()  # as a checkpoint does
         if step == 3:
             model.load_state_dict(start)
@@ -65,19 +69,21 @@ def _interleaved(rank: int, world_size: int, num_micro_batches: int) -> tuple[An
             outputs.append(pipeline.progress(batches))
     with pytest.raises(StopIteration):
         pipeline.progress(batches)
-    assert pipeline.summary().startswith("ebc: interleaved\n")
+    in_waves = " in 2 waves" if job.waves else ""
+    assert pipeline.summary().startswith(f"ebc: interleaved{in_waves}\n")
     return result_of(model, []), outputs
 
 
-def _run(rank: int, world_size: int) -> dict[Any, Any]:
-    results: dict[Any, Any] = {"plain": _plain(rank, world_size)}
+def _run(rank: int, world_size: int, job: Job) -> dict[Any, Any]:
+    results: dict[Any, Any] = {"plain": _plain(job, rank, world_size)}
     for num_micro_batches in (1, 3):
-        results[num_micro_batches] = _interleaved(rank, world_size, num_micro_batches)
+        results[num_micro_batches] = _interleaved(job, rank, world_size, num_micro_batches)
     return results
 
 
-def test_saved_loaded_and_evaluated_between_steps() -> None:
-    by_rank = run_ranks(_run, 2, timeout_s=100)
+@pytest.mark.parametrize("name", list(JOBS))
+def test_saved_loaded_and_evaluated_between_steps(name: str) -> None:
+    by_rank = run_ranks(_run, 2, JOBS[name], timeout_s=100)
     plain = [rank["plain"] for rank in by_rank]
     for num_micro_batches in (1, 3):
         mine = [rank[num_micro_batches] for rank in by_rank]

@@ -29,6 +29,7 @@ from torchrec_picasso.workloads.launch import run_ranks
 
 JOBS = {
     "hot_cold": Job(placement={"*": 2, "one_row": 1}, tables=ODD),
+    "waves": Job(placement={"*": 2, "one_row": 1}, tables=ODD, waves={"a": 1, "b": 1}),
     "mixed": Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN),
     "stock": Job(placement={"*": "table_wise"}, tables=PLAIN),
     "mean": Job(placement={"*": 2}, tables=PLAIN),
@@ -40,6 +41,7 @@ CASES = [
     (world_size, name, counts, num_micro_batches)
     for world_size, name, counts in [
         *((2, "hot_cold", counts) for counts in COUNTS[2]),
+        (2, "waves", (2, 4)),
         (2, "mixed", (2, 5)),
         (2, "stock", (4, 2)),
         (2, "mean", (2, 4)),

@@ -62,10 +62,22 @@ JOBS = {
         waves={"a": 1, "b": 2, "two_rows": 2, "d": 1},
         num_steps=NUM_STEPS,
     ),
+    "waves_weighted_uneven": Job(
+        placement={"*": 2, "one_row": 0},
+        tables=tuple(dataclasses.replace(table, mean=False) for table in ODD),
+        waves={"b": 1, "d": 3},
+        weighted=True,
+        batch_sizes=(6, 3, 0),
+        num_steps=NUM_STEPS,
+    ),
+    "waves_half_wire": Job(
+        placement={"*": 2}, tables=PLAIN, waves={"b": 1}, wire="fp16", num_steps=NUM_STEPS
+    ),
     "half_wire": Job(placement={"*": 2}, tables=ODD[:2], wire="fp16", num_steps=NUM_STEPS),
 }
 JOBS["two_tables"] = dataclasses.replace(JOBS["rowwise_adagrad"], two_tables=True)
-TOLERANCES = {"half_wire": (5e-3, 1e-3)}  # a sum may round to the next of 11 bits
+HALF = (5e-3, 1e-3)  # a sum may round to the next of 11 bits
+TOLERANCES = {"half_wire": HALF, "waves_half_wire": HALF}
 SETTINGS = [(k, lookahead) for k in (1, 2, 4) for lookahead in (False, True)]
 
 

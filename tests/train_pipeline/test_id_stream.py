@@ -29,7 +29,7 @@ Case = tuple[type[IdStream], str, int, bool]
 """Who hands over, which job, K, lookahead."""
 
 JOBS = {
-    "packs": Job(placement={"*": 2, "one_row": 1}, tables=ODD, batch_sizes=(6, 3)),
+    "packs": Job(placement={"*": 2, "one_row": 1}, tables=ODD, batch_sizes=(6, 3), waves={"d": 1}),
     "weighted": Job(placement={"*": 0}, tables=PLAIN[:2], weighted=True),
 }
 BATCHES = (5, 3)  # of each rank: the second goes on with empty ones

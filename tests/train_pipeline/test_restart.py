@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -24,6 +25,7 @@ from torchrec_picasso.errors import InputError, PicassoError
 from torchrec_picasso.workloads.launch import RankError, run_ranks
 
 HOT_COLD = Job(placement={"*": 2, "one_row": 1}, tables=ODD)
+WAVES = dataclasses.replace(HOT_COLD, waves={"a": 1, "two_rows": 2})
 MIXED = Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN)
 STEPS = range(9)
 
@@ -142,11 +144,13 @@ AROUND_DETACHED = [0, 1, 2, 10, 11, 3, 4, 12, 5, 13]
 CASES: dict[str, tuple[Callable[..., Run], Job, int, list[int]]] = {
     "forward raised, K=1": (_forward_raises, HOT_COLD, 1, [0, 1, 2, 6, 7, 8]),
     "forward raised, K=4": (_forward_raises, HOT_COLD, 4, [0, 1, 2, 6, 7, 8]),
+    "forward raised, waves": (_forward_raises, WAVES, 4, [0, 1, 2, 6, 7, 8]),
     "forward raised, stock beside": (_forward_raises, MIXED, 4, [0, 1, 2, 6, 7, 8]),
     "iterator raised": (_iterator_raises, HOT_COLD, 2, [0, 1, 2, 7, 8]),
     "bad batches": (_bad_batches, HOT_COLD, 2, [1, 5, 6, 7, 8]),
     "detached, K=1": (_trained_while_detached, HOT_COLD, 1, AROUND_DETACHED),
     "detached, K=4": (_trained_while_detached, HOT_COLD, 4, AROUND_DETACHED),
+    "detached, waves": (_trained_while_detached, WAVES, 1, AROUND_DETACHED),
     "detached, stock beside": (
         _trained_while_detached,
         MIXED,

@@ -28,8 +28,9 @@ from torchrec_picasso.train_pipeline.timeline import (
 from torchrec_picasso.train_pipeline.timeline_picture import draw_timeline
 from torchrec_picasso.workloads.launch import run_ranks
 
-JOB = Job(placement={"*": 2}, tables=PLAIN, batch_sizes=(64,), num_steps=8)
+JOB = Job(placement={"*": 2}, tables=PLAIN, batch_sizes=(64,), num_steps=8, waves={"a": 1})
 K = 2
+SCHEDULE = training_schedule(Setting(K, lookahead=True), num_waves=2)
 COLUMNS = ["rank", "step", "op", "batch", "index", "wave", "kind", "start_ms", "end_ms", "ends"]
 ALL_REDUCES = {"reduce_hot", "backward"}
 """Dense gradients leave while the last backward runs."""
@@ -60,7 +61,7 @@ def test_every_operation_of_the_schedule_runs_once_and_in_order(rank: int) -> No
     timeline = _traced()[rank]
     assert timeline.rank == rank
     assert timeline.steps == [1, 2, 3, 4]
-    expected = list(training_schedule(Setting(K, lookahead=True)))
+    expected = list(SCHEDULE)
     for step in timeline.steps:
         ops = [s for s in timeline.spans if s.kind == "compute" and s.step == step]
         assert [span.op for span in ops] == expected
@@ -74,7 +75,7 @@ def test_every_exchange_is_there_and_says_how_its_end_is_known() -> None:
     assert all(span.start_ms < span.end_ms for span in spans)
     found = [(span.step, span.op) for span in spans]
     assert len(found) == len(set(found))
-    posting = [op for op in training_schedule(Setting(K, lookahead=True)) if op.kind in COLLECTIVES]
+    posting = [op for op in SCHEDULE if op.kind in COLLECTIVES]
     sometimes = ("fetch_clean", "fetch_dirty", "read_hot", "reduce_dense")
     always = {op for op in posting if op.kind not in sometimes} | {Op("backward", 0, 0)}
     # there may be no clean rows, or no dirty ones in a chunk; replicas are rarely filled

@@ -121,6 +121,7 @@ def run(args: argparse.Namespace) -> None:
             hot_rows=args.hot_rows,
             curves=curves,
             batch_size=config.data.batch_size,
+            num_waves=config.sharding.num_waves,
             debug=False,
         )
     for warning in caught:

@@ -98,8 +98,9 @@ class PackedIdSpace:
         """
         world_size = len(tables[0].block_rows_W)
         num_packs = tables[-1].pack + 1
-        packs = [t.pack for t in tables]
+        packs, waves = [t.pack for t in tables], [t.wave for t in tables]
         assert packs == sorted(packs), "tables of one pack must be side by side"
+        assert waves == sorted(waves), "packs of one wave must be side by side"
         assert all(len(t.block_rows_W) == world_size for t in tables)
         bases = [0, *accumulate(t.num_embeddings for t in tables)]
         starts, buckets, shifts = [], [], []
@@ -186,5 +187,6 @@ class PackedIdSpace:
 def _runs(of_tables: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
     """Neighbouring packs with something in common, from (pack, what) of every table."""
     what_P = [what for _, what in sorted(set(of_tables))]
+    assert len(what_P) == len({pack for pack, _ in of_tables}), "a pack has one dim and one wave"
     ends = [*accumulate(len(list(run)) for _, run in groupby(what_P))]
     return tuple(map(slice, [0, *ends], ends))

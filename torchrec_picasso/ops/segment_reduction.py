@@ -29,9 +29,9 @@ _MEAN_EPS = 1e-6
 
 @dataclass(frozen=True)
 class PoolingIndex:
-    """Which rows each bag sums, and which bags each row is summed into (one pack).
+    """Which rows each bag sums, and which bags each row is summed into, of one matrix.
 
-    Bags read rows of a matrix of M rows; gradients are those of the U rows that some bag reads.
+    Bags read rows of a matrix of R rows; gradients are those of the U rows that some bag reads.
     """
 
     row_of_lookup_N: Tensor
@@ -85,11 +85,11 @@ def mean_weights(weights_N: Tensor | None, index: PoolingIndex) -> Tensor | None
     return scale_N if weights_N is None else weights_N * scale_N
 
 
-def pool_rows(rows_MD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:
+def pool_rows(rows_RD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:
     """Sums the rows of each bag.
 
     Args:
-        rows_MD: Rows, float, shape ``(M, D)``.
+        rows_RD: Rows, float, shape ``(R, D)``.
         weights_N: Weight of each lookup in bag order, shape ``(N,)``, or ``None`` for ones.
         index: Which rows each bag sums.
 
@@ -99,7 +99,7 @@ def pool_rows(rows_MD: Tensor, weights_N: Tensor | None, index: PoolingIndex) ->
     Cost:
         Reads N * D and writes S * D floats.
     """
-    return _gather_sum(rows_MD, index.row_of_lookup_N, index.bag_offsets_S1, weights_N)
+    return _gather_sum(rows_RD, index.row_of_lookup_N, index.bag_offsets_S1, weights_N)
 
 
 def gradient_of_rows(grad_SD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:
@@ -124,12 +124,12 @@ def gradient_of_rows(grad_SD: Tensor, weights_N: Tensor | None, index: PoolingIn
     )
 
 
-def gradient_of_weights(grad_SD: Tensor, rows_MD: Tensor, index: PoolingIndex) -> Tensor:
+def gradient_of_weights(grad_SD: Tensor, rows_RD: Tensor, index: PoolingIndex) -> Tensor:
     """The gradient of :func:`pool_rows` by the weights: each row times its bag's gradient.
 
     Args:
         grad_SD: Gradient of the sums.
-        rows_MD: As in forward.
+        rows_RD: As in forward.
         index: As in forward.
 
     Returns:
@@ -138,7 +138,7 @@ def gradient_of_weights(grad_SD: Tensor, rows_MD: Tensor, index: PoolingIndex) -
     lookups_S = torch.diff(index.bag_offsets_S1)
     num_lookups = index.row_of_lookup_N.numel()
     grad_ND = torch.repeat_interleave(grad_SD, lookups_S, 0, output_size=num_lookups)
-    return (rows_MD.index_select(0, index.row_of_lookup_N) * grad_ND).sum(1)
+    return (rows_RD.index_select(0, index.row_of_lookup_N) * grad_ND).sum(1)
 
 
 def _gather_sum(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:

@@ -31,11 +31,13 @@ class TableFacts:
         load: Rows, columns and lookups per step.
         may_be_hot_cold: Whether its sharder and constraints allow hot/cold.
         stock_types: Stock sharding types they allow.
+        module: Path of its module, whose tables share an exchange.
     """
 
     load: TableLoad
     may_be_hot_cold: bool = True
     stock_types: tuple[str, ...] = ("table_wise", "row_wise")
+    module: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,7 +100,7 @@ def decide(
         batch_size: Samples per rank and step.
         hot_rows: ``None`` = the cost model chooses; else as for ``hot_cold_planner``.
         replica_budget_bytes: Memory per rank that replicas may take, if the model chooses.
-        num_waves: Waves of about equal volume that the hot/cold tables travel in.
+        num_waves: Waves of about equal volume that the hot/cold tables of a module travel in.
 
     Raises:
         PlanError: If the statistics are of other tables, or hot rows cannot be had.
@@ -133,7 +135,7 @@ def decide(
         choice=choice,
         hot_rows=hot_sets,
         homes=_homes(works, hot_sets, stats, world_size),
-        waves=_waves(works, hot_sets, num_waves),
+        waves=_waves(facts, works, hot_sets, num_waves),
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,
@@ -156,17 +158,26 @@ def _homes(
 
 
 def _waves(
-    works: Sequence[TableWork], hot_sets: Mapping[str, Tensor], num_waves: int
+    facts: Sequence[TableFacts],
+    works: Sequence[TableWork],
+    hot_sets: Mapping[str, Tensor],
+    num_waves: int,
 ) -> dict[str, int]:
-    """The wave of each hot/cold table: cold rows are fetched, touched hot ones reduced."""
-    by_name = {work.load.name: work for work in works}
-    volumes = []
-    for name, hot in hot_sets.items():
-        load, split = by_name[name].load, by_name[name].split(hot.numel())
-        rows = split.cold_used + split.hot_touched
-        group = (load.dim, load.element_bytes)
-        volumes.append(TableVolume(group=group, elements=rows * load.dim))
-    return dict(zip(hot_sets, balance_waves(volumes, num_waves)))
+    """The wave of each hot/cold table in its module: cold rows are fetched, hot ones reduced."""
+    volumes: dict[str, dict[str, TableVolume]] = {}
+    for fact, work in zip(facts, works):
+        load = fact.load
+        if load.name in hot_sets:
+            split = work.split(hot_sets[load.name].numel())
+            volumes.setdefault(fact.module, {})[load.name] = TableVolume(
+                group=(load.dim, load.element_bytes),
+                elements=(split.cold_used + split.hot_touched) * load.dim,
+            )
+    return {
+        name: wave
+        for of_module in volumes.values()
+        for name, wave in zip(of_module, balance_waves(list(of_module.values()), num_waves))
+    }
 
 
 def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoads:

@@ -146,7 +146,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
 
     def _decide(self, options_by_path: OptionsByPath) -> Decision | None:
         tables = [table for _, table in options_by_path]
-        if not tables:
+        pooled = {key: o for key, o in options_by_path.items() if self._can_be_hot_cold(o[0])}
+        if not pooled:
             return None
         if len(set(tables)) < len(tables):
             if self._num_waves > 1:
@@ -157,9 +158,6 @@ class HotColdEnumerator(EmbeddingEnumerator):
             return None
         nothing_to_weigh = not self._has_prices and self._frequency_stats is None
         if self._hot_rows is not None and nothing_to_weigh and self._num_waves == 1:
-            return None
-        pooled = {key: o for key, o in options_by_path.items() if self._can_be_hot_cold(o[0])}
-        if not pooled:
             return None
         return decide(
             [self._facts(options) for options in pooled.values()],

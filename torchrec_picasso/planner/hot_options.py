@@ -44,7 +44,7 @@ def hot_cold_options(
     Args:
         options: All options of one table.
         hot_rows_H: Its hot rows, int64, shape ``(H,)``; empty means no replicas.
-        wave: Which wave it travels in.
+        wave: Which wave it travels in; one named by constraints is not kept.
 
     Returns:
         The row-wise options with a kernel of ``HOT_COLD_KERNELS``; other cache settings that came
@@ -129,7 +129,5 @@ def add_replica_storage(options: list[ShardingOption], compute_device: str) -> N
 def _params(constrained: CacheParams | None, hot_rows_H: Tensor, wave: int) -> HotColdParams:
     if constrained is None:
         return HotColdParams(hot_rows=hot_rows_H, wave=wave)
-    if isinstance(constrained, HotColdParams):
-        wave = constrained.wave or wave
     kept = {field.name: getattr(constrained, field.name) for field in fields(CacheParams)}
     return HotColdParams(hot_rows=hot_rows_H, wave=wave, **kept)

@@ -62,9 +62,9 @@ def hot_cold_planner(
             bandwidths of ``topology`` where the cost model has to choose.
         constraints: TorchRec's constraints by table name.
         batch_size: Samples per rank and step; TorchRec's default if ``None``.
-        num_waves: Waves of about equal volume that the hot/cold tables travel in, staggered by
-            :class:`torchrec_picasso.InterleavedTrainPipeline`. Each is at least one pack, so it
-            has a price; see docs/architecture.md for when it pays.
+        num_waves: Waves of about equal volume that the hot/cold tables of a module travel in,
+            staggered by :class:`torchrec_picasso.InterleavedTrainPipeline`. They pay where batches
+            are not cut, as with BatchNorm; the figures are in docs/architecture.md.
         planner_kwargs: Further arguments of TorchRec's ``EmbeddingShardingPlanner``.
 
     Returns:

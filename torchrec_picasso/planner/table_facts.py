@@ -59,6 +59,7 @@ def facts_of_options(
         ),
         may_be_hot_cold=sharder_can and any(map(_is_row_wise_fused, options)),
         stock_types=() if is_fixed and sharder_can else stock_types_of(options, asked_types),
+        module=first.path,
     )
 
 
@@ -93,7 +94,7 @@ def facts_of_model(
         batch_size: Samples per rank and step.
     """
     facts = []
-    for module in model.modules():
+    for path, module in model.named_modules():
         if not isinstance(module, EmbeddingBagCollection):
             continue
         parameters = dict(module.named_parameters())
@@ -109,7 +110,8 @@ def facts_of_model(
                         lookups_per_sample=len(config.feature_names),
                         element_bytes=tensor.element_size(),
                         optimizer_share=optimizer_multiplier(optimizer, tensor.shape),
-                    )
+                    ),
+                    module=path,
                 )
             )
     return facts

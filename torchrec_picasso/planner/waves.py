@@ -35,11 +35,11 @@ def balance_waves(tables: Sequence[TableVolume], num_waves: int) -> list[int]:
         num_waves: Waves to fill, at least 1.
 
     Returns:
-        The wave of each table, in their order. Every wave has a table if there are enough groups
-        or tables of large groups; the numbers used are ``0 .. n - 1``.
+        The wave of each table, in their order; some waves may stay empty.
 
     Cost:
-        Longest first into the emptiest wave: at most 4/3 of the best balance (Graham 1969).
+        Groups that fit and tables of those that do not, longest first into the emptiest wave: at
+        most 4/3 of the best balance that keeps the former whole (Graham 1969).
     """
     fair = sum(table.elements for table in tables) / num_waves
     members: dict[Hashable, list[int]] = {}

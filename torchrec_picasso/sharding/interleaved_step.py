@@ -6,7 +6,7 @@ micro-batch to the first, the gradient of chunk j is complete right after micro-
 still travels once, and is updated once.
 
 Packs may also be cut into waves, by the plan. What no computing hides is then staggered: a wave is
-on the wire while the one before is gathered, pooled or updated (PICASSO's K-Interleaving).
+on the wire while another is gathered or updated (PICASSO's K-Interleaving).
 
 Shape letters: K micro-batches and chunks, M matrices of rows.
 """
@@ -78,6 +78,7 @@ class InterleavedStep:
         self._pg = pg
         self._packs_M = packs_M
         self._packs = [pack for packs in packs_M for pack in packs]
+        self._matrices = [packs[0].matrix for packs in packs_M]
         self._waves = waves
         self._forward_codec = forward_codec
         self._backward_codec = backward_codec
@@ -165,17 +166,17 @@ class InterleavedStep:
 
     def arrive(self, index: int) -> Iterator[Tensor]:
         """Rows of one matrix after the other, those of the chunks up to a micro-batch's filled."""
-        for packs in self._packs_M:
+        for matrix, packs in zip(self._matrices, self._packs_M):
             for pack in packs:
                 pack.arrive(index)
-            yield packs[0].matrix.rows
+            yield matrix.rows
 
     # -- gradients -----------------------------------------------------------------------------
 
     def add_gradients(self, gradient_places_M: Sequence[Tensor], grads_M: Sequence[Tensor]) -> None:
         """Adds a micro-batch's gradients to those of the later ones."""
-        for packs, places, grads in zip(self._packs_M, gradient_places_M, grads_M):
-            packs[0].matrix.sums.index_add_(0, places, grads)
+        for matrix, places, grads in zip(self._matrices, gradient_places_M, grads_M):
+            matrix.sums.index_add_(0, places, grads)
 
     def send_gradients(self, chunk: int, wave: int | None = None) -> None:
         """Starts sending the gradients of a chunk home. Collective.

@@ -28,7 +28,7 @@ from torchrec_picasso.sharding.exchanged_batch import (
 from torchrec_picasso.sharding.interleaved_step import InterleavedStep, MicroRows
 from torchrec_picasso.sharding.pack_rows import PackRows
 from torchrec_picasso.sharding.row_layout import RowLayout
-from torchrec_picasso.sharding.row_matrix import RowMatrix
+from torchrec_picasso.sharding.row_matrix import RowMatrix, cut_by_pack
 from torchrec_picasso.sharding.row_request import RowRequest
 from torchrec_picasso.sharding.step_update import StepUpdate
 from torchrec_picasso.storage.hot_homes import HotHomes
@@ -148,11 +148,7 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
                 asked_P[packs.start].new_empty(sum(rows_P[packs]), dim)
                 for packs, dim in zip(self._space.matrices, self._dim_M)
             ]
-            fetched_P = [
-                rows_of_pack
-                for rows, packs in zip(rows_M, self._space.matrices)
-                for rows_of_pack in rows.split(rows_P[packs])
-            ]
+            fetched_P = cut_by_pack(rows_M, self._space.matrices, rows_P)
             arrival = PackedAllToAll(
                 self._pg,
                 asked_P,

@@ -63,7 +63,7 @@ class _PooledAwaitable(Awaitable[Tensor]):
         pooled_M = _PoolArrivals.apply(self._anchor, rows, *scales_M)
         if rows.batch_size is None:
             return torch.cat([pooled.view(-1) for pooled in pooled_M])
-        # (B * F_p, D_p) -> (B, F_m * D_m)
+        # (B * F_m, D_m) -> (B, F_m * D_m)
         outputs = [
             pooled.view(rows.batch_size, num_features * pooled.size(1))
             for pooled, num_features in zip(pooled_M, self._features_M)
@@ -83,12 +83,12 @@ class _PoolArrivals(Function):
         ctx.rows_M, pooled_M = [], []
         needed_M = ctx.needs_input_grad[2:]
         # a matrix is pooled while the next one may be on its way
-        for rows_MD, weights, index, needed in zip(
+        for rows_UD, weights, index, needed in zip(
             rows.arrive(), weights_M, rows.pooling_M, needed_M
         ):
-            pooled_M.append(pool_rows(rows_MD, weights, index))
+            pooled_M.append(pool_rows(rows_UD, weights, index))
             # only a weight's gradient needs the rows; else nothing should keep them in memory
-            ctx.rows_M.append(rows_MD if needed else None)
+            ctx.rows_M.append(rows_UD if needed else None)
         ctx.save_for_backward(*weights_M)
         return tuple(pooled_M)
 

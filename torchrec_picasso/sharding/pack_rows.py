@@ -1,4 +1,7 @@
-"""One pack of an interleaved batch: its rows and gradients, from the first fetch to the update."""
+"""One pack of an interleaved batch: its rows and gradients, from the first fetch to the update.
+
+Shape letters: n and m rows of an exchange, h hot rows used here, t touched anywhere, D dim.
+"""
 
 from __future__ import annotations
 
@@ -99,6 +102,7 @@ class PackRows:
         for gradients in self._gradients:
             gradients.wait()
         self._hot.wait()
+        self._gradients, self._hot = [], None  # they hold the memory that is given back
         grads = self._at_home()
         self.storage.update(
             self.layout.asked_rows,

@@ -2,15 +2,14 @@
 
 Subclassing TorchRec's row-wise sharding keeps shards, names and state-dict metadata its own; only
 the three factories (input dist, lookup, output dist) differ, and tables are grouped by dim and
-compute kernel as well, because a pack is one matrix in one memory, and by wave, because a pack
-travels in one.
+compute kernel as well, because a pack is one FBGEMM table in one memory, and by wave, because a
+pack travels in one.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -162,9 +161,11 @@ def _packs(
 ) -> list[GroupedEmbeddingConfig]:
     """Splits groups of tables by wave, dim and compute kernel; packs of one wave side by side.
 
-    TorchRec counts ``fused`` and ``fused_uvm`` as one kernel.
+    TorchRec counts ``fused`` and ``fused_uvm`` as one kernel. Packs of one dim share a matrix where
+    they are neighbours, so a wave has its packs by dim, and every other wave in the opposite order.
     """
-    packs = []
+    dims = list(dict.fromkeys(t.embedding_dim for g in groups for t in g.embedding_tables))
+    packs_of: dict[int, list[GroupedEmbeddingConfig]] = defaultdict(list)
     for group in groups:
         alike = defaultdict(list)
         for table in group.embedding_tables:
@@ -172,8 +173,16 @@ def _packs(
         for (wave, *_), tables in alike.items():
             pack = copy.copy(group)
             pack.embedding_tables = tables
-            packs.append((wave, pack))
-    return [pack for _, pack in sorted(packs, key=itemgetter(0))]
+            packs_of[wave].append(pack)
+
+    def place_of_dim(pack: GroupedEmbeddingConfig) -> int:
+        return dims.index(pack.embedding_tables[0].embedding_dim)
+
+    return [
+        pack
+        for place, wave in enumerate(sorted(packs_of))
+        for pack in sorted(packs_of[wave], key=place_of_dim, reverse=place % 2 == 1)
+    ]
 
 
 def _wire_codecs(

@@ -1,4 +1,7 @@
-"""Rows and gradients of one batch for neighbouring packs of one dim, which one operator pools."""
+"""Rows and gradients of one batch for neighbouring packs of one dim, which one operator pools.
+
+Shape letters: U unique rows of all these packs, D dim.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,24 @@ from torch import Tensor
 
 from torchrec_picasso.storage.row_buffers import RowBuffers
 
-__all__ = ["RowMatrix"]
+__all__ = ["RowMatrix", "cut_by_pack"]
+
+
+def cut_by_pack(
+    values_M: Sequence[Tensor], matrices: Sequence[slice], rows_P: Sequence[int]
+) -> list[Tensor]:
+    """Cuts matrices into the rows of each pack.
+
+    Args:
+        values_M: One row for each of the matrix's, ``(U_m, D_m)``.
+        matrices: The packs of each matrix.
+        rows_P: Rows of each pack.
+    """
+    return [
+        of_pack
+        for values, packs in zip(values_M, matrices)
+        for of_pack in values.split(list(rows_P[packs]))
+    ]
 
 
 class RowMatrix:

@@ -7,8 +7,7 @@ Rows of the next batch that this one does not update are clean: they may be fetc
 one's update. The home of a row knows whether it is, from the requests of both batches, and tells
 the rank that asked. So looking ahead changes when a row travels, never what it holds.
 
-Shape letters: K micro-batches and chunks, P packs, M matrices, W ranks, U unique
-rows.
+Shape letters: K micro-batches and chunks, P packs, M matrices, W ranks, U unique rows.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from torchrec_picasso._torchrec import QuantizedCommCodec, get_gradient_division
 from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.sharding.exchanged_batch import ExchangedBatch
+from torchrec_picasso.sharding.row_matrix import cut_by_pack
 from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["StepUpdate"]
@@ -99,12 +100,8 @@ class StepUpdate:
 
     def send(self, batch: ExchangedBatch, grads_M: Sequence[Tensor]) -> None:
         """Sends one batch's gradients and asks for the update; called in backward. Collective."""
-        rows_P = batch.header.rows_per_pack
-        grads_P = [
-            grads_of_pack
-            for grads, packs in zip(grads_M, self._matrices)
-            for grads_of_pack in grads.contiguous().split(rows_P[packs])
-        ]
+        contiguous_M = [grads.contiguous() for grads in grads_M]
+        grads_P = cut_by_pack(contiguous_M, self._matrices, batch.header.rows_per_pack)
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._in_flight.clear()  # left by a backward that raised before its end

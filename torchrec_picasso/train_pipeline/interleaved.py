@@ -227,8 +227,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """Forgets the batches in flight, for a new start after an exception; all ranks do.
 
         After an exception in a step these are its batch, which no weight has learned from unless
-        the optimizer's own step raised, and the next two. An exception in the data iterator leaves
-        the step unbegun: then the next call may as well go on without reset, and loses nothing.
+        an update or the optimizer's step raised, and the next two. An exception in the data
+        iterator leaves the step unbegun: then the next call may as well go on without reset, and
+        loses nothing.
         Messages on the wire end by themselves, so all ranks must have failed at the same operation.
         """
         super().reset()
@@ -355,7 +356,10 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         Returns:
             One line per module, then one on micro-batches and lookahead.
         """
-        lines = [f"{name}: interleaved" for name in self._interleaved]
+        lines = []
+        for name, module in self._interleaved.items():
+            waves = f" in {module.num_waves} waves" if module.num_waves > 1 else ""
+            lines.append(f"{name}: interleaved{waves}")
         lines += [
             f"{name}: computed once per batch, exchange not hidden: not all of its tables are "
             "hot/cold"

@@ -34,7 +34,7 @@ from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionShard
 __all__ = ["Placement", "make_placement", "STOCK_PLACEMENTS"]
 
 STOCK_PLACEMENTS = ("table_wise", "row_wise", "column_wise")
-"""Placements that use one stock sharding type for all tables."""
+"""Placements that use one stock sharding type for all tables that stock can train so."""
 
 _MIN_COLUMNS = 4  # FBGEMM's narrowest shard
 
