@@ -111,7 +111,7 @@ def test_every_module_has_waves_of_its_own() -> None:
 def test_tables_that_share_a_name_have_no_waves() -> None:
     model = nn.ModuleList([Model().pooled, Model().pooled])
     planner = hot_cold_planner(topology(), hot_rows=0, batch_size=4, num_waves=2)
-    with pytest.raises(PlanError, match="num_waves is 2, but .* give each table its own name"):
+    with pytest.raises(PlanError, match=r"num_waves is 2, but .* give each table its own name"):
         planner.plan(model, [AbleSharder()])
 
 
