@@ -1,7 +1,7 @@
 """Which tables travel together where an interleaved pipeline staggers their exchanges.
 
 A group of tables that can share a pack is cut only when it is larger than a wave should be: every
-pack more costs an operator, every group kept whole costs nothing.
+pack more is one update and some copies more, a group kept whole costs nothing.
 
 Source: PICASSO (arXiv 2204.04903), K-Interleaving: packs in groups of balanced volume.
 """
