@@ -93,6 +93,16 @@ def test_a_plan_with_statistics_says_why_in_every_form(
     assert "warning" not in text
 
 
+def test_a_plan_has_the_waves_of_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, out = tmp_path / "waves.yaml", tmp_path / "plan.json"
+    config.write_text(TINY_CONFIG.replace("hot_rows: 20", "hot_rows: 20, num_waves: 2"))
+    output_of(["plan", "--config", str(config), "--hot-rows", "0", "--json", str(out)], capsys)
+    tables = json.loads(out.read_text())["tables"]
+    assert {table["wave"] for table in tables} == {0, 1}
+
+
 def test_a_total_of_hot_rows_is_kept(
     tmp_path: Path, config: str, stats: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

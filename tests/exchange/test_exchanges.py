@@ -100,7 +100,7 @@ def _headers(rank: int, world_size: int) -> int:
         header = HeaderExchange(
             dist.group.WORLD,
             counts_PB=torch.tensor([[h, *c] for h, c in zip(hot_P, counts[rank])]),
-            lookups_P=torch.arange(num_packs) + 100 * rank,
+            lookups_M=torch.arange(3) + 100 * rank,
             touched_H=touched_WH[rank],
             hot_start_P1=hot_start_P1,
             outside_ids=torch.tensor(5 if rank == bad_rank else 0),
@@ -113,7 +113,7 @@ def _headers(rank: int, world_size: int) -> int:
         assert header.receive_PW == [
             [counts[r][p][rank] for r in range(world_size)] for p in range(num_packs)
         ]
-        assert header.lookups_P == [p + 100 * rank for p in range(num_packs)]
+        assert header.lookups_M == [m + 100 * rank for m in range(3)]
         assert header.outside_ids_W == [5 if r == bad_rank else 0 for r in range(world_size)]
         assert header.bad_weights_W == list(range(world_size))
         assert header.homes_written == (written_rank >= 0)

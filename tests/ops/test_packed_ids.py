@@ -58,5 +58,4 @@ def test_tables_of_a_pack_count_once() -> None:
     ]
     space = PackedIdSpace.build(tables, torch.device("cpu"))
     assert space.waves == space.matrices == (slice(0, 2),)
-    assert space.features_P == (2, 1)
     assert space.features_M == (3,)

@@ -39,8 +39,8 @@ class StepHeader:
     """Cold rows asked of each home, per pack."""
     receive_PW: list[list[int]]
     """Cold rows that each rank asks of this home, per pack."""
-    lookups_P: list[int]
-    """Lookups of this rank's batch, per pack."""
+    lookups_M: list[int]
+    """Lookups of this rank's batch, as they were given, on the host now."""
     outside_ids_W: list[int]
     """Lookups outside their table on each rank."""
     bad_weights_W: list[int]
@@ -68,7 +68,7 @@ class HeaderExchange:
     Args:
         pg: Process group of W ranks.
         counts_PB: Unique rows per pack: hot, home 0, ..., home W-1; int64, shape ``(P, 1 + W)``.
-        lookups_P: Lookups per pack, int64, shape ``(P,)``.
+        lookups_M: Lookups that only this rank asks for on its host, int64, shape ``(M,)``.
         touched_H: Which hot slots this rank's batch uses, bool, shape ``(H,)``.
         hot_start_P1: First hot slot of each pack, and H.
         outside_ids: Number of lookups outside their table, 0-d integer tensor.
@@ -82,7 +82,7 @@ class HeaderExchange:
         pg: dist.ProcessGroup,
         *,
         counts_PB: Tensor,
-        lookups_P: Tensor,
+        lookups_M: Tensor,
         touched_H: Tensor,
         hot_start_P1: Sequence[int],
         outside_ids: Tensor,
@@ -93,7 +93,7 @@ class HeaderExchange:
         self._num_packs, width = counts_PB.shape
         self._world_size = width - 1
         self._hot_start_P1 = hot_start_P1
-        self._local = torch.cat([counts_PB.reshape(-1), lookups_P])
+        self._local = torch.cat([counts_PB.reshape(-1), lookups_M])
         state = _HOMES_WRITTEN * homes_written + _HAS_DATA * has_data
         flags_3 = torch.stack([outside_ids, bad_weights, torch.full_like(outside_ids, state)])
         same_for_all = torch.cat([flags_3.to(torch.int64), _pack_bits(touched_H)])
@@ -112,9 +112,10 @@ class HeaderExchange:
         wait_for(self._work)
         num_packs, world_size = self._num_packs, self._world_size
         host = torch.cat([self._local, self._received_WX.reshape(-1)]).cpu()
-        counts_PB = host[: num_packs * (1 + world_size)].view(num_packs, -1)
-        lookups_P = host[counts_PB.numel() :][:num_packs]
-        received_WX = host[counts_PB.numel() + num_packs :].view(world_size, -1)
+        local, received = host.split([self._local.numel(), self._received_WX.numel()])
+        num_counts = num_packs * (1 + world_size)
+        counts_PB, lookups_M = local[:num_counts].view(num_packs, -1), local[num_counts:]
+        received_WX = received.view(world_size, -1)
         flags_W3 = received_WX[:, num_packs : num_packs + 3]
         touched_T = _union_of_bits(received_WX[:, num_packs + 3 :])
         starts = torch.searchsorted(touched_T, torch.tensor(self._hot_start_P1)).tolist()
@@ -122,7 +123,7 @@ class HeaderExchange:
             hot_P=counts_PB[:, 0].tolist(),
             send_PW=counts_PB[:, 1:].tolist(),
             receive_PW=received_WX[:, :num_packs].t().tolist(),
-            lookups_P=lookups_P.tolist(),
+            lookups_M=lookups_M.tolist(),
             outside_ids_W=flags_W3[:, 0].tolist(),
             bad_weights_W=flags_W3[:, 1].tolist(),
             homes_written=bool((flags_W3[:, 2] & _HOMES_WRITTEN).any()),

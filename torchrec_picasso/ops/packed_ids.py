@@ -68,8 +68,6 @@ class PackedIdSpace:
     """Home rows of each pack on each rank."""
     hot_start_P1: tuple[int, ...]
     """First hot slot of each pack, and the number of hot rows at the end."""
-    features_P: tuple[int, ...]
-    """Number of features of each pack."""
     waves: tuple[slice, ...]
     """The packs of each wave."""
     matrices: tuple[slice, ...]
@@ -121,9 +119,6 @@ class PackedIdSpace:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
         matrices = _runs([(t.pack, t.dim) for t in tables])
-        features_P = tuple(
-            sum(len(t.feature_names) for t in tables if t.pack == p) for p in range(num_packs)
-        )
         per_feature = [(t, base) for t, base in zip(tables, bases) for _ in t.feature_names]
         return PackedIdSpace(
             tables=tuple(tables),
@@ -132,10 +127,12 @@ class PackedIdSpace:
             num_rows=bases[-1],
             home_rows_PW=tuple(map(tuple, home_rows)),
             hot_start_P1=(0, *accumulate(hot_counts)),
-            features_P=features_P,
             waves=_runs([(t.pack, t.wave) for t in tables]),
             matrices=matrices,
-            features_M=tuple(sum(features_P[packs]) for packs in matrices),
+            features_M=tuple(
+                sum(len(t.feature_names) for t in tables if packs.start <= t.pack < packs.stop)
+                for packs in matrices
+            ),
             mean_F=tuple(table.mean for table, _ in per_feature),
             feature_base_F=ids([base for _, base in per_feature]),
             feature_rows_F=ids([t.num_embeddings for t, _ in per_feature]),

@@ -100,7 +100,7 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
             local = self._partition(features, packed_N)
             header = send_header(
                 counts_PB=local.rows.located.counts_PB,
-                lookups_P=_sum_per_pack(lookups_F, space.features_P),
+                lookups_M=_sum_by_matrix(lookups_F, space.features_M),
                 touched_H=local.rows.located.touched_H,
                 hot_start_P1=space.hot_start_P1,
             )
@@ -131,7 +131,7 @@ class PackedInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         ends = [end for end in hot_start_P1[1:] for _ in range(num_chunks)]
         header = send_header(
             counts_PB=pairs.view(-1, 1 + space.world_size),
-            lookups_P=counts_PB.new_zeros(space.num_packs * num_chunks),
+            lookups_M=counts_PB.new_empty(0),  # cut_pooling finds them
             touched_H=located.touched_H,
             hot_start_P1=[0, *ends],
         )
@@ -255,15 +255,14 @@ class _IdsAwaitable(Awaitable[KeyedJaggedTensor]):
         header, space, local = self._header, self._space, self._local
         starts_P = space.hot_start_P1[:-1]
         touched_P = header.touched_slots_T.split(header.touched_P)
-        lookups_M = _by_matrix(header.lookups_P, space.matrices)
         batch = ExchangedBatch(
             header=header,
             hot_slots_P=[slots - start for slots, start in zip(self._hot_slots_P, starts_P)],
             touched_slots_P=[slots - start for slots, start in zip(touched_P, starts_P)],
             requested_rows_P=self._ids.wait(),
-            pooling_M=_pooling_by_matrix(local, header, space.matrices, lookups_M),
+            pooling_M=_pooling_by_matrix(local, header, space.matrices),
             source_N=local.bags.source_N,
-            lookups_M=lookups_M,
+            lookups_M=header.lookups_M,
             batch_size=local.batch_size,
         )
         return ExchangedFeatures.of(local.features, batch)
@@ -277,16 +276,12 @@ def _lookups_per_feature(features: KeyedJaggedTensor) -> Tensor:
     return torch.diff(offsets_F, prepend=offsets_F.new_zeros(1))
 
 
-def _sum_per_pack(values_F: Tensor, features_P: Sequence[int]) -> Tensor:
-    return torch.stack([part.sum() for part in values_F.split(list(features_P))])
-
-
-def _by_matrix(counts_P: Sequence[int], matrices: Sequence[slice]) -> list[int]:
-    return [sum(counts_P[packs]) for packs in matrices]
+def _sum_by_matrix(values_F: Tensor, features_M: Sequence[int]) -> Tensor:
+    return torch.stack([part.sum() for part in values_F.split(list(features_M))])
 
 
 def _pooling_by_matrix(
-    local: _LocalBatch, header: StepHeader, matrices: Sequence[slice], lookups_M: Sequence[int]
+    local: _LocalBatch, header: StepHeader, matrices: Sequence[slice]
 ) -> list[PoolingIndex]:
     """Cuts the maps between lookups and rows into matrices, each counting from 0."""
     rows, offsets_S1 = local.rows, local.bags.offsets_S1
@@ -296,11 +291,11 @@ def _pooling_by_matrix(
         lookups_S,
         output_size=rows.row_of_lookup_N.numel(),
     ).index_select(0, rows.lookups_by_row_N)
-    rows_M = _by_matrix(header.rows_per_pack, matrices)
+    rows_M = [sum(header.rows_per_pack[packs]) for packs in matrices]
     indices = []
     row, bag, lookup = 0, 0, 0
     for num_rows, num_bags, num_lookups, mean_S in zip(
-        rows_M, local.bags_M, lookups_M, local.mean_M
+        rows_M, local.bags_M, header.lookups_M, local.mean_M
     ):
         lookups = slice(lookup, lookup + num_lookups)
         ends_u = rows.lookup_end_U[row : row + num_rows]
