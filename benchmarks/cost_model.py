@@ -31,13 +31,13 @@ from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.stock import max_over_mean, stock_cost, stock_totals
 from torchrec_picasso.exchange.meter import WireMeter
 from torchrec_picasso.frequency import FrequencyStats
+from torchrec_picasso.launch.environment import describe_environment
+from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.planner.decision import decide
 from torchrec_picasso.planner.table_facts import facts_of_model
-from torchrec_picasso.workloads.environment import describe_environment
-from torchrec_picasso.workloads.exchange_step import ExchangeStep, bag_collection, one_hot_batch
-from torchrec_picasso.workloads.generated import zipf_cdf
-from torchrec_picasso.workloads.placements import make_placement
-from torchrec_picasso.workloads.quiet import quiet_upstream
+from torchrec_picasso.runs.exchange_step import ExchangeStep, bag_collection, one_hot_batch
+from torchrec_picasso.runs.placements import make_placement
+from torchrec_picasso.zoo.generated import zipf_cdf
 
 _STATS_BATCHES = 20
 _WARMUP_STEPS, _TIMED_STEPS = 2, 9

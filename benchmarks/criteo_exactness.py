@@ -24,10 +24,10 @@ from typing import Any
 from torchrec_picasso.cli.report import Comparison, print_comparison
 from torchrec_picasso.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.workloads.compare import CompareSpec, compare_on_rank
-from torchrec_picasso.workloads.environment import describe_environment
-from torchrec_picasso.workloads.launch import run_ranks
-from torchrec_picasso.workloads.quiet import quiet_upstream
+from torchrec_picasso.launch.environment import describe_environment
+from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.runs.compare import CompareSpec, compare_on_rank
 
 DEFAULT_DATA = Path("..") / "shared" / "data" / "criteo_tb_80k.parquet"
 LOSS_STEPS = 15

@@ -32,11 +32,11 @@ from benchmarks.cluster import run_on_hosts, usable_rate
 from torchrec_picasso.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.frequency import FrequencyStats
+from torchrec_picasso.launch.environment import describe_environment
+from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.workloads.environment import describe_environment
-from torchrec_picasso.workloads.exchange_step import ExchangeStep, bag_collection, one_hot_batch
-from torchrec_picasso.workloads.placements import Placement, make_placement
-from torchrec_picasso.workloads.quiet import quiet_upstream
+from torchrec_picasso.runs.exchange_step import ExchangeStep, bag_collection, one_hot_batch
+from torchrec_picasso.runs.placements import Placement, make_placement
 
 _SIZES = (0, 250, 1_000, 4_000, 16_000, 64_000)
 _STOCK = ("table_wise", "row_wise")

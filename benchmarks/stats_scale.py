@@ -32,9 +32,9 @@ import torch
 from numpy.typing import NDArray
 
 from torchrec_picasso.frequency.spectrum import CountSpectrum
-from torchrec_picasso.workloads.environment import describe_environment
-from torchrec_picasso.workloads.generated import zipf_cdf
-from torchrec_picasso.workloads.tables import CARDINALITIES
+from torchrec_picasso.launch.environment import describe_environment
+from torchrec_picasso.zoo.generated import zipf_cdf
+from torchrec_picasso.zoo.tables import CARDINALITIES
 
 _MAX_CPU_S, _MAX_RSS_GIB = 60.0, 2.0
 _ROWS_PER_GROUP = 1 << 20

@@ -17,7 +17,7 @@ from functools import partial
 from benchmarks.cluster.emulated import EmulatedCluster
 from benchmarks.cluster.link_speed import TRANSFERS, TransferTime, link_bytes, time_transfer
 from benchmarks.cluster.namespaces import ClusterError
-from torchrec_picasso.workloads.launch import run_ranks
+from torchrec_picasso.launch.run_ranks import run_ranks
 
 _TIMEOUT_S = 600.0
 _MB = 1_000_000

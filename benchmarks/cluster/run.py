@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.cluster.emulated import EmulatedCluster, why_unavailable
-from torchrec_picasso.workloads.launch import run_ranks
+from torchrec_picasso.launch.run_ranks import run_ranks
 
 __all__ = ["run_on_hosts", "usable_rate"]
 

@@ -15,9 +15,9 @@ from torchrec.distributed.types import ShardingPlan
 from benchmarks.gpu.settings import ModelSize
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
-from torchrec_picasso.workloads.samples import make_source
-from torchrec_picasso.workloads.source import BatchSource
-from torchrec_picasso.workloads.training import MakePipeline, Trainer
+from torchrec_picasso.runs.trainer import MakePipeline, Trainer
+from torchrec_picasso.zoo.registry import make_source
+from torchrec_picasso.zoo.source import BatchSource
 
 __all__ = ["Contestant", "Workload", "held_hbm_bytes", "interleaved"]
 

@@ -57,7 +57,7 @@ from benchmarks.pipelines.scenarios import SCENARIOS
 from benchmarks.pipelines.suite import run_scenarios
 from torchrec_picasso.cli.outputs import check_outputs
 from torchrec_picasso.errors import ConfigError, PicassoError
-from torchrec_picasso.workloads.launch import RankError
+from torchrec_picasso.launch.run_ranks import RankError
 
 _SCENARIO_FLAGS = ("only", "again")
 _OWN_TO_SCENARIOS = ("rate_mbit", "towers", "curves", "plot")

@@ -16,9 +16,9 @@ from benchmarks.pipelines.question import COUNTED_STEPS, LAST_STEPS, WARMUP_STEP
 from benchmarks.pipelines.runner import RankResult, Runner
 from torchrec_picasso.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.workloads.progress import Progress
-from torchrec_picasso.workloads.quiet import quiet_upstream
-from torchrec_picasso.workloads.samples import make_source
+from torchrec_picasso.launch.progress import Progress
+from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.zoo.registry import make_source
 
 __all__ = ["RankAnswer", "compare_on_rank", "curve_bytes"]
 

@@ -9,7 +9,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 
 from torchrec_picasso.config import PLACEMENTS
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.workloads.training import MakePipeline
+from torchrec_picasso.runs.trainer import MakePipeline
 
 __all__ = [
     "AUTO",

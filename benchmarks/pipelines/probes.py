@@ -15,8 +15,8 @@ from torchrec.datasets.utils import Batch
 from benchmarks.pipelines.contestants import Contestant
 from benchmarks.pipelines.question import LAST_STEPS, WARMUP_STEPS, Question
 from benchmarks.pipelines.runner import Runner
-from torchrec_picasso.workloads.progress import Progress
-from torchrec_picasso.workloads.source import BatchSource
+from torchrec_picasso.launch.progress import Progress
+from torchrec_picasso.zoo.source import BatchSource
 
 __all__ = ["alone_ms", "choose_finalists"]
 

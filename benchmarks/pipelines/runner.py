@@ -26,9 +26,9 @@ from benchmarks.pipelines.contestants import Contestant, pipeline_maker
 from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.exchange.meter import WireMeter
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.workloads.placements import Placement
-from torchrec_picasso.workloads.source import BatchSource
-from torchrec_picasso.workloads.training import Trainer
+from torchrec_picasso.runs.placements import Placement
+from torchrec_picasso.runs.trainer import Trainer
+from torchrec_picasso.zoo.source import BatchSource
 
 __all__ = ["Block", "RankResult", "Runner", "schedule_used"]
 

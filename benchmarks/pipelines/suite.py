@@ -27,7 +27,7 @@ from benchmarks.pipelines.summary import (
     without_report,
 )
 from torchrec_picasso.errors import ConfigError, PicassoError
-from torchrec_picasso.workloads.launch import RankError
+from torchrec_picasso.launch.run_ranks import RankError
 
 __all__ = ["run_scenarios"]
 

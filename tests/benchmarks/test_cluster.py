@@ -19,7 +19,7 @@ from benchmarks.cluster import ClusterError, EmulatedCluster, why_unavailable
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.link_speed import link_bytes, time_transfer
 from benchmarks.cluster.shaping import link_shape
-from torchrec_picasso.workloads.launch import RankError, run_ranks
+from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
 TIMEOUT_S = 60.0
 MISSING = why_unavailable()

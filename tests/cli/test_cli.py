@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.support import TINY_CONFIG, error_of
-from tests.workloads.criteo_data import samples, write_parquet, write_text
+from tests.zoo.criteo_data import samples, write_parquet, write_text
 from torchrec_picasso.cli.main import main
 
 TINY_DEMO = ["--steps", "10", "--batch-size", "64", "--dim", "8", "--hot-rows", "200"]

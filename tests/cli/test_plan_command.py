@@ -15,7 +15,7 @@ from torchrec_picasso.cli.main import main
 from torchrec_picasso.config import load_config
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.frequency import FrequencyStats
-from torchrec_picasso.workloads.tables import table_specs
+from torchrec_picasso.zoo.tables import table_specs
 
 PNG = b"\x89PNG"
 KINDS = ("hot_cold", "table_wise", "row_wise", "column_wise", "data_parallel")

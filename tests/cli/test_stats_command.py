@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.cli.support import TINY_CONFIG, error_of, output_of
-from tests.workloads.criteo_data import samples, write_parquet, write_text
+from tests.zoo.criteo_data import samples, write_parquet, write_text
 from torchrec_picasso.cli.main import main
 from torchrec_picasso.config import load_config
 from torchrec_picasso.frequency import FrequencyStats
-from torchrec_picasso.workloads.tables import table_specs
+from torchrec_picasso.zoo.tables import table_specs
 
 PNG = b"\x89PNG"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conformance.harness import Case, run_case
-from torchrec_picasso.workloads.launch import RankError, run_ranks
+from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.conformance
 

@@ -18,7 +18,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 from torchrec_picasso.exchange.header import HeaderExchange
 from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
-from torchrec_picasso.workloads.launch import run_ranks
+from torchrec_picasso.launch.run_ranks import run_ranks
 
 NUM_CASES = 12
 

@@ -8,7 +8,7 @@ import weakref
 import torch
 
 from tests.sharding.jobs import ODD, Job, build, train
-from torchrec_picasso.workloads.launch import run_ranks
+from torchrec_picasso.launch.run_ranks import run_ranks
 
 JOB = Job(placement={"*": 2}, tables=ODD, batch_sizes=(6, 4), num_steps=8)
 

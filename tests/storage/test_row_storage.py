@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.sharding.jobs import OPTIMIZERS, Job, Table, build
+from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.storage.row_storage import RowStorage
-from torchrec_picasso.workloads.launch import run_ranks
 
 JOB = Job(
     placement={"*": 2},

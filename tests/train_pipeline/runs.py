@@ -12,7 +12,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from tests.sharding.jobs import CPU, Job, Result, dense_optimizer, make_batch, whole
 from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.train_pipeline.split_batch import split_batch
+from torchrec_picasso.batches.split import split_batch
 
 RTOL, ATOL = 1e-4, 2e-5
 """Micro-batches sum gradients in another order than a whole batch."""

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
-from torchrec_picasso.workloads.launch import run_ranks
 
 SIZES = (3, 300_000, 5, 7)  # the second fills a bucket
 USED = ((0, 1, 2), (0, 1))  # by rank: the third on one rank only, the last nowhere

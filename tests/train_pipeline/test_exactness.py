@@ -30,7 +30,7 @@ from tests.sharding.jobs import (
     whole,
 )
 from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.workloads.launch import RankError, run_ranks
+from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
 NUM_STEPS = 20

@@ -23,7 +23,7 @@ from tests.train_pipeline.runs import (
     run_to_the_end,
 )
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.workloads.launch import run_ranks
+from torchrec_picasso.launch.run_ranks import run_ranks
 
 JOB = Job(placement={"*": 2}, tables=PLAIN)
 

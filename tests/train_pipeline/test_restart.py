@@ -22,7 +22,7 @@ from tests.train_pipeline.runs import (
     run_to_the_end,
 )
 from torchrec_picasso.errors import InputError, PicassoError
-from torchrec_picasso.workloads.launch import RankError, run_ranks
+from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
 HOT_COLD = Job(placement={"*": 2, "one_row": 1}, tables=ODD)
 WAVES = dataclasses.replace(HOT_COLD, waves={"a": 1, "two_rows": 2})

@@ -11,9 +11,9 @@ import torch
 from tests.sharding.jobs import PLAIN, Job, build, result_of
 from tests.train_pipeline.runs import Run, assert_same_runs, batches_of, pipeline_of, plain_steps
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.train_pipeline.schedule import Setting
 from torchrec_picasso.train_pipeline.setting_choice import SettingChoice, candidates
-from torchrec_picasso.workloads.launch import run_ranks
 
 CPU = torch.device("cpu")
 

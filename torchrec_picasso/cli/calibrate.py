@@ -14,9 +14,9 @@ from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES
 from torchrec_picasso.cost.local import PHASES
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.workloads.local_probe import PROBES, measure_local_costs
-from torchrec_picasso.workloads.progress import Progress
-from torchrec_picasso.workloads.quiet import quiet_upstream
+from torchrec_picasso.launch.progress import Progress
+from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.runs.local_probe import PROBES, measure_local_costs
 
 __all__ = ["add_parser", "calibrate_on_rank", "print_curves", "run"]
 

@@ -13,9 +13,9 @@ from torchrec_picasso.config import (
     TrainConfig,
 )
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.workloads.compare import CompareSpec, compare_on_rank
-from torchrec_picasso.workloads.launch import run_ranks
-from torchrec_picasso.workloads.samples import check_source, make_source
+from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.runs.compare import CompareSpec, compare_on_rank
+from torchrec_picasso.zoo.registry import check_source, make_source
 
 __all__ = ["add_parser", "run", "demo_spec"]
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.workloads.launch import run_ranks
+from torchrec_picasso.launch.run_ranks import run_ranks
 
 __all__ = ["add_rank_arguments", "join_torchrun", "run_on_ranks", "under_torchrun"]
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from torchrec_picasso.cli import calibrate, demo, plan, stats, train
 from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.launch.run_ranks import RankError
 from torchrec_picasso.version import __version__
-from torchrec_picasso.workloads.launch import RankError
-from torchrec_picasso.workloads.quiet import quiet_upstream
 
 __all__ = ["main"]
 

@@ -19,9 +19,9 @@ from torchrec_picasso.planner.explain import explain, summarize
 from torchrec_picasso.planner.planner import hot_cold_planner
 from torchrec_picasso.planner.table_facts import assumed_curves, facts_of_model
 from torchrec_picasso.planner.what_if import sweep
+from torchrec_picasso.runs.trainer import unsharded_model
 from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionSharder
-from torchrec_picasso.workloads.samples import make_source
-from torchrec_picasso.workloads.training import unsharded_model
+from torchrec_picasso.zoo.registry import make_source
 
 __all__ = ["add_parser", "run"]
 

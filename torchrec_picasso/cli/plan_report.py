@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrec_picasso.cli.outputs import new_picture, save_picture
-from torchrec_picasso.workloads.environment import describe_environment
+from torchrec_picasso.launch.environment import describe_environment
 
 if TYPE_CHECKING:
     import pandas as pd

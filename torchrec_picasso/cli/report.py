@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrec_picasso.workloads.compare import CompareSpec, SideResult
-from torchrec_picasso.workloads.environment import describe_environment
+from torchrec_picasso.launch.environment import describe_environment
+from torchrec_picasso.runs.compare import CompareSpec, SideResult
 
 __all__ = ["Comparison", "print_comparison", "write_json", "draw_comparison"]
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from torchrec_picasso.cli.launcher import join_torchrun, under_torchrun
 from torchrec_picasso.config import load_config
-from torchrec_picasso.workloads.launch import run_ranks
-from torchrec_picasso.workloads.samples import check_source, make_source
-from torchrec_picasso.workloads.train_job import check_checkpoint_folder, train_on_rank
+from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.runs.train import check_checkpoint_folder, train_on_rank
+from torchrec_picasso.zoo.registry import check_source, make_source
 
 __all__ = ["add_parser", "run"]
 

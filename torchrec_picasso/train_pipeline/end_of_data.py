@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchrec_picasso.batches.split import num_samples
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.train_pipeline.split_batch import num_samples
 
 __all__ = ["AnyData", "Census", "SplitBatch", "empty_batch", "share_empty_batch", "take_census"]
 

@@ -23,6 +23,9 @@ from torchrec_picasso._torchrec import (
     rewrite_model,
     start_data_dist,
 )
+from torchrec_picasso.batches.join import join_outputs as join_known_outputs
+from torchrec_picasso.batches.split import micro_batch_sizes, num_samples
+from torchrec_picasso.batches.split import split_batch as split_known_batch
 from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
 from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
 from torchrec_picasso.train_pipeline.batch_feed import BatchFeed, Fetched
@@ -31,7 +34,6 @@ from torchrec_picasso.train_pipeline.end_of_data import SplitBatch
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.id_stream import IdStream
 from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward
-from torchrec_picasso.train_pipeline.join_outputs import join_outputs as join_known_outputs
 from torchrec_picasso.train_pipeline.model_parts import (
     inner_model,
     process_group_of,
@@ -40,6 +42,7 @@ from torchrec_picasso.train_pipeline.model_parts import (
     why_whole_batches,
 )
 from torchrec_picasso.train_pipeline.operations import Operations
+from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 from torchrec_picasso.train_pipeline.schedule import (
     NUM_BATCHES,
     Schedule,
@@ -49,9 +52,6 @@ from torchrec_picasso.train_pipeline.schedule import (
     training_schedule,
 )
 from torchrec_picasso.train_pipeline.setting_choice import SettingChoice, candidates
-from torchrec_picasso.train_pipeline.split_batch import micro_batch_sizes, num_samples
-from torchrec_picasso.train_pipeline.split_batch import split_batch as split_known_batch
-from torchrec_picasso.train_pipeline.timeline import op_range, step_range
 
 __all__ = ["InterleavedTrainPipeline"]
 

@@ -1,0 +1,354 @@
+"""Cutting batches: parts are what one would build by hand, and nothing else is ever cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.datasets.utils import Batch
+
+from tests.train_pipeline.batches import (
+    Frozen,
+    Pair,
+    assert_same,
+    bags_of,
+    batches,
+    kjt_of,
+    kjts,
+    sizes_of_parts,
+)
+from torchrec_picasso.batches.split import (
+    micro_batch_sizes,
+    num_samples,
+    split_batch,
+)
+from torchrec_picasso.errors import CompatError, InputError
+
+INTEGERS = st.sampled_from([torch.int32, torch.int64])
+
+BAGS = {"a": [[1, 2], [], [3]], "b": [[4], [5, 6, 7], []]}
+"""Three samples of two features."""
+
+
+def variable_batch() -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.arange(3),
+        lengths=torch.ones(3, dtype=torch.int32),
+        stride_per_key_per_rank=[[1], [2]],
+        inverse_indices=(["a", "b"], torch.tensor([[0, 0], [0, 1]])),
+    )
+
+
+# -- sizes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("samples", "parts", "sizes"),
+    [
+        (4096, 4, [410, 1229, 1229, 1228]),
+        (4096, 2, [1024, 3072]),
+        (4096, 1, [4096]),
+        (700, 3, [100, 300, 300]),
+        (4, 4, [1, 1, 1, 1]),
+        (2, 4, [1, 1, 0, 0]),
+        (0, 3, [0, 0, 0]),
+    ],
+)
+def test_the_first_micro_batch_is_a_third_of_the_others(
+    samples: int, parts: int, sizes: list[int]
+) -> None:
+    assert micro_batch_sizes(samples, parts) == sizes
+
+
+def test_the_first_share_can_be_chosen() -> None:
+    assert micro_batch_sizes(100, 3, first_share=0.5) == [50, 25, 25]
+
+
+@given(
+    samples=st.integers(0, 10_000),
+    parts=st.integers(1, 20),
+    share=st.none() | st.floats(0, 1, exclude_min=True),
+)
+def test_sizes_sum_to_the_batch_and_waste_no_sample(
+    samples: int, parts: int, share: float | None
+) -> None:
+    sizes = micro_batch_sizes(samples, parts, share)
+    assert len(sizes) == parts
+    assert sum(sizes) == samples
+    assert sizes.count(0) == max(parts - samples, 0)
+    assert max(sizes[1:], default=0) - min(sizes[1:], default=0) <= 1
+
+
+@pytest.mark.parametrize(
+    ("samples", "parts", "share", "message"),
+    [
+        (8, 0, None, "into 0 micro-batches"),
+        (-1, 2, None, "cannot cut -1 samples"),
+        (8, 2, 0.0, "first_share is 0.0"),
+        (8, 2, 1.5, "first_share is 1.5"),
+    ],
+)
+def test_impossible_sizes_are_refused(
+    samples: int, parts: int, share: float | None, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        micro_batch_sizes(samples, parts, share)
+
+
+# -- jagged tensors -----------------------------------------------------------------------------
+
+
+@given(data=st.data(), sizes=sizes_of_parts, weighted=st.booleans(), ids=INTEGERS, lengths=INTEGERS)
+def test_parts_of_a_kjt_are_those_built_from_lists(
+    data: st.DataObject, sizes: list[int], weighted: bool, ids: torch.dtype, lengths: torch.dtype
+) -> None:
+    bags = data.draw(bags_of(sum(sizes)))
+    parts = split_batch(kjt_of(bags, weighted, ids, lengths), sizes)
+    starts = [0, *accumulate(sizes)]
+    assert len(parts) == len(sizes)
+    for part, start, end in zip(parts, starts, starts[1:]):
+        of_part = {feature: of_samples[start:end] for feature, of_samples in bags.items()}
+        assert_same(part, kjt_of(of_part, weighted, ids, lengths))
+
+
+@given(data=st.data(), sizes=sizes_of_parts.filter(lambda sizes: len(sizes) > 1))
+def test_a_kjt_of_offsets_is_cut_like_one_of_lengths(data: st.DataObject, sizes: list[int]) -> None:
+    kjt = data.draw(kjts(sum(sizes)))
+    of_offsets = KeyedJaggedTensor(
+        kjt.keys(), kjt.values(), kjt.weights_or_none(), offsets=kjt.offsets(), stride=kjt.stride()
+    )
+    assert_same(split_batch(of_offsets, sizes), split_batch(kjt, sizes))
+
+
+@given(data=st.data(), sizes=sizes_of_parts)
+def test_parts_of_a_jagged_tensor_are_those_of_its_kjt(
+    data: st.DataObject, sizes: list[int]
+) -> None:
+    kjt = data.draw(kjts(sum(sizes)))
+    feature = kjt.keys()[0]
+    parts = split_batch({"jt": kjt[feature], "kjt": kjt}, sizes)
+    for part in parts:
+        assert_same(part["jt"], part["kjt"][feature])
+
+
+def test_a_cut_kjt_can_be_split_by_keys_and_permuted() -> None:
+    for part in split_batch(kjt_of(BAGS, weighted=True), [1, 2]):
+        a, b = part.split([1, 1])
+        assert_same(KeyedJaggedTensor.concat([a, b]), part)
+        assert_same(part.permute([1, 0]).permute([1, 0]), part)
+
+
+def test_the_number_of_operations_does_not_grow_with_the_samples() -> None:
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    def operations(samples: int) -> int:
+        kjt = kjt_of({f"f{i}": [[i, i]] * samples for i in range(3)}, weighted=True)
+        with Counter() as counter:
+            split_batch(kjt, [samples // 4] * 4)
+        return counter.count
+
+    assert 0 < operations(8) == operations(400)
+
+
+def test_weights_of_lookups_get_gradients_through_the_cut() -> None:
+    kjt = kjt_of(BAGS, weighted=True)
+    weights_N = kjt.weights().requires_grad_()
+    first, second = split_batch(kjt, [1, 2])
+    (first.weights().sum() + 3 * second.weights().sum()).backward()
+    # ids 1, 2 | 3 of a, then 4 | 5, 6, 7 of b
+    assert_same(weights_N.grad, torch.tensor([1.0, 1, 3, 1, 3, 3, 3]))
+
+
+def test_a_kjt_without_features_goes_to_every_part() -> None:
+    batch = Pair(KeyedJaggedTensor.empty(), torch.arange(3))
+    parts = split_batch(batch, [1, 2])
+    assert [part.left.keys() for part in parts] == [[], []]
+    assert [part.left.stride() for part in parts] == [1, 2]
+
+
+def test_a_variable_batch_is_refused() -> None:
+    with pytest.raises(CompatError, match=r"batch\[0\]: .*variable batch.*split_batch="):
+        split_batch([variable_batch()], [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("kjt", "message"),
+    [
+        (
+            KeyedJaggedTensor(["a"], torch.arange(5), lengths=torch.tensor([1, 2]), stride=2),
+            "batch: 5 values, but its lengths sum to 3",
+        ),
+        (
+            KeyedJaggedTensor(
+                ["a"], torch.arange(3), torch.rand(2), lengths=torch.tensor([1, 2]), stride=2
+            ),
+            "batch: 2 weights, but its lengths sum to 3",
+        ),
+        (
+            KeyedJaggedTensor(["a", "b"], torch.arange(3), lengths=torch.ones(3).int(), stride=2),
+            "batch: 3 lengths, expected 2 features x 2 samples",
+        ),
+        (
+            JaggedTensor(torch.arange(5), lengths=torch.tensor([1, 2])),
+            "batch: 5 values, but its lengths sum to 3",
+        ),
+    ],
+)
+def test_a_malformed_jagged_tensor_is_refused(kjt: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        split_batch(kjt, [1, 1])
+
+
+# -- everything else ----------------------------------------------------------------------------
+
+
+@given(data=st.data(), sizes=sizes_of_parts)
+def test_every_part_of_a_nested_batch_has_its_number_of_samples(
+    data: st.DataObject, sizes: list[int]
+) -> None:
+    batch = {"ids": data.draw(kjts(sum(sizes))), "more": data.draw(batches(sum(sizes)))}
+    parts = split_batch(batch, sizes)
+    assert [num_samples(part) for part in parts] == sizes
+    assert {type(part["more"]) for part in parts} == {type(batch["more"])}
+
+
+def test_torchrec_batches_are_cut_and_dense_parts_are_views() -> None:
+    batch = Batch(torch.arange(12.0).view(3, 4), kjt_of(BAGS), torch.tensor([0, 1, 1]))
+    first, second = split_batch(batch, [1, 2])
+    assert isinstance(first, Batch)
+    assert_same(second.sparse_features, kjt_of({"a": [[], [3]], "b": [[5, 6, 7], []]}))
+    assert_same(second.labels, torch.tensor([1, 1]))
+    assert_same(second.dense_features, batch.dense_features[1:])
+    assert second.dense_features.data_ptr() == batch.dense_features[1].data_ptr()
+    assert first.labels.data_ptr() == batch.labels.data_ptr()
+
+
+def test_things_without_samples_go_to_every_part_as_they_are() -> None:
+    scale = torch.tensor(2.0)
+    batch = (torch.arange(3), None, "name", 5, 2.5, True, scale, torch.float16)
+    for part in split_batch(batch, [2, 1]):
+        assert part[1:] == batch[1:]
+        assert part[6] is scale
+
+
+def test_containers_keep_their_type() -> None:
+    by_name = defaultdict(list, ids=torch.arange(3))
+    batch = Frozen(features=Pair([torch.arange(3)], (None,)), label=by_name)
+    for part in split_batch(batch, [2, 1]):
+        assert type(part) is Frozen
+        assert type(part.features) is Pair
+        assert type(part.features.left) is list
+        assert part.label["unknown"] == []
+
+
+def test_keyed_tensors_are_cut_by_samples() -> None:
+    keyed = KeyedTensor(["x", "y"], [1, 2], torch.arange(9).view(3, 3))
+    _, second = split_batch(keyed, [2, 1])
+    assert_same(second["x"], torch.tensor([[6]]))
+    assert_same(second["y"], torch.tensor([[7, 8]]))
+
+
+def test_fields_that_a_dataclass_derives_are_derived_again() -> None:
+    @dataclasses.dataclass
+    class Counted:
+        ids: torch.Tensor
+        count: int = dataclasses.field(init=False)
+
+        def __post_init__(self) -> None:
+            self.count = len(self.ids)
+
+    assert [part.count for part in split_batch(Counted(torch.arange(3)), [1, 2])] == [1, 2]
+
+
+def test_one_micro_batch_is_the_batch_itself() -> None:
+    for batch in (torch.arange(3), variable_batch(), object()):
+        (part,) = split_batch(batch, [3])
+        assert part is batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            Batch(torch.rand(5, 2), kjt_of(BAGS), torch.rand(3)),
+            r"batch\.dense_features: 5 samples, expected 3",
+        ),
+        ({"x": [torch.rand(3), torch.rand(4)]}, r"batch\['x'\]\[1\]: 4 samples, expected 3"),
+        (Pair(torch.rand(3), (torch.rand(1),)), r"batch\.right\[0\]: 1 samples, expected 3"),
+        (torch.rand(4), r"\[1, 2\] sum to 3, but the batch has 4 samples"),
+    ],
+)
+def test_another_number_of_samples_is_refused_by_its_path(batch: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        split_batch(batch, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ([torch.rand(3), object()], r"batch\[1\]: do not know how to cut object .*split_batch="),
+        ({"s": torch.eye(3).to_sparse()}, r"batch\['s'\]: tensor of layout torch.sparse_coo"),
+        (KeyedTensor(["x"], [3], torch.rand(3, 2), key_dim=0), "batch: KeyedTensor with its keys"),
+    ],
+)
+def test_unknown_types_and_layouts_are_refused_with_advice(batch: Any, message: str) -> None:
+    with pytest.raises(CompatError, match=message):
+        split_batch(batch, [1, 2])
+
+
+def test_a_dataclass_that_cannot_be_rebuilt_is_refused_with_advice() -> None:
+    @dataclasses.dataclass
+    class Picky:
+        ids: torch.Tensor
+
+        def __post_init__(self) -> None:
+            if len(self.ids) != 3:
+                raise ValueError("three samples only")
+
+    with pytest.raises(CompatError, match=r"constructor of Picky .*three samples only.*split_b"):
+        split_batch(Picky(torch.arange(3)), [1, 2])
+
+
+@pytest.mark.parametrize("sizes", [[], [4, -1]])
+def test_sizes_below_zero_or_none_at_all_are_refused(sizes: list[int]) -> None:
+    with pytest.raises(InputError, match="expected one or more, none below 0"):
+        split_batch(torch.rand(3), sizes)
+
+
+# -- the number of samples ----------------------------------------------------------------------
+
+
+def test_the_number_of_samples_is_that_of_the_first_kjt_else_of_the_first_tensor() -> None:
+    assert num_samples([torch.rand(5), kjt_of(BAGS)]) == 3
+    assert num_samples([torch.tensor(1.0), "name", torch.rand(5)]) == 5
+    assert num_samples(variable_batch()) == 2
+
+
+def test_the_number_of_samples_of_an_unknown_type_is_read_off_its_attributes() -> None:
+    class Custom:
+        def __init__(self) -> None:
+            self.meta = torch.rand(7)
+            self.features = [kjt_of(BAGS)]
+
+    assert num_samples(Custom()) == 3
+
+
+def test_a_batch_without_samples_has_no_number() -> None:
+    told = "tuple without a tensor or KeyedJaggedTensor.*unknown.*split_batch="
+    with pytest.raises(InputError, match=told):
+        num_samples((1, None, torch.tensor(3)))
+    assert split_batch((1, None), [3, 4]) == [(1, None), (1, None)]

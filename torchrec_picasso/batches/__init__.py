@@ -1,0 +1,1 @@
+"""Cuts a batch into parts by samples, and joins what a model gave for them."""

@@ -1,0 +1,209 @@
+"""Joins the outputs of micro-batches to what the model gives for the whole batch.
+
+Only what can be known without asking is joined: samples are put one after the other, 0-d float
+tensors are means over samples and are averaged by size, equal plain values stay. A sum over samples
+cannot be told from a mean, and is averaged too; a model that returns one needs its own function.
+
+Shape letters: B samples, F features, K micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_picasso.batches.split import PLAIN_TYPES, children_of, rebuild
+from torchrec_picasso.errors import CompatError, InputError
+
+__all__ = ["join_outputs"]
+
+JOIN_ADVICE = (
+    "give the pipeline join_outputs=, a function (outputs_K, sizes_K) -> output of the whole batch"
+)
+
+
+def join_outputs(outputs_K: Sequence[Any], sizes_K: Sequence[int]) -> Any:
+    """Makes the output of the whole batch from those of its micro-batches.
+
+    Tensors whose dim 0 is the micro-batch's size are concatenated, 0-d float tensors averaged with
+    sizes as weights (in float32 at least), jagged and keyed tensors joined by sample. Dataclasses,
+    NamedTuples, tuples, lists and dicts are joined member by member; equal plain values, and
+    tensors that all micro-batches share, stay. Gradients flow through.
+
+    An empty micro-batch does not count, whatever its output is: not even a loss of NaN. If all are
+    empty, the first one's output is that of the empty batch.
+
+    Args:
+        outputs_K: Output of each micro-batch, in the order of the samples.
+        sizes_K: Samples of each micro-batch.
+
+    Returns:
+        An output of the same type. That of one micro-batch is returned as it is.
+
+    Raises:
+        InputError: If there is not one size per output.
+        CompatError: If something cannot be joined, or micro-batches' outputs are built differently;
+            names its place.
+    """
+    if not outputs_K or len(outputs_K) != len(sizes_K):
+        raise InputError(
+            f"{len(outputs_K)} outputs for {len(sizes_K)} sizes, expected one for each"
+        )
+    counted = [(output, size) for output, size in zip(outputs_K, sizes_K) if size]
+    if not counted:
+        return outputs_K[0]
+    outputs, sizes = [list(column) for column in zip(*counted)]
+    return outputs[0] if len(outputs) == 1 else _join(outputs, "output", sizes)
+
+
+def _join(values: list[Any], path: str, sizes: list[int]) -> Any:
+    values = [value.wait() if isinstance(value, Awaitable) else value for value in values]
+    first = values[0]
+    if any(type(value) is not type(first) for value in values) and not all(
+        isinstance(value, Tensor) for value in values
+    ):
+        names = ", ".join(type(value).__name__ for value in values)
+        raise CompatError(f"{path}: micro-batches gave different types ({names}); {JOIN_ADVICE}")
+    members = children_of(first)
+    if members is not None:
+        return _join_members(values, [suffix for suffix, _ in members], path, sizes)
+    if isinstance(first, KeyedJaggedTensor):
+        return _join_kjts(values, path, sizes)
+    if isinstance(first, JaggedTensor):
+        return _join_jts(values, path, sizes)
+    if isinstance(first, KeyedTensor):
+        return _join_keyed_tensors(values, path, sizes)
+    if isinstance(first, Tensor):
+        return _join_tensors(values, path, sizes)
+    if isinstance(first, PLAIN_TYPES):
+        if all(value is first or value == first for value in values):
+            return first
+        found = ", ".join(repr(value) for value in values)
+        raise CompatError(f"{path}: micro-batches gave different values ({found}); {JOIN_ADVICE}")
+    raise CompatError(f"{path}: do not know how to join {type(first).__name__}; {JOIN_ADVICE}")
+
+
+def _join_members(values: list[Any], suffixes: list[str], path: str, sizes: list[int]) -> Any:
+    by_suffix = [dict(children_of(value) or []) for value in values]
+    for members in by_suffix:
+        if members.keys() != set(suffixes):
+            raise CompatError(
+                f"{path}: micro-batches gave different members ({', '.join(suffixes)} and "
+                f"{', '.join(members)}); {JOIN_ADVICE}"
+            )
+    joined = [
+        _join([members[suffix] for members in by_suffix], path + suffix, sizes)
+        for suffix in suffixes
+    ]
+    return rebuild(values[0], joined, path, JOIN_ADVICE)
+
+
+def _join_tensors(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
+    first = values[0]
+    if all(value.dim() and value.size(0) == size for value, size in zip(values, sizes)):
+        if any(value.shape[1:] != first.shape[1:] for value in values):
+            _refuse_shapes(values, path, sizes)
+        return torch.cat(values)
+    if all(value is first for value in values):  # not an output of samples: a parameter, a constant
+        return first
+    if all(value.dim() == 0 and value.is_floating_point() for value in values):
+        return _weighted_mean(values, sizes)
+    return _refuse_shapes(values, path, sizes)
+
+
+def _weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
+    dtype = values[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    terms = [value.to(wide) * (size / sum(sizes)) for value, size in zip(values, sizes)]
+    return torch.stack(terms).sum().to(dtype)
+
+
+def _refuse_shapes(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
+    found = ", ".join(
+        f"{tuple(value.shape)} {value.dtype} for {size} samples"
+        for value, size in zip(values, sizes)
+    )
+    raise CompatError(
+        f"{path}: micro-batches gave tensors {found}; expected samples in dim 0, or a 0-d float "
+        f"that is a mean over samples; {JOIN_ADVICE}"
+    )
+
+
+def _join_keyed_tensors(values: list[KeyedTensor], path: str, sizes: list[int]) -> KeyedTensor:
+    first = values[0]
+    alike = all(
+        value.keys() == first.keys()
+        and value.length_per_key() == first.length_per_key()
+        and value.key_dim() == first.key_dim() != 0
+        for value in values
+    )
+    if not alike:
+        raise CompatError(
+            f"{path}: expected KeyedTensors of the same keys and dims, with samples in dim 0; "
+            f"{JOIN_ADVICE}"
+        )
+    joined = _join_tensors([value.values() for value in values], f"{path}.values()", sizes)
+    return KeyedTensor(first.keys(), first.length_per_key(), joined, key_dim=first.key_dim())
+
+
+def _join_jts(values: list[JaggedTensor], path: str, sizes: list[int]) -> JaggedTensor:
+    lengths = [value.lengths() for value in values]
+    _check_sizes([length.numel() for length in lengths], path, sizes)
+    return JaggedTensor(
+        values=torch.cat([value.values() for value in values]),
+        weights=torch.cat([v.weights() for v in values]) if _are_weighted(values, path) else None,
+        lengths=torch.cat(lengths),
+    )
+
+
+def _join_kjts(values: list[KeyedJaggedTensor], path: str, sizes: list[int]) -> KeyedJaggedTensor:
+    keys = values[0].keys()
+    if any(value.keys() != keys or value.variable_stride_per_key() for value in values):
+        raise CompatError(
+            f"{path}: expected KeyedJaggedTensors of the same keys and of one batch size for all "
+            f"keys; {JOIN_ADVICE}"
+        )
+    if not keys:
+        ids, lengths = values[0].values(), values[0].lengths()
+        return KeyedJaggedTensor(keys, ids, lengths=lengths, stride=sum(sizes))
+    _check_sizes([value.stride() for value in values], path, sizes)
+    lookups_KF = [value.length_per_key() for value in values]
+    lengths_of_K = [value.lengths().reshape(len(keys), -1) for value in values]
+    weights_N = None
+    if _are_weighted(values, path):
+        weights_N = _interleave([value.weights() for value in values], lookups_KF)
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=_interleave([value.values() for value in values], lookups_KF),
+        weights=weights_N,
+        lengths=torch.cat(lengths_of_K, dim=1).view(-1),
+        stride=sum(sizes),
+    )
+
+
+def _interleave(values_K: list[Tensor], lookups_KF: list[list[int]]) -> Tensor:
+    """Feature by feature, the lookups of all micro-batches."""
+    views_KF = [values.split(lookups_F) for values, lookups_F in zip(values_K, lookups_KF)]
+    return torch.cat([view for views_K in zip(*views_KF) for view in views_K])
+
+
+def _check_sizes(found: list[int], path: str, sizes: list[int]) -> None:
+    if found != sizes:
+        raise CompatError(
+            f"{path}: micro-batches gave jagged tensors of {found} samples, expected {sizes}; "
+            f"{JOIN_ADVICE}"
+        )
+
+
+def _are_weighted(values: Sequence[JaggedTensor | KeyedJaggedTensor], path: str) -> bool:
+    weighted = {value.weights_or_none() is not None for value in values}
+    if len(weighted) > 1:
+        raise CompatError(
+            f"{path}: some micro-batches gave weights and some did not; {JOIN_ADVICE}"
+        )
+    return weighted.pop()

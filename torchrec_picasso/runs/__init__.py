@@ -1,0 +1,1 @@
+"""Whole runs: train, compare, probe."""

@@ -1,0 +1,119 @@
+"""A whole training run: train, checkpoint, resume, and tell the held-out AUC at the end.
+
+Batches depend on the step alone, so a resumed run sees what the uninterrupted one would have seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchrec_picasso.config import TrainConfig
+from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.launch.progress import Progress
+from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.runs.checkpoint import (
+    load_checkpoint,
+    newest_checkpoint,
+    refuse_used_folder,
+    save_checkpoint,
+)
+from torchrec_picasso.runs.evaluate import evaluate_auc
+from torchrec_picasso.runs.trainer import Trainer
+from torchrec_picasso.zoo.registry import make_source
+
+__all__ = ["check_checkpoint_folder", "train_on_rank"]
+
+
+def check_checkpoint_folder(config: TrainConfig, resume: bool) -> None:
+    """Refuses a run whose checkpoints could not be read or would mix with another run's.
+
+    Args:
+        config: Names the folder.
+        resume: Whether the run continues an earlier one.
+
+    Raises:
+        ConfigError: If ``resume`` is asked for without a folder.
+        PicassoError: If the folder does not fit.
+    """
+    folder = config.checkpoint.folder
+    if folder is None:
+        if resume:
+            raise ConfigError(
+                "--resume: the configuration names no checkpoint.folder to resume from; set it"
+            )
+    elif resume:
+        newest_checkpoint(folder)
+    else:
+        refuse_used_folder(folder)
+
+
+def train_on_rank(
+    rank: int,
+    world_size: int,
+    config: TrainConfig,
+    resume: bool,
+    device: torch.device | None = None,
+) -> dict[str, Any]:
+    """Runs the training. Collective: the main function of every rank.
+
+    Args:
+        rank: This rank; rank 0 prints.
+        world_size: Ranks in the default process group.
+        config: The run.
+        resume: Start from the newest whole checkpoint.
+        device: Where to train, CPU if ``None``.
+
+    Returns:
+        ``first_step``, the ``losses`` of the steps trained here, and the held-out ``auc``.
+
+    Raises:
+        PicassoError: If the input or the checkpoint cannot be used.
+    """
+    quiet_upstream()
+    source = make_source(config.data, config.seed)
+    trainer = Trainer(config, source, device=device)
+    progress = Progress("train", config.steps, shown=rank == 0)
+    first_step = _resume(trainer, config, progress) if resume else 0
+    progress.advance(first_step)
+    batches = source.batches(rank, world_size, start_step=first_step)
+    losses: list[float] = []
+    step = first_step
+    while step < config.steps:
+        # The pipeline is drained before each checkpoint, so that no batch is in flight in it.
+        until_checkpoint = config.checkpoint.every_steps - step % config.checkpoint.every_steps
+        for loss in trainer.steps(batches, min(until_checkpoint, config.steps - step)):
+            step += 1
+            losses += trainer.mean_over_ranks(loss.reshape(1))
+            progress.advance()
+            progress.tell(f"loss {losses[-1]:.5f}")
+            if step % config.log_every == 0:
+                progress.say(f"step {step} of {config.steps}: loss {losses[-1]:.5f}")
+        if config.checkpoint.folder is not None:
+            path = save_checkpoint(config.checkpoint.folder, step, trainer.state())
+            progress.say(f"step {step}: wrote {path}")
+    progress.close()
+    num_heldout = config.data.heldout_steps * config.data.batch_size * world_size
+    auc = evaluate_auc(trainer, source.heldout(rank, world_size), num_heldout)
+    progress.say(f"AUC {auc:.5f} on {num_heldout} held-out samples")
+    return {"first_step": first_step, "losses": losses, "auc": auc}
+
+
+def _resume(trainer: Trainer, config: TrainConfig, progress: Progress) -> int:
+    assert config.checkpoint.folder is not None, "check_checkpoint_folder comes first"
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:  # one rank looks, so that all take the same
+        found = [newest_checkpoint(config.checkpoint.folder)]
+    dist.broadcast_object_list(found, src=0)
+    path, unfinished = found[0]
+    for left in unfinished:
+        progress.say(f"passed over {left}: a checkpoint that was not finished")
+    step = load_checkpoint(path, trainer.state(), trainer.load_state)
+    if step > config.steps:
+        raise ConfigError(
+            f"steps: {config.steps}, but {path} has trained {step} already; raise steps"
+        )
+    progress.say(f"resumed from {path} at step {step}")
+    return step

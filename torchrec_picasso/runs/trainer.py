@@ -1,0 +1,223 @@
+"""One sharded DLRM with its optimizers and TorchRec's SparseDist pipeline around it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.models.dlrm import DLRMTrain
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from torchrec_picasso.config import OptimizerConfig, TrainConfig
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.frequency import FrequencyStats
+from torchrec_picasso.runs.placements import Placement, make_placement
+from torchrec_picasso.zoo.dlrm import build_dlrm, write_initial_tables
+from torchrec_picasso.zoo.source import BatchSource
+
+__all__ = ["MakePipeline", "Trainer", "unsharded_model"]
+
+MakePipeline = Callable[[torch.nn.Module, torch.optim.Optimizer, torch.device], TrainPipeline]
+"""From sharded model, optimizer and device to a pipeline with TorchRec's ``progress``."""
+
+
+class Trainer:
+    """A DLRM placed, initialised and ready to train.
+
+    Collective: every rank of the default process group makes one, in the same order. Two trainers
+    of equal ``config.seed`` start from equal weights, however their tables are placed.
+
+    Args:
+        config: Model, optimizers, placement and hot rows.
+        source: Tells the tables, and the held-out samples that hot rows are chosen from.
+        placement: Overrides ``config.sharding.placement``.
+        device: Where the model goes, CPU if ``None``; the process group must serve it.
+        make_pipeline: From sharded model, optimizer and device to the pipeline that trains;
+            ``None`` = TorchRec's SparseDist pipeline.
+        change_plan: Changes the plan in place before the model is sharded, such as kernels that
+            the placements do not offer.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        source: BatchSource,
+        placement: str | None = None,
+        device: torch.device | None = None,
+        make_pipeline: MakePipeline | None = None,
+        change_plan: Callable[[ShardingPlan], None] | None = None,
+    ) -> None:
+        pg = dist.group.WORLD
+        assert pg is not None, "init_process_group comes first"
+        self._pg = pg
+        self.device = device or torch.device("cpu")
+        name = placement or config.sharding.placement
+        model = unsharded_model(config, source)
+        for tower in (model.model.dense_arch, model.model.inter_arch, model.model.over_arch):
+            tower.to(self.device)
+        self.placement: Placement = make_placement(
+            name,
+            model,
+            pg,
+            device_type=self.device.type,
+            batch_size=config.data.batch_size,
+            hot_rows=config.sharding.hot_rows,
+            stats=_stats(config, source, model, pg.size()) if name == "hot_cold" else None,
+            curves=_curves(config) if name == "hot_cold" else None,
+            num_waves=config.sharding.num_waves,
+        )
+        if change_plan is not None:
+            change_plan(self.placement.plan)
+        self.model = DistributedModelParallel(
+            module=model,
+            env=ShardingEnv.from_process_group(pg),
+            device=self.device,
+            plan=self.placement.plan,
+            sharders=self.placement.sharders,
+        )
+        write_initial_tables(self.model, source.tables, config.model.embedding_dim, config.seed)
+        dense = KeyedOptimizerWrapper(
+            dict(in_backward_optimizer_filter(self.model.named_parameters())),
+            _dense_optimizer(config.optimizer),
+        )
+        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
+        self._pipeline = (make_pipeline or _sparse_dist)(self.model, self.optimizer, self.device)
+
+    @property
+    def pipeline(self) -> TrainPipeline:
+        """What trains."""
+        return self._pipeline
+
+    def steps(self, batches: Iterable[Batch], num_steps: int | None = None) -> Iterator[Tensor]:
+        """Trains on the given batches, one at a time. Collective.
+
+        Exhaust the iterator: the pipeline reads ahead, and it is empty only after the last step.
+
+        Args:
+            batches: This rank's batches; each rank must give as many.
+            num_steps: Steps to take; ``None`` = until the batches end.
+
+        Yields:
+            This rank's loss of each step, a scalar.
+        """
+        self.model.train()
+        for loss, _, _ in self._outputs(batches, num_steps):
+            yield loss
+
+    def train(self, batches: Iterable[Batch], num_steps: int | None = None) -> Tensor:
+        """Trains like :meth:`steps`, to the end. Collective.
+
+        Returns:
+            This rank's losses, shape ``(steps,)``.
+        """
+        return torch.stack(list(self.steps(batches, num_steps)))
+
+    def predict(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Click probabilities and labels, batch by batch, without training. Collective.
+
+        Args:
+            batches: This rank's batches; each rank must give as many.
+
+        Yields:
+            Probabilities and labels, each of shape ``(B,)``.
+        """
+        self.model.eval()
+        with torch.no_grad():
+            for _, logits, labels in self._outputs(batches, None):
+                yield torch.sigmoid(logits), labels
+        self.model.train()
+
+    def mean_over_ranks(self, losses: Tensor) -> list[float]:
+        """Losses of the global batches, from each rank's losses of equal batches. Collective."""
+        total = losses.to(torch.float64)
+        dist.all_reduce(total, group=self._pg)
+        return [float(loss) for loss in total / self._pg.size()]
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a checkpoint holds, as TorchRec's state dicts."""
+        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes over what a checkpoint held. Collective."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optim"])
+
+    def _outputs(
+        self, batches: Iterable[Batch], num_steps: int | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        # The pipeline reads ahead, so it gets an iterator that ends with the last step wanted.
+        stream = itertools.islice(iter(batches), num_steps)
+        while True:
+            try:
+                yield self._pipeline.progress(stream)
+            except StopIteration:
+                return
+
+
+def unsharded_model(config: TrainConfig, source: BatchSource) -> DLRMTrain:
+    """The DLRM of a configuration before sharding: tables on the meta device, optimizer fused in.
+
+    Args:
+        config: Model, optimizer and seed.
+        source: Tells the tables.
+    """
+    model = build_dlrm(config.model, source.tables, config.seed)
+    _fuse_table_optimizer(model, config.optimizer)
+    return model
+
+
+def _sparse_dist(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> TrainPipeline:
+    return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+
+
+def _stats(
+    config: TrainConfig, source: BatchSource, model: torch.nn.Module, world_size: int
+) -> FrequencyStats | None:
+    """The file's statistics, or counts of the held-out samples of all ranks: a past sample."""
+    if config.sharding.stats is not None:
+        return FrequencyStats.from_parquet(config.sharding.stats)
+    if config.sharding.hot_rows == 0:
+        return None
+    shares = (source.heldout(rank, world_size) for rank in range(world_size))
+    return FrequencyStats.collect(itertools.chain.from_iterable(shares), model)
+
+
+def _curves(config: TrainConfig) -> CommCurves | None:
+    path = config.sharding.curves
+    return CommCurves.from_json(path) if path is not None else None
+
+
+def _fuse_table_optimizer(model: DLRMTrain, optimizer: OptimizerConfig) -> None:
+    kinds = {
+        "rowwise_adagrad": RowWiseAdagrad,
+        "adagrad": torch.optim.Adagrad,
+        "sgd": torch.optim.SGD,
+    }
+    settings = {"lr": optimizer.embedding_lr}
+    if optimizer.embedding_optimizer != "sgd":
+        settings["eps"] = optimizer.embedding_eps
+    apply_optimizer_in_backward(
+        kinds[optimizer.embedding_optimizer],
+        model.model.sparse_arch.parameters(),
+        settings,
+    )
+
+
+def _dense_optimizer(
+    optimizer: OptimizerConfig,
+) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
+    kind = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}[optimizer.dense_optimizer]
+    return lambda parameters: kind(parameters, lr=optimizer.dense_lr)

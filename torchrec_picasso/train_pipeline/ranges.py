@@ -1,0 +1,32 @@
+"""The names under which a profile shows steps and their operations; ``timeline/`` reads them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torchrec_picasso.exchange.waiting import named_range
+from torchrec_picasso.train_pipeline.schedule import Op
+
+__all__ = ["OP_PREFIX", "STEP_PREFIX", "op_range", "step_range"]
+
+STEP_PREFIX, OP_PREFIX = "picasso step ", "picasso op "
+
+
+@dataclass(frozen=True)
+class _Named:
+    prefix: str
+    what: object
+
+    def __str__(self) -> str:
+        return f"{self.prefix}{self.what}"
+
+
+def step_range(number: int) -> AbstractContextManager[object]:
+    """The range of a step in a profile."""
+    return named_range(_Named(STEP_PREFIX, number))
+
+
+def op_range(op: Op) -> AbstractContextManager[object]:
+    """The range of an operation in a profile."""
+    return named_range(_Named(OP_PREFIX, op))

@@ -1,0 +1,1 @@
+"""Models and data to train and measure on."""

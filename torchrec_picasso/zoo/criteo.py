@@ -1,0 +1,165 @@
+"""Criteo samples as endless batches, each rank taking its own samples of the same global batch.
+
+The file is one circle of samples, read in order: after the last sample comes the first. The first
+``heldout_steps`` global batches are kept out of that circle. Every rank reads the whole file and
+drops the other ranks' samples: simple and the same for both formats, at W times the reading.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torchrec.datasets.utils import Batch
+
+from torchrec_picasso.config import DataConfig
+from torchrec_picasso.errors import ConfigError, PicassoError
+from torchrec_picasso.zoo.criteo_files import SampleChunk, read_criteo
+from torchrec_picasso.zoo.source import make_batch
+from torchrec_picasso.zoo.tables import TableSpec, table_specs
+
+__all__ = ["CriteoSource", "hash_ids", "log_dense"]
+
+
+class CriteoSource:
+    """Endless batches from a Criteo file.
+
+    Args:
+        data: Path, batch size and table sizes.
+
+    Raises:
+        ConfigError: If ``data.path`` is not given.
+    """
+
+    def __init__(self, data: DataConfig) -> None:
+        if data.path is None:
+            raise ConfigError("data.path: expected the path of a Criteo file, got null")
+        self._data = data
+        self._path = Path(data.path)
+        self._tables = table_specs(data)
+
+    @property
+    def tables(self) -> tuple[TableSpec, ...]:
+        """The tables that the batches look up."""
+        return self._tables
+
+    def batches(self, rank: int, world_size: int, start_step: int = 0) -> Iterator[Batch]:
+        """This rank's share of the global batches from ``start_step`` on, without end.
+
+        Args:
+            rank: This rank; it takes samples ``[rank * B, (rank + 1) * B)`` of a global batch.
+            world_size: Ranks that share a global batch.
+            start_step: First step; the samples before it are read and dropped.
+
+        Raises:
+            PicassoError: If the file is malformed, or has no full global batch left for training.
+        """
+        stream = _Circle(self._path, self._num_heldout(world_size), self._global_size(world_size))
+        for step in itertools.count():
+            chunk = stream.take(self._global_size(world_size), keep=step >= start_step)
+            if chunk is not None:
+                yield self._share(chunk, rank)
+
+    def heldout(self, rank: int, world_size: int) -> Iterator[Batch]:
+        """This rank's share of the file's first ``heldout_steps`` global batches.
+
+        Raises:
+            PicassoError: If the file is malformed or has fewer samples.
+        """
+        global_size = self._global_size(world_size)
+        stream = _Circle(self._path, 0, self._num_heldout(world_size) + global_size)
+        for _ in range(self._data.heldout_steps):
+            chunk = stream.take(global_size, keep=True)
+            assert chunk is not None
+            yield self._share(chunk, rank)
+
+    def _global_size(self, world_size: int) -> int:
+        return self._data.batch_size * world_size
+
+    def _num_heldout(self, world_size: int) -> int:
+        return self._data.heldout_steps * self._global_size(world_size)
+
+    def _share(self, chunk: SampleChunk, rank: int) -> Batch:
+        size = self._data.batch_size
+        mine = chunk.slice(rank * size, (rank + 1) * size)
+        rows_F = np.array([table.num_embeddings for table in self._tables], dtype=np.int64)
+        return make_batch(
+            mine.labels_N,
+            log_dense(mine.dense_NI),
+            hash_ids(mine.ids_NF, rows_F),
+            [table.feature for table in self._tables],
+        )
+
+
+def hash_ids(ids_NF: NDArray[np.int64], rows_F: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Hashed ids to row ids: ``id % rows``.
+
+    A missing value is the id -1, an id like any other: it takes the table's last row.
+
+    Args:
+        ids_NF: Ids, shape ``(N, F)``.
+        rows_F: Rows of each table, shape ``(F,)``.
+
+    Returns:
+        Row ids, shape ``(N, F)``.
+    """
+    return np.mod(ids_NF, rows_F)
+
+
+def log_dense(dense_NI: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Integer features to ``log(1 + max(x, 0))``; a missing one becomes 0.
+
+    Source:
+        facebookresearch/dlrm, data_utils.py: the transform of its published Criteo results.
+    """
+    return np.log1p(np.maximum(np.nan_to_num(dense_NI), 0.0)).astype(np.float32)
+
+
+class _Circle:
+    """The samples of a file behind the held-out ones, again and again, cut into pieces."""
+
+    def __init__(self, path: Path, num_skipped: int, num_needed: int) -> None:
+        self._path = path
+        self._num_skipped = num_skipped
+        self._num_needed = num_needed  # a pass with fewer samples is an error
+        self._chunks = self._endless()
+        self._rest: SampleChunk | None = None
+
+    def take(self, num_samples: int, keep: bool) -> SampleChunk | None:
+        """The next samples, or ``None`` where they are to be passed over."""
+        parts: list[SampleChunk] = []
+        while num_samples:
+            chunk = self._rest if self._rest is not None else next(self._chunks)
+            taken = min(num_samples, len(chunk))
+            parts.append(chunk.slice(0, taken))
+            self._rest = chunk.slice(taken, len(chunk)) if taken < len(chunk) else None
+            num_samples -= taken
+        return _concat(parts) if keep else None
+
+    def _endless(self) -> Iterator[SampleChunk]:
+        while True:
+            num_seen = 0
+            for chunk in read_criteo(self._path):
+                skipped = min(len(chunk), max(0, self._num_skipped - num_seen))
+                num_seen += len(chunk)
+                if skipped < len(chunk):
+                    yield chunk.slice(skipped, len(chunk))
+            if num_seen < self._num_skipped + self._num_needed:
+                raise PicassoError(
+                    f"{self._path}: {num_seen} samples, but {self._num_skipped + self._num_needed} "
+                    "are needed for the held-out samples and one global batch (batch_size x ranks)"
+                    "; give a larger file, or lower batch_size or heldout_steps"
+                )
+
+
+def _concat(parts: list[SampleChunk]) -> SampleChunk:
+    if len(parts) == 1:
+        return parts[0]
+    return SampleChunk(
+        labels_N=np.concatenate([part.labels_N for part in parts]),
+        dense_NI=np.concatenate([part.dense_NI for part in parts]),
+        ids_NF=np.concatenate([part.ids_NF for part in parts]),
+    )
