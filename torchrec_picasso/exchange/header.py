@@ -1,13 +1,15 @@
-"""The header of a step: the one small exchange that every rank's host reads.
+"""The step header: one small all-to-all before any row moves.
 
-An all-to-all of a few integers per pair of ranks carries everything that must be known before rows
-can move: how many ids come from whom, which hot rows anybody touches, whether anybody's input is
-bad, whether anybody's homes were written from outside (a checkpoint was loaded) and whether anybody
+One fixed-length message per pair of ranks carries everything that must be known before rows can
+move: how many ids come from whom, which hot rows anybody touches, whether anybody's input is bad,
+whether anybody's homes were written from outside (a checkpoint was loaded) and whether anybody
 still has data. Because all ranks learn of bad input and of the end together, all raise together and
 nobody is left waiting.
 
-It costs one collective of ``8 * (P + 3) + H / 8`` bytes per pair and the step's only planned host
+It costs one collective of ``8 * (P K + 3) + H / 8`` bytes per pair and the step's only planned host
 sync.
+
+Shape letters: P packs, K chunks and parts, M matrices, W ranks, H hot slots, X words of a message.
 """
 
 from __future__ import annotations
@@ -17,120 +19,139 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_picasso.exchange.all_to_all import start_all_to_all
+from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.exchange.waiting import wait_for
 
-__all__ = ["HeaderExchange", "StepHeader"]
+__all__ = ["Header", "HeaderExchange", "HeaderWords"]
 
 _WORD_BYTES = 8
-_HOMES_WRITTEN, _HAS_DATA = 1, 2  # bits of one word, so that a flag costs no byte
+_HOMES_WRITTEN, _HAS_DATA, _BAD_LENGTHS = 1, 2, 4  # bits of one word: a flag costs no byte
 
 
-@dataclass(frozen=True)
-class StepHeader:
+@dataclass(frozen=True, kw_only=True)
+class HeaderWords:
+    """What one rank says of a batch, on the device."""
+
+    counts_PQ: Tensor
+    """Unique rows of each pack: hot, then cold by chunk and home; int64, ``(P, 1 + K W)``."""
+    lookups_MK: Tensor
+    """Lookups that only this rank asks for on its host, int64, shape ``(M * K,)``."""
+    touched_H: Tensor
+    """Which hot slots this rank's batch uses, bool, shape ``(H,)``."""
+    hot_start_P1: Sequence[int]
+    """First hot slot of each pack, and H."""
+    outside_ids: Tensor
+    """Number of lookups outside their table, 0-d integer."""
+    bad_weights: Tensor
+    """Number of weights that are not finite, 0-d integer."""
+    bad_lengths: Tensor | bool = False
+    """Whether lengths do not sum to the number of values; 0-d bool, or known on the host."""
+    homes_written: bool = False
+    """Whether this rank's homes were written from outside."""
+    has_data: bool = True
+    """Whether this rank's batch comes from its data, even one of no samples."""
+
+    def to_send(self, world_size: int) -> Tensor:
+        """The message to each rank, int64, shape ``(W, X)``."""
+        state = _HOMES_WRITTEN * self.homes_written + _HAS_DATA * self.has_data
+        state_word = torch.full_like(self.outside_ids, state)
+        if isinstance(self.bad_lengths, Tensor):
+            state_word = state_word + _BAD_LENGTHS * self.bad_lengths
+        elif self.bad_lengths:
+            state_word += _BAD_LENGTHS
+        flags_3 = torch.stack([self.outside_ids, self.bad_weights, state_word])
+        same_for_all = torch.cat([flags_3.to(torch.int64), _pack_bits(self.touched_H)])
+        counts_WX = self.counts_PQ[:, 1:].reshape(-1, world_size).t()
+        return torch.cat([counts_WX, same_for_all.expand(world_size, -1)], dim=1).contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
     """What all ranks know of one batch before its rows move, on the host."""
 
     hot_P: list[int]
     """Hot rows that this rank's batch uses, per pack."""
-    send_PW: list[list[int]]
-    """Cold rows asked of each home, per pack."""
-    receive_PW: list[list[int]]
-    """Cold rows that each rank asks of this home, per pack."""
-    lookups_M: list[int]
+    mine_PKW: list[list[list[int]]]
+    """Cold rows that this rank asks of each home, per pack and chunk."""
+    asked_PKW: list[list[list[int]]]
+    """Cold rows that each rank asks of this home, per pack and chunk."""
+    lookups_MK: list[list[int]]
     """Lookups of this rank's batch, as they were given, on the host now."""
     outside_ids_W: list[int]
     """Lookups outside their table on each rank."""
     bad_weights_W: list[int]
-    """Per-sample weights that are not finite on each rank, where that is checked."""
+    """Per-sample weights that are not finite on each rank."""
+    bad_lengths_W: list[bool]
+    """Whether lengths do not sum to the number of values, on each rank."""
     homes_written: bool
     """Whether any rank's homes were written from outside since its replicas were filled."""
     any_data: bool
     """Whether any rank's batch is more than a stand-in for data that has ended."""
-    touched_slots_T: Tensor
-    """Hot slots that any rank touches, ascending, int64, on the device."""
-    touched_P: list[int]
-    """How many of them belong to each pack."""
-
-    @property
-    def rows_per_pack(self) -> list[int]:
-        """Unique rows of this rank's batch in each pack: hot ones and cold ones."""
-        return [hot + sum(send_W) for hot, send_W in zip(self.hot_P, self.send_PW)]
+    touched_P: list[Tensor]
+    """Hot slots that any rank touches, counted from 0 in each pack, ascending, on the device."""
 
 
 class HeaderExchange:
     """Exchanges the headers of a batch; starts at construction.
 
-    Collective: every rank of ``pg`` makes and waits for it in the same order.
+    Collective: every one of the ranks makes and waits for it in the same order.
 
     Args:
-        pg: Process group of W ranks.
-        counts_PB: Unique rows per pack: hot, home 0, ..., home W-1; int64, shape ``(P, 1 + W)``.
-        lookups_M: Lookups that only this rank asks for on its host, int64, shape ``(M,)``.
-        touched_H: Which hot slots this rank's batch uses, bool, shape ``(H,)``.
-        hot_start_P1: First hot slot of each pack, and H.
-        outside_ids: Number of lookups outside their table, 0-d integer tensor.
-        bad_weights: Number of weights that are not finite, 0-d integer tensor.
-        homes_written: Whether this rank's homes were written from outside.
-        has_data: Whether this rank's batch comes from its data, even one of no samples.
+        ranks: Who exchanges.
+        words: Of this rank's batch.
     """
 
-    def __init__(
-        self,
-        pg: dist.ProcessGroup,
-        *,
-        counts_PB: Tensor,
-        lookups_M: Tensor,
-        touched_H: Tensor,
-        hot_start_P1: Sequence[int],
-        outside_ids: Tensor,
-        bad_weights: Tensor,
-        homes_written: bool,
-        has_data: bool = True,
-    ) -> None:
-        self._num_packs, width = counts_PB.shape
-        self._world_size = width - 1
-        self._hot_start_P1 = hot_start_P1
-        self._local = torch.cat([counts_PB.reshape(-1), lookups_M])
-        state = _HOMES_WRITTEN * homes_written + _HAS_DATA * has_data
-        flags_3 = torch.stack([outside_ids, bad_weights, torch.full_like(outside_ids, state)])
-        same_for_all = torch.cat([flags_3.to(torch.int64), _pack_bits(touched_H)])
-        sent_WX = torch.cat(
-            [counts_PB[:, 1:].t(), same_for_all.expand(self._world_size, -1)], dim=1
-        ).contiguous()
-        self._sent_WX = sent_WX
-        self._received_WX = torch.empty_like(sent_WX)
-        words_W = [sent_WX.size(1)] * self._world_size
-        self._work = start_all_to_all(
-            pg, self._received_WX.view(-1), sent_WX.view(-1), words_W, words_W
+    def __init__(self, ranks: Ranks, words: HeaderWords) -> None:
+        self._words = words
+        self._world_size = ranks.size
+        self._sent_WX = words.to_send(ranks.size)
+        self._received_WX = torch.empty_like(self._sent_WX)
+        words_W = [self._sent_WX.size(1)] * ranks.size
+        self._work = ranks.start_all_to_all(
+            self._received_WX.view(-1), self._sent_WX.view(-1), words_W, words_W
         )
 
-    def wait(self) -> StepHeader:
+    def wait(self) -> Header:
         """Finishes the exchange and brings it to the host (one sync on CUDA)."""
         wait_for(self._work)
-        num_packs, world_size = self._num_packs, self._world_size
-        host = torch.cat([self._local, self._received_WX.reshape(-1)]).cpu()
-        local, received = host.split([self._local.numel(), self._received_WX.numel()])
-        num_counts = num_packs * (1 + world_size)
-        counts_PB, lookups_M = local[:num_counts].view(num_packs, -1), local[num_counts:]
+        counts_PQ, lookups_MK = self._words.counts_PQ, self._words.lookups_MK
+        sizes = counts_PQ.numel(), lookups_MK.numel(), self._received_WX.numel()
+        host = torch.cat([counts_PQ.reshape(-1), lookups_MK, self._received_WX.view(-1)]).cpu()
+        counts, lookups, received = host.split(sizes)
+        world_size, num_packs = self._world_size, counts_PQ.size(0)
+        counts_PQ = counts.view(num_packs, -1)
+        mine_PKW = counts_PQ[:, 1:].reshape(num_packs, -1, world_size)
+        num_chunks = mine_PKW.size(1)
+        num_counts = num_packs * num_chunks
         received_WX = received.view(world_size, -1)
-        flags_W3 = received_WX[:, num_packs : num_packs + 3]
-        touched_T = _union_of_bits(received_WX[:, num_packs + 3 :])
-        starts = torch.searchsorted(touched_T, torch.tensor(self._hot_start_P1)).tolist()
-        return StepHeader(
-            hot_P=counts_PB[:, 0].tolist(),
-            send_PW=counts_PB[:, 1:].tolist(),
-            receive_PW=received_WX[:, :num_packs].t().tolist(),
-            lookups_M=lookups_M.tolist(),
-            outside_ids_W=flags_W3[:, 0].tolist(),
-            bad_weights_W=flags_W3[:, 1].tolist(),
-            homes_written=bool((flags_W3[:, 2] & _HOMES_WRITTEN).any()),
-            any_data=bool((flags_W3[:, 2] & _HAS_DATA).any()),
-            touched_slots_T=touched_T.to(self._sent_WX.device, non_blocking=True),
-            touched_P=[end - start for start, end in pairwise(starts)],
+        asked_PKW = received_WX[:, :num_counts].t().reshape(mine_PKW.shape)
+        flags_W3 = received_WX[:, num_counts : num_counts + 3].tolist()
+        states_W = [state for *_, state in flags_W3]
+        return Header(
+            hot_P=counts_PQ[:, 0].tolist(),
+            mine_PKW=mine_PKW.tolist(),
+            asked_PKW=asked_PKW.tolist(),
+            lookups_MK=lookups.view(-1, num_chunks).tolist(),
+            outside_ids_W=[outside for outside, *_ in flags_W3],
+            bad_weights_W=[bad for _, bad, _ in flags_W3],
+            bad_lengths_W=[bool(state & _BAD_LENGTHS) for state in states_W],
+            homes_written=any(state & _HOMES_WRITTEN for state in states_W),
+            any_data=any(state & _HAS_DATA for state in states_W),
+            touched_P=self._touched_slots(received_WX[:, num_counts + 3 :]),
         )
+
+    def _touched_slots(self, bits_WX: Tensor) -> list[Tensor]:
+        """Touched hot slots of each pack, from all ranks' words on the host."""
+        starts_P1 = self._words.hot_start_P1
+        touched_t = _union_of_bits(bits_WX)
+        edges_P1 = torch.searchsorted(touched_t, torch.tensor(starts_P1)).tolist()
+        for start, (first, end) in zip(starts_P1, pairwise(edges_P1)):
+            if start:
+                touched_t[first:end] -= start
+        on_device = touched_t.to(self._sent_WX.device, non_blocking=True)
+        return [on_device[first:end] for first, end in pairwise(edges_P1)]
 
 
 def _pack_bits(mask_H: Tensor) -> Tensor:

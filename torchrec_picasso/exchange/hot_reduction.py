@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.exchange.waiting import wait_for
 
 __all__ = ["HotReduction"]
@@ -21,10 +21,10 @@ __all__ = ["HotReduction"]
 class HotReduction:
     """Sums gradients of hot rows over all ranks; starts at construction.
 
-    Collective: every rank of ``pg`` makes and waits for it in the same order.
+    Collective: every one of the ranks makes and waits for it in the same order.
 
     Args:
-        pg: Process group.
+        ranks: Who sums.
         grads_P: Gradients of the hot rows this rank touched, per pack, ``(h_p, D_p)``.
         positions_P: Their places among the rows that any rank touched, ``(h_p,)``.
         outputs_P: Where the sums go, per pack, ``(t_p, D_p)`` contiguous; the same shapes on all
@@ -36,7 +36,7 @@ class HotReduction:
 
     def __init__(
         self,
-        pg: dist.ProcessGroup,
+        ranks: Ranks,
         grads_P: Sequence[Tensor],
         positions_P: Sequence[Tensor],
         outputs_P: Sequence[Tensor],
@@ -49,9 +49,7 @@ class HotReduction:
             self._flat = outputs_P[0].view(-1)
         else:
             self._flat = torch.cat([output.reshape(-1) for output in outputs_P])
-        self._work = (
-            dist.all_reduce(self._flat, group=pg, async_op=True) if self._flat.numel() else None
-        )
+        self._work = ranks.start_sum(self._flat) if self._flat.numel() else None
 
     def wait(self) -> Sequence[Tensor]:
         """Finishes the sum; once is enough, and more does nothing.

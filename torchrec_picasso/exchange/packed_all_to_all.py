@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_picasso._torchrec import QuantizedCommCodec
-from torchrec_picasso.exchange.all_to_all import start_all_to_all
+from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.exchange.waiting import wait_for
 
 __all__ = ["Counts", "PackedAllToAll"]
@@ -29,10 +28,10 @@ Counts = Sequence[Sequence[int]]
 class PackedAllToAll:
     """Sends matrix rows to the ranks they are grouped by; starts at construction.
 
-    Collective: every rank of ``pg`` makes and waits for it in the same order.
+    Collective: every one of the ranks makes and waits for it in the same order.
 
     Args:
-        pg: Process group.
+        ranks: Who exchanges.
         inputs_P: One contiguous matrix ``(n_p, D_p)`` per pack, rows grouped by destination rank. A
             vector counts as ``(n_p, 1)``.
         send_PW: Rows of each pack to each rank; row ``p`` sums to ``n_p``.
@@ -47,7 +46,7 @@ class PackedAllToAll:
 
     def __init__(
         self,
-        pg: dist.ProcessGroup,
+        ranks: Ranks,
         inputs_P: Sequence[Tensor],
         send_PW: Counts,
         outputs_P: Sequence[Tensor],
@@ -71,7 +70,7 @@ class PackedAllToAll:
         self._in_place = in_place
         self._wire_in = wire_in  # the work object need not keep its input alive
         self._has_ended = False
-        self._work = start_all_to_all(pg, self._wire_out, wire_in, receive_W, send_W)
+        self._work = ranks.start_all_to_all(self._wire_out, wire_in, receive_W, send_W)
 
     def wait(self) -> Sequence[Tensor]:
         """Finishes the exchange; once is enough, and more does nothing.

@@ -1,4 +1,4 @@
-"""The order in which the cold rows of an interleaved batch travel to the rank that asked for them.
+"""The order in which the cold rows of a batch travel to the rank that asked for them.
 
 Rows come in *request order*: chunk by chunk, in a chunk by rank. Those that the batch before does
 not update are *clean* and may be fetched while it computes, the others are *dirty* and wait for its
@@ -8,7 +8,7 @@ since the first micro-batch waits for the first. So each exchange fills one slic
 rank that asks and the home that is asked order alike, because both know the same counts and the
 same marks.
 
-Shape letters: n rows, C chunks, W ranks, E exchanges (1 + C).
+Shape letters: n rows, K chunks, W ranks, E exchanges (1 + K).
 """
 
 from __future__ import annotations
@@ -80,21 +80,21 @@ class FetchOrder(Exchanges):
         return torch.empty_like(in_order).scatter_(0, self.order_n, in_order)
 
 
-def find_fetch_order(counts_CW: list[list[int]], dirty_n: Tensor | None) -> FetchOrder:
+def find_fetch_order(counts_KW: list[list[int]], dirty_n: Tensor | None) -> FetchOrder:
     """Puts rows in fetch order.
 
     Args:
-        counts_CW: Rows by chunk and rank, on the host.
+        counts_KW: Rows by chunk and rank, on the host.
         dirty_n: Which rows are dirty, in request order, bool, on the CPU or a device; ``None`` =
             all are.
 
     Cost:
         One stable sort of n small integers and a host sync on CUDA; nothing without marks.
     """
-    num_chunks, world_size = len(counts_CW), len(counts_CW[0])
+    num_chunks, world_size = len(counts_KW), len(counts_KW[0])
     if dirty_n is None:
-        return FetchOrder([[0] * world_size, *counts_CW], order_n=None)
-    counts = torch.tensor(counts_CW).view(-1).to(dirty_n.device, non_blocking=True)
+        return FetchOrder([[0] * world_size, *counts_KW], order_n=None)
+    counts = torch.tensor(counts_KW).view(-1).to(dirty_n.device, non_blocking=True)
     pairs = torch.arange(counts.numel(), device=dirty_n.device)  # (chunk, rank)
     pair_n = torch.repeat_interleave(pairs, counts, output_size=dirty_n.numel())
     bucket_n = torch.where(dirty_n, pair_n + world_size, pair_n % world_size)  # (exchange, rank)

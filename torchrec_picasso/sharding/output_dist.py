@@ -1,7 +1,7 @@
 """Rows arrive and are pooled where the batch is; in backward their gradients leave from here.
 
 The autograd graph holds no optimizer: its leaf is an anchor, and what hangs on it only fetches and
-pools rows; its backward hands the rows' gradients to the step's update.
+pools rows; its backward hands the rows' gradients to whoever drives the batch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torchrec_picasso.ops.segment_reduction import (
     mean_weights,
     pool_rows,
 )
-from torchrec_picasso.sharding.arriving_rows import ArrivingRows
+from torchrec_picasso.rows.batch_rows import PartRows
 
 __all__ = ["PooledOutputDist"]
 
 
-class PooledOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, ArrivingRows, Tensor]):
+class PooledOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Tensor]):
     """Pools fetched rows into the module's output.
 
     Args:
@@ -40,7 +40,7 @@ class PooledOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, ArrivingRows,
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     def forward(
-        self, local_embs: ArrivingRows, sharding_ctx: EmbeddingShardingContext | None = None
+        self, local_embs: PartRows, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
         """Gives the awaitable of the pooled output: ``(B, sum of F_m * D_m)``, or flat, feature by
         feature, when every feature has its own batch size."""
@@ -48,7 +48,7 @@ class PooledOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, ArrivingRows,
 
 
 class _PooledAwaitable(Awaitable[Tensor]):
-    def __init__(self, rows: ArrivingRows, features_M: Sequence[int], anchor: Tensor) -> None:
+    def __init__(self, rows: PartRows, features_M: Sequence[int], anchor: Tensor) -> None:
         super().__init__()
         self._rows = rows
         self._features_M = features_M
@@ -56,10 +56,7 @@ class _PooledAwaitable(Awaitable[Tensor]):
 
     def _wait_impl(self) -> Tensor:
         rows = self._rows
-        weights_M: Sequence[Tensor | None] = [None] * len(rows.pooling_M)
-        if rows.weights_N is not None:
-            weights_M = rows.weights_N.split(list(rows.lookups_M))
-        scales_M = [mean_weights(weights, i) for weights, i in zip(weights_M, rows.pooling_M)]
+        scales_M = [mean_weights(w, p.index) for w, p in zip(rows.weights_M, rows.pooling_M)]
         pooled_M = _PoolArrivals.apply(self._anchor, rows, *scales_M)
         if rows.batch_size is None:
             return torch.cat([pooled.view(-1) for pooled in pooled_M])
@@ -76,28 +73,28 @@ class _PoolArrivals(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, rows: ArrivingRows, *weights_M: Tensor | None
+        ctx: Any, anchor: Tensor, rows: PartRows, *weights_M: Tensor | None
     ) -> tuple[Tensor, ...]:
-        ctx.send_gradients = rows.gradient_sink
-        ctx.pooling_M = rows.pooling_M
+        ctx.sink = rows.sink
+        ctx.index_M = [pooling.index for pooling in rows.pooling_M]
         ctx.rows_M, pooled_M = [], []
         needed_M = ctx.needs_input_grad[2:]
         # a matrix is pooled while the next one may be on its way
-        for rows_UD, weights, index, needed in zip(
-            rows.arrive(), weights_M, rows.pooling_M, needed_M
-        ):
+        for rows_UD, weights, index, needed in zip(rows.arrive(), weights_M, ctx.index_M, needed_M):
             pooled_M.append(pool_rows(rows_UD, weights, index))
             # only a weight's gradient needs the rows; else nothing should keep them in memory
             ctx.rows_M.append(rows_UD if needed else None)
+        if not any(needed_M):
+            rows.end()
         ctx.save_for_backward(*weights_M)
         return tuple(pooled_M)
 
     @staticmethod
     def backward(ctx: Any, *grads_M: Tensor) -> tuple[Tensor | None, ...]:
-        weights_M, pooling_M = ctx.saved_tensors, ctx.pooling_M
-        ctx.send_gradients(list(map(gradient_of_rows, grads_M, weights_M, pooling_M)))
+        weights_M, index_M = ctx.saved_tensors, ctx.index_M
+        ctx.sink(list(map(gradient_of_rows, grads_M, weights_M, index_M)))
         weight_grads_M = [
             None if rows is None else gradient_of_weights(grad_SD, rows, index)
-            for grad_SD, rows, index in zip(grads_M, ctx.rows_M, pooling_M)
+            for grad_SD, rows, index in zip(grads_M, ctx.rows_M, index_M)
         ]
         return None, None, *weight_grads_M

@@ -10,19 +10,22 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
+from torchrec_picasso._torchrec import (
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+    QuantizedCommCodecs,
+)
 from torchrec_picasso.errors import CompatError, PlanError
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.sharding.interleaved_step import InterleavedStep
-from torchrec_picasso.sharding.packed_sharding import HotColdPooledEmbeddingSharding
-from torchrec_picasso.sharding.row_layout import RowLayout
-from torchrec_picasso.sharding.row_request import RowRequest
+from torchrec_picasso.rows.batch_ids import BatchIds
+from torchrec_picasso.rows.batch_rows import PartRows
+from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.request import RowRequest
+from torchrec_picasso.sharding.pooled_sharding import HotColdPooledEmbeddingSharding
 
-__all__ = [
-    "ShardedHotColdEmbeddingBagCollection",
-    "WeightCheckingHotColdEmbeddingBagCollection",
-]
+__all__ = ["ShardedHotColdEmbeddingBagCollection"]
 
 _GROUP = "hot_cold"
 _POOLED_BY_PARTS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
@@ -37,8 +40,7 @@ class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     are TorchRec's.
     """
 
-    check_weights = False
-    """Whether per-sample weights must be finite; TorchRec makes shardings from the class alone."""
+    _has_uninitialized_input_dist: bool
 
     def __init__(self, module: EmbeddingBagCollectionInterface, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
@@ -93,45 +95,48 @@ class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return super().create_embedding_bag_sharding(
                 sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
             )
-        return HotColdPooledEmbeddingSharding(
-            sharding_infos, env, device, qcomm_codecs_registry, cls.check_weights
-        )
+        return HotColdPooledEmbeddingSharding(sharding_infos, env, device, qcomm_codecs_registry)
 
     @property
     def can_interleave(self) -> bool:
         """Whether all tables are hot/cold, so that a schedule may drive the whole exchange."""
         return list(self.sharding_type_to_sharding_infos) == [_GROUP]
 
-    def request(
-        self, context: Any, sizes_K: Sequence[int], *args: Any, has_data: bool = True
-    ) -> RowRequest:
-        """Starts asking for the rows of a batch whose exchange a schedule drives. Collective.
-
-        Args:
-            context: Of :meth:`create_context`.
-            sizes_K: Samples of each micro-batch.
-            *args: Of :meth:`input_dist`.
-            has_data: Whether the batch comes from this rank's data.
-        """
+    @property
+    def group(self) -> RowGroup:
+        """The tables of a module that can be interleaved."""
         (sharding,) = self._embedding_shardings
-        sharding.interleaving.sizes_K, sharding.interleaving.has_data = sizes_K, has_data
-        try:
-            (batch,) = self.input_dist(context, *args).awaitables
-        finally:
-            sharding.interleaving.sizes_K, sharding.interleaving.has_data = None, True
-        (lookup,) = self._lookups
-        return lookup.request(batch)
-
-    def interleave(self, layout: RowLayout) -> InterleavedStep:
-        """The step of a batch whose request has ended."""
-        (lookup,) = self._lookups
-        return lookup.interleave(layout)
+        group: RowGroup = sharding.group
+        return group
 
     @property
     def num_waves(self) -> int:
         """Waves that its packs travel in where a schedule staggers them."""
-        (sharding,) = self._embedding_shardings
-        return len(sharding.space.waves)
+        return len(self.group.plan.waves)
+
+    def request(self, sizes_K: Sequence[int], features: Any, has_data: bool = True) -> RowRequest:
+        """Starts asking for the rows of a batch whose exchange a schedule drives. Collective.
+
+        Args:
+            sizes_K: Samples of each part.
+            features: As for TorchRec's ``input_dist``.
+            has_data: Whether the batch comes from this rank's data.
+        """
+        features = maybe_td_to_kjt(features, None)
+        if self._has_uninitialized_input_dist:
+            self._create_input_dist(features.keys())
+            self._has_uninitialized_input_dist = False
+        with torch.no_grad():
+            if self._has_features_permute:
+                features = features.permute(self._features_order, self._features_order_tensor)
+            batch = BatchIds.read(features, self.group, sizes_K, has_data)
+            return RowRequest(self.group, batch)
+
+    def pool(self, rows: PartRows) -> Any:
+        """The module's output for one part of a batch whose exchange a schedule drives."""
+        context = self.create_context()
+        context.sharding_contexts.append(EmbeddingShardingContext())
+        return self.compute_and_output_dist(context, [rows])
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         """Refuses TorchRec's dynamic resharding when a table is hot/cold."""
@@ -141,12 +146,6 @@ class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 "checkpoint and load it under the new plan"
             )
         super().update_shards(*args, **kwargs)
-
-
-class WeightCheckingHotColdEmbeddingBagCollection(ShardedHotColdEmbeddingBagCollection):
-    """The same, refusing per-sample weights that are not finite."""
-
-    check_weights = True
 
 
 def _is_hot_cold(info: EmbeddingShardingInfo) -> bool:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from torchrec_picasso._torchrec import QuantizedCommCodecs
-from torchrec_picasso.sharding.sharded_ebc import (
-    ShardedHotColdEmbeddingBagCollection,
-    WeightCheckingHotColdEmbeddingBagCollection,
-)
+from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
 
 __all__ = ["HotColdEmbeddingBagCollectionSharder"]
 
@@ -27,23 +21,10 @@ class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         fused_params: As the parent's.
         qcomm_codecs_registry: As the parent's.
         sharded_module_order_overwrite: As the parent's.
-        check_weights: Whether per-sample weights that are not finite are refused, on all ranks at
-            once; one more pass over the weights of hot/cold tables.
     """
 
     supports_hot_cold = True
     """Tells the planner that tables of this sharder's modules may be hot/cold."""
-
-    def __init__(
-        self,
-        fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-        sharded_module_order_overwrite: list[str] | None = None,
-        *,
-        check_weights: bool = False,
-    ) -> None:
-        super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
-        self._check_weights = check_weights
 
     def shard(
         self,
@@ -74,6 +55,4 @@ class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     @property
     def sharded_module_type(self) -> type[ShardedHotColdEmbeddingBagCollection]:
         """The class that ``shard`` makes."""
-        if self._check_weights:
-            return WeightCheckingHotColdEmbeddingBagCollection
         return ShardedHotColdEmbeddingBagCollection

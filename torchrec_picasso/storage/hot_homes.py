@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
-from torchrec_picasso.ops.packed_ids import PackedIdSpace
+from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.ops.hot_slots import HotSlots
+from torchrec_picasso.ops.ids import IdSpace
 
 __all__ = ["HotHomes"]
 
@@ -33,13 +35,12 @@ class HotHomes:
         return self.slots_by_home_H.numel()
 
     @staticmethod
-    def of_packs(space: PackedIdSpace, rank: int) -> Sequence[HotHomes]:
+    def of_packs(space: IdSpace, hot: HotSlots, rank: int) -> Sequence[HotHomes]:
         """Finds the homes of every pack's hot rows, as seen from ``rank``."""
-        block_H = torch.searchsorted(space.block_start_TW, space.hot_ids_H, right=True) - 1
-        row_H = space.hot_ids_H + space.block_shift_TW[block_H]
-        home_H = space.block_bucket_TW[block_H] % (1 + space.world_size) - 1
+        block_H, row_H = space.find_blocks(hot.ids_H)
+        home_H = space.block_rank_TW[block_H]
         homes = []
-        for start, end in zip(space.hot_start_P1, space.hot_start_P1[1:]):
+        for start, end in pairwise(hot.start_P1):
             home_h = home_H[start:end]
             homes.append(
                 HotHomes(
@@ -64,13 +65,13 @@ class HotHomes:
         """
         homes[self.own_rows_h] = replicas[self.own_slots()]
 
-    def broadcast(self, homes: Tensor, replicas: Tensor, pg: dist.ProcessGroup) -> None:
+    def broadcast(self, homes: Tensor, replicas: Tensor, ranks: Ranks) -> None:
         """Copies every hot row from its home to all ranks' replicas. Collective.
 
         Args:
             homes: Per-row tensor of this rank's homes, shape ``(num_home_rows, ...)``.
             replicas: The same of its replicas, shape ``(H_p, ...)``.
-            pg: Process group of W ranks.
+            ranks: Who exchanges.
 
         Cost:
             Every rank receives ``H_p`` rows.
@@ -79,7 +80,7 @@ class HotHomes:
         world_size = len(self.slots_W)
         received = replicas.new_empty(replicas.shape)
         PackedAllToAll(
-            pg,
+            ranks,
             [torch.cat([own] * world_size)],
             [[own.size(0)] * world_size],
             [received],

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.sharding.interleaved_step import InterleavedStep
-from torchrec_picasso.sharding.row_request import RowRequest
+from torchrec_picasso.rows.batch_gradients import BatchGradients
+from torchrec_picasso.rows.batch_rows import BatchRows
+from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.train_pipeline.batch_feed import Fetched
 from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
 from torchrec_picasso.train_pipeline.end_of_data import AnyData
@@ -30,11 +31,12 @@ class Flight:
     micro_batches_K: Sequence[Any]
     any_data: AnyData | None = None
     """The question whether any rank has data, where no header carries the answer."""
-    module_contexts: dict[str, Any] = field(default_factory=dict)
     requests: dict[str, RowRequest] = field(default_factory=dict)
     """By name of the module."""
-    steps: dict[str, InterleavedStep] = field(default_factory=dict)
+    rows: dict[str, BatchRows] = field(default_factory=dict)
     """By name of the module, once its request has ended."""
+    gradients: dict[str, BatchGradients] = field(default_factory=dict)
+    """By name of the module, likewise."""
     wholes: dict[str, WholeOutput] = field(default_factory=dict)
     """What modules that are not interleaved gave for the whole batch, by name."""
     losses_K: dict[int, Tensor] = field(default_factory=dict)

@@ -185,8 +185,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         attached_again = not self._is_rewritten
         if attached_again:
             self._rewrite(flight.batch, flight.context)
-        for step in flight.steps.values():
-            step.refresh(attached_again)  # the model may have been trained while detached
+        for rows in flight.rows.values():
+            if attached_again or rows.are_outdated:  # it may have been trained while detached
+                rows.fetch_again()
         while len(self._flights) < NUM_BATCHES and self._follow(dataloader_iter):
             if len(self._flights) == 2:  # the first step
                 self._walk(second_batch_schedule(self._flights[1].setting))
@@ -253,8 +254,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         except BaseException:  # no step has begun: the next call starts anew
             self.reset()
             raise
-        for step in flight.steps.values():
-            step.accept_writes()
+        for module in self._interleaved.values():
+            module.group.accept_writes()
 
     def _follow(self, dataloader_iter: Iterator[In]) -> bool:
         """Boards the batch after the last in flight, unless every rank's data has ended."""

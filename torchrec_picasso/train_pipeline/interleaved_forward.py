@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchrec_picasso._torchrec import PipelinedForward
-from torchrec_picasso.sharding.interleaved_step import MicroRows
+from torchrec_picasso.rows.batch_rows import PartRows
 
 __all__ = ["InterleavedForward"]
 
@@ -16,9 +16,9 @@ class InterleavedForward(PipelinedForward):
 
     _taken: Callable[[], Any] | None = None
 
-    def take(self, rows: MicroRows, context: Any) -> None:
+    def take(self, rows: PartRows) -> None:
         """The next call pools these rows."""
-        self._taken = lambda: self._module.compute_and_output_dist(context, [rows])
+        self._taken = lambda: self._module.pool(rows)
 
     def give(self, output: Any) -> None:
         """The next call returns this output."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_picasso._torchrec import TrainPipelineContext
+from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
+from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
 from torchrec_picasso.train_pipeline.end_of_data import AnyData
 from torchrec_picasso.train_pipeline.flight import Flight
@@ -73,7 +76,7 @@ class Operations:
             self._run(op, flights)
         if op.kind == PREPARING[-1]:
             flight = flights[op.batch]
-            tensors = chain.from_iterable(step.layout.tensors() for step in flight.steps.values())
+            tensors = chain.from_iterable(rows.layout.tensors() for rows in flight.rows.values())
             self._id_stream.hand_over([flight.batch, *flight.micro_batches_K], tensors)
 
     def _run(self, op: Op, flights: Sequence[Flight]) -> None:
@@ -88,12 +91,8 @@ class Operations:
     def _request(self, flight: Flight) -> None:
         for name, module in self._interleaved.items():
             args, kwargs = module.forward.args.build_args_kwargs(flight.batch)
-            args, _ = module.preprocess_input(args, kwargs)
-            context = module.create_context()
-            flight.module_contexts[name] = context
-            flight.requests[name] = module.request(
-                context, flight.sizes_K, *args, has_data=flight.has_data
-            )
+            (features, *_), _ = module.preprocess_input(args, kwargs)
+            flight.requests[name] = module.request(flight.sizes_K, features, flight.has_data)
         if not self._interleaved:
             flight.any_data = AnyData(self._pg, self._device, flight.has_data)
         if self._plain:
@@ -122,26 +121,29 @@ class Operations:
 
     def _lay_out(self, flight: Flight) -> None:
         for name, module in self._interleaved.items():
-            flight.steps[name] = module.interleave(flight.requests[name].lay_out())
+            layout = flight.requests[name].lay_out()
+            flight.rows[name] = BatchRows(module.group, layout)
+            flight.gradients[name] = BatchGradients(module.group, layout)
 
     def _fetch_clean(self, flight: Flight) -> None:
-        for step in flight.steps.values():
-            step.fetch_clean()
+        for rows in flight.rows.values():
+            rows.fetch_clean()
 
     def _fetch_dirty(self, flight: Flight, index: int, wave: int | None = None) -> None:
-        for step in flight.steps.values():
-            step.fetch_dirty(index, wave)
+        for rows in flight.rows.values():
+            rows.fetch_dirty(index, wave)
 
     def _read_hot(self, flight: Flight) -> None:
-        for step in flight.steps.values():
-            step.read_hot()
+        for rows in flight.rows.values():
+            rows.read_hot()
 
     def _forward(self, flight: Flight, index: int) -> None:
         if flight.num_samples and not flight.sizes_K[index]:
             return  # nothing to learn from no samples
         for name, module in self._interleaved.items():
-            rows = flight.steps[name].micro_rows(index)
-            module.forward.take(rows, flight.module_contexts[name])
+            sink = partial(flight.gradients[name].add, index)
+            is_last = index == len(flight.sizes_K) - 1
+            module.forward.take(flight.rows[name].hand_out(index, sink, once=is_last))
         for name, module in self._plain.items():
             if name not in flight.wholes:
                 module.forward.set_context(flight.context)
@@ -164,19 +166,20 @@ class Operations:
                 whole.backward()
 
     def _send_gradients(self, flight: Flight, index: int, wave: int | None = None) -> None:
-        for step in flight.steps.values():
-            step.send_gradients(index, wave)
+        for gradients in flight.gradients.values():
+            gradients.send(index, wave)
 
     def _reduce_hot(self, flight: Flight, wave: int | None = None) -> None:
-        for step in flight.steps.values():
-            step.reduce_hot(wave)
+        for gradients in flight.gradients.values():
+            gradients.reduce_hot(wave)
 
     def _reduce_dense(self, flight: Flight) -> None:
         flight.dense = DenseReduction(self._pg, self._dense_parameters)
 
     def _update(self, flight: Flight, wave: int | None = None) -> None:
-        for step in flight.steps.values():
-            step.update(wave)
+        for name, module in self._interleaved.items():
+            if update_rows(module.group, [flight.gradients[name]], wave):
+                flight.rows[name].release()
 
     def _dense_step(self, flight: Flight) -> None:
         assert flight.dense is not None

@@ -6,16 +6,16 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.exchange.header import StepHeader
-from torchrec_picasso.ops.packed_ids import PackedIdSpace
+from torchrec_picasso.exchange.header import Header
+from torchrec_picasso.ops.ids import IdSpace
 
 __all__ = ["raise_on_bad_input"]
 
 
 def raise_on_bad_input(
-    header: StepHeader, space: PackedIdSpace, features: KeyedJaggedTensor, rank: int
+    header: Header, space: IdSpace, features: KeyedJaggedTensor, rank: int
 ) -> None:
-    """Raises if any rank's batch holds an id outside its table or, where checked, a bad weight.
+    """Raises if any rank's batch is jagged wrongly or holds a bad id or weight.
 
     Args:
         header: What all ranks know of the batch.
@@ -27,6 +27,7 @@ def raise_on_bad_input(
         InputError: On every rank; the rank at fault names feature, table, value and range.
     """
     for counts_W, describe, what in (
+        (header.bad_lengths_W, _describe_lengths, "lengths that do not sum to its values"),
         (header.outside_ids_W, _describe_outside_id, "ids outside their tables"),
         (header.bad_weights_W, _describe_bad_weight, "per-sample weights that are not finite"),
     ):
@@ -34,10 +35,21 @@ def raise_on_bad_input(
             raise InputError(describe(space, features, counts_W[rank]))
         for other, count in enumerate(counts_W):
             if count:
+                number = "" if count is True else f"{count} "
                 raise InputError(
-                    f"rank {other} holds {count} {what} in this batch; its own error names the "
-                    "feature, and all ranks stop here together"
+                    f"rank {other} holds {number}{what} in this batch; its own error names them, "
+                    "and all ranks stop here together"
                 )
+
+
+def _describe_lengths(space: IdSpace, features: KeyedJaggedTensor, count: int) -> str:
+    values_N, weights_N = features.values(), features.weights_or_none()
+    weights = "" if weights_N is None else f" and {weights_N.numel()} per-sample weights"
+    return (
+        f"the KeyedJaggedTensor of features {', '.join(features.keys())} has lengths that sum to "
+        f"{int(features.lengths().sum())}, but {values_N.numel()} values{weights}; expected the "
+        "same number. Were values, weights or lengths cut without the others?"
+    )
 
 
 def _feature_of_lookup(features: KeyedJaggedTensor) -> torch.Tensor:
@@ -45,14 +57,14 @@ def _feature_of_lookup(features: KeyedJaggedTensor) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(lookups_F.numel()), lookups_F)
 
 
-def _table_of_feature(space: PackedIdSpace) -> list[tuple[str, str, int]]:
+def _table_of_feature(space: IdSpace) -> list[tuple[str, str, int]]:
     """Feature name, table name and table rows, in lookup order."""
     return [
         (f, table.name, table.num_embeddings) for table in space.tables for f in table.feature_names
     ]
 
 
-def _describe_outside_id(space: PackedIdSpace, features: KeyedJaggedTensor, count: int) -> str:
+def _describe_outside_id(space: IdSpace, features: KeyedJaggedTensor, count: int) -> str:
     feature_N = _feature_of_lookup(features)
     rows_F = torch.tensor([rows for *_, rows in _table_of_feature(space)])
     ids_N = features.values().cpu()
@@ -64,7 +76,7 @@ def _describe_outside_id(space: PackedIdSpace, features: KeyedJaggedTensor, coun
     )
 
 
-def _describe_bad_weight(space: PackedIdSpace, features: KeyedJaggedTensor, count: int) -> str:
+def _describe_bad_weight(space: IdSpace, features: KeyedJaggedTensor, count: int) -> str:
     weights_N = features.weights().cpu()
     first = int(torch.isfinite(weights_N).logical_not().nonzero()[0])
     feature, table, _ = _table_of_feature(space)[int(_feature_of_lookup(features)[first])]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
-from torchrec.distributed.types import CommOp, ShardingEnv
+from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import PoolingType
 
 from torchrec_picasso._torchrec import (
@@ -24,10 +24,13 @@ from torchrec_picasso._torchrec import (
     ShardingEnv2D,
 )
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.ops.packed_ids import PackedIdSpace, PackedTable
+from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.ops.hot_slots import HotSlots
+from torchrec_picasso.ops.ids import IdSpace, PackedTable
+from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.sharding.chunked_batch import Interleaving
-from torchrec_picasso.sharding.input_dist import PackedInputDist
+from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.sharding.input_dist import RequestDist
 from torchrec_picasso.sharding.lookup import HotColdLookup
 from torchrec_picasso.sharding.output_dist import PooledOutputDist
 
@@ -43,7 +46,6 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
         device: Where the tables go.
         qcomm_codecs_registry: Wire precision; rows and gradients use the codecs of
             ``SEQUENCE_EMBEDDINGS_ALL_TO_ALL`` (FP32, FP16 or BF16).
-        check_weights: Whether per-sample weights must be finite.
 
     Raises:
         PlanError: If a table cannot hold its hot set.
@@ -58,7 +60,6 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
         env: ShardingEnv,
         device: torch.device | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-        check_weights: bool = False,
     ) -> None:
         if isinstance(env, ShardingEnv2D):
             raise CompatError(
@@ -83,16 +84,18 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
             for info in sharding_infos
             if info.embedding_config.pooling == PoolingType.MEAN
         }
-        self._space = PackedIdSpace.build(self._packed_tables(params, means), self._device)
-        self._codecs = _wire_codecs(qcomm_codecs_registry)
-        self._check_weights = check_weights
+        tables = self._packed_tables(params, means)
+        self._space = IdSpace.build(tables, self._device)
+        self._hot = HotSlots.build(tables, self._device)
+        self._plan = PackPlan.build(tables, self._device)
+        self._ranks = Ranks(self._pg, qcomm_codecs_registry)
         self._lookup: HotColdLookup | None = None
-        self.interleaving = Interleaving()
 
     @property
-    def space(self) -> PackedIdSpace:
-        """Where every packed id of the module lives."""
-        return self._space
+    def group(self) -> RowGroup:
+        """The tables, once TorchRec has made the lookup."""
+        assert self._lookup is not None, "TorchRec creates lookups before input dists"
+        return self._lookup.group
 
     def create_lookup(
         self,
@@ -104,26 +107,20 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
         self._lookup = HotColdLookup(
             self._grouped_embedding_configs,
             self._space,
-            self._pg,
+            self._hot,
+            self._plan,
+            self._ranks,
             device or self._device,
-            self._codecs,
         )
         return self._lookup
 
-    def create_input_dist(self, device: torch.device | None = None) -> PackedInputDist:
-        """Makes the unique exchange of ids."""
-        assert self._lookup is not None, "TorchRec creates lookups before input dists"
-        return PackedInputDist(
-            self._pg,
-            self._space,
-            self._lookup.replicas_stale,
-            self._check_weights,
-            self.interleaving,
-        )
+    def create_input_dist(self, device: torch.device | None = None) -> RequestDist:
+        """Makes the request for a batch's rows."""
+        return RequestDist(self.group)
 
     def create_output_dist(self, device: torch.device | None = None) -> PooledOutputDist:
         """Makes the pooling of fetched rows."""
-        return PooledOutputDist(self._space.features_M, device or self._device)
+        return PooledOutputDist(self._plan.features_M, device or self._device)
 
     def _shard(
         self, sharding_infos: list[EmbeddingShardingInfo]
@@ -183,18 +180,3 @@ def _packs(
         for place, wave in enumerate(sorted(packs_of))
         for pack in sorted(packs_of[wave], key=place_of_dim, reverse=place % 2 == 1)
     ]
-
-
-def _wire_codecs(
-    registry: dict[str, QuantizedCommCodecs] | None,
-) -> QuantizedCommCodecs | None:
-    codecs = (registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
-    if codecs is None:
-        return None
-    for codec in (codecs.forward, codecs.backward):
-        if codec.quantized_dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise CompatError(
-                f"the wire precision {codec.quantized_dtype} of SEQUENCE_EMBEDDINGS_ALL_TO_ALL is "
-                "not supported for hot/cold tables; use CommType.FP32, FP16 or BF16"
-            )
-    return codecs

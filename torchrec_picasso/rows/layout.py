@@ -1,9 +1,9 @@
-"""Where every row of an interleaved batch lies: on the rank that uses it, on those that keep it.
+"""Where every row of a batch lies: on the rank that uses it, on those that keep it.
 
 *Mine* are the cold rows that this rank asks for, *asked* those that others ask of it. Ids and
 gradients of both are in request order, an exchange for each chunk; rows are in fetch order.
 
-Shape letters: K micro-batches and chunks, M matrices.
+Shape letters: K parts and chunks, M matrices, P packs, N lookups.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder
-from torchrec_picasso.ops.micro_pooling import MicroPooling
+from torchrec_picasso.ops.part_pooling import PartPooling
 
 __all__ = ["PackLayout", "RowLayout"]
 
@@ -23,6 +23,10 @@ __all__ = ["PackLayout", "RowLayout"]
 class PackLayout:
     """The rows of one pack."""
 
+    matrix: int
+    """Which matrix the pack is in."""
+    start: int
+    """Its first row there: hot rows are followed by cold ones."""
     hot_slots: Tensor
     """Hot slots that this rank's batch uses, counted from 0 in the pack."""
     touched_slots: Tensor
@@ -37,28 +41,35 @@ class PackLayout:
     """Home rows asked of this rank, in fetch order."""
 
     @property
-    def num_hot(self) -> int:
-        """Hot rows that this rank's batch uses."""
-        return self.hot_slots.numel()
+    def hot_place(self) -> slice:
+        """Where the hot rows that this rank uses are in its matrix, and their gradients."""
+        return slice(self.start, self.start + self.hot_slots.numel())
 
     @property
-    def num_rows(self) -> int:
-        """Rows that this rank's batch uses."""
-        return self.num_hot + self.mine.num_rows
+    def cold_place(self) -> slice:
+        """Where the cold rows are that it uses."""
+        start = self.hot_place.stop
+        return slice(start, start + self.mine.num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """The rows of a batch of one module."""
+    """The rows of a batch."""
 
-    sizes_K: Sequence[int]
-    """Samples of each micro-batch."""
+    sizes_K: Sequence[int | None]
+    """Samples of each part, ``None`` where every feature has its own number."""
     homes_written: bool
     """Whether any rank's homes were written from outside, so that replicas have to be filled."""
+    hot_epoch: int
+    """Which hot set the slots are of."""
     packs: Sequence[PackLayout]
-    pooling_KM: Sequence[Sequence[MicroPooling]]
+    rows_M: Sequence[int]
+    """Rows of each matrix that this rank uses."""
+    pooling_KM: Sequence[Sequence[PartPooling]]
+    source_N: Tensor | None
+    """KeyedJaggedTensor position of each lookup in bag order, where there are weights."""
     weights_N: Tensor | None
-    """Per-sample weights in bag order, float32."""
+    """Per-sample weights as the batch came with them, in KeyedJaggedTensor order."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
@@ -68,5 +79,4 @@ class RowLayout:
         for pooling_M in self.pooling_KM:
             for pooling in pooling_M:
                 yield from pooling.tensors()
-        if self.weights_N is not None:
-            yield self.weights_N
+        yield from (tensor for tensor in (self.source_N, self.weights_N) if tensor is not None)

@@ -1,0 +1,78 @@
+"""The ranks that tables are sharded over: who we are, how many there are, what reaches the others.
+
+All that is exchanged passes here, so what carries it is decided in one place: a process group, and
+the precision of rows and gradients on the wire. Rows and gradients take TorchRec's codecs of
+``SEQUENCE_EMBEDDINGS_ALL_TO_ALL``; ids and sums are never coded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.types import CommOp
+
+from torchrec_picasso._torchrec import (
+    QuantizedCommCodec,
+    QuantizedCommCodecs,
+    get_gradient_division,
+)
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.all_to_all import Pending, start_all_to_all
+
+__all__ = ["Ranks"]
+
+_PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Ranks:
+    """One rank and its peers.
+
+    Args:
+        pg: Process group of W ranks.
+        codecs: TorchRec's registry of wire precisions; ``None`` = everything as it is.
+
+    Raises:
+        CompatError: If a precision is not FP32, FP16 or BF16.
+    """
+
+    def __init__(
+        self, pg: dist.ProcessGroup, codecs: Mapping[str, QuantizedCommCodecs] | None = None
+    ) -> None:
+        self.pg = pg
+        self.rank, self.size = pg.rank(), pg.size()
+        of_rows = (codecs or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
+        self.row_codec = None if of_rows is None else _checked(of_rows.forward)
+        """Wire precision of rows, ``None`` = their own."""
+        self.gradient_codec = None if of_rows is None else _checked(of_rows.backward)
+        """Wire precision of gradients, ``None`` = their own."""
+
+    @property
+    def gradient_divisor(self) -> int:
+        """What sums of gradients over ranks are divided by: TorchRec trains with their mean."""
+        return self.size if get_gradient_division() else 1
+
+    def start_all_to_all(
+        self, output_M: Tensor, input_N: Tensor, receive_W: Sequence[int], send_W: Sequence[int]
+    ) -> Pending:
+        """Starts sending block ``w`` of the input to rank ``w``. Collective.
+
+        Arguments as for :func:`start_all_to_all`.
+        """
+        return start_all_to_all(self.pg, output_M, input_N, receive_W, send_W)
+
+    def start_sum(self, values: Tensor) -> Pending:
+        """Starts summing values over ranks, in place. Collective."""
+        work: Pending = dist.all_reduce(values, group=self.pg, async_op=True)
+        return work
+
+
+def _checked(codec: QuantizedCommCodec) -> QuantizedCommCodec:
+    if codec.quantized_dtype not in _PRECISIONS:
+        raise CompatError(
+            f"the wire precision {codec.quantized_dtype} of SEQUENCE_EMBEDDINGS_ALL_TO_ALL is not "
+            "supported for hot/cold tables; use CommType.FP32, FP16 or BF16"
+        )
+    return codec

@@ -1,0 +1,171 @@
+"""The gradients of one batch's rows: summed over its parts, sent home, applied once.
+
+Parts run backward from the last to the first, so the gradients of a chunk are complete right after
+its part. What arrives at home, and what was summed for the replicas, is kept until the update,
+which takes every row once.
+
+Shape letters: K parts and chunks, M matrices, P packs; n and m rows of an exchange, t touched hot
+rows, D dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrec_picasso.exchange.hot_reduction import HotReduction
+from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
+from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.layout import PackLayout, RowLayout
+from torchrec_picasso.rows.memory import Matrices
+
+__all__ = ["BatchGradients", "update_rows"]
+
+
+class BatchGradients:
+    """Gradients of one batch in one backward.
+
+    Collective where it says so: on all ranks in the same order. Where a method takes a wave, it is
+    for the packs of that wave, none if the module has fewer waves; ``None`` = for all packs.
+
+    Args:
+        group: The tables.
+        layout: Of the batch.
+    """
+
+    def __init__(self, group: RowGroup, layout: RowLayout) -> None:
+        self._group = group
+        self._layout = layout
+        self._sums: Matrices | None = None
+        self._sums_M: Sequence[Tensor] | None = None
+        # one matrix per pack: gradients of home rows, then sums for touched replicas, (m + t, D)
+        buffers_P = [group.buffers_M[pack.matrix] for pack in layout.packs]
+        rows_P = [pack.asked.num_rows + pack.touched_slots.numel() for pack in layout.packs]
+        self._at_home = Matrices(buffers_P, rows_P)
+        self._pending_P: list[list[PackedAllToAll | HotReduction]] = [[] for _ in layout.packs]
+        self._packs_left = set(range(len(layout.packs)))
+
+    def add(self, part: int, grads_M: Sequence[Tensor]) -> None:
+        """Adds the gradients of the rows that a part uses, ``(n, D_m)`` by matrix."""
+        if len(self._layout.sizes_K) == 1:  # they are in request order
+            self._sums_M = grads_M
+            return
+        if self._sums_M is None:
+            self._sums = Matrices(self._group.buffers_M, self._layout.rows_M)
+            self._sums_M = [sums.zero_() for sums in self._sums.tensors]
+        for sums, pooling, grads in zip(self._sums_M, self._layout.pooling_KM[part], grads_M):
+            assert pooling.gradient_place_U is not None
+            sums.index_add_(0, pooling.gradient_place_U, grads)
+
+    def send(self, chunk: int, wave: int | None = None) -> None:
+        """Starts sending the gradients of a chunk home. Collective.
+
+        Its part has run backward, and so have all later ones.
+        """
+        packs, layouts = self._of_wave(wave)
+        if not layouts:
+            return
+        exchange = PackedAllToAll(
+            self._group.ranks,
+            [self._sums_of(pack)[pack.cold_place][pack.mine.rows(chunk)] for pack in layouts],
+            [pack.mine.counts_EW[chunk] for pack in layouts],
+            [
+                at_home[pack.asked.rows(chunk)]
+                for at_home, pack in zip(self._at_home.tensors[packs], layouts)
+            ],
+            [pack.asked.counts_EW[chunk] for pack in layouts],
+            self._group.ranks.gradient_codec,
+        )
+        for pending in self._pending_P[packs]:
+            pending.append(exchange)
+
+    def reduce_hot(self, wave: int | None = None) -> None:
+        """Starts summing the gradients of touched replicas over ranks. Collective."""
+        packs, layouts = self._of_wave(wave)
+        if not layouts:
+            return
+        reduction = HotReduction(
+            self._group.ranks,
+            [self._sums_of(pack)[pack.hot_place] for pack in layouts],
+            [torch.searchsorted(pack.touched_slots, pack.hot_slots) for pack in layouts],
+            [
+                at_home[pack.asked.num_rows :]
+                for at_home, pack in zip(self._at_home.tensors[packs], layouts)
+            ],
+        )
+        for pending in self._pending_P[packs]:
+            pending.append(reduction)
+
+    def _of_wave(self, wave: int | None) -> tuple[slice, Sequence[PackLayout]]:
+        packs = self._group.plan.packs_of(wave)
+        return packs, self._layout.packs[packs]
+
+    def _sums_of(self, pack: PackLayout) -> Tensor:
+        """The sums of the pack's matrix; zero where no part ran backward."""
+        if self._sums_M is None:
+            dims = zip(self._layout.rows_M, self._group.plan.dim_M)
+            self._sums_M = [torch.zeros(*shape, device=self._group.device) for shape in dims]
+        return self._sums_M[pack.matrix]
+
+    def arrived(self, pack: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Waits for all that belongs to a pack.
+
+        Returns:
+            Home rows ``(m,)``, touched replicas' slots ``(t,)`` and gradients of both
+            ``(m + t, D)``, summed over the ranks that looked them up.
+        """
+        assert self._pending_P[pack], "gradients are sent and reduced before the update"
+        for pending in self._pending_P[pack]:
+            pending.wait()
+        self._pending_P[pack] = []
+        layout = self._layout.packs[pack]
+        return layout.asked_rows, layout.touched_slots, self._at_home.tensors[pack]
+
+    def end(self, pack: int) -> bool:
+        """Ends the use of a pack's gradients; with the last one their memory is given back.
+
+        Returns:
+            Whether it was the last.
+        """
+        self._packs_left.discard(pack)
+        if self._packs_left:
+            return False
+        self._at_home.release()
+        if self._sums is not None:
+            self._sums.release()
+        self._sums_M = None
+        return True
+
+
+def update_rows(
+    group: RowGroup, gradients: Sequence[BatchGradients], wave: int | None = None
+) -> bool:
+    """Waits for gradients and updates every row once, at home and at the replicas.
+
+    Args:
+        group: The tables.
+        gradients: Of one batch, or of all lookups of one backward.
+        wave: For its packs only; ``None`` = for all.
+
+    Returns:
+        Whether all packs are updated now.
+    """
+    divisor = group.ranks.gradient_divisor
+    packs, are_updated = group.plan.packs_of(wave), False
+    for pack in range(packs.start, packs.stop):
+        arrived = [of_batch.arrived(pack) for of_batch in gradients]
+        rows, slots, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
+        group.storages[pack].update(rows, slots, grads.div_(divisor) if divisor > 1 else grads)
+        for of_batch in gradients:
+            are_updated = of_batch.end(pack)
+    return are_updated
+
+
+def _joined(arrived: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of several batches, then slots of all of them, as the gradients are."""
+    rows, slots, grads = zip(*arrived)
+    home = [grad[: len(of_batch)] for grad, of_batch in zip(grads, rows)]
+    hot = [grad[len(of_batch) :] for grad, of_batch in zip(grads, rows)]
+    return torch.cat(rows), torch.cat(slots), torch.cat([*home, *hot])

@@ -1,0 +1,132 @@
+"""From a batch's features to its unique rows and what the header says of them. Sends nothing.
+
+Bad input is counted here and made harmless, so that every rank reaches the header, in which all
+learn of it.
+
+Shape letters: F features, K parts, M matrices, N lookups, S bags, U unique rows.
+
+Host syncs per batch on CUDA: the number of unique rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_picasso.exchange.header import HeaderWords
+from torchrec_picasso.ops.bags import Bags, reorder_bags
+from torchrec_picasso.ops.part_pooling import count_lookups, part_of_lookup
+from torchrec_picasso.ops.places import LocatedRows, first_use_chunks, locate_rows
+from torchrec_picasso.ops.unique import UniqueRows, unique_rows
+from torchrec_picasso.rows.cut import BatchCut
+from torchrec_picasso.rows.group import RowGroup
+
+__all__ = ["BatchIds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchIds:
+    """A batch made unique, in request order."""
+
+    features: KeyedJaggedTensor
+    cut: BatchCut
+    bags: Bags
+    rows: UniqueRows
+    """Its rows in the order of their ids."""
+    part_N: Tensor | None
+    """Part of each lookup in bag order; ``None`` where there is one part."""
+    located: LocatedRows
+    """Its rows by pack, chunk and home; hot rows of a pack before its chunks."""
+    hot_epoch: int
+    """Which hot set they were located with."""
+    words: HeaderWords
+
+    @staticmethod
+    def read(
+        features: KeyedJaggedTensor,
+        group: RowGroup,
+        sizes_K: Sequence[int] | None = None,
+        has_data: bool = True,
+    ) -> BatchIds:
+        """Makes a batch unique.
+
+        Args:
+            features: Of the whole batch, in the group's lookup order.
+            group: The tables that they look up.
+            sizes_K: Samples of each part; ``None`` = one part.
+            has_data: Whether the batch comes from this rank's data; else it stands in for data
+                that has ended.
+        """
+        space, hot = group.space, group.hot
+        cut = BatchCut.of(features, group.plan, sizes_K)
+        lengths_S, offsets_S1, bad_lengths = _sound_lengths(features)
+        lookups_F = _lookups_per_feature(features, offsets_S1)
+        packed_N, outside_N = space.pack_ids(features.values(), lookups_F)
+        bags = reorder_bags(
+            packed_N,
+            lengths_S,
+            None if cut.sizes_K[0] is None else group.bag_order(features.stride()),
+            keep_source=features.weights_or_none() is not None,
+        )
+        rows = unique_rows(bags.ids_N)
+        lookups_MK = count_lookups(bags, cut.bags_MK)
+        part_N = chunk_U = None
+        if cut.num_parts > 1:
+            part_N = part_of_lookup(lookups_MK, cut.num_parts, packed_N.numel())
+            chunk_U = first_use_chunks(rows, part_N, cut.num_parts)
+        located = locate_rows(rows.ids_U, space, hot, chunk_U, cut.num_parts)
+        return BatchIds(
+            features=features,
+            cut=cut,
+            bags=bags,
+            rows=rows,
+            part_N=part_N,
+            located=located,
+            hot_epoch=hot.epoch,
+            words=HeaderWords(
+                counts_PQ=located.counts_PQ,
+                lookups_MK=lookups_MK,
+                touched_H=located.touched_H,
+                hot_start_P1=hot.start_P1,
+                outside_ids=outside_N.sum(),
+                bad_weights=_count_bad_weights(features),
+                bad_lengths=bad_lengths,
+                homes_written=group.replicas_stale(),
+                has_data=has_data,
+            ),
+        )
+
+
+def _sound_lengths(features: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | bool]:
+    """Lengths and offsets that sum to the number of values, and whether the given ones do not.
+
+    Known on the host without a sync on the CPU only; elsewhere offsets are mended in any case.
+    """
+    values_N, weights_N = features.values(), features.weights_or_none()
+    num_lookups, offsets_S1 = values_N.numel(), features.offsets()
+    few_weights = weights_N is not None and weights_N.numel() != num_lookups
+    is_off = few_weights | (offsets_S1[-1] != num_lookups)
+    if values_N.device.type == "cpu" and not is_off:
+        return features.lengths(), offsets_S1, False
+    sound_S1 = offsets_S1.clamp(max=num_lookups)
+    sound_S1[-1] = num_lookups
+    return torch.diff(sound_S1), sound_S1, is_off
+
+
+def _lookups_per_feature(features: KeyedJaggedTensor, offsets_S1: Tensor) -> Tensor:
+    """Lookups of each feature, int64, shape ``(F,)``; no host sync."""
+    strides_F = torch.tensor(features.stride_per_key(), dtype=torch.int64)
+    ends_F = strides_F.cumsum(0).to(offsets_S1.device, non_blocking=True)
+    end_lookup_F = offsets_S1.to(torch.int64)[ends_F]
+    return torch.diff(end_lookup_F, prepend=end_lookup_F.new_zeros(1))
+
+
+def _count_bad_weights(features: KeyedJaggedTensor) -> Tensor:
+    weights_N = features.weights_or_none()
+    if weights_N is None:
+        return torch.zeros((), dtype=torch.int64, device=features.values().device)
+    return torch.isfinite(weights_N).logical_not().sum()

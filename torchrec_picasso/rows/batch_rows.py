@@ -1,0 +1,199 @@
+"""The rows of one batch: fetched from homes, read from replicas, handed out to be pooled.
+
+Chunk j holds the rows that part j of the batch is the first to use, so forward needs chunks up to j
+before part j. Clean rows, which the batch before does not update, may be fetched before its update.
+
+Packs may also be cut into waves, by the plan. What no computing hides is then staggered: a wave is
+on the wire while another is gathered or updated (PICASSO's K-Interleaving).
+
+Shape letters: K parts and chunks, M matrices, P packs, N lookups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
+from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
+from torchrec_picasso.ops.part_pooling import PartPooling
+from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.layout import RowLayout
+from torchrec_picasso.rows.memory import Matrices
+
+__all__ = ["BatchRows", "GradientSink", "PartRows"]
+
+GradientSink = Callable[[Sequence[Tensor]], None]
+"""Takes the gradients of a part's rows, per matrix; must not hold those rows."""
+
+
+class BatchRows:
+    """The rows of one batch, whose every row has its place.
+
+    Collective where it says so: on all ranks in the same order. Where a method takes a wave, it is
+    for the packs of that wave, none if the module has fewer waves; ``None`` = for all packs.
+
+    Args:
+        group: The tables.
+        layout: Of the batch.
+    """
+
+    def __init__(self, group: RowGroup, layout: RowLayout) -> None:
+        assert layout.hot_epoch == group.hot.epoch, "slots are those of another hot set"
+        self._group = group
+        self.layout = layout
+        self._matrices = Matrices(group.buffers_M, layout.rows_M)
+        self._arrivals: list[_Arrival] = []
+
+    def fetch_clean(self) -> None:
+        """Starts fetching the rows that the batch before does not update. Collective."""
+        self._fetch(CLEAN)
+
+    def fetch_dirty(self, chunk: int, wave: int | None = None) -> None:
+        """Starts fetching the other rows of a chunk. Collective."""
+        self._fetch(dirty_exchange(chunk), wave)
+
+    def _fetch(self, exchange: int, wave: int | None = None) -> None:
+        packs = self._group.plan.packs_of(wave)
+        layouts = self.layout.packs[packs]
+        if not layouts:
+            return
+        matrices_M = self._matrices.tensors
+        with torch.no_grad():
+            arrival = PackedAllToAll(
+                self._group.ranks,
+                [
+                    storage.gather(pack.asked_rows_by_fetch[pack.asked_by_fetch.rows(exchange)])
+                    for storage, pack in zip(self._group.storages[packs], layouts)
+                ],
+                [pack.asked_by_fetch.counts_EW[exchange] for pack in layouts],
+                [
+                    matrices_M[pack.matrix][pack.cold_place][pack.mine_by_fetch.rows(exchange)]
+                    for pack in layouts
+                ],
+                [pack.mine_by_fetch.counts_EW[exchange] for pack in layouts],
+                self._group.ranks.row_codec,
+            )
+        self._arrivals.append(_Arrival(exchange, packs, arrival))
+
+    def read_hot(self) -> None:
+        """Reads the replicas. Collective when they have to be filled first."""
+        with torch.no_grad():
+            if self.layout.homes_written or self._group.replicas_stale():
+                self._group.fill_replicas()
+            for storage, pack in zip(self._group.storages, self.layout.packs):
+                rows = self._matrices.tensors[pack.matrix][pack.hot_place]
+                storage.gather_hot(pack.hot_slots, out_hD=rows)
+
+    @property
+    def are_outdated(self) -> bool:
+        """Whether somebody wrote into homes since they were fetched, as a checkpoint load does."""
+        return self._group.written_outside()
+
+    def fetch_again(self) -> None:
+        """Fetches all rows again: somebody wrote into homes since. Collective."""
+        num_chunks = len(self.layout.sizes_K)
+        for _ in self.arrive(num_chunks - 1):
+            pass
+        self.fetch_clean()
+        for chunk in range(num_chunks):
+            self.fetch_dirty(chunk)
+        self.read_hot()
+        self._group.accept_writes()
+
+    def arrive(self, part: int) -> Iterator[Tensor]:
+        """Waits for the chunks up to a part's, matrix by matrix.
+
+        Yields:
+            All rows of a matrix ``(U_m, D_m)``; dirty ones of later chunks are not filled yet.
+        """
+        for matrix, packs in zip(self._matrices.tensors, self._group.plan.matrices):
+            self._wait_for(dirty_exchange(part), packs)
+            if matrix.device.type != "cpu":  # a pipeline may have fetched on another stream
+                matrix.record_stream(torch.get_device_module(matrix.device).current_stream())
+            yield matrix
+
+    def _wait_for(self, exchange: int, packs: slice) -> None:
+        """Waits for what brings rows of some packs, up to an exchange."""
+        waited = [
+            arrival
+            for arrival in self._arrivals
+            if arrival.exchange <= exchange and _overlap(arrival.packs, packs)
+        ]
+        for arrival in waited:
+            arrival.rows.wait()
+            self._arrivals.remove(arrival)
+
+    def hand_out(
+        self, part: int, sink: GradientSink, weights_N: Tensor | None = None, once: bool = False
+    ) -> PartRows:
+        """What one part of the batch uses: a lookup result for the output dist.
+
+        Args:
+            part: Which.
+            sink: Takes the rows' gradients.
+            weights_N: Per-sample weights in KeyedJaggedTensor order, with their graph; ``None`` =
+                those that the batch came with.
+            once: Whether the rows are done with when the part is pooled.
+        """
+        pooling_M = self.layout.pooling_KM[part]
+        weights_M: list[Tensor | None] = [None] * len(pooling_M)
+        weights_N = self.layout.weights_N if weights_N is None else weights_N
+        if weights_N is not None:
+            assert self.layout.source_N is not None, "the batch came without weights"
+            source_M = [self.layout.source_N[pooling.lookups] for pooling in pooling_M]
+            weights_M = [weights_N.float().index_select(0, source) for source in source_M]
+        return PartRows(
+            rows=self,
+            part=part,
+            pooling_M=pooling_M,
+            weights_M=weights_M,
+            batch_size=self.layout.sizes_K[part],
+            sink=sink,
+            once=once,
+        )
+
+    def release(self) -> None:
+        """Ends the use of the rows' memory."""
+        self._matrices.release()
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrival:
+    """Rows of some packs on their way."""
+
+    exchange: int
+    packs: slice
+    rows: PackedAllToAll
+
+
+def _overlap(one: slice, other: slice) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartRows:
+    """The rows that one part of a batch uses."""
+
+    rows: BatchRows
+    part: int
+    pooling_M: Sequence[PartPooling]
+    """Which rows each bag sums."""
+    weights_M: Sequence[Tensor | None]
+    """Per-sample weights in bag order."""
+    batch_size: int | None
+    """Samples per feature, or ``None`` when each feature has its own."""
+    sink: GradientSink
+    once: bool
+
+    def arrive(self) -> Iterator[Tensor]:
+        """Waits for the rows; gives those of one matrix after the other."""
+        return self.rows.arrive(self.part)
+
+    def end(self) -> None:
+        """Ends the use of the rows, if no other part needs them."""
+        if self.once:
+            self.rows.release()

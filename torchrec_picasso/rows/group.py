@@ -1,0 +1,74 @@
+"""What outlives a batch: where ids live, who holds their rows, and memory that steps use again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.ops.bags import bag_order
+from torchrec_picasso.ops.hot_slots import HotSlots
+from torchrec_picasso.ops.ids import IdSpace
+from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.storage.row_buffers import RowBuffers
+from torchrec_picasso.storage.row_storage import RowStorage
+
+__all__ = ["RowGroup"]
+
+
+class RowGroup:
+    """Tables whose rows are exchanged together.
+
+    Args:
+        space: Their ids.
+        hot: Which rows are hot.
+        plan: Which packs travel and are pooled together.
+        storages: Homes and replicas of each pack on this rank.
+        ranks: Who exchanges.
+        device: Where rows are.
+    """
+
+    def __init__(
+        self,
+        space: IdSpace,
+        hot: HotSlots,
+        plan: PackPlan,
+        storages: Sequence[RowStorage],
+        ranks: Ranks,
+        device: torch.device,
+    ) -> None:
+        self.space = space
+        self.hot = hot
+        self.plan = plan
+        self.storages = storages
+        self.ranks = ranks
+        self.device = device
+        self.buffers_M = [RowBuffers(dim, device) for dim in plan.dim_M]
+        self._order_of_batch_size: tuple[int, Tensor] | None = None
+
+    def bag_order(self, batch_size: int) -> Tensor:
+        """The order of bags by matrix and sample, as :func:`bag_order` gives it."""
+        if self._order_of_batch_size is None or self._order_of_batch_size[0] != batch_size:
+            order_S = bag_order(self.plan.features_M, batch_size, self.device)
+            self._order_of_batch_size = (batch_size, order_S)
+        return self._order_of_batch_size[1]
+
+    def replicas_stale(self) -> bool:
+        """Whether this rank's homes were written from outside since its replicas were filled."""
+        return any(storage.replicas_stale() for storage in self.storages)
+
+    def fill_replicas(self) -> None:
+        """Copies every hot row from its home to all ranks. Collective."""
+        for storage in self.storages:
+            storage.fill_replicas()
+
+    def written_outside(self) -> bool:
+        """Whether somebody wrote into rows here since :meth:`accept_writes` or an update."""
+        return any(storage.written_outside() for storage in self.storages)
+
+    def accept_writes(self) -> None:
+        """Takes the rows as they are: what was fetched is what the storages hold."""
+        for storage in self.storages:
+            storage.accept_writes()

@@ -1,0 +1,60 @@
+"""What the input dist leaves behind for the lookup: a batch's features, and where its rows lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.rows.layout import RowLayout
+
+__all__ = ["LaidOutFeatures", "layout_of"]
+
+
+class LaidOutFeatures(KeyedJaggedTensor):
+    """The rank's own features, carrying the layout of their rows through the pipeline.
+
+    The lookup needs a KeyedJaggedTensor because feature processors and trackers sit between the
+    input dist and it. A feature processor wraps the features anew but keeps the tensor of their
+    values, so the layout is found through that tensor.
+    """
+
+    @staticmethod
+    def of(features: KeyedJaggedTensor, layout: RowLayout) -> LaidOutFeatures:
+        """Wraps ``features``; no copy."""
+        values = features.values().detach()  # a tensor object of our own to hang the layout on
+        values._row_layout = layout
+        variable = features.variable_stride_per_key()
+        return LaidOutFeatures(
+            keys=features.keys(),
+            values=values,
+            weights=features.weights_or_none(),
+            lengths=features.lengths(),
+            offsets=features.offsets_or_none(),
+            stride=None if variable else features.stride(),
+            stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+            inverse_indices=features.inverse_indices_or_none(),
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps every tensor of the features and their layout alive for ``stream``."""
+        super().record_stream(stream)
+        for tensor in layout_of(self).tensors():
+            tensor.record_stream(stream)
+
+
+def layout_of(features: Any) -> RowLayout:
+    """Finds the layout of features that came out of the input dist.
+
+    Raises:
+        CompatError: If something between the input dist and the lookup replaced the ids.
+    """
+    layout: RowLayout | None = getattr(features.values(), "_row_layout", None)
+    if layout is None:
+        raise CompatError(
+            "the ids changed between input_dist and lookup; hot/cold tables allow changed weights "
+            "there (feature processors), but no changed ids"
+        )
+    return layout

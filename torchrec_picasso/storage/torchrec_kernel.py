@@ -1,0 +1,183 @@
+"""What TorchRec expects of a kernel: state dicts, parameters and a fused optimizer over the homes.
+
+Homes are stock row-wise shards, so state dicts see plain TorchRec. Whatever reads them brings home
+first what replicas know.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+
+from torchrec_picasso._torchrec import (
+    BaseEmbedding,
+    EmbeddingFusedOptimizer,
+    EmptyFusedOptimizer,
+    FusedOptimizerModule,
+    TableBatchedEmbeddingSlice,
+    append_prefix,
+    get_state_dict,
+)
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.storage.hot_homes import HotHomes
+from torchrec_picasso.storage.row_storage import RowStorage
+
+__all__ = ["HotColdKernel"]
+
+
+class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
+    """One pack on this rank as TorchRec sees it.
+
+    Args:
+        config: The pack's tables on this rank, of one dim, compute kernel and optimizer setting.
+        hot_homes: Where the hot rows of the pack are at home.
+        ranks: Who has the other homes and replicas.
+        device: Where the rows go.
+
+    Raises:
+        CompatError: If the kernel, the optimizer or the dim cannot be trained exactly.
+    """
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        hot_homes: HotHomes,
+        ranks: Ranks,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._config = config
+        self._ranks = ranks
+        self._dim = config.embedding_tables[0].local_cols
+        self.rows = RowStorage(config, hot_homes, ranks, device)
+        self._init_parameters()
+        self.rows.accept_writes()
+        self._optim = _FlushedFusedOptimizer(self.rows, **self._optimizer_views())
+
+    @property
+    def config(self) -> GroupedEmbeddingConfig:
+        """The pack's tables on this rank."""
+        return self._config
+
+    @property
+    def fused_optimizer(self) -> EmbeddingFusedOptimizer:
+        """Optimizer over the homes, keyed as in stock TorchRec."""
+        return self._optim
+
+    def forward(self, features: Any) -> Tensor:
+        """Not a lookup: rows are fetched by ``gather`` and pooled where they are used."""
+        raise CompatError("HotColdKernel has no forward; HotColdLookup fetches its rows")
+
+    def split_embedding_weights(self) -> list[Tensor]:
+        """Home rows of each table, views, shape ``(local_rows, D)``."""
+        return [view for _, view in self._home_slices(self.rows.tables.weights.homes)]
+
+    def state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Homes as ShardedTensors or DTensors, exactly stock row-wise TorchRec's."""
+        self.rows.flush()
+        return get_state_dict(
+            self._config.embedding_tables,
+            self.split_embedding_weights(),
+            self._ranks.pg,
+            OrderedDict() if destination is None else destination,
+            prefix,
+        )
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Homes as parameters that no outside optimizer may take."""
+        for table, view in zip(self._config.embedding_tables, self.split_embedding_weights()):
+            parameter: Any = nn.Parameter(view)
+            parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
+            yield append_prefix(prefix, f"{table.name}.weight"), parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """None: replicas are no state of the model."""
+        yield from ()
+
+    def named_parameters_by_table(self) -> Iterator[tuple[str, TableBatchedEmbeddingSlice]]:
+        """Homes as slices of the TBE, each with an optimizer of its own view."""
+        flat = self.rows.tables.flat_homes()
+        views = self._optimizer_views()
+        start = 0
+        for table in self._config.embedding_tables:
+            end = start + table.local_rows * self._dim
+            weight = TableBatchedEmbeddingSlice(
+                data=flat,
+                start_offset=start,
+                end_offset=end,
+                num_embeddings=table.local_rows,
+                embedding_dim=self._dim,
+            )
+            weight._in_backward_optimizers = [
+                _FlushedFusedOptimizer(
+                    self.rows, **views, create_for_table=table.name, param_weight_for_table=weight
+                )
+            ]
+            yield table.name, weight
+            start = end
+
+    def _home_slices(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        start = 0
+        for table in self._config.embedding_tables:
+            yield table.name, tensor[start : start + table.local_rows]
+            start += table.local_rows
+
+    def _optimizer_views(self) -> Mapping[str, Any]:
+        """The arguments by which TorchRec's fused optimizer sees only homes."""
+        states: list[dict[str, Tensor]] = [
+            dict(self.rows.tables.shared_states) for _ in self._config.embedding_tables
+        ]
+        for key, rows in self.rows.tables.row_states.items():
+            for views, (_, view) in zip(states, self._home_slices(rows.homes)):
+                views[key] = view
+        return {
+            "config": self._config,
+            "emb_module": self.rows.tables.tbe,
+            "pg": self._ranks.pg,
+            "embedding_weights_by_table": self.split_embedding_weights(),
+            "all_optimizer_states": states if any(states) else None,
+        }
+
+    def _init_parameters(self) -> None:
+        for table, weights in zip(self._config.embedding_tables, self.split_embedding_weights()):
+            weights.uniform_(table.get_weight_init_min(), table.get_weight_init_max())
+
+    def flush(self) -> None:
+        """Brings home what replicas know. Local."""
+        self.rows.flush()
+
+    def purge(self) -> None:
+        """Forgets the replicas, after bringing home what they know. Local."""
+        self.rows.purge()
+
+
+class _FlushedFusedOptimizer(EmbeddingFusedOptimizer):
+    """TorchRec's fused optimizer whose state is brought home before anybody reads it."""
+
+    def __init__(self, storage: RowStorage, **arguments: Any) -> None:
+        self._storage = storage
+        super().__init__(**arguments)
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        self._storage.flush()
+        return self._home_state
+
+    @state.setter
+    def state(self, state: Mapping[Any, Any]) -> None:
+        self._home_state = state
