@@ -22,6 +22,7 @@ ROWS = (
     ("ops", "_torchrec"),
     ("placement", "frequency", "exchange", "batches", "launch"),
     ("cost", "storage"),
+    ("rows",),
     ("sharding", "planner"),
     ("train_pipeline",),
     ("timeline", "zoo"),

@@ -15,9 +15,10 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     get_qcomm_codecs,
 )
 
-from torchrec_picasso.exchange.header import HeaderExchange
+from torchrec_picasso.exchange.header import HeaderExchange, HeaderWords
 from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
+from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.launch.run_ranks import run_ranks
 
 NUM_CASES = 12
@@ -46,7 +47,7 @@ def _rows(sources: list[int], targets: list[int], pack: int, counts: list[int], 
 
 
 def _all_to_all(rank: int, world_size: int) -> int:
-    pg = dist.group.WORLD
+    ranks = Ranks(dist.group.WORLD)
     # not the registry: on CPU it replaces BF16 by FP16
     codecs = get_qcomm_codecs(
         QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
@@ -68,7 +69,7 @@ def _all_to_all(rank: int, world_size: int) -> int:
             # outputs are slices of larger matrices, whose head must stay as it is
             whole = [torch.full((3 + e.size(0), e.size(1)), -1.0) for e in expected]
             outputs = [matrix[3:] for matrix in whole]
-            exchange = PackedAllToAll(pg, inputs, send_PW, outputs, receive_PW, codec)
+            exchange = PackedAllToAll(ranks, inputs, send_PW, outputs, receive_PW, codec)
             exchange.wait()
             for matrix, output, rows in zip(whole, outputs, expected):
                 assert torch.equal(output, rows.to(dtype).float())
@@ -78,7 +79,7 @@ def _all_to_all(rank: int, world_size: int) -> int:
             assert all((output == -2.0).all() for output in outputs)
         ids = [rows[:, 0].to(torch.int32) for rows in inputs]
         arrived = [torch.empty(sum(c), dtype=torch.int32) for c in receive_PW]
-        PackedAllToAll(pg, ids, send_PW, arrived, receive_PW).wait()
+        PackedAllToAll(ranks, ids, send_PW, arrived, receive_PW).wait()
         for output, rows in zip(arrived, expected):
             assert torch.equal(output, rows[:, 0].to(torch.int32))
     return NUM_CASES
@@ -89,7 +90,8 @@ def _headers(rank: int, world_size: int) -> int:
         rng = random.Random(case)
         num_packs, num_hot = rng.choice((1, 2)), rng.choice((0, 1, 63, 64, 65, 200))
         hot_start_P1 = [0, num_hot] if num_packs == 1 else [0, num_hot // 3, num_hot]
-        counts = _counts(case, num_packs, world_size)
+        num_chunks = 1 + case % 3
+        counts = _counts(case, num_packs, num_chunks * world_size)
         touched_WH = torch.tensor(
             [[rng.random() < 0.1 for _ in range(num_hot)] for _ in range(world_size)],
             dtype=torch.bool,
@@ -97,34 +99,46 @@ def _headers(rank: int, world_size: int) -> int:
         bad_rank, written_rank = rng.randrange(world_size), rng.randrange(-1, world_size)
         ranks_with_data = rng.sample(range(world_size), rng.randrange(world_size + 1))
         hot_P = [7 + p for p in range(num_packs)]
-        header = HeaderExchange(
-            dist.group.WORLD,
-            counts_PB=torch.tensor([[h, *c] for h, c in zip(hot_P, counts[rank])]),
-            lookups_M=torch.arange(3) + 100 * rank,
+        words = HeaderWords(
+            counts_PQ=torch.tensor([[h, *c] for h, c in zip(hot_P, counts[rank])]),
+            lookups_MK=torch.arange(3 * num_chunks) + 100 * rank,
             touched_H=touched_WH[rank],
             hot_start_P1=hot_start_P1,
             outside_ids=torch.tensor(5 if rank == bad_rank else 0),
             bad_weights=torch.tensor(rank),
+            bad_lengths=(rank == bad_rank, torch.tensor(rank == bad_rank))[case % 2],
             homes_written=rank == written_rank,
             has_data=rank in ranks_with_data,
-        ).wait()
+        )
+        header = HeaderExchange(Ranks(dist.group.WORLD), words).wait()
         assert header.hot_P == hot_P
-        assert header.send_PW == counts[rank]
-        assert header.receive_PW == [
-            [counts[r][p][rank] for r in range(world_size)] for p in range(num_packs)
+        assert header.mine_PKW == [_by_chunk(c, num_chunks) for c in counts[rank]]
+        assert header.asked_PKW == [
+            [
+                [_by_chunk(counts[r][p], num_chunks)[k][rank] for r in range(world_size)]
+                for k in range(num_chunks)
+            ]
+            for p in range(num_packs)
         ]
-        assert header.lookups_M == [m + 100 * rank for m in range(3)]
+        assert header.lookups_MK == [
+            [m * num_chunks + k + 100 * rank for k in range(num_chunks)] for m in range(3)
+        ]
         assert header.outside_ids_W == [5 if r == bad_rank else 0 for r in range(world_size)]
         assert header.bad_weights_W == list(range(world_size))
+        assert header.bad_lengths_W == [r == bad_rank for r in range(world_size)]
         assert header.homes_written == (written_rank >= 0)
         assert header.any_data == bool(ranks_with_data)
         union_T = touched_WH.any(0).nonzero().flatten()
-        assert torch.equal(header.touched_slots_T, union_T)
-        assert header.touched_P == [
-            int(((union_T >= start) & (union_T < end)).sum())
-            for start, end in itertools.pairwise(hot_start_P1)
-        ]
+        for (start, end), touched in zip(itertools.pairwise(hot_start_P1), header.touched_P):
+            expected = union_T[(union_T >= start) & (union_T < end)] - start
+            assert torch.equal(touched, expected)
     return NUM_CASES
+
+
+def _by_chunk(counts: list[int], num_chunks: int) -> list[list[int]]:
+    """Counts by chunk and rank."""
+    world_size = len(counts) // num_chunks
+    return [counts[k * world_size : (k + 1) * world_size] for k in range(num_chunks)]
 
 
 def _hot_sums(rank: int, world_size: int) -> list[Tensor]:
@@ -134,7 +148,7 @@ def _hot_sums(rank: int, world_size: int) -> list[Tensor]:
         positions = [torch.arange(count)[rank % 2 :: 2] for count in touched]
         grads = [torch.randn(p.numel(), dim) for p, dim in zip(positions, dims)]
         outputs = [torch.full((count, dim), 9.0) for count, dim in zip(touched, dims)]
-        reduction = HotReduction(dist.group.WORLD, grads, positions, outputs)
+        reduction = HotReduction(Ranks(dist.group.WORLD), grads, positions, outputs)
         sums += [output.clone() for output in reduction.wait()]
         dense = [torch.zeros(count, dim) for count, dim in zip(touched, dims)]
         for full, place, grad in zip(dense, positions, grads):

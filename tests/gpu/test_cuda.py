@@ -23,8 +23,9 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
 from torchrec_picasso._torchrec import EmbeddingLocation
-from torchrec_picasso.ops.packed_ids import PackedIdSpace, PackedTable
-from torchrec_picasso.ops.partition import partition_rows
+from torchrec_picasso.ops.hot_slots import HotSlots
+from torchrec_picasso.ops.ids import IdSpace, PackedTable
+from torchrec_picasso.ops.places import locate_rows
 from torchrec_picasso.ops.segment_reduction import (
     PoolingIndex,
     gradient_of_rows,
@@ -53,11 +54,11 @@ def test_partition_is_the_same_as_on_cpu() -> None:
     rows_N, lookups_F = torch.randint(0, 50, (40,)), torch.tensor([20, 20, 0])
     parts = []
     for device in (torch.device("cpu"), CUDA):
-        space = PackedIdSpace.build(TABLES, device)
+        space, hot = IdSpace.build(TABLES, device), HotSlots.build(TABLES, device)
         packed_N, outside_N = space.pack_ids(rows_N.to(device), lookups_F.to(device))
         assert not outside_N.any()
-        located = partition_rows(unique_rows(packed_N), space).located
-        parts.append((located.target_U.cpu(), located.counts_PB.cpu(), located.touched_H.cpu()))
+        located = locate_rows(unique_rows(packed_N).ids_U, space, hot)
+        parts.append((located.target_U.cpu(), located.counts_PQ.cpu(), located.touched_H.cpu()))
     torch.testing.assert_close(parts[1], parts[0], rtol=0, atol=0)
 
 
@@ -196,7 +197,8 @@ def test_replicas_are_in_device_memory_and_homes_in_managed(
     model = _sharded(start, optimizer, hot_rows=[1, 3], kernel="fused_uvm")
     model(_features(0)).values().square().sum().backward()
     (lookup,) = model.module[0]._lookups
-    (storage,) = lookup._storages
+    (kernel,) = lookup._emb_modules
+    storage = kernel.rows
     placed = storage._tables.tbe.weights_physical_placements
     assert placed == [EmbeddingLocation.MANAGED, EmbeddingLocation.DEVICE]
     for rows in storage._tables.per_row():
@@ -206,5 +208,5 @@ def test_replicas_are_in_device_memory_and_homes_in_managed(
         assert rows.replicas.device.type == "cuda"
     assert not storage.replicas_stale()
     with torch.no_grad():
-        storage.split_embedding_weights()[0][5] = 0.0
+        kernel.split_embedding_weights()[0][5] = 0.0
     assert storage.replicas_stale(), "a write into a home shows, though replicas lie elsewhere"

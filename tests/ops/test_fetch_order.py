@@ -12,15 +12,15 @@ from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange, find_fetch_o
 @given(st.data(), st.integers(1, 4), st.integers(1, 3))
 def test_every_row_has_its_place(data: st.DataObject, num_chunks: int, world_size: int) -> None:
     counts = st.lists(st.integers(0, 4), min_size=world_size, max_size=world_size)
-    counts_CW = data.draw(st.lists(counts, min_size=num_chunks, max_size=num_chunks))
+    counts_KW = data.draw(st.lists(counts, min_size=num_chunks, max_size=num_chunks))
     rows = [
         (chunk, rank)
-        for chunk, counts_W in enumerate(counts_CW)
+        for chunk, counts_W in enumerate(counts_KW)
         for rank, count in enumerate(counts_W)
         for _ in range(count)
     ]
     is_dirty = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
-    order = find_fetch_order(counts_CW, torch.tensor(is_dirty, dtype=torch.bool))
+    order = find_fetch_order(counts_KW, torch.tensor(is_dirty, dtype=torch.bool))
 
     exchanges = [
         dirty_exchange(chunk) if late else CLEAN for (chunk, _), late in zip(rows, is_dirty)

@@ -7,17 +7,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.id_spaces import Laid, lay_out_tables
 from torchrec_picasso.ops.bags import bag_order, reorder_bags
-from torchrec_picasso.ops.packed_ids import PackedIdSpace, PackedTable
-from torchrec_picasso.ops.partition import partition_rows
-from torchrec_picasso.ops.unique import unique_rows
+from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange, find_fetch_order
+from torchrec_picasso.ops.ids import IdSpace, PackedTable
+from torchrec_picasso.ops.places import (
+    LocatedRows,
+    fetch_places,
+    first_use_chunks,
+    locate_rows,
+)
+from torchrec_picasso.ops.unique import UniqueRows, unique_rows
 
 CPU = torch.device("cpu")
 PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 
 
 @st.composite
-def spaces(draw: st.DrawFn) -> PackedIdSpace:
+def spaces(draw: st.DrawFn) -> Laid:
     """Tables with uneven and empty blocks, several packs, any hot set."""
     world_size = draw(st.integers(1, 4))
     packs = sorted(draw(st.lists(st.integers(0, 1), min_size=1, max_size=4)))
@@ -37,21 +44,21 @@ def spaces(draw: st.DrawFn) -> PackedIdSpace:
                 feature_names=tuple(f"t{i}f{j}" for j in range(draw(st.integers(1, 2)))),
             )
         )
-    return PackedIdSpace.build(tables, CPU)
+    return lay_out_tables(tables)
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[PackedIdSpace, list[list[int]]]:
-    """A space and, feature by feature, the rows a batch looks up."""
-    space = draw(spaces())
+def batches(draw: st.DrawFn) -> tuple[Laid, list[list[int]]]:
+    """Tables and, feature by feature, the rows a batch looks up."""
+    laid = draw(spaces())
     lookups = [
         draw(st.lists(st.integers(0, rows - 1), max_size=8))
-        for rows in space.feature_rows_F.tolist()
+        for rows in laid.space.feature_rows_F.tolist()
     ]
-    return space, lookups
+    return laid, lookups
 
 
-def _pack(space: PackedIdSpace, lookups: list[list[int]]) -> tuple[Tensor, Tensor]:
+def _pack(space: IdSpace, lookups: list[list[int]]) -> tuple[Tensor, Tensor]:
     rows_N = torch.tensor([row for rows in lookups for row in rows], dtype=torch.int64)
     return space.pack_ids(rows_N, torch.tensor([len(rows) for rows in lookups]))
 
@@ -65,61 +72,108 @@ def _home(block_rows_W: tuple[int, ...], row: int) -> tuple[int, int]:
     raise AssertionError("row outside its table")
 
 
+def _locate(laid: Laid, packed_N: Tensor) -> tuple[UniqueRows, LocatedRows]:
+    rows = unique_rows(packed_N)
+    return rows, locate_rows(rows.ids_U, laid.space, laid.hot)
+
+
 @PROPERTY
 @given(batches())
-def test_every_lookup_finds_its_row(drawn: tuple[PackedIdSpace, list[list[int]]]) -> None:
-    space, lookups = drawn
+def test_every_lookup_finds_its_row(drawn: tuple[Laid, list[list[int]]]) -> None:
+    laid, lookups = drawn
+    space = laid.space
     packed_N, outside_N = _pack(space, lookups)
     assert not outside_N.any()
-    partition = partition_rows(unique_rows(packed_N), space)
-    # where each matrix row is served from: (pack, replica or home), in the order of the counts
+    rows, located = _locate(laid, packed_N)
+    # where each row is served from: (pack, replica or home), in the order of the counts
     served = [
-        (pack, bucket)
-        for pack, counts_B in enumerate(partition.located.counts_PB.tolist())
-        for bucket, count in enumerate(counts_B)
+        (pack, place)
+        for pack, counts_Q in enumerate(located.counts_PQ.tolist())
+        for place, count in enumerate(counts_Q)
         for _ in range(count)
     ]
     tables = [t for t in space.tables for _ in t.feature_names]
     looked_up = [(t, row) for t, rows in zip(tables, lookups) for row in rows]
     touched = set()
-    for (table, row), place in zip(looked_up, partition.row_of_lookup_N.tolist()):
-        pack, bucket = served[place]
-        target = int(partition.located.target_U[place])
+    positions = located.position_U[rows.row_of_lookup_N].tolist()
+    for (table, row), position in zip(looked_up, positions):
+        pack, place = served[position]
+        target = int(located.target_U[position])
         assert pack == table.pack
         if row in table.hot_rows_H.tolist():
             base = sum(t.num_embeddings for t in space.tables[: space.tables.index(table)])
-            assert bucket == 0
-            assert int(space.hot_ids_H[target]) == base + row
+            assert place == 0
+            assert int(laid.hot.ids_H[target]) == base + row
             touched.add(target)
         else:
             rank, local_row = _home(table.block_rows_W, row)
             before = [t for t in space.tables[: space.tables.index(table)] if t.pack == pack]
-            assert bucket == 1 + rank
+            assert place == 1 + rank
             assert target == sum(t.block_rows_W[rank] for t in before) + local_row
     assert len(served) == len({(t.name, row) for t, row in looked_up})
-    assert set(partition.located.touched_H.nonzero().flatten().tolist()) == touched
+    assert set(located.touched_H.nonzero().flatten().tolist()) == touched
 
 
 @PROPERTY
-@given(batches())
-def test_lookups_of_a_row_are_grouped(drawn: tuple[PackedIdSpace, list[list[int]]]) -> None:
-    space, lookups = drawn
-    partition = partition_rows(unique_rows(_pack(space, lookups)[0]), space)
+@given(batches(), st.data())
+def test_chunks_and_marks_give_every_row_one_place(
+    drawn: tuple[Laid, list[list[int]]], data: st.DataObject
+) -> None:
+    laid, lookups = drawn
+    packed_N, _ = _pack(laid.space, lookups)
+    num_parts, world_size = data.draw(st.integers(2, 3)), laid.space.world_size
+    parts = data.draw(
+        st.lists(
+            st.integers(0, num_parts - 1), min_size=packed_N.numel(), max_size=packed_N.numel()
+        )
+    )
+    rows = unique_rows(packed_N)
+    chunk_U = first_use_chunks(rows, torch.tensor(parts, dtype=torch.int64), num_parts)
+    ids = packed_N.tolist()
+    expected = [
+        min(part for part, other in zip(parts, ids) if other == packed_id)
+        for packed_id in rows.ids_U.tolist()
+    ]
+    assert chunk_U.tolist() == expected
+    located = locate_rows(rows.ids_U, laid.space, laid.hot, chunk_U, num_parts)
+    counts_PQ = located.counts_PQ.tolist()
+    hot_P = [hot for hot, *_ in counts_PQ]
+    counts_PKW = [
+        [cold[k * world_size : (k + 1) * world_size] for k in range(num_parts)]
+        for _, *cold in counts_PQ
+    ]
+    dirty_P = [
+        torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)), dtype=torch.bool)
+        for n in (sum(map(sum, counts_KW)) for counts_KW in counts_PKW)
+    ]
+    orders = [find_fetch_order(c, dirty) for c, dirty in zip(counts_PKW, dirty_P)]
+    places_U = fetch_places(located, hot_P, orders)
+    assert sorted(places_U.tolist()) == list(range(rows.ids_U.numel()))
+    # a clean row lies in the clean exchange, a dirty one in that of its chunk; hot rows first
     start = 0
-    for place, end in enumerate(partition.lookup_end_U.tolist()):
-        group = partition.lookups_by_row_N[start:end]
-        assert group.numel() > 0
-        assert (partition.row_of_lookup_N[group] == place).all()
-        start = end
-    assert start == partition.row_of_lookup_N.numel()
+    for pack, (hot, order, dirty) in enumerate(zip(hot_P, orders, dirty_P)):
+        first = sum(map(sum, counts_PQ[:pack]))
+        for index, place in enumerate(places_U.tolist()):
+            position = int(located.position_U[index]) - first
+            if not 0 <= position < hot + order.num_rows:
+                continue
+            if position < hot:
+                assert place == start + position
+                continue
+            chunk = int(chunk_U[index])
+            exchange = dirty_exchange(chunk) if dirty[position - hot] else CLEAN
+            rows_of = order.rows(exchange)
+            assert rows_of.start <= place - start - hot < rows_of.stop
+        start += hot + order.num_rows
 
 
 @PROPERTY
 @given(batches(), st.sampled_from([-1, -(2**40), 0, 2**31, 2**62]))
 def test_rows_outside_their_table_are_flagged(
-    drawn: tuple[PackedIdSpace, list[list[int]]], offset: int
+    drawn: tuple[Laid, list[list[int]]], offset: int
 ) -> None:
-    space, lookups = drawn
+    laid, lookups = drawn
+    space = laid.space
     bad = offset if offset < 0 else int(space.feature_rows_F[0]) + offset
     packed_N, outside_N = _pack(space, [[*lookups[0], bad], *lookups[1:]])
     assert outside_N.nonzero().flatten().tolist() == [len(lookups[0])]
@@ -132,7 +186,7 @@ def test_ids_widen_when_the_space_does() -> None:
         table = PackedTable(
             name="t", pack=0, dim=4, block_rows_W=(rows,), hot_rows_H=hot, feature_names=("f",)
         )
-        space = PackedIdSpace.build([table], CPU)
+        space = IdSpace.build([table], CPU)
         assert space.id_dtype == dtype
         packed_N, _ = space.pack_ids(torch.tensor([rows - 1]), torch.tensor([1]))
         assert packed_N.tolist() == [rows - 1]
@@ -187,7 +241,7 @@ def test_any_integer_type_of_rows() -> None:
         PackedTable(name=n, pack=0, dim=4, block_rows_W=(2, 1), hot_rows_H=hot, feature_names=(n,))
         for n in "ab"
     ]
-    space = PackedIdSpace.build(tables, CPU)
+    space = IdSpace.build(tables, CPU)
     for dtype in (torch.int32, torch.int64):
         rows_N = torch.tensor([2, torch.iinfo(dtype).max, torch.iinfo(dtype).min, 2], dtype=dtype)
         packed_N, outside_N = space.pack_ids(rows_N, torch.tensor([1, 3]))
@@ -197,11 +251,11 @@ def test_any_integer_type_of_rows() -> None:
 
 @PROPERTY
 @given(batches())
-def test_repeats_are_bit_equal(drawn: tuple[PackedIdSpace, list[list[int]]]) -> None:
-    space, lookups = drawn
+def test_repeats_are_bit_equal(drawn: tuple[Laid, list[list[int]]]) -> None:
+    laid, lookups = drawn
+    packed_N, _ = _pack(laid.space, lookups)
     first, second = (
-        [v for v in (vars(p) | vars(p.located)).values() if isinstance(v, torch.Tensor)]
-        for p in (partition_rows(unique_rows(_pack(space, lookups)[0]), space) for _ in range(2))
+        [v for value in _locate(laid, packed_N) for v in vars(value).values()] for _ in range(2)
     )
-    assert len(first) == 8
+    assert len(first) == 9
     assert all(map(torch.equal, first, second))

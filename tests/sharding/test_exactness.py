@@ -210,10 +210,10 @@ def _packs(rank: int, world_size: int, job: Job) -> list[tuple[list[str], str]]:
     (lookup,) = build(job, rank, world_size).module.ebc._lookups
     return [
         (
-            [table.name for table in storage.config.embedding_tables],
-            storage.config.embedding_tables[0].compute_kernel.value,
+            [table.name for table in kernel.config.embedding_tables],
+            kernel.config.embedding_tables[0].compute_kernel.value,
         )
-        for storage in lookup._storages
+        for kernel in lookup._emb_modules
     ]
 
 

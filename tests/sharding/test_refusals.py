@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 
 import pytest
@@ -14,7 +13,6 @@ from tests.sharding import jobs
 from tests.sharding.jobs import Job, build, make_batch
 from torchrec_picasso import (
     CompatError,
-    HotColdEmbeddingBagCollectionSharder,
     InputError,
     PlanError,
 )
@@ -25,10 +23,6 @@ JOB = Job(placement={"*": 2}, num_steps=2)
 
 def _bad_batch(rank: int, world_size: int, job: Job, values: dict[str, float]) -> str:
     """Trains a good step, then one in which rank 1 holds a bad id or weight; returns the error."""
-    if job.weighted:
-        jobs.HotColdEmbeddingBagCollectionSharder = functools.partial(
-            HotColdEmbeddingBagCollectionSharder, check_weights=True
-        )
     model = build(job, rank, world_size)
     model(make_batch(job, rank, 0))[0].backward()
     batch = make_batch(job, rank, 1)

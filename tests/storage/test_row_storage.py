@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.sharding.jobs import OPTIMIZERS, Job, Table, build
 from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.storage.row_storage import RowStorage
+from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 
 JOB = Job(
     placement={"*": 2},
@@ -34,11 +35,16 @@ UPDATES: Mapping[str, Mapping[str, Any]] = {
 
 
 def _storage(job: Job = JOB) -> RowStorage:
+    return _kernel(job).rows
+
+
+def _kernel(job: Job = JOB) -> HotColdKernel:
     (lookup,) = build(job, 0, 1).module.ebc._lookups
-    (storage,) = lookup._storages
+    (kernel,) = lookup._emb_modules
+    storage = kernel.rows
     assert storage._tables.layout.in_two_tables == job.two_tables
     storage.fill_replicas()
-    return storage
+    return kernel
 
 
 def _all_rows(storage: RowStorage) -> Tensor:
@@ -72,7 +78,8 @@ def _update(rank: int, world_size: int, two_tables: bool) -> dict[str, list[Tens
 
 
 def _life_of_a_replica(rank: int, world_size: int, two_tables: bool) -> None:
-    storage = _storage(dataclasses.replace(JOB, two_tables=two_tables))
+    kernel = _kernel(dataclasses.replace(JOB, two_tables=two_tables))
+    storage = kernel.rows
     own = storage._hot_homes.own_rows_h
     homes, replicas = storage._homes, storage._replicas
     assert (homes.shape, replicas.shape) == ((NUM_HOME, 4), (NUM_HOT, 4))
@@ -82,7 +89,7 @@ def _life_of_a_replica(rank: int, world_size: int, two_tables: bool) -> None:
     storage.update(torch.empty(0, dtype=torch.int64), torch.arange(NUM_HOT), torch.ones(4, 4))
     assert not torch.equal(homes[own], replicas), "an update leaves the homes behind"
     assert not storage.replicas_stale(), "an update is no write from outside"
-    _ = storage.fused_optimizer.state  # reading brings rows and state home
+    _ = kernel.fused_optimizer.state  # reading brings rows and state home
     assert torch.equal(homes[own], replicas)
     (state,) = storage._tables.row_states.values()
     assert state.replicas.shape == (NUM_HOT, 4)
@@ -91,7 +98,7 @@ def _life_of_a_replica(rank: int, world_size: int, two_tables: bool) -> None:
     assert not storage.replicas_stale()
 
     with torch.no_grad():
-        storage.split_embedding_weights()[0].fill_(3.0)
+        kernel.split_embedding_weights()[0].fill_(3.0)
     assert storage.replicas_stale(), "somebody wrote into a home"
     storage.update(
         torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), torch.empty(0, 4)
@@ -103,7 +110,7 @@ def _life_of_a_replica(rank: int, world_size: int, two_tables: bool) -> None:
     assert not storage.replicas_stale()
     assert torch.equal(homes[own], replicas)
 
-    state_a, _ = storage.fused_optimizer.state.values()
+    state_a, _ = kernel.fused_optimizer.state.values()
     (sum_a,) = state_a.values()
     sum_a.local_shards()[0].tensor.fill_(2.0)
     assert storage.replicas_stale(), "somebody wrote into a home's optimizer state"
@@ -124,15 +131,16 @@ def _life_of_a_replica(rank: int, world_size: int, two_tables: bool) -> None:
 
 def _slices_of_homes(rank: int, world_size: int, two_tables: bool) -> None:
     """TorchRec's views of a table reach its home rows, and those of no other."""
-    storage = _storage(dataclasses.replace(JOB, two_tables=two_tables))
+    kernel = _kernel(dataclasses.replace(JOB, two_tables=two_tables))
+    storage = kernel.rows
     with torch.no_grad():
-        for value, (name, weight) in enumerate(storage.named_parameters_by_table(), start=1):
+        for value, (name, weight) in enumerate(kernel.named_parameters_by_table(), start=1):
             weight.fill_(value)
-            (view,) = [p for n, p in storage.named_parameters() if n == f"{name}.weight"]
+            (view,) = [p for n, p in kernel.named_parameters() if n == f"{name}.weight"]
             assert (view == value).all()
     assert storage._homes.mean(1).tolist() == [1.0] * 6 + [2.0] * 3
     assert not (storage._replicas % 1 == 0).any()
-    (states_a, states_b) = storage.fused_optimizer.state.values()
+    (states_a, states_b) = kernel.fused_optimizer.state.values()
     shapes = [next(iter(s.values())).local_shards()[0].tensor.shape for s in (states_a, states_b)]
     assert shapes == [(6, 4), (3, 4)]
 

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchrec_picasso.exchange import header, packed_all_to_all
+from torchrec_picasso.exchange import ranks
 from torchrec_picasso.exchange.all_to_all import Pending, start_all_to_all
 
 __all__ = ["RaceDetector"]
@@ -85,8 +85,7 @@ class RaceDetector(TorchDispatchMode):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "get_device_module", module_of)
-            patch.setattr(packed_all_to_all, "start_all_to_all", self._start_all_to_all)
-            patch.setattr(header, "start_all_to_all", self._start_all_to_all)
+            patch.setattr(ranks, "start_all_to_all", self._start_all_to_all)
             yield
 
     def _start_all_to_all(

@@ -38,8 +38,8 @@ def _clean_rows(rank: int, world_size: int, lookahead: bool) -> list[list[int]]:
     found = []
     for _ in IDS[1:]:
         pipeline.progress(batches)
-        (step,) = pipeline._flights[0].steps.values()
-        order = step.layout.packs[0].mine_by_fetch
+        (rows,) = pipeline._flights[0].rows.values()
+        order = rows.layout.packs[0].mine_by_fetch
         found.append(order.counts_EW[CLEAN])
     return found
 

@@ -1,13 +1,16 @@
-"""Pooling cut into micro-batches, against pooling each micro-batch's samples alone."""
+"""Pooling cut into parts, against pooling each part's samples alone."""
 
 from __future__ import annotations
+
+from itertools import accumulate, pairwise
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrec_picasso.ops.bags import Bags
-from torchrec_picasso.ops.micro_pooling import cut_pooling, micro_batch_of_lookup
+from torchrec_picasso.ops.part_pooling import count_lookups, cut_pooling, part_of_lookup
+from torchrec_picasso.ops.places import LocatedRows
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
 from torchrec_picasso.ops.unique import unique_rows
 
@@ -18,7 +21,7 @@ _features = st.lists(st.integers(1, 2), min_size=1, max_size=3)
 
 @settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(st.data(), _sizes, _features)
-def test_equals_each_micro_batch_alone(
+def test_equals_each_part_alone(
     data: st.DataObject, sizes_K: list[int], features_M: list[int]
 ) -> None:
     # bags[place][sample * features + feature], ids of matrices do not overlap
@@ -35,18 +38,34 @@ def test_equals_each_micro_batch_alone(
     bags = Bags(ids_N=torch.tensor(ids, dtype=torch.int32), offsets_S1=offsets_S1, source_N=None)
     rows = unique_rows(bags.ids_N)
     torch.manual_seed(len(ids))
-    # in the matrix, here of all its rows; gradients the other way round
-    place_U = rows.ids_U.long() % _ROWS
-    micro_batch_N = micro_batch_of_lookup(bags, features_M, sizes_K)
+    matrices = range(len(features_M))
+    # request order is, by pack, the order of ids turned round
+    used_M = [[r % _ROWS for r in rows.ids_U.tolist() if r // _ROWS == m] for m in matrices]
+    rows_M = list(map(len, used_M))
+    ends = [0, *accumulate(rows_M)]
+    order = [i for start, end in pairwise(ends) for i in reversed(range(start, end))]
+    order_U = torch.tensor(order, dtype=torch.int64)
+    located = LocatedRows(
+        target_U=order_U,
+        counts_PQ=order_U,
+        order_U=order_U,
+        position_U=order_U.argsort(),
+        touched_H=order_U,
+    )
+    bags_MK = [[features * size for size in sizes_K] for features in features_M]
+    lookups_MK = count_lookups(bags, bags_MK)
+    num_parts = len(sizes_K)
+    several = num_parts > 1
     pooling_KM = cut_pooling(
         bags,
         rows,
-        micro_batch_N,
-        place_U,
-        _ROWS - 1 - place_U,
-        features_M=features_M,
-        sizes_K=sizes_K,
-        mean_MF=[None] * len(features_M),
+        located,
+        torch.arange(len(rows.ids_U)),  # fetched in the order of ids
+        part_N=part_of_lookup(lookups_MK, num_parts, len(ids)) if several else None,
+        bags_MK=bags_MK,
+        lookups_MK=lookups_MK.view(-1, num_parts).tolist(),
+        rows_M=rows_M,
+        mean_MK=[[None] * num_parts for _ in features_M],
     )
     assert len(pooling_KM) == len(sizes_K)
 
@@ -57,9 +76,10 @@ def test_equals_each_micro_batch_alone(
     for size, pooling_M in zip(sizes_K, pooling_KM):
         for place, (features, pooling) in enumerate(zip(features_M, pooling_M)):
             own = bags_M[place][first_sample * features : (first_sample + size) * features]
-            matrix = torch.randn(_ROWS, 2)
+            table = torch.randn(_ROWS, 2)
+            matrix = table[used_M[place]]
             upstream = torch.randn(len(own), 2)
-            expected = [matrix[in_bag].sum(0) for in_bag in own]
+            expected = [table[in_bag].sum(0) for in_bag in own]
             grads = torch.zeros(_ROWS, 2)
             for grad, in_bag in zip(upstream, own):
                 for row in in_bag:
@@ -70,7 +90,10 @@ def test_equals_each_micro_batch_alone(
                 next_lookup_M[place], next_lookup_M[place] + num_lookups
             )
             next_lookup_M[place] += num_lookups
-            used = _ROWS - 1 - pooling.gradient_place_U
+            in_request_order = torch.tensor(used_M[place], dtype=torch.int64).flip(0)
+            used = in_request_order
+            if several:
+                used = in_request_order[pooling.gradient_place_U]
             assert sorted(used.tolist()) == sorted({row for bag in own for row in bag})
             pooled = pool_rows(matrix, None, pooling.index)
             torch.testing.assert_close(list(pooled), expected)

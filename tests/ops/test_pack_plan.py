@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from torchrec_picasso.ops.packed_ids import PackedIdSpace, PackedTable
+from torchrec_picasso.ops.ids import PackedTable
+from torchrec_picasso.ops.pack_plan import PackPlan
 
 NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
-def _space(dims_and_waves: list[tuple[int, int]]) -> PackedIdSpace:
+def _plan(dims_and_waves: list[tuple[int, int]]) -> PackPlan:
     """A pack of one table with two features for each dim and wave."""
-    return PackedIdSpace.build(
+    return PackPlan.build(
         [
             PackedTable(
                 name=f"t{pack}",
@@ -29,19 +30,29 @@ def _space(dims_and_waves: list[tuple[int, int]]) -> PackedIdSpace:
 
 
 def test_packs_of_a_wave_travel_together_and_waves_may_have_gaps() -> None:
-    space = _space([(4, 0), (8, 0), (4, 2), (8, 5), (8, 5)])
-    assert space.waves == (slice(0, 2), slice(2, 3), slice(3, 5))
+    plan = _plan([(4, 0), (8, 0), (4, 2), (8, 5), (8, 5)])
+    assert plan.waves == (slice(0, 2), slice(2, 3), slice(3, 5))
 
 
 def test_neighbours_of_one_dim_share_a_matrix_across_waves() -> None:
-    space = _space([(8, 0), (4, 0), (4, 1), (8, 1), (8, 2)])
-    assert space.matrices == (slice(0, 1), slice(1, 3), slice(3, 5))
-    assert space.features_M == (2, 4, 4)
+    plan = _plan([(8, 0), (4, 0), (4, 1), (8, 1), (8, 2)])
+    assert plan.matrices == (slice(0, 1), slice(1, 3), slice(3, 5))
+    assert plan.features_M == (2, 4, 4)
+
+
+def test_matrices_know_their_dim_and_waves_their_packs() -> None:
+    plan = _plan([(8, 0), (4, 0), (4, 1), (8, 1)])
+    assert plan.dim_M == (8, 4, 8)
+    assert [plan.packs_of(wave) for wave in (None, 1, 2)] == [
+        slice(0, 4),
+        slice(2, 4),
+        slice(4, 4),
+    ]
 
 
 def test_one_table_is_one_wave_and_one_matrix() -> None:
-    space = _space([(4, 3)])
-    assert space.waves == space.matrices == (slice(0, 1),)
+    plan = _plan([(4, 3)])
+    assert plan.waves == plan.matrices == (slice(0, 1),)
 
 
 def test_tables_of_a_pack_count_once() -> None:
@@ -56,6 +67,6 @@ def test_tables_of_a_pack_count_once() -> None:
         )
         for name, pack in (("a", 0), ("b", 0), ("c", 1))
     ]
-    space = PackedIdSpace.build(tables, torch.device("cpu"))
-    assert space.waves == space.matrices == (slice(0, 2),)
-    assert space.features_M == (3,)
+    plan = PackPlan.build(tables, torch.device("cpu"))
+    assert plan.waves == plan.matrices == (slice(0, 2),)
+    assert plan.features_M == (3,)
