@@ -101,10 +101,26 @@ class RaceDetector(TorchDispatchMode):
     def note_arrival(self, output_M: Tensor) -> None:
         self._note_write(output_M, self._current.stream_id)
 
-    def note_wait(self, waiting: int, waited_for: int) -> None:
+    def note_wait(self, waiting: int, done: dict[int, int]) -> None:
+        """A stream knows from now on what others have done up to some time."""
         knows = self._knows[waiting]
-        for stream, time in {**self._knows[waited_for], waited_for: self._time}.items():
+        for stream, time in done.items():
             knows[stream] = max(knows.get(stream, -1), time)
+
+    def done_by(self, stream: int) -> dict[int, int]:
+        """What is done when all is that was queued on a stream, by stream."""
+        return {**self._knows[stream], stream: self._time}
+
+    def watch(self, tensor: Tensor) -> None:
+        """Looks at memory that was made before, and stays for all streams."""
+        reference = StorageWeakRef(tensor.untyped_storage())
+        stream = self._current.stream_id
+        block = _Block(reference, stream, stream, -1, recorded_for={*self._knows})
+        self._blocks[_storage(tensor)] = block
+
+    def note_write(self, tensor: Tensor) -> None:
+        """Tells of a write that the operator does not tell of."""
+        self._note_write(tensor, self._current.stream_id)
 
     # ------------------------------------------------------------------------------------------
 
@@ -165,7 +181,13 @@ class _NamedStream(torch.Stream):
         self._detector = detector
 
     def wait_stream(self, stream: torch.Stream) -> None:
-        self._detector.note_wait(self.stream_id, stream.stream_id)
+        self._detector.note_wait(self.stream_id, self._detector.done_by(stream.stream_id))
+
+    def record_event(self, event: Any = None) -> dict[int, int]:
+        return self._detector.done_by(self.stream_id)
+
+    def wait_event(self, event: dict[int, int]) -> None:
+        self._detector.note_wait(self.stream_id, event)
 
 
 def _storage(tensor: Tensor) -> int:

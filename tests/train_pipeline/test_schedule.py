@@ -8,6 +8,8 @@ import pytest
 
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.train_pipeline import schedule as schedule_module
+from torchrec_picasso.train_pipeline.kinds import KINDS
+from torchrec_picasso.train_pipeline.operations import Operations
 from torchrec_picasso.train_pipeline.schedule import (
     COLLECTIVES,
     Op,
@@ -127,6 +129,21 @@ def test_an_illegal_schedule_is_refused() -> None:
         early.check()
     with pytest.raises(PlanError, match="runs update twice"):
         Schedule((Op("update"), Op("update"))).check()
+
+
+def test_a_kind_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(PlanError, match="no operation is called 'fetch_durty'; one of request, "):
+        Op("fetch_durty")
+
+
+def test_gradients_need_a_backward() -> None:
+    with pytest.raises(PlanError, match="runs send_gradients 0 without the backward it needs"):
+        Schedule((Op("forward", 0, 0), Op("send_gradients", 0, 0))).check()
+
+
+def test_every_kind_has_a_method_and_a_place_in_a_schedule() -> None:
+    assert all(callable(getattr(Operations, f"_{kind}")) for kind in KINDS)
+    assert {op.kind for op in training_schedule(Setting(2, lookahead=True))} == set(KINDS)
 
 
 def test_the_frame_has_a_line_per_operation() -> None:

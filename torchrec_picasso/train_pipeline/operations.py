@@ -18,8 +18,9 @@ from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
 from torchrec_picasso.train_pipeline.end_of_data import AnyData
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.id_stream import IdStream
+from torchrec_picasso.train_pipeline.kinds import KINDS
 from torchrec_picasso.train_pipeline.model_parts import dense_parameters
-from torchrec_picasso.train_pipeline.schedule import PREPARING, Op
+from torchrec_picasso.train_pipeline.schedule import Op
 from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 
 __all__ = ["Operations"]
@@ -69,12 +70,12 @@ class Operations:
 
     def run(self, op: Op, flights: Sequence[Flight]) -> None:
         """Runs one operation on the batch it is for."""
-        if op.kind not in PREPARING:
+        if not KINDS[op.kind].on_id_stream:
             self._run(op, flights)
             return
         with self._id_stream.working():
             self._run(op, flights)
-        if op.kind == PREPARING[-1]:
+        if op.kind == "lay_out":  # nothing else asks what the ids' stream made
             flight = flights[op.batch]
             tensors = chain.from_iterable(rows.layout.tensors() for rows in flight.rows.values())
             self._id_stream.hand_over([flight.batch, *flight.micro_batches_K], tensors)

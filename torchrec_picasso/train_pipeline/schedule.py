@@ -17,6 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from torchrec_picasso.errors import PlanError
+from torchrec_picasso.train_pipeline.kinds import KINDS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,7 +26,6 @@ __all__ = [
     "COLLECTIVES",
     "NUM_BATCHES",
     "OF_BATCH",
-    "PREPARING",
     "Op",
     "Schedule",
     "Setting",
@@ -40,23 +40,8 @@ NUM_BATCHES = 3
 """Batches that a step works on."""
 OF_BATCH = ("", " of the next batch", " of the batch after")
 
-COLLECTIVES = frozenset(
-    {
-        "request",
-        "send_ids",
-        "send_marks",
-        "fetch_clean",
-        "fetch_dirty",
-        "read_hot",
-        "send_gradients",
-        "reduce_hot",
-        "reduce_dense",
-    }
-)
+COLLECTIVES = frozenset(name for name, kind in KINDS.items() if kind.sends)
 """Operations that send: all ranks reach them in the same order."""
-
-PREPARING = ("request", "send_ids", "receive_ids", "send_marks", "lay_out")
-"""Operations on ids, in order; up to the last, nothing else asks what they make."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +69,23 @@ class Op:
     """One operation.
 
     Args:
-        kind: What runs, a method of the pipeline.
+        kind: What runs, one of :data:`KINDS`.
         batch: 0 = the batch of this step, 1 = the next, 2 = the one after that.
         index: Micro-batch or chunk; ``None`` where the whole batch is meant.
         wave: Wave of packs; ``None`` where all packs are meant.
+
+    Raises:
+        PlanError: If there is no such kind.
     """
 
     kind: str
     batch: int = THIS
     index: int | None = None
     wave: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise PlanError(f"no operation is called {self.kind!r}; one of {', '.join(KINDS)}")
 
     def __str__(self) -> str:
         index = "" if self.index is None else f" {self.index}"
@@ -132,11 +124,15 @@ class Schedule:
         for op in self.ops:
             if op in done:
                 raise PlanError(f"the schedule runs {op} twice; each operation runs once")
-            for first in _needs(op, self.ops):
-                if first not in done:
-                    raise PlanError(
-                        f"the schedule runs {op} before {first}, which it needs; swap them"
-                    )
+            for need in KINDS[op.kind].needs:
+                found = [o for o in self.ops if o.kind == need.kind and need.pick(op, o)]
+                if need.required and not found:
+                    raise PlanError(f"the schedule runs {op} without the {need.kind} it needs")
+                for first in found:
+                    if first != op and first not in done:
+                        raise PlanError(
+                            f"the schedule runs {op} before {first}, which it needs; swap them"
+                        )
             done.add(op)
 
 
@@ -247,43 +243,3 @@ def _checked(ops: list[Op]) -> Schedule:
     schedule = Schedule(tuple(ops))
     schedule.check()
     return schedule
-
-
-def _share_packs(one: Op, other: Op) -> bool:
-    return one.wave is None or other.wave is None or one.wave == other.wave
-
-
-def _needs(op: Op, ops: tuple[Op, ...]) -> list[Op]:
-    """What has to run before an operation, among those of the same schedule."""
-
-    def all_of(batch: int, *kinds: str) -> list[Op]:
-        return [
-            o
-            for o in ops
-            if o != op and o.batch == batch and o.kind in kinds and _share_packs(o, op)
-        ]
-
-    updates = all_of(THIS, "update") if op.batch != THIS else []
-    if op.kind in PREPARING:
-        return all_of(op.batch, *PREPARING[: PREPARING.index(op.kind)])
-    if op.kind == "fetch_clean":
-        return all_of(op.batch, "lay_out")
-    if op.kind in ("fetch_dirty", "read_hot"):
-        return [*all_of(op.batch, "lay_out"), *updates]
-    if op.kind == "forward" and op.index:
-        return [Op("forward", op.batch, op.index - 1)]
-    if op.kind == "backward":
-        later = [o for o in ops if o.kind == "backward" and (o.index or 0) > (op.index or 0)]
-        dense = all_of(op.batch, "reduce_dense") if op.index == 0 else []
-        return [*all_of(op.batch, "forward"), *later, *dense]
-    if op.kind == "reduce_dense":  # the last backward completes them
-        return [o for o in ops if o.kind == "backward" and o.index]
-    if op.kind == "send_gradients":
-        return [Op("backward", op.batch, op.index)]
-    if op.kind == "reduce_hot":
-        return all_of(op.batch, "backward")
-    if op.kind == "update":
-        return all_of(op.batch, "send_gradients", "reduce_hot")
-    if op.kind == "dense_step":
-        return all_of(op.batch, "reduce_dense", "update")
-    return []

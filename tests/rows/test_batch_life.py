@@ -1,0 +1,225 @@
+"""A batch from its features to its update on fake ranks, against rows indexed one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.rows.worlds import LEARNING_RATE, TABLES, World, features_of, make_world, whole_tables
+from torchrec_picasso.errors import InputError
+from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
+from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
+from torchrec_picasso.rows.batch_ids import BatchIds
+from torchrec_picasso.rows.batch_rows import BatchRows
+from torchrec_picasso.rows.request import RowRequest
+
+PROPERTY = settings(max_examples=6, deadline=None, derandomize=True, database=None)
+NUM_STEPS = 2
+
+Bags = list[list[list[int]]]
+"""Ids of one rank, by feature and sample."""
+
+
+@st.composite
+def batches(draw: st.DrawFn, world_size: int, num_parts: int) -> list[list[tuple[Bags, list[int]]]]:
+    """By step and rank, bags and the sizes of their parts."""
+    rows_F = [t.num_embeddings for t in TABLES[world_size] for _ in t.feature_names]
+    steps = []
+    for _ in range(NUM_STEPS):
+        of_ranks = []
+        for _ in range(world_size):
+            sizes_K = draw(st.lists(st.integers(0, 2), min_size=num_parts, max_size=num_parts))
+            bags = [
+                [draw(st.lists(st.integers(0, rows - 1), max_size=3)) for _ in range(sum(sizes_K))]
+                for rows in rows_F
+            ]
+            of_ranks.append((bags, sizes_K))
+        steps.append(of_ranks)
+    return steps
+
+
+def _everywhere(values: Sequence[Any], what: Callable[..., Any], *args: Any) -> list[Any]:
+    return [what(value, *args) for value in values]
+
+
+def _request(world: World, of_ranks: Sequence[tuple[Bags, list[int]]]) -> list[RowRequest]:
+    requests = [
+        RowRequest(group, BatchIds.read(features_of(world, bags), group, sizes_K))
+        for group, (bags, sizes_K) in zip(world.groups, of_ranks)
+    ]
+    assert all(_everywhere(requests, RowRequest.send_ids))
+    _everywhere(requests, RowRequest.receive_ids)
+    return requests
+
+
+def _upstream(place: int, num_bags: int, dim: int) -> Tensor:
+    return torch.randn(num_bags, dim, generator=torch.Generator().manual_seed(place))
+
+
+def _grads_of(rows: BatchRows, part: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Pools a part; what it pooled and the gradients of its rows."""
+    given = rows.hand_out(part, lambda _: None)
+    pooled, grads = [], []
+    for place, (matrix, pooling) in enumerate(zip(given.arrive(), given.pooling_M)):
+        pooled.append(pool_rows(matrix, None, pooling.index))
+        upstream = _upstream(100 * part + place, *pooled[-1].shape)
+        grads.append(gradient_of_rows(upstream, None, pooling.index))
+    return pooled, grads
+
+
+def _expected_step(
+    world: World, tables: list[Tensor], of_ranks: Sequence[tuple[Bags, list[int]]]
+) -> tuple[list[list[list[Tensor]]], list[Tensor]]:
+    """What every part pools, by rank, and the tables after the step."""
+    moved = [table.clone() for table in tables]
+    features = [(i, t.dim) for i, t in enumerate(world.tables) for _ in t.feature_names]
+    plan = world.groups[0].plan
+    pooled_of_ranks = []
+    for bags, sizes_K in of_ranks:
+        pooled_K, first_sample = [], 0
+        for part, size in enumerate(sizes_K):
+            pooled_M, first = [], 0
+            for matrix, (num_features, dim) in enumerate(zip(plan.features_M, plan.dim_M)):
+                own = range(first, first + num_features)
+                bags_S = [
+                    (features[f][0], bags[f][sample])
+                    for sample in range(first_sample, first_sample + size)
+                    for f in own
+                ]
+                sums = [tables[t][rows].sum(0) for t, rows in bags_S]
+                pooled_M.append(torch.stack(sums) if sums else torch.zeros(0, dim))
+                upstream = _upstream(100 * part + matrix, len(bags_S), dim)
+                for (t, rows), grad in zip(bags_S, upstream):
+                    for row in rows:
+                        moved[t][row] -= LEARNING_RATE * grad / len(of_ranks)
+                first += num_features
+            pooled_K.append(pooled_M)
+            first_sample += size
+        pooled_of_ranks.append(pooled_K)
+    return pooled_of_ranks, moved
+
+
+def _train(
+    world: World,
+    steps: Sequence[Sequence[tuple[Bags, list[int]]]],
+    num_parts: int,
+    lookahead: bool,
+    in_waves: bool,
+) -> None:
+    tables = whole_tables(world)
+    waves = list(range(len(world.groups[0].plan.waves))) if in_waves else [None]
+    before: list[RowRequest] | None = None
+    for of_ranks in steps:
+        requests = _request(world, of_ranks)
+        if lookahead and before is not None:
+            for request, earlier in zip(requests, before):
+                request.send_marks(earlier)
+        before = requests
+        layouts = _everywhere(requests, RowRequest.lay_out)
+        rows_W = [BatchRows(group, layout) for group, layout in zip(world.groups, layouts)]
+        if lookahead:
+            _everywhere(rows_W, BatchRows.fetch_clean)
+        for wave in waves:
+            _everywhere(rows_W, BatchRows.fetch_dirty, 0, wave)
+        for chunk in range(1, num_parts):
+            _everywhere(rows_W, BatchRows.fetch_dirty, chunk)
+        _fill_and_read_hot(world, rows_W)
+        pooled_of_ranks, tables = _expected_step(world, tables, of_ranks)
+        gradients = [BatchGradients(group, layout) for group, layout in zip(world.groups, layouts)]
+        found = [[_grads_of(rows, part) for part in range(num_parts)] for rows in rows_W]
+        for pooled_K, expected_K in zip(found, pooled_of_ranks):
+            for (pooled_M, _), expected_M in zip(pooled_K, expected_K):
+                torch.testing.assert_close(pooled_M, expected_M)
+        for part in reversed(range(num_parts)):
+            for of_batch, grads_K in zip(gradients, found):
+                of_batch.add(part, grads_K[part][1])
+            for wave in waves if part == 0 else [None]:
+                _everywhere(gradients, partial(BatchGradients.send, chunk=part, wave=wave))
+        for wave in waves:
+            _everywhere(gradients, BatchGradients.reduce_hot, wave)
+        for wave in waves:
+            updated = [update_rows(g, [of], wave) for g, of in zip(world.groups, gradients)]
+            assert updated == [wave == waves[-1]] * len(updated)
+        _everywhere(rows_W, BatchRows.release)
+        torch.testing.assert_close(whole_tables(world), tables)
+
+
+def _fill_and_read_hot(world: World, rows_W: Sequence[BatchRows]) -> None:
+    """Fake ranks cannot wait within a collective, so replicas are filled by hand."""
+    for pack in range(len(world.groups[0].storages)):
+        storages = [group.storages[pack] for group in world.groups]
+        for storage in storages:
+            storage.flush()
+        hot = {}
+        for storage in storages:
+            homes = storage._hot_homes
+            own = storage.tables.weights.homes[homes.own_rows_h]
+            hot |= dict(zip(homes.own_slots().tolist(), own))
+        for storage in storages:
+            for slot, row in hot.items():
+                storage.tables.weights.replicas[slot] = row
+            storage._replicas_ahead = False
+            storage._filled_versions = storage._own_versions = storage._versions()
+    for rows in rows_W:
+        object.__setattr__(rows.layout, "homes_written", False)
+        rows.read_hot()
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "lookahead", "in_waves"),
+    [(1, False, False), (1, True, True), (3, False, True), (3, True, False)],
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_batch_trains_as_rows_one_by_one(
+    world_size: int, num_parts: int, lookahead: bool, in_waves: bool
+) -> None:
+    world = make_world(world_size)  # examples train it on
+
+    @PROPERTY
+    @given(batches(world_size, num_parts))
+    def holds(steps: list[list[tuple[Bags, list[int]]]]) -> None:
+        _train(world, steps, num_parts, lookahead, in_waves)
+
+    holds()
+
+
+BAGS: Bags = [[[0, 1], [2]], [[3], []], [[0], [1]], [[1], [1]], [[0], [3]]]
+
+
+def _bad(world: World, rank: int) -> list[RowRequest]:
+    """Requests of a batch whose lengths one rank got wrong."""
+    requests = []
+    for group in world.groups:
+        features = features_of(world, BAGS)
+        if group.ranks.rank == rank:
+            features._lengths[-1] += 2
+            features._offsets = None
+        requests.append(RowRequest(group, BatchIds.read(features, group)))
+    return requests
+
+
+def test_lengths_that_do_not_sum_to_the_values_end_all_ranks() -> None:
+    at_fault, other = _bad(make_world(2), rank=0)
+    with pytest.raises(InputError, match=r"lengths that sum to 12, but 10 values; expected the"):
+        at_fault.send_ids()
+    with pytest.raises(InputError, match="rank 0 holds lengths that do not sum to its values"):
+        other.send_ids()
+
+
+def test_rows_of_another_hot_set_are_never_served() -> None:
+    world = make_world(1)
+    group = world.groups[0]
+    bags = [[[0]] for t in world.tables for _ in t.feature_names]
+    request = RowRequest(group, BatchIds.read(features_of(world, bags), group))
+    request.send_ids()
+    request.receive_ids()
+    group.hot = type(group.hot)(group.hot.ids_H, group.hot.start_P1, epoch=1)
+    with pytest.raises(AssertionError, match="another hot set"):
+        BatchRows(group, request.lay_out())

@@ -1,0 +1,152 @@
+"""A row group on every one of some fake ranks, and the training that it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.embedding_types import (
+    EmbeddingComputeKernel,
+    GroupedEmbeddingConfig,
+    ShardedEmbeddingTable,
+)
+from torchrec.modules.embedding_configs import DataType, PoolingType
+
+from tests.support.fake_ranks import FakeRanks, fake_ranks
+from tests.support.id_spaces import lay_out_tables
+from torchrec_picasso._torchrec import EmbOptimType
+from torchrec_picasso.ops.ids import PackedTable
+from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.storage.hot_homes import HotHomes
+from torchrec_picasso.storage.row_storage import RowStorage
+
+__all__ = ["LEARNING_RATE", "TABLES", "World", "features_of", "make_world", "whole_tables"]
+
+CPU = torch.device("cpu")
+LEARNING_RATE = 0.5
+
+
+def _table(
+    name: str, pack: int, dim: int, blocks: Sequence[int], hot: Sequence[int], features: int = 1
+) -> PackedTable:
+    return PackedTable(
+        name=name,
+        pack=pack,
+        dim=dim,
+        block_rows_W=tuple(blocks),
+        hot_rows_H=torch.tensor(hot, dtype=torch.int64),
+        feature_names=tuple(f"{name}{i}" for i in range(features)),
+        wave=pack,
+    )
+
+
+TABLES = {
+    1: [_table("a", 0, 4, [7], [1, 3]), _table("b", 1, 8, [5], [], 2)],
+    2: [
+        _table("a", 0, 4, [3, 4], [1, 5], 2),
+        _table("b", 0, 4, [2, 0], [0, 1]),
+        _table("c", 1, 4, [1, 5], [2]),
+        _table("d", 2, 8, [2, 2], []),
+    ],
+    3: [_table("a", 0, 4, [3, 0, 4], [0, 6], 2), _table("b", 1, 8, [1, 1, 1], [1])],
+}
+"""By number of ranks: uneven and empty blocks, packs that share a matrix, a feature more."""
+
+
+@dataclass(frozen=True)
+class World:
+    ranks: list[FakeRanks]
+    groups: list[RowGroup]
+    tables: list[PackedTable]
+
+
+def make_world(size: int) -> World:
+    """Row groups with SGD, weights that no two rows share, replicas filled."""
+    tables = TABLES[size]
+    laid = lay_out_tables(tables)
+    ranks = fake_ranks(size)
+    groups = []
+    for rank in ranks:
+        homes_P = HotHomes.of_packs(laid.space, laid.hot, rank.rank)
+        storages = [
+            RowStorage(_config(tables, pack, rank.rank), homes, rank, CPU)
+            for pack, homes in enumerate(homes_P)
+        ]
+        groups.append(RowGroup(laid.space, laid.hot, laid.plan, storages, rank, CPU))
+    for table, whole in zip(tables, _first_weights(tables)):
+        _write(table, tables, groups, whole)
+    return World(ranks, groups, tables)
+
+
+def _config(tables: Sequence[PackedTable], pack: int, rank: int) -> GroupedEmbeddingConfig:
+    return GroupedEmbeddingConfig(
+        data_type=DataType.FP32,
+        pooling=PoolingType.SUM,
+        is_weighted=False,
+        has_feature_processor=False,
+        compute_kernel=EmbeddingComputeKernel.FUSED,
+        embedding_tables=[
+            ShardedEmbeddingTable(
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.dim,
+                name=table.name,
+                local_rows=table.block_rows_W[rank],
+                local_cols=table.dim,
+                compute_kernel=EmbeddingComputeKernel.FUSED,
+                feature_names=list(table.feature_names),
+                embedding_names=list(table.feature_names),
+            )
+            for table in tables
+            if table.pack == pack
+        ],
+        fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE},
+    )
+
+
+def _first_weights(tables: Sequence[PackedTable]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(t.num_embeddings, t.dim, generator=generator) for t in tables]
+
+
+def _homes_of(
+    table: PackedTable, tables: Sequence[PackedTable], groups: Sequence[RowGroup]
+) -> list[Tensor]:
+    """The table's home rows on each rank, views."""
+    before = [t for t in tables[: tables.index(table)] if t.pack == table.pack]
+    homes = []
+    for rank, group in enumerate(groups):
+        start = sum(t.block_rows_W[rank] for t in before)
+        whole = group.storages[table.pack].tables.weights.homes
+        homes.append(whole[start : start + table.block_rows_W[rank]])
+    return homes
+
+
+def _write(
+    table: PackedTable, tables: Sequence[PackedTable], groups: Sequence[RowGroup], whole: Tensor
+) -> None:
+    for home, rows in zip(_homes_of(table, tables, groups), whole.split(table.block_rows_W)):
+        home.copy_(rows)
+
+
+def whole_tables(world: World) -> list[Tensor]:
+    """Every table put together, with what replicas know."""
+    for group in world.groups:
+        for storage in group.storages:
+            storage.flush()
+    return [torch.cat(_homes_of(t, world.tables, world.groups)) for t in world.tables]
+
+
+def features_of(
+    world: World, bags: Sequence[Sequence[Sequence[int]]], weights: Sequence[float] | None = None
+) -> KeyedJaggedTensor:
+    """One rank's features; bags by feature and sample."""
+    return KeyedJaggedTensor(
+        keys=[f for table in world.tables for f in table.feature_names],
+        values=torch.tensor([i for of_f in bags for bag in of_f for i in bag], dtype=torch.int64),
+        lengths=torch.tensor([len(bag) for of_f in bags for bag in of_f], dtype=torch.int32),
+        weights=None if weights is None else torch.tensor(weights),
+        stride=len(bags[0]),
+    )

@@ -1,0 +1,113 @@
+"""The kinds of operations of a schedule, one line each: does it send, on which stream, after what.
+
+All that a schedule, its check and the walk of it know of an operation is here; what it does is the
+method of the same name in ``operations.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchrec_picasso.train_pipeline.schedule import Op
+
+__all__ = ["KINDS", "Kind", "Need"]
+
+_Pick = Callable[["Op", "Op"], bool]
+"""From an operation and another one of its schedule to whether it needs the other first."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Operations that have to run before one, where they are in the same schedule.
+
+    Args:
+        kind: Their kind.
+        pick: Which of that kind.
+        required: Whether the schedule must have one; else another schedule may have run it.
+    """
+
+    kind: str
+    pick: _Pick
+    required: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of operation.
+
+    Args:
+        sends: Whether it starts a collective: all ranks reach it in the same order.
+        on_id_stream: Whether it works on ids only, ahead of the step, beside what computes.
+        needs: What has to run before it.
+    """
+
+    sends: bool = False
+    on_id_stream: bool = False
+    needs: tuple[Need, ...] = ()
+
+
+def _of_batch(op: Op, other: Op) -> bool:
+    """Of the same batch, and of packs that both are for."""
+    share_packs = op.wave is None or other.wave is None or op.wave == other.wave
+    return op.batch == other.batch and share_packs
+
+
+def _of_part(op: Op, other: Op) -> bool:
+    return op.batch == other.batch and op.index == other.index
+
+
+def _before(op: Op, other: Op) -> bool:
+    return op.batch == other.batch and (other.index or 0) < (op.index or 0)
+
+
+def _later(op: Op, other: Op) -> bool:
+    return op.batch == other.batch and (other.index or 0) > (op.index or 0)
+
+
+def _but_first(op: Op, other: Op) -> bool:
+    return op.batch == other.batch and bool(other.index)
+
+
+def _if_first(op: Op, other: Op) -> bool:
+    return op.batch == other.batch and not op.index
+
+
+def _of_batch_before(op: Op, other: Op) -> bool:
+    """Of an earlier batch in flight; the first one's is over before the schedule begins."""
+    share_packs = op.wave is None or other.wave is None or op.wave == other.wave
+    return op.batch > other.batch and share_packs
+
+
+def _all(*kinds: str) -> tuple[Need, ...]:
+    return tuple(Need(kind, _of_batch) for kind in kinds)
+
+
+_ROWS = (*_all("lay_out"), Need("update", _of_batch_before))
+
+KINDS: Mapping[str, Kind] = {
+    "request": Kind(sends=True, on_id_stream=True),
+    "send_ids": Kind(sends=True, on_id_stream=True, needs=_all("request")),
+    "receive_ids": Kind(on_id_stream=True, needs=_all("send_ids")),
+    "send_marks": Kind(sends=True, on_id_stream=True, needs=_all("receive_ids")),
+    "lay_out": Kind(on_id_stream=True, needs=_all("receive_ids", "send_marks")),
+    "fetch_clean": Kind(sends=True, needs=_all("lay_out")),
+    "fetch_dirty": Kind(sends=True, needs=_ROWS),
+    "read_hot": Kind(sends=True, needs=_ROWS),
+    "forward": Kind(needs=(Need("forward", _before),)),
+    "reduce_dense": Kind(sends=True, needs=(Need("backward", _but_first),)),
+    "backward": Kind(
+        needs=(
+            *_all("forward"),
+            Need("backward", _later),
+            Need("reduce_dense", _if_first),
+        )
+    ),
+    "send_gradients": Kind(sends=True, needs=(Need("backward", _of_part, required=True),)),
+    "reduce_hot": Kind(sends=True, needs=_all("backward")),
+    "update": Kind(needs=_all("send_gradients", "reduce_hot")),
+    "dense_step": Kind(needs=_all("reduce_dense", "update")),
+}
+"""Every kind, in the order in which a batch comes to it."""
