@@ -149,10 +149,10 @@ class RowStorage(nn.Module):
 
     def flush(self) -> None:
         """Copies this rank's own hot rows and their optimizer state home. Local."""
+        self._order.before_reading()
         if not self._replicas_ahead or self._filled_versions is None:
             return
         was_stale, was_written = self.replicas_stale(), self.written_outside()
-        self._order.before_reading()
         for rows in self._tables.per_row():
             self._hot_homes.copy_home(rows.homes, rows.replicas)
         self._order.has_written()
