@@ -12,7 +12,7 @@ from tests.sharding.jobs import ODD, Job, build, train
 from torchrec_picasso.launch.run_ranks import run_ranks
 
 JOB = Job(placement={"*": 2}, tables=ODD, batch_sizes=(6, 4), num_steps=8)
-NUM_COUNTS = 10
+NUM_COUNTS = 5
 
 
 def _num_tensors() -> int:
@@ -22,10 +22,10 @@ def _num_tensors() -> int:
     next, for which it needs the interpreter's lock; so a sum that nobody refers to may be seen for
     some more milliseconds. A barrier gives the lock away. What piles up is in every count.
     """
+    gc.collect()
     counts = []
     for _ in range(NUM_COUNTS):
         dist.barrier()
-        gc.collect()
         counts.append(sum(type(found) is torch.Tensor for found in gc.get_objects()))
     return min(counts)
 
