@@ -1,9 +1,12 @@
 """TorchRec's own sharding harness, run on our gloo ranks with any sharder.
 
 The harness builds an unsharded TestSparseNN on every rank, trains both for a step on the same
-global batch, and compares predictions. The wheel leaves out ``torchrec.distributed.tests``, which
-the harness imports one class from, so a stand-in module takes its place before the import, in every
-process.
+global batch, and compares predictions. The sharded model may take that step by the interleaved
+pipeline: the harness's own function for a step is replaced then. Beyond the harness, the state
+dicts are compared, key by key and value by value.
+
+The wheel leaves out ``torchrec.distributed.tests``, which the harness imports one class from, so a
+stand-in module takes its place before the import, in every process.
 
 Source:
     TorchRec 1.8.0, ``torchrec/distributed/test_utils/test_sharding.py``,
@@ -15,12 +18,16 @@ from __future__ import annotations
 import copy
 import sys
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
@@ -31,7 +38,11 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
-from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
+from torchrec_picasso import (
+    HotColdEmbeddingBagCollectionSharder,
+    HotColdParams,
+    InterleavedTrainPipeline,
+)
 
 __all__ = ["Case", "run_case"]
 
@@ -54,16 +65,17 @@ class Case:
     """Tables placed table-wise beside the hot/cold ones."""
     wire: str | None = None
     """TorchRec's name of the precision on the wire; the harness then compares loosely."""
+    num_micro_batches: int | None = None
+    """Pieces that the interleaved pipeline cuts the step into; ``None`` = the harness's own."""
+    lookahead: bool = True
 
 
 def run_case(rank: int, world_size: int, case: Case) -> bool:
     """Runs the harness on this rank; raises where sharded and unsharded differ."""
     _stand_in_for_missing_tests()
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed.test_utils import test_sharding
     from torchrec.distributed.test_utils.test_model import TestSparseNN
-    from torchrec.distributed.test_utils.test_sharding import (
-        sharding_single_rank_test_single_process,
-    )
 
     tables, weighted_tables = _tables(case)
     ours = case.hot_rows is not None
@@ -77,26 +89,79 @@ def run_case(rank: int, world_size: int, case: Case) -> bool:
         fused_params={"optimizer": optim, "learning_rate": 0.1},
         qcomm_codecs_registry=wire and get_qcomm_codecs_registry(wire, device=torch.device("cpu")),
     )
-    sharding_single_rank_test_single_process(
-        pg=dist.group.WORLD,
-        device=torch.device("cpu"),
-        rank=rank,
-        world_size=world_size,
-        model_class=TestSparseNN,
-        embedding_groups={"group_0": _output_keys(tables)},
-        tables=tables,
-        weighted_tables=weighted_tables or None,
-        sharders=[sharder],
-        optim=optim,
-        constraints={
-            table.name: _constraints(case, table) for table in [*tables, *weighted_tables]
-        },
-        qcomms_config=wire,
-        variable_batch_size=case.variable_batch,
-        variable_batch_per_feature=case.batch_per_feature,
-        random_seed=7,
-    )
+    step = _Step(case, test_sharding.gen_full_pred_after_one_step)
+    with mock.patch.object(test_sharding, "gen_full_pred_after_one_step", step):
+        test_sharding.sharding_single_rank_test_single_process(
+            pg=dist.group.WORLD,
+            device=torch.device("cpu"),
+            rank=rank,
+            world_size=world_size,
+            model_class=TestSparseNN,
+            embedding_groups={"group_0": _output_keys(tables)},
+            tables=tables,
+            weighted_tables=weighted_tables or None,
+            sharders=[sharder],
+            optim=optim,
+            constraints={
+                table.name: _constraints(case, table) for table in [*tables, *weighted_tables]
+            },
+            qcomms_config=wire,
+            variable_batch_size=case.variable_batch,
+            variable_batch_per_feature=case.batch_per_feature,
+            random_seed=7,
+        )
+    _compare_state(step.sharded, step.unsharded, loosely=case.wire is not None)
     return True
+
+
+class _Step:
+    """The harness's step, of the sharded model first and the unsharded one then; keeps both."""
+
+    sharded: DistributedModelParallel
+    unsharded: nn.Module
+
+    def __init__(self, case: Case, plain_step: Any) -> None:
+        self._case = case
+        self._plain_step = plain_step
+
+    def __call__(self, model: nn.Module, opt: Any, batch: Any) -> Tensor:
+        if not isinstance(model, DistributedModelParallel):
+            self.unsharded = model
+            return self._plain_step(model, opt, batch)
+        self.sharded = model
+        if self._case.num_micro_batches is None:
+            return self._plain_step(model, opt, batch)
+        model.train(True)
+        pipeline = InterleavedTrainPipeline(
+            model,
+            opt,
+            torch.device("cpu"),
+            num_micro_batches=self._case.num_micro_batches,
+            lookahead=self._case.lookahead,
+        )
+        pipeline.progress(iter([batch]))
+        assert (": interleaved" in pipeline.summary()) == (not self._case.stock_tables)
+        pipeline.detach()
+        with torch.no_grad():
+            model.train(False)
+            return model(batch)
+
+
+def _compare_state(sharded: DistributedModelParallel, unsharded: nn.Module, loosely: bool) -> None:
+    """Raises where the trained weights of the two differ, or their names do."""
+    expected = unsharded.state_dict()
+    actual: Mapping[str, Any] = sharded.state_dict()
+    assert set(actual) == set(expected)
+    tolerance = {"rtol": 3e-3, "atol": 3e-3} if loosely else {}
+    for name, value in actual.items():
+        if not isinstance(value, ShardedTensor):
+            torch.testing.assert_close(value.detach(), expected[name], **tolerance)
+            continue
+        assert value.metadata().size == expected[name].size(), name
+        for shard in value.local_shards():
+            places = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes)
+            cut = tuple(slice(start, start + size) for start, size in places)
+            torch.testing.assert_close(shard.tensor.detach(), expected[name][cut], **tolerance)
 
 
 def _constraints(case: Case, table: EmbeddingBagConfig) -> ParameterConstraints:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipeline
 
 from tests.sharding.jobs import CPU, Job, Result, dense_optimizer, make_batch, whole
 from torchrec_picasso import InterleavedTrainPipeline
@@ -33,8 +34,8 @@ def pipeline_of(model: DistributedModelParallel, **settings: Any) -> Interleaved
     return InterleavedTrainPipeline(model, device=CPU, **settings)
 
 
-def run_to_the_end(pipeline: InterleavedTrainPipeline, batches: Iterator[Batch]) -> list[Tensor]:
-    """What every step gives, until ``StopIteration``."""
+def run_to_the_end(pipeline: TrainPipeline, batches: Iterator[Batch]) -> list[Tensor]:
+    """What every step of ours or of TorchRec's gives, until ``StopIteration``."""
     outputs = []
     while True:
         try:

@@ -1,0 +1,326 @@
+"""Every inside of TorchRec and PyTorch that the package leans on, by the class that has it.
+
+The tables say what is used, whoever uses it; the package is walked for uses, so its files may move.
+A use that is not in the tables fails here, and so does a name that the installed release no longer
+has, or a method whose parameters changed: with our file and line, since that is where the next
+release breaks us. What is used no more may leave the tables.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.upstream import (
+    Use,
+    defined_names,
+    foreign_uses,
+    inherited_uses,
+    our_classes,
+    our_modules,
+    overrides,
+    parameters_of,
+)
+from torchrec_picasso import _torchrec
+
+INHERITED: dict[str, set[str]] = {
+    "EmbeddingBagCollectionSharder": {
+        *("_sharded_module_order_overwrite", "fused_params", "qcomm_codecs_registry"),
+    },
+    "EmbeddingEnumerator": {"_batch_size", "_compute_device", "_constraints", "sharder_map"},
+    "EmbeddingShardingPlanner": {"_enumerator", "_topology"},
+    "GroupedPooledEmbeddingsLookup": {"_emb_modules"},
+    "PipelinedForward": {"_module", "_name"},
+    "RwPooledEmbeddingSharding": {
+        *("_device", "_pg", "_rank", "_shard"),
+        *("_grouped_embedding_configs", "_grouped_embedding_configs_per_rank"),
+    },
+    "ShardedEmbeddingBagCollection": {
+        *("_embedding_shardings", "_lookups", "input_dist", "module_sharding_plan"),
+        *("_has_mean_pooling_callback", "_pooling_type_to_rs_features"),
+        "sharding_type_to_sharding_infos",
+    },
+    "TrainPipelineSparseDist": {
+        *("_batch_count", "_create_context", "_device", "_model", "_model_attached", "_optimizer"),
+        *("_data_dist_stream", "_memcpy_stream", "copy_batch_to_gpu", "wait_sparse_data_dist"),
+        *("_original_forwards", "_original_kjt_dist_forwards"),
+        *("_pipelined_modules", "_pipelined_postprocs"),
+    },
+}
+"""What our subclasses use of a class of theirs, on themselves."""
+
+FOREIGN: dict[str, set[str]] = {
+    "torchrec.distributed.model_parallel.DistributedModelParallel": {
+        *("_data_parallel_wrapper", "_dmp_wrapped_module", "_env"),
+    },
+    "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": {
+        "_has_uninitialized_input_dist",
+    },
+    "torch": {"_C"},
+    "torch._C": {"_current_graph_task_id"},
+    "torch.Tensor": {"_base", "_version"},
+    "torch._ops.OpOverload": {"_schema"},
+    "torch.autograd.Variable": {"_execution_engine"},
+    "torch.autograd.profiler": {"_is_profiler_enabled"},
+    "torch.distributed.ProcessGroup": {"_get_backend"},
+    "torch.nn.modules.batchnorm": {"_BatchNorm"},
+}
+"""What code of ours uses of an object of theirs."""
+
+STAMPS: dict[str, set[str]] = {
+    "torch.distributed.optim.apply_optimizer_in_backward": {
+        *("_in_backward_optimizers", "_optimizer_classes"),
+    },
+}
+"""What a module of theirs puts on parameters, and we read or put there in its place."""
+
+OF_PYTHON = {"_SubParsersAction", "_exit", "_fields", "_make"}
+
+SIGNATURES: dict[str, str] = {
+    "Awaitable.__init__": "",
+    "Awaitable._wait_impl": "",
+    "BaseEmbedding.__init__": "",
+    "BaseEmbedding.forward": "features",
+    "BaseEmbeddingDist.forward": "local_embs, sharding_ctx",
+    "BaseEmbeddingSharder.__init__": (
+        "fused_params, qcomm_codecs_registry, sharded_module_order_overwrite"
+    ),
+    "BaseEmbeddingSharder.sharding_types": "compute_device_type",
+    "BaseRwEmbeddingSharding.__init__": (
+        "sharding_infos, env, device, need_pos, qcomm_codecs_registry, "
+        "device_type_from_sharding_infos"
+    ),
+    "BaseRwEmbeddingSharding._shard": "sharding_infos",
+    "BaseSparseFeaturesDist.forward": "sparse_features",
+    "CacheParams.__init__": (
+        "algorithm, load_factor, reserved_memory, precision, prefetch_pipeline, stats, "
+        "multipass_prefetch_config"
+    ),
+    "EmbeddingBagCollectionSharder.shard": "module, params, env, device, module_fqn",
+    "EmbeddingEnumerator.__init__": (
+        "topology, batch_size, constraints, estimator, use_exact_enumerate_order"
+    ),
+    "EmbeddingEnumerator.enumerate": "module, sharders",
+    "EmbeddingEnumerator.populate_estimates": "sharding_options",
+    "EmbeddingFusedOptimizer.__init__": (
+        "config, emb_module, pg, create_for_table, param_weight_for_table, "
+        "embedding_weights_by_table, all_optimizer_states"
+    ),
+    "EmbeddingShardingPlanner.collective_plan": "module, sharders, pg",
+    "EmbeddingShardingPlanner.plan": "module, sharders",
+    "GroupedPooledEmbeddingsLookup.__init__": (
+        "grouped_configs, device, pg, feature_processor, scale_weight_gradients, sharding_type, env"
+    ),
+    "GroupedPooledEmbeddingsLookup._create_embedding_kernel": (
+        "config, device, pg, sharding_type, env"
+    ),
+    "GroupedPooledEmbeddingsLookup.forward": "sparse_features",
+    "KeyedJaggedTensor.record_stream": "stream",
+    "PipelinedForward.__call__": "*input, **kwargs",
+    "RwPooledEmbeddingSharding.create_input_dist": "device",
+    "RwPooledEmbeddingSharding.create_lookup": "device, fused_params, feature_processor",
+    "RwPooledEmbeddingSharding.create_output_dist": "device",
+    "ShardedEmbeddingBagCollection.__init__": (
+        "module, table_name_to_parameter_sharding, env, fused_params, device, "
+        "qcomm_codecs_registry, module_fqn, sharded_module_order_overwrite"
+    ),
+    "ShardedEmbeddingBagCollection.create_embedding_bag_sharding": (
+        "sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry"
+    ),
+    "ShardedEmbeddingBagCollection.create_grouped_sharding_infos": (
+        "module, table_name_to_parameter_sharding, prefix, fused_params, suffix"
+    ),
+    "ShardedEmbeddingBagCollection.input_dist": "ctx, features",
+    "ShardedEmbeddingBagCollection.update_shards": "changed_sharding_params, env, device",
+    "TrainPipelineSparseDist.__init__": (
+        "model, optimizer, device, execute_all_batches, apply_jit, context_type, "
+        "pipeline_postproc, custom_model_fwd, dmp_collection_sync_interval_batches, "
+        "enqueue_batch_after_forward, enable_inplace_copy_batch, free_features_storage_early, "
+        "clear_data_dist_inputs"
+    ),
+    "TrainPipelineSparseDist._create_context": "",
+    "TrainPipelineSparseDist.attach": "model, sparse_dist",
+    "TrainPipelineSparseDist.copy_batch_to_gpu": "dataloader_iter",
+    "TrainPipelineSparseDist.detach": "",
+    "TrainPipelineSparseDist.progress": "dataloader_iter",
+    "TrainPipelineSparseDist.reset": "",
+    "TrainPipelineSparseDist.wait_sparse_data_dist": "context",
+}
+"""Parameters of TorchRec's methods that we replace, call from a replacement, or call at all."""
+
+FUNCTIONS: dict[str, str] = {
+    "append_prefix": "prefix, name",
+    "data_type_to_sparse_type": "data_type",
+    "get_gradient_division": "",
+    "get_state_dict": "embedding_tables, params, pg, destination, prefix",
+    "optimizer_multiplier": "optimizer_class, shape",
+    "override_input_dist_forwards": "pipelined_modules",
+    "rewrite_model": (
+        "model, context, dist_stream, batch, apply_jit, pipelined_forward, pipeline_postproc, "
+        "default_stream"
+    ),
+    "start_data_dist": "pipelined_modules, batch, context",
+    "wait_for_batch": "batch, stream, record_stream",
+}
+"""Parameters of the functions behind the one door to TorchRec, by the names they have there."""
+
+FEWEST_MODULES, FEWEST_CLASSES = 100, 15
+FEWEST_INHERITED, FEWEST_FOREIGN, FEWEST_OVERRIDES = 50, 20, 25
+"""The walk must see at least these; a walk that sees nothing finds nothing."""
+
+
+def _names_of(table: dict[str, set[str]]) -> frozenset[str]:
+    return frozenset(name for names in table.values() for name in names)
+
+
+def _in_the_package(uses: list[Use], name: str) -> str:
+    """Where a name is used, for a failure's message."""
+    places = sorted({use.place for use in uses if use.name == name})
+    return ", ".join(places) or "nowhere in the package any more"
+
+
+def test_the_walk_sees_the_package() -> None:
+    assert len(our_modules()) >= FEWEST_MODULES
+    assert len(our_classes()) >= FEWEST_CLASSES
+    assert len(inherited_uses()) >= FEWEST_INHERITED
+    assert len(foreign_uses(_names_of(FOREIGN))) >= FEWEST_FOREIGN
+    assert len(overrides()) >= FEWEST_OVERRIDES
+
+
+def test_what_is_inherited_is_in_the_table() -> None:
+    missing = [use for use in inherited_uses() if use.name not in INHERITED.get(use.owner, ())]
+    assert not missing, "not in INHERITED (no owner: nobody defines it):\n" + _lines(missing)
+
+
+def test_what_is_used_of_others_is_in_the_table() -> None:
+    known = _names_of(FOREIGN) | _names_of(STAMPS)
+    missing = [use for use in foreign_uses(known) if use.name not in known | OF_PYTHON]
+    assert not missing, "not in FOREIGN or STAMPS:\n" + _lines(missing)
+
+
+def _lines(uses: list[Use]) -> str:
+    return "\n".join(map(str, sorted(uses)))
+
+
+def _class_named(name: str) -> type:
+    for ours in our_classes():
+        for base in ours.__mro__:
+            if base.__name__ == name and not base.__module__.startswith("torchrec_picasso"):
+                return base
+    raise AssertionError(f"no class of the package inherits from {name}; take it out of the table")
+
+
+@pytest.mark.parametrize("owner", list(INHERITED))
+def test_their_classes_still_have_what_is_inherited(owner: str) -> None:
+    cls = _class_named(owner)
+    defined = {name for base in cls.__mro__[:-1] for name in defined_names(base)}
+    for name in sorted(INHERITED[owner]):
+        places = _in_the_package(inherited_uses(), name)
+        assert name in defined, f"{cls.__module__}.{owner} has no {name} any more; used in {places}"
+
+
+def _imported(path: str) -> Any:
+    """The module, or the object in a module, of a dotted path."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("owner", list(FOREIGN))
+def test_their_objects_still_have_what_is_used(owner: str) -> None:
+    found = _imported(owner)
+    defined = set(dir(found))
+    if inspect.isclass(found):
+        defined |= {name for base in found.__mro__[:-1] for name in defined_names(base)}
+    if owner.endswith("OpOverload"):
+        defined |= set(vars(_an_operator()))
+    for name in sorted(FOREIGN[owner]):
+        places = _in_the_package(foreign_uses(frozenset({name})), name)
+        assert name in defined, f"{owner} has no {name} any more; used in {places}"
+
+
+def _an_operator() -> Any:
+    return torch.ops.aten.add.Tensor
+
+
+@pytest.mark.parametrize("module", list(STAMPS))
+def test_parameters_still_carry_what_is_read(module: str) -> None:
+    source = Path(str(inspect.getsourcefile(_module(module)))).read_text()
+    written = {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    for name in sorted(STAMPS[module]):
+        places = _in_the_package(foreign_uses(frozenset({name})), name)
+        assert name in written, f"{module} puts no {name} on parameters any more; used in {places}"
+
+
+def _module(path: str) -> Any:
+    """A module, even where its package gives a function the same name."""
+    importlib.import_module(path)
+    return sys.modules[path]
+
+
+def test_overridden_methods_have_their_parameters() -> None:
+    wrong = [
+        f"{use}: expected ({SIGNATURES.get(f'{use.owner}.{use.name}', 'not in SIGNATURES')}), "
+        f"TorchRec has ({parameters_of(function)})"
+        for use, function in overrides()
+        if SIGNATURES.get(f"{use.owner}.{use.name}") != parameters_of(function)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_functions_behind_the_door_have_their_parameters() -> None:
+    functions = {
+        name: parameters_of(function)
+        for name in _torchrec.__all__
+        if isinstance(function := getattr(_torchrec, name), FunctionType)
+    }
+    assert len(functions) >= 5
+    wrong = [
+        f"{name}: expected ({FUNCTIONS.get(name, 'not in FUNCTIONS')}), TorchRec has ({found})"
+        for name, found in functions.items()
+        if FUNCTIONS.get(name) != found
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# -- the walk itself -------------------------------------------------------------------------------
+
+
+def test_a_use_names_class_attribute_and_line() -> None:
+    use = next(use for use in inherited_uses() if use.owner == "PipelinedForward")
+    file, line = use.place.split(":")
+    root = Path(inspect.getfile(_torchrec)).parents[1]
+    assert use.name in (root / file).read_text().splitlines()[int(line) - 1]
+    assert str(use).endswith(f": PipelinedForward.{use.name}")
+
+
+def test_a_name_that_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INHERITED, "PipelinedForward", {"_module", "_moved_away"})
+    with pytest.raises(AssertionError, match="PipelinedForward has no _moved_away any more"):
+        test_their_classes_still_have_what_is_inherited("PipelinedForward")
+    monkeypatch.setitem(FOREIGN, "torch.Tensor", {"_moved_away"})
+    with pytest.raises(AssertionError, match="Tensor has no _moved_away any more"):
+        test_their_objects_still_have_what_is_used("torch.Tensor")
+
+
+def test_a_use_that_is_new_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INHERITED, "GroupedPooledEmbeddingsLookup", set())
+    with pytest.raises(AssertionError, match=r"lookup.*: GroupedPooledEmbeddingsLookup\._emb_mod"):
+        test_what_is_inherited_is_in_the_table()
+    monkeypatch.setitem(SIGNATURES, "TrainPipelineSparseDist.progress", "dataloader")
+    with pytest.raises(AssertionError, match=r"expected \(dataloader\), TorchRec has \(dataload"):
+        test_overridden_methods_have_their_parameters()

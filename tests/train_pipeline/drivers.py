@@ -1,0 +1,29 @@
+"""The two drivers of one exchange: TorchRec's own pipeline, and ours with each of its settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from tests.sharding.jobs import CPU, dense_optimizer
+from tests.train_pipeline.runs import pipeline_of
+
+__all__ = ["DRIVERS", "Driver", "make_driver"]
+
+Driver = tuple[int, bool] | None
+"""Micro-batches and lookahead of ours; ``None`` = ``TrainPipelineSparseDist``."""
+
+DRIVERS: tuple[Driver, ...] = (
+    None,
+    *((num_micro_batches, ahead) for num_micro_batches in (1, 2, 4) for ahead in (False, True)),
+)
+
+
+def make_driver(driver: Driver, model: DistributedModelParallel) -> Any:
+    """A pipeline that trains the model."""
+    if driver is None:
+        return TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
+    num_micro_batches, lookahead = driver
+    return pipeline_of(model, num_micro_batches=num_micro_batches, lookahead=lookahead)

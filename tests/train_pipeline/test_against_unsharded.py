@@ -1,0 +1,195 @@
+"""Both drivers against one unsharded model on the concatenated batch: losses, weights, state.
+
+The reference knows no TorchRec sharding and no ranks: TorchRec's EmbeddingBagCollection in one
+process, PyTorch's optimizers, one batch made of all ranks' batches. Data parallel training takes
+the mean of the ranks' losses, so the reference's loss is their sum over the number of ranks.
+
+Tolerance: the same float32 sums in another order, eight steps. FBGEMM adds its epsilon to the root
+of the state as PyTorch does, so nothing else differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torchrec
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from torchrec.datasets.utils import Batch
+
+from tests.sharding.jobs import Job, Model, Result, Table, build, make_batch, result_of, whole
+from tests.train_pipeline.drivers import DRIVERS, Driver, make_driver
+from tests.train_pipeline.runs import batches_of, run_to_the_end
+from torchrec_picasso.launch.run_ranks import run_ranks
+
+RTOL, ATOL = 1e-4, 2e-5
+NUM_STEPS = 8
+EPS = 1e-8
+WORLD_SIZES = (2, 3)
+
+TABLES = (
+    Table("a", 8, 50, ("f0",)),
+    Table("b", 16, 4, ("f1", "f2"), mean=True),
+    Table("c", 16, 20, ("f0", "f3")),
+)
+HOT: dict[str, Any] = {"*": 2}
+JOBS = {
+    "sgd": Job(
+        placement=HOT,
+        tables=TABLES,
+        optimizer="sgd",
+        optimizer_kwargs={"lr": 0.5},
+        batch_sizes=(6, 3, 0),
+        num_steps=NUM_STEPS,
+    ),
+    "adagrad": Job(
+        placement=HOT,
+        tables=TABLES,
+        optimizer="adagrad",
+        optimizer_kwargs={"lr": 0.1, "eps": EPS},
+        num_steps=NUM_STEPS,
+    ),
+    "rowwise_adagrad": Job(
+        placement=HOT,
+        tables=TABLES,
+        optimizer="rowwise_adagrad",
+        optimizer_kwargs={"lr": 0.1, "eps": EPS},
+        batch_sizes=(5, 8),
+        num_steps=NUM_STEPS,
+    ),
+    "weighted": Job(
+        placement=HOT,
+        tables=tuple(dataclasses.replace(table, mean=False) for table in TABLES),
+        optimizer="adagrad",
+        optimizer_kwargs={"lr": 0.1, "eps": EPS},
+        weighted=True,
+        num_steps=NUM_STEPS,
+    ),
+}
+STATE_OF = {"adagrad": "sum", "rowwise_adagrad": "sum"}
+"""What PyTorch and TorchRec call the state that FBGEMM calls ``momentum1``."""
+
+
+def concatenated(batches: list[Batch]) -> Batch:
+    """The samples of all ranks as one batch."""
+    features = [batch.sparse_features for batch in batches]
+    keys = features[0].keys()
+    by_key = [[kjt[key] for kjt in features] for key in keys]
+    weighted = features[0].weights_or_none() is not None
+    return Batch(
+        dense_features=torch.cat([batch.dense_features for batch in batches]),
+        sparse_features=KeyedJaggedTensor(
+            keys=keys,
+            values=torch.cat([part.values() for parts in by_key for part in parts]),
+            lengths=torch.cat([part.lengths() for parts in by_key for part in parts]),
+            weights=torch.cat([part.weights() for parts in by_key for part in parts])
+            if weighted
+            else None,
+        ),
+        labels=torch.cat([batch.labels for batch in batches]),
+    )
+
+
+@dataclasses.dataclass
+class Reference:
+    """What the unsharded training leaves behind."""
+
+    losses: list[float]
+    """Summed over the global batch."""
+    weights: dict[str, Tensor]
+    states: dict[str, Tensor]
+    dense: dict[str, Tensor]
+
+
+def _unsharded(rank: int, world_size: int, job: Job, num_ranks: int) -> Reference:
+    model = Model(job)
+    bags = model.ebc.embedding_bags
+    lr, eps = job.optimizer_kwargs["lr"], job.optimizer_kwargs.get("eps", 0.0)
+    tables = [bags[table.name].weight for table in job.tables]
+    optimizer: torch.optim.Optimizer
+    if job.optimizer == "sgd":
+        optimizer = torch.optim.SGD(tables, lr=lr)
+    elif job.optimizer == "adagrad":
+        optimizer = torch.optim.Adagrad(tables, lr=lr, eps=eps)
+    else:
+        optimizer = torchrec.optim.RowWiseAdagrad(tables, lr=lr, eps=eps)
+    dense = torch.optim.SGD(model.over.parameters(), lr=0.05)
+    losses = []
+    for step in range(job.num_steps):
+        batch = concatenated([make_batch(job, peer, step) for peer in range(num_ranks)])
+        optimizer.zero_grad()
+        dense.zero_grad()
+        loss, _ = model(batch)
+        (loss / num_ranks).backward()
+        optimizer.step()
+        dense.step()
+        losses.append(loss.item())
+    names = [f"ebc.embedding_bags.{table.name}.weight" for table in job.tables]
+    key = STATE_OF.get(job.optimizer)
+    return Reference(
+        losses=losses,
+        weights={name: weight.detach() for name, weight in zip(names, tables)},
+        states={
+            f"{name}/{name.split('.')[-2]}.momentum1": optimizer.state[weight][key].detach()
+            for name, weight in zip(names, tables)
+            if key is not None
+        },
+        dense={f"over.{name}": value.detach() for name, value in model.over.named_parameters()},
+    )
+
+
+def _sharded(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[Any, Result]:
+    found = {}
+    for name, job in jobs.items():
+        for driver in DRIVERS:
+            model = build(job, rank, world_size)
+            batches = batches_of(job, rank, range(job.num_steps))
+            outputs = run_to_the_end(make_driver(driver, model), iter(batches))
+            losses = [
+                float(((output - batch.labels) ** 2).sum() / 6)
+                for output, batch in zip(outputs, batches, strict=True)
+            ]
+            found[name, driver] = result_of(model, losses)
+    return found
+
+
+@cache
+def _results(world_size: int) -> list[dict[Any, Result]]:
+    return run_ranks(_sharded, world_size, JOBS, timeout_s=200)
+
+
+@cache
+def _reference(name: str, world_size: int) -> Reference:
+    (reference,) = run_ranks(_unsharded, 1, JOBS[name], world_size, timeout_s=60)
+    return reference
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@pytest.mark.parametrize("name", list(JOBS))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_trains_as_one_process(world_size: int, name: str, driver: Driver) -> None:
+    expected = _reference(name, world_size)
+    ours = [by_case[name, driver] for by_case in _results(world_size)]
+    losses = torch.tensor([result.losses for result in ours]).sum(0)
+    torch.testing.assert_close(losses, torch.tensor(expected.losses), rtol=RTOL, atol=ATOL)
+    torch.testing.assert_close(whole(ours, "weights"), expected.weights, rtol=RTOL, atol=ATOL)
+    states = {key: value.squeeze() for key, value in whole(ours, "states").items()}
+    wanted = {key: value.squeeze() for key, value in expected.states.items()}
+    if wanted:
+        torch.testing.assert_close(states, wanted, rtol=RTOL, atol=ATOL)
+    for result in ours:
+        torch.testing.assert_close(result.dense, expected.dense, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("name", list(JOBS))
+def test_every_step_moves_every_table(name: str) -> None:
+    """Guards the comparison: what does not move would equal anything that does not move."""
+    trained = _reference(name, 2)
+    start = Model(JOBS[name]).state_dict()
+    for key, weight in trained.weights.items():
+        assert (weight - start[key]).abs().max() > 100 * ATOL, key
+    assert bool(trained.states) == (JOBS[name].optimizer != "sgd")

@@ -1,0 +1,98 @@
+"""Collectives of a step: as many for 200 tables as for 2, whatever drives the exchange.
+
+Counted in the middle of a run, when every exchange of a step has something to carry. A step has one
+header, one ids exchange, one rows and one gradients exchange per chunk, one sum of hot gradients
+and one of dense gradients. Looking ahead adds one exchange of marks and one of clean rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.sharding.jobs import Job, Table, build, make_batch
+from tests.support.wire import MessageRecorder, all_to_alls
+from tests.train_pipeline.drivers import Driver, make_driver
+from torchrec_picasso.launch.run_ranks import run_ranks
+
+PER_STEP: dict[Driver, dict[str, int]] = {
+    None: {"all_to_all": 4, "all_reduce": 2},
+    (1, False): {"all_to_all": 4, "all_reduce": 2},
+    (1, True): {"all_to_all": 6, "all_reduce": 2},
+    (4, False): {"all_to_all": 10, "all_reduce": 2},
+    (4, True): {"all_to_all": 12, "all_reduce": 2},
+}
+NUM_TABLES = (2, 26, 200)
+WORLD_SIZE = 2
+NUM_WARM, NUM_COUNTED = 4, 3  # DDP makes its buckets anew in the second step
+
+
+def _job(num_tables: int) -> Job:
+    """Tables of three dims, whose rows are partly used again in the next batch, in every chunk."""
+    num_rows, batch_size = (60, 24) if num_tables > 2 else (300, 120)
+    return Job(
+        placement={"*": 4},
+        tables=tuple(
+            Table(f"t{i}", (8, 4, 16)[i % 3], num_rows, (f"f{i:03d}",), mean=i % 5 == 0)
+            for i in range(num_tables)
+        ),
+        batch_sizes=(batch_size,),
+    )
+
+
+def _count(rank: int, world_size: int, jobs: dict[int, Job]) -> dict[Any, list[dict[str, float]]]:
+    found: dict[Any, list[dict[str, float]]] = {}
+    for num_tables, job in jobs.items():
+        for driver in PER_STEP:
+            pipeline = make_driver(driver, build(job, rank, world_size))
+            batches = (make_batch(job, rank, step) for step in itertools.count())
+            for _ in range(NUM_WARM):
+                pipeline.progress(batches)
+            found[num_tables, driver] = [
+                _kinds_of_one_step(pipeline, batches, world_size) for _ in range(NUM_COUNTED)
+            ]
+    return found
+
+
+def _kinds_of_one_step(pipeline: Any, batches: Any, world_size: int) -> dict[str, float]:
+    with MessageRecorder() as recorder:
+        pipeline.progress(batches)
+    exchanges = recorder.exchanges
+    by_kind = {
+        "all_to_all": all_to_alls(exchanges, world_size),
+        "all_reduce": exchanges.pop("allreduce_", 0),
+    }
+    others = {kind: n for kind, n in exchanges.items() if kind not in ("send", "alltoall_base_")}
+    return {**by_kind, **others}
+
+
+@cache
+def _counted() -> list[dict[Any, list[dict[str, float]]]]:
+    return run_ranks(_count, WORLD_SIZE, {n: _job(n) for n in NUM_TABLES}, timeout_s=200)
+
+
+@pytest.mark.parametrize("driver", list(PER_STEP), ids=str)
+@pytest.mark.parametrize("num_tables", NUM_TABLES)
+def test_collectives_do_not_grow_with_tables(num_tables: int, driver: Driver) -> None:
+    for rank in _counted():
+        assert rank[num_tables, driver] == [PER_STEP[driver]] * NUM_COUNTED
+
+
+def test_tables_that_are_not_packed_would_be_seen() -> None:
+    """Guards the count: two modules, here two stock placements beside ours, send more."""
+    job = _job(2)
+    beside = dataclasses.replace(job, placement={"*": 4, "t1": "table_wise"})
+    for rank in run_ranks(_count_plain, WORLD_SIZE, beside, timeout_s=60):
+        assert rank["all_to_all"] > PER_STEP[None]["all_to_all"]
+
+
+def _count_plain(rank: int, world_size: int, job: Job) -> dict[str, float]:
+    pipeline = make_driver(None, build(job, rank, world_size))
+    batches = (make_batch(job, rank, step) for step in itertools.count())
+    for _ in range(NUM_WARM):
+        pipeline.progress(batches)
+    return _kinds_of_one_step(pipeline, batches, world_size)

@@ -1,0 +1,176 @@
+"""Every row travels once per step and rank: ids, rows and gradients on the wire, counted by numpy.
+
+A rank asks for the distinct cold rows of its batch that are at home elsewhere: one id out, one row
+in, one gradient out, however often lookups, features, tables' features and micro-batches repeat
+it, and whether it is fetched clean or dirty. Hot rows cost one sum over the rows that any rank
+touches. The expected numbers come from the batches by plain numpy, never from the package; the
+messages are read off PyTorch's dispatcher. All of it is exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.sharding.jobs import Job, Table, build, make_batch
+from tests.support.wire import Message, MessageRecorder, elements
+from tests.train_pipeline.drivers import DRIVERS, Driver, make_driver
+from tests.train_pipeline.runs import batches_of, run_to_the_end
+from torchrec_picasso.launch.run_ranks import run_ranks
+
+TABLES = (
+    Table("a", 8, 90, ("f0", "f1")),
+    Table("b", 16, 30, ("f2", "f3"), mean=True),
+    Table("c", 8, 40, ("f1", "f4")),
+    Table("d", 4, 10, ("f5",)),
+)
+"""Two features share a table, one feature looks up two tables; three dims."""
+
+NUM_STEPS, NUM_WARM = 6, 3
+JOBS = {
+    "hot": Job(placement={"*": 3}, tables=TABLES, batch_sizes=(20, 16), num_steps=NUM_STEPS),
+    "no_hot": Job(placement={"*": 0}, tables=TABLES, batch_sizes=(20,), num_steps=NUM_STEPS),
+    "one_asks": Job(placement={"*": 2}, tables=TABLES, batch_sizes=(0, 20), num_steps=NUM_STEPS),
+}
+"""Where one rank alone has samples, rows and gradients leave from different ranks."""
+
+WORLD_SIZES = (2, 3)
+FLOATS, IDS, MARKS, HEADER = torch.float32, torch.int32, torch.uint8, torch.int64
+NUM_DENSE_PARAMETERS = 2  # weight and bias of one linear layer
+
+
+def _warm_and_record(
+    rank: int, world_size: int, jobs: dict[str, Job]
+) -> dict[tuple[str, Driver], list[Message]]:
+    found = {}
+    for name, job in jobs.items():
+        for driver in DRIVERS:
+            pipeline = make_driver(driver, build(job, rank, world_size))
+            # DDP makes its buckets anew in the second step
+            run_to_the_end(pipeline, iter(batches_of(job, rank, range(NUM_WARM))))
+            steps = range(NUM_WARM, NUM_WARM + job.num_steps)
+            with MessageRecorder() as recorder:
+                outputs = run_to_the_end(pipeline, iter(batches_of(job, rank, steps)))
+            assert len(outputs) == job.num_steps
+            found[name, driver] = recorder.messages
+    return found
+
+
+@cache
+def _recorded(world_size: int) -> list[dict[tuple[str, Driver], list[Message]]]:
+    return run_ranks(_warm_and_record, world_size, _jobs(world_size), timeout_s=200)
+
+
+def _jobs(world_size: int) -> dict[str, Job]:
+    one_asks = (*[0] * (world_size - 1), 20)
+    return {**JOBS, "one_asks": dataclasses.replace(JOBS["one_asks"], batch_sizes=one_asks)}
+
+
+# -- what must travel, by numpy ------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Travel:
+    """Elements that each rank sends over a whole run, shape ``(W,)``, and what all ranks sum."""
+
+    ids_W: np.ndarray
+    row_elements_W: np.ndarray
+    gradient_elements_W: np.ndarray
+    hot_elements: int = 0
+    lookups_W: Any = None
+
+
+def _rows_of_table(job: Job, table: Table, rank: int, step: int) -> np.ndarray:
+    """Every lookup of a rank's batch in one table, repeats and all."""
+    features = make_batch(job, rank, step).sparse_features
+    return np.concatenate([features[feature].values().numpy() for feature in table.features])
+
+
+def _hot_rows(job: Job, table: Table) -> np.ndarray:
+    """The rows that a job's plan makes hot: every third first."""
+    by_thirds = sorted(range(table.rows), key=lambda row: (row % 3, row))
+    return np.array(by_thirds[: int(job.placement["*"])], dtype=np.int64)
+
+
+def _expected(job: Job, world_size: int, steps: Sequence[int]) -> Travel:
+    zeros = [np.zeros(world_size, dtype=np.int64) for _ in range(4)]
+    travel = Travel(*zeros[:3], lookups_W=zeros[3])
+    for step in steps:
+        for table in job.tables:
+            hot = _hot_rows(job, table)
+            block = -(-table.rows // world_size)  # stock row-wise homes
+            touched: set[int] = set()
+            for rank in range(world_size):
+                lookups = _rows_of_table(job, table, rank, step)
+                used = np.unique(lookups)
+                touched |= set(used[np.isin(used, hot)].tolist())
+                homes = used[~np.isin(used, hot)] // block
+                asked_W = np.bincount(homes, minlength=world_size)
+                asked_W[rank] = 0  # at home here
+                travel.ids_W[rank] += asked_W.sum()
+                travel.gradient_elements_W[rank] += asked_W.sum() * table.dim
+                travel.row_elements_W += asked_W * table.dim
+                travel.lookups_W[rank] += lookups.size
+            travel.hot_elements += len(touched) * table.dim
+    return travel
+
+
+CASES = [(name, driver) for name in JOBS for driver in DRIVERS]
+
+
+@pytest.mark.parametrize(("name", "driver"), CASES, ids=str)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_row_travels_once(world_size: int, name: str, driver: Driver) -> None:
+    job = _jobs(world_size)[name]
+    expected = _expected(job, world_size, range(NUM_WARM, NUM_WARM + NUM_STEPS))
+    for rank, by_case in enumerate(_recorded(world_size)):
+        messages = by_case[name, driver]
+        assert elements(messages, IDS) == expected.ids_W[rank]
+        sent = expected.row_elements_W[rank] + expected.gradient_elements_W[rank]
+        assert elements(messages, FLOATS) == sent
+
+
+@pytest.mark.parametrize(("name", "driver"), CASES, ids=str)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_hot_rows_are_summed_once(world_size: int, name: str, driver: Driver) -> None:
+    job = _jobs(world_size)[name]
+    expected = _expected(job, world_size, range(NUM_WARM, NUM_WARM + NUM_STEPS))
+    dense = 1 + sum(table.dim * len(table.features) for table in job.tables)
+    if driver is not None:
+        dense += NUM_DENSE_PARAMETERS  # ours sends along which gradients there are
+    for by_case in _recorded(world_size):
+        reduced = elements(by_case[name, driver], FLOATS, reduced=True)
+        assert reduced == expected.hot_elements + NUM_STEPS * dense
+
+
+@pytest.mark.parametrize(("name", "driver"), CASES, ids=str)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_little_else_travels(world_size: int, name: str, driver: Driver) -> None:
+    """A header of some words per step; with lookahead a mark of one byte per row asked for."""
+    by_rank = [by_case[name, driver] for by_case in _recorded(world_size)]
+    ids = sum(elements(messages, IDS) for messages in by_rank)
+    marks = sum(elements(messages, MARKS) for messages in by_rank)
+    looks_ahead = driver is not None and driver[1]
+    assert 0 < marks <= ids if looks_ahead else marks == 0
+    num_chunks = driver[0] if driver is not None else 1
+    words = (3 * num_chunks + 4) * (world_size - 1)  # counts per dim and chunk, flags, hot bits
+    for messages in by_rank:
+        known = elements(messages, IDS, FLOATS, MARKS, HEADER)
+        assert known == sum(m.num_elements for m in messages if m.peer != -1)
+        # one more than steps: the header that tells of the end of data
+        assert elements(messages, HEADER) <= (NUM_STEPS + 1) * words
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_batches_repeat_rows(world_size: int) -> None:
+    """Guards the comparison: without repeats, sending every lookup would pass as well."""
+    for name, job in _jobs(world_size).items():
+        expected = _expected(job, world_size, range(NUM_WARM, NUM_WARM + NUM_STEPS))
+        assert expected.lookups_W.sum() > 3 * expected.ids_W.sum() > 0, name
+        assert (expected.hot_elements > 0) == (job.placement["*"] != 0), name
