@@ -36,12 +36,12 @@ class FakeRanks:
         self._collectives = collectives
 
     def start_all_to_all(
-        self, output_M: Tensor, input_N: Tensor, receive_W: Sequence[int], send_W: Sequence[int]
+        self, output_m: Tensor, input_n: Tensor, receive_W: Sequence[int], send_W: Sequence[int]
     ) -> _Pending:
-        assert sum(receive_W) == output_M.numel()
-        assert sum(send_W) == input_N.numel()
+        assert sum(receive_W) == output_m.numel()
+        assert sum(send_W) == input_n.numel()
         self.sent_elements += sum(send_W) - send_W[self.rank]
-        return self._start("all-to-all", (output_M.split(list(receive_W)), input_N, send_W))
+        return self._start("all-to-all", (output_m.split(list(receive_W)), input_n, send_W))
 
     def start_sum(self, values: Tensor) -> _Pending:
         return self._start("sum", (values, values.clone()))

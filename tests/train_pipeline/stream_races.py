@@ -89,17 +89,17 @@ class RaceDetector(TorchDispatchMode):
             yield
 
     def _start_all_to_all(
-        self, pg: dist.ProcessGroup, output_M: Tensor, input_N: Tensor, *counts: Any
+        self, pg: dist.ProcessGroup, output_m: Tensor, input_n: Tensor, *counts: Any
     ) -> Pending:
-        self._check_use(input_N, self._current.stream_id, "all-to-all")
-        pending = start_all_to_all(pg, output_M, input_N, *counts)
-        if output_M.nbytes < output_M.untyped_storage().nbytes():
+        self._check_use(input_n, self._current.stream_id, "all-to-all")
+        pending = start_all_to_all(pg, output_m, input_n, *counts)
+        if output_m.nbytes < output_m.untyped_storage().nbytes():
             return pending  # a slice of rows or gradients; the others' uses look like its own
-        self._note_write(output_M, _WIRE)
-        return _Watched(self, pending, output_M)
+        self._note_write(output_m, _WIRE)
+        return _Watched(self, pending, output_m)
 
-    def note_arrival(self, output_M: Tensor) -> None:
-        self._note_write(output_M, self._current.stream_id)
+    def note_arrival(self, output_m: Tensor) -> None:
+        self._note_write(output_m, self._current.stream_id)
 
     def note_wait(self, waiting: int, done: dict[int, int]) -> None:
         """A stream knows from now on what others have done up to some time."""
@@ -210,11 +210,11 @@ def _written(func: Any, args: Any, inputs: list[Tensor]) -> list[Tensor]:
 class _Watched:
     """An exchange whose arrival the detector is told."""
 
-    def __init__(self, detector: RaceDetector, pending: Pending, output_M: Tensor) -> None:
+    def __init__(self, detector: RaceDetector, pending: Pending, output_m: Tensor) -> None:
         self._detector = detector
         self._pending = pending
-        self._output_M = output_M
+        self._output_m = output_m
 
     def wait(self) -> None:
         self._pending.wait()
-        self._detector.note_arrival(self._output_M)
+        self._detector.note_arrival(self._output_m)

@@ -8,7 +8,7 @@ have the problem: 110 instead of 60 MB/s per direction between 2 ranks on 1 Gbit
 80 among 3 (``benchmarks/cluster``, 8 MB a pair). Other backends have an all-to-all that needs no
 such help.
 
-Shape letters: N elements sent, M received, W ranks.
+Shape letters: n elements sent, m received, W ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Pending(Protocol):
 
 def start_all_to_all(
     pg: dist.ProcessGroup,
-    output_M: Tensor,
-    input_N: Tensor,
+    output_m: Tensor,
+    input_n: Tensor,
     receive_W: Sequence[int],
     send_W: Sequence[int],
 ) -> Pending:
@@ -43,10 +43,10 @@ def start_all_to_all(
 
     Args:
         pg: Process group.
-        output_M: Contiguous vector; block ``w`` comes from rank ``w``.
-        input_N: Contiguous vector, alive and unchanged until the wait is over.
-        receive_W: Elements of each output block, summing to M.
-        send_W: Elements of each input block, summing to N.
+        output_m: Contiguous vector; block ``w`` comes from rank ``w``.
+        input_n: Contiguous vector, alive and unchanged until the wait is over.
+        receive_W: Elements of each output block, summing to m.
+        send_W: Elements of each input block, summing to n.
 
     Returns:
         To wait for; the output is filled after that.
@@ -54,10 +54,10 @@ def start_all_to_all(
     Cost:
         One collective, or ``W - 1`` messages each way on gloo.
     """
-    if input_N.device.type == "cpu" and _backend_name(pg) == "gloo":
-        return _Messages(pg, output_M, input_N, receive_W, send_W)
+    if input_n.device.type == "cpu" and _backend_name(pg) == "gloo":
+        return _Messages(pg, output_m, input_n, receive_W, send_W)
     work: Pending = dist.all_to_all_single(
-        output_M, input_N, list(receive_W), list(send_W), group=pg, async_op=True
+        output_m, input_n, list(receive_W), list(send_W), group=pg, async_op=True
     )
     return work
 
@@ -103,15 +103,15 @@ class _Messages:
     def __init__(
         self,
         pg: dist.ProcessGroup,
-        output_M: Tensor,
-        input_N: Tensor,
+        output_m: Tensor,
+        input_n: Tensor,
         receive_W: Sequence[int],
         send_W: Sequence[int],
     ) -> None:
         self._traffic = _traffic.setdefault(pg, _Traffic())
         rank, world_size, tag = pg.rank(), pg.size(), self._traffic.next_tag
-        received_W = output_M.split(list(receive_W))
-        sent_W = input_N.split(list(send_W))
+        received_W = output_m.split(list(receive_W))
+        sent_W = input_n.split(list(send_W))
         # each rank starts with another peer, so that no link gets all messages at once
         others = [(rank + distance) % world_size for distance in range(1, world_size)]
         works = [

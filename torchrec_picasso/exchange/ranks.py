@@ -55,13 +55,13 @@ class Ranks:
         return self.size if get_gradient_division() else 1
 
     def start_all_to_all(
-        self, output_M: Tensor, input_N: Tensor, receive_W: Sequence[int], send_W: Sequence[int]
+        self, output_m: Tensor, input_n: Tensor, receive_W: Sequence[int], send_W: Sequence[int]
     ) -> Pending:
         """Starts sending block ``w`` of the input to rank ``w``. Collective.
 
         Arguments as for :func:`start_all_to_all`.
         """
-        return start_all_to_all(self.pg, output_M, input_N, receive_W, send_W)
+        return start_all_to_all(self.pg, output_m, input_n, receive_W, send_W)
 
     def start_sum(self, values: Tensor) -> Pending:
         """Starts summing values over ranks, in place. Collective."""

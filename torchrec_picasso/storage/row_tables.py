@@ -9,7 +9,7 @@ fewer rows is filled up with empty bags, which touch nothing: at most twice the 
 the device for one and the same kernel. (FBGEMM's variable batch sizes would do without, but only
 SGD, Adam and row-wise Adagrad have a kernel for them.)
 
-Shape letters: n home rows, h replicas and m = n + h rows of an update; B bags of a table; D dim.
+Shape letters: n home rows, h replicas and m = n + h rows of an update; S bags of a table; D dim.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ class RowTables(nn.Module):
             torch.autograd.backward(self.tbe(indices_m, offsets), grads)
 
     def _two_offsets(self, num_home: int, num_hot: int) -> Tensor:
-        """Bags of two tables, those without a row last: int64, shape ``(2 B + 1,)``."""
-        counting_B1 = self._count(max(num_home, num_hot))
-        home_B = counting_B1[:-1].clamp(max=num_home)
-        return torch.cat([home_B, counting_B1.clamp(max=num_hot) + num_home])
+        """Bags of two tables, those without a row last: int64, shape ``(2 S + 1,)``."""
+        counting_S1 = self._count(max(num_home, num_hot))
+        home_S = counting_S1[:-1].clamp(max=num_home)
+        return torch.cat([home_S, counting_S1.clamp(max=num_hot) + num_home])
 
     def _count(self, end: int) -> Tensor:
         """The integers ``0 .. end``."""
@@ -144,9 +144,9 @@ class RowTables(nn.Module):
 
 
 def _side_by_side(grads_mD: Tensor, num_home: int) -> Tensor:
-    """Gradients by bag, a home's and a replica's in one line: shape ``(B, 2 D)``."""
+    """Gradients by bag, a home's and a replica's in one line: shape ``(S, 2 D)``."""
     num_bags = max(num_home, grads_mD.size(0) - num_home)
-    grads_B2D = grads_mD.new_zeros(num_bags, 2, grads_mD.size(1))
-    grads_B2D[:num_home, 0] = grads_mD[:num_home]
-    grads_B2D[: grads_mD.size(0) - num_home, 1] = grads_mD[num_home:]
-    return grads_B2D.flatten(1)
+    grads_S2D = grads_mD.new_zeros(num_bags, 2, grads_mD.size(1))
+    grads_S2D[:num_home, 0] = grads_mD[:num_home]
+    grads_S2D[: grads_mD.size(0) - num_home, 1] = grads_mD[num_home:]
+    return grads_S2D.flatten(1)
