@@ -19,10 +19,13 @@ setup(
     packages=find_packages(include=["torchrec_picasso", "torchrec_picasso.*"]),
     package_data={"torchrec_picasso": ["py.typed"]},
     python_requires=">=3.10",
-    # torchrec pulls in fbgemm-gpu; on a machine without CUDA see requirements.txt
+    # An FBGEMM loads with one minor release of torch: 1.8 with 2.13, 1.9 with 2.14. No metadata
+    # says so, so these bounds make the newest of each a pair; torchrec_picasso/compat.py refuses
+    # what else an installer may put together. On a machine without CUDA see requirements.txt.
     install_requires=[
-        "torch>=2.13",
-        "torchrec>=1.8,<1.9",
+        "torch>=2.13,<2.15",
+        "torchrec>=1.8,<1.10",
+        "fbgemm-gpu>=1.8,<1.10",
         "numpy",
         "pandas",
         "pyarrow",

@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_picasso.cli.report import Comparison, print_comparison
-from torchrec_picasso.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
+from torchrec_picasso.config import (
+    DataConfig,
+    ModelConfig,
+    PipelineConfig,
+    ShardingConfig,
+    TrainConfig,
+)
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.launch.environment import describe_environment
 from torchrec_picasso.launch.quiet import quiet_upstream
@@ -69,6 +75,7 @@ def exactness_spec(args: argparse.Namespace) -> CompareSpec:
                 embedding_dim=args.dim, dense_layers=dense_layers, over_layers=over_layers
             ),
             sharding=ShardingConfig(hot_rows=args.hot_rows),
+            pipeline=PipelineConfig(kind="sparse_dist"),
         ),
         stock=("table_wise",),
     )
@@ -84,6 +91,7 @@ def tables_spec(num_tables: int, ranks: int) -> CompareSpec:
             ),
             model=ModelConfig(embedding_dim=16, dense_layers=(16,), over_layers=(16,)),
             sharding=ShardingConfig(hot_rows=500),
+            pipeline=PipelineConfig(kind="sparse_dist"),
         ),
         stock=("table_wise",),
     )

@@ -18,6 +18,7 @@ ROOT = Path(torchrec_picasso.__file__).parent
 
 ROWS = (
     ("errors", "version"),
+    ("compat",),
     ("config",),
     ("ops", "_torchrec"),
     ("placement", "frequency", "exchange", "batches", "launch"),

@@ -3,6 +3,10 @@
 A plug-in after PICASSO (Zhang et al., ICDE 2022, arXiv 2204.04903).
 """
 
+from torchrec_picasso.compat import check_installed
+
+check_installed()  # before anything imports torch, whose own message would help nobody
+
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.errors import (
     CompatError,

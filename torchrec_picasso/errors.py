@@ -22,5 +22,9 @@ class CompatError(PicassoError):
     """A TorchRec feature, optimizer or kernel that cannot be trained exactly, refused by name."""
 
 
+class VersionError(CompatError, ImportError):
+    """Installed packages cannot work together; raised while this package is imported."""
+
+
 class InputError(PicassoError):
     """A batch holds ids or weights that no table can serve; raised on every rank of the group."""

@@ -11,15 +11,17 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["ClusterError", "Namespace", "enter_namespace"]
+__all__ = ["ClusterError", "Namespace", "enter_namespace", "tool_path"]
 
 _CLONE_NEWNET = 0x40000000
 _OWN_NAMESPACE = "/proc/thread-self/ns/net"
+_ADMIN_FOLDERS = ("/usr/sbin", "/sbin")  # where iproute2 is, and the PATH of many users is not
 
 _Result = TypeVar("_Result")
 
@@ -77,6 +79,19 @@ def enter_namespace(path: str) -> None:
         ) from error
 
 
+def tool_path(name: str) -> str:
+    """Where a tool of iproute2 is: on the PATH, else where administrators' tools are.
+
+    Raises:
+        ClusterError: If it is in none of them.
+    """
+    folders = filter(None, (*os.environ.get("PATH", "").split(os.pathsep), *_ADMIN_FOLDERS))
+    found = shutil.which(name, path=os.pathsep.join(folders))
+    if found is None:
+        raise ClusterError(f"{name!r} is not installed; install iproute2")
+    return found
+
+
 def _new_namespace() -> int:
     try:
         _call("unshare", _CLONE_NEWNET)
@@ -105,10 +120,8 @@ def _call(name: str, *args: int) -> None:
 
 
 def _output(command: tuple[str, ...]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise ClusterError(f"{command[0]!r} is not installed; install iproute2") from error
+    found = (tool_path(command[0]), *command[1:])
+    done = subprocess.run(found, capture_output=True, text=True, check=False)
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         raise ClusterError(f"`{' '.join(command)}` failed: {words}")

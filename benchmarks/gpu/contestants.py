@@ -15,6 +15,7 @@ from torchrec.distributed.types import ShardingPlan
 from benchmarks.gpu.settings import ModelSize
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
+from torchrec_picasso.runs.pipelines import sparse_dist
 from torchrec_picasso.runs.trainer import MakePipeline, Trainer
 from torchrec_picasso.zoo.registry import make_source
 from torchrec_picasso.zoo.source import BatchSource
@@ -85,7 +86,7 @@ class Workload:
             self.source,
             placement="table_wise" if hot_rows is None else "hot_cold",
             device=device,
-            make_pipeline=make_pipeline,
+            make_pipeline=make_pipeline or sparse_dist,
             change_plan=change_plan,
         )
 

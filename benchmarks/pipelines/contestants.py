@@ -9,7 +9,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 
 from torchrec_picasso.config import PLACEMENTS
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.runs.trainer import MakePipeline
+from torchrec_picasso.runs.pipelines import MakePipeline, sparse_dist
 
 __all__ = [
     "AUTO",
@@ -122,10 +122,10 @@ def pipeline_options(contestant: Contestant) -> dict[str, Any]:
     return {"num_micro_batches": contestant.num_micro_batches, "lookahead": lookahead}
 
 
-def pipeline_maker(contestant: Contestant) -> MakePipeline | None:
-    """What makes its pipeline; ``None`` = TorchRec's SparseDist."""
-    makers: dict[str, MakePipeline | None] = {
-        "sparse_dist": None,
+def pipeline_maker(contestant: Contestant) -> MakePipeline:
+    """What makes its pipeline."""
+    makers: dict[str, MakePipeline] = {
+        "sparse_dist": sparse_dist,
         "fused": TrainPipelineFusedSparseDist,
         "interleaved": lambda model, optimizer, device: _interleaved_pipeline()(
             model, optimizer, device, **pipeline_options(contestant)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torchrec.datasets.utils import Batch
 
 from benchmarks.cluster.enter_host import HOST_INTERFACE
+from benchmarks.cluster.namespaces import tool_path
 from benchmarks.pipelines.contestants import Contestant, pipeline_maker
 from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.exchange.meter import WireMeter
@@ -241,6 +242,6 @@ def _settled_link_bytes() -> int:
 
 
 def _link_bytes() -> int:
-    command = ("tc", "-s", "-j", "qdisc", "show", "dev", HOST_INTERFACE)
+    command = (tool_path("tc"), "-s", "-j", "qdisc", "show", "dev", HOST_INTERFACE)
     (queue,) = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     return queue["bytes"]

@@ -16,8 +16,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.cluster import ClusterError, EmulatedCluster, why_unavailable
+from benchmarks.cluster import namespaces as namespaces_module
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.link_speed import link_bytes, time_transfer
+from benchmarks.cluster.namespaces import tool_path
 from benchmarks.cluster.shaping import link_shape
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
@@ -201,8 +203,37 @@ def test_a_cluster_goes_up_once() -> None:
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     descriptors = os.listdir("/proc/self/fd")
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(namespaces_module, "_ADMIN_FOLDERS", ())
     assert why_unavailable() == "'ip' is not installed; install iproute2"
     assert os.listdir("/proc/self/fd") == descriptors
+
+
+@needs_cluster
+def test_tools_are_found_where_the_path_does_not_lead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    admin = [str(Path(tool_path(name)).parent) for name in ("ip", "tc")]
+    monkeypatch.setattr(namespaces_module, "_ADMIN_FOLDERS", admin)
+    for path in (str(tmp_path), ""):
+        monkeypatch.setenv("PATH", path)
+        assert why_unavailable() is None
+    monkeypatch.delenv("PATH")
+    assert why_unavailable() is None
+
+
+def test_a_tool_on_the_path_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for folder in ("path", "admin"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tc").touch(0o755)
+    (tmp_path / "admin" / "ip").touch(0o755)
+    (tmp_path / "path" / "ip").touch(0o644)  # not a program
+    (tmp_path / "path" / "bridge").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setattr(namespaces_module, "_ADMIN_FOLDERS", (str(tmp_path / "admin"),))
+    assert tool_path("tc") == str(tmp_path / "path" / "tc")
+    assert tool_path("ip") == str(tmp_path / "admin" / "ip")
+    with pytest.raises(ClusterError, match="'bridge' is not installed; install iproute2"):
+        tool_path("bridge")
 
 
 @needs_cluster

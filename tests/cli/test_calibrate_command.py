@@ -33,6 +33,18 @@ def test_two_ranks_write_curves_that_planning_reads(
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_a_small_budget_is_told_by_the_largest_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "curves.json"
+    argv = ["calibrate", "--ranks", "2", "-o", str(out), "--no-local", "--budget", "1e-9"]
+    text = output_of(argv, capsys)
+    curves = CommCurves.from_json(out)
+    line = next(line for line in text.splitlines() if line.startswith("  all_reduce "))
+    assert line.endswith(" 0.016")  # MB, of an all-reduce of 16 KiB
+    assert {len(curve.sent_bytes) for curve in curves.collectives.values()} == {2}
+
+
 def test_one_rank_sends_nothing_and_is_no_basis_for_a_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,6 +60,8 @@ def test_one_rank_sends_nothing_and_is_no_basis_for_a_plan(
     ("options", "words"),
     [
         (["--max-mib", "0.001"], "--max-mib: expected at least 0.004 (4 KiB), got 0.001"),
+        (["--budget", "0"], "--budget: expected more than 0 seconds, got 0"),
+        (["--budget", "nan"], "--budget: expected more than 0 seconds, got nan"),
         (["--ranks", "0"], "--ranks: expected at least 1, got 0"),
         (["-o", "DIR/no/c.json"], "--out DIR/no/c.json: there is no folder DIR/no; make it or"),
     ],

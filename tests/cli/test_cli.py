@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,10 @@ def test_demo_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert len(document["stock"]["losses"]) == len(document["ours"]["losses"]) == 10
     assert document["max_relative_loss_difference"] < 1e-5
     assert document["sent_bytes_ratio"] > 1
+    assert re.fullmatch(
+        r"interleaved, \d+ micro-batch(es)? with(out)? lookahead", document["pipeline"]
+    )
+    assert f"\npipelines: stock sparse_dist; hot_cold {document['pipeline']}\n" in table
     assert 0 < document["ours"]["hot_share"] <= 1
     assert document["environment"]["torchrec"]
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from torchrec_picasso.config import (
+    CheckpointConfig,
     DataConfig,
     ModelConfig,
+    PipelineConfig,
     TrainConfig,
     load_config,
     parse_config,
@@ -45,6 +47,27 @@ def test_nested_values_arrive(tmp_path: Path) -> None:
     assert config.sharding.hot_rows == {"t_c1": 3}
     assert config.optimizer.embedding_lr == 1e-3
     assert config.data == DataConfig()
+
+
+def test_pipeline_and_checkpoints_by_default_and_as_given(tmp_path: Path) -> None:
+    assert TrainConfig().pipeline == PipelineConfig(
+        kind="interleaved", num_micro_batches=None, lookahead=None
+    )
+    assert TrainConfig().checkpoint.keep_last == 3
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "pipeline: {num_micro_batches: 4, lookahead: off}\n"
+        "checkpoint: {folder: x, keep_last: null}\n"
+    )
+    config = load_config(file)
+    assert config.pipeline == PipelineConfig(num_micro_batches=4, lookahead=False)
+    assert config.checkpoint.keep_last is None
+
+
+def test_both_settings_of_another_pipeline_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        PipelineConfig(kind="sparse_dist", num_micro_batches=2, lookahead=True)
+    assert str(caught.value).count("only kind interleaved has it") == 2
 
 
 def test_empty_file_gives_defaults(tmp_path: Path) -> None:
@@ -91,6 +114,29 @@ def test_all_problems_at_once_each_with_its_place() -> None:
         ({"data": 5}, "data: expected a mapping of settings, got 5 (int)"),
         ({"data": {"path": 5}}, "data.path: expected text or null, got 5 (int)"),
         ({"data": {"path": "x", "num_tables": 3}}, "data.num_tables: a Criteo file feeds 26"),
+        ({"pipeline": {"kind": "fused"}}, "pipeline.kind: expected one of interleaved, sparse_d"),
+        (
+            {"pipeline": {"num_micro_batches": 0}},
+            "pipeline.num_micro_batches: expected at least 1, got 0",
+        ),
+        (
+            {"pipeline": {"num_micro_batches": True}},
+            "pipeline.num_micro_batches: expected a whole number or null, got True (bool)",
+        ),
+        (
+            {"pipeline": {"lookahead": 1}},
+            "pipeline.lookahead: expected true or false or null, got 1 (int)",
+        ),
+        ({"pipeline": None}, "pipeline: expected a mapping of settings, got None (NoneType)"),
+        (
+            {"pipeline": {"kind": "sparse_dist", "lookahead": False}},
+            "pipeline.lookahead: only kind interleaved has it, got False with kind sparse_dist; "
+            "remove lookahead or set kind to interleaved",
+        ),
+        (
+            {"checkpoint": {"keep_last": 0}},
+            "checkpoint.keep_last: expected at least 1, got 0",
+        ),
         ({"qqqq": 1}, "qqqq: unknown key; known keys: steps, ranks"),
         ([1], "top level: expected a mapping of settings, got [1] (list)"),
     ],
@@ -135,7 +181,7 @@ def test_every_field_is_explained() -> None:
     import dataclasses
 
     seen = 0
-    for part in (TrainConfig, DataConfig, ModelConfig):
+    for part in (TrainConfig, DataConfig, ModelConfig, PipelineConfig, CheckpointConfig):
         for field in dataclasses.fields(part):
             if field.default is not dataclasses.MISSING:
                 assert field.metadata["help"].endswith("."), field.name

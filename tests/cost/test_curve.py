@@ -28,6 +28,14 @@ def test_times_go_through_the_points_and_on_along_the_last_two() -> None:
     assert curve.ms_at(800) == pytest.approx(4.0 + 400 * (1.0 / 200))
 
 
+@pytest.mark.parametrize("last_ms", [1.0, 0.5])
+def test_points_that_do_not_rise_go_on_along_the_line(last_ms: float) -> None:
+    """Noise among sizes too small to show the bandwidth must not make large ones free."""
+    curve = Curve.fit([100, 200, 400], [0.2, 1.0, last_ms])
+    assert curve.ms_per_byte > 0
+    assert curve.ms_at(1e6) == pytest.approx(last_ms + (1e6 - 400) * curve.ms_per_byte)
+
+
 def test_the_error_of_the_fit_is_its_distance_from_the_points() -> None:
     curve = Curve.fit([100, 200, 300], [1.0, 4.0, 3.0])
     line = [curve.latency_ms + curve.ms_per_byte * n for n in (100, 200, 300)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def _measure(rank: int, world_size: int, ranks_per_host: int) -> CommCurves:
         max_bytes=MAX_BYTES,
         seconds_per_point=0.01,
         ranks_per_host=ranks_per_host,
+        budget_s=math.inf,
     )
 
 

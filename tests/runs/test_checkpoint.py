@@ -14,6 +14,7 @@ from torchrec_picasso.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
+    PipelineConfig,
     ShardingConfig,
     TrainConfig,
 )
@@ -26,23 +27,40 @@ from torchrec_picasso.runs.train import check_checkpoint_folder, train_on_rank
 TIMEOUT_S = 120
 
 
-def config(folder: Path | None, steps: int, placement: str, dim: int = 8) -> TrainConfig:
+PIPELINES = {
+    "sparse_dist": PipelineConfig(kind="sparse_dist"),
+    "automatic": PipelineConfig(),
+    "4 micro-batches": PipelineConfig(num_micro_batches=4, lookahead=True),
+}
+
+
+def config(
+    folder: Path | None, steps: int, placement: str, dim: int = 8, pipeline: str = "automatic"
+) -> TrainConfig:
     return TrainConfig(
         steps=steps,
         data=DataConfig(batch_size=16, row_scale=0.001, num_tables=4, heldout_steps=1),
         model=ModelConfig(embedding_dim=dim, dense_layers=(8,), over_layers=(8,)),
         sharding=ShardingConfig(placement=placement, hot_rows=20),
         optimizer=OptimizerConfig(dense_optimizer="adagrad"),  # state that must be restored too
+        pipeline=PIPELINES[pipeline],
         checkpoint=CheckpointConfig(folder=None if folder is None else str(folder), every_steps=4),
     )
 
 
-def train_resume_and_break(rank: int, world_size: int, folder: str, placement: str) -> Any:
+def train_resume_and_break(
+    rank: int, world_size: int, folder: str, placement: str, pipeline: str
+) -> Any:
     """Trains 8 steps whole, then 4 and 4 more, then is interrupted while it writes step 12."""
     path = Path(folder)
-    whole = train_on_rank(rank, world_size, config(None, 8, placement), False)
-    first = train_on_rank(rank, world_size, config(path, 4, placement), False)
-    second = train_on_rank(rank, world_size, config(path, 8, placement), True)
+
+    def run(folder: Path | None, steps: int, resume: bool) -> dict[str, Any]:
+        asked = config(folder, steps, placement, pipeline=pipeline)
+        return train_on_rank(rank, world_size, asked, resume)
+
+    whole = run(None, 8, False)
+    first = run(path, 4, False)
+    second = run(path, 8, True)
 
     def fail(*args: Any, **kwargs: Any) -> None:
         Path(kwargs["checkpoint_id"], "part").touch()
@@ -51,16 +69,27 @@ def train_resume_and_break(rank: int, world_size: int, folder: str, placement: s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint.dcp, "save", fail)
         with pytest.raises(RuntimeError, match="disk is full"):
-            train_on_rank(rank, world_size, config(path, 12, placement), True)
+            run(path, 12, True)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        third = train_on_rank(rank, world_size, config(path, 9, placement), True)
+        third = run(path, 9, True)
     return whole, first, second, third, said.getvalue()
 
 
-@pytest.mark.parametrize("placement", ["table_wise", "hot_cold"])
-def test_resumed_training_continues_with_equal_losses(tmp_path: Path, placement: str) -> None:
+@pytest.mark.parametrize(
+    ("placement", "pipeline"),
+    [
+        ("table_wise", "sparse_dist"),
+        ("table_wise", "automatic"),
+        ("hot_cold", "sparse_dist"),
+        ("hot_cold", "4 micro-batches"),
+    ],
+)
+def test_resumed_training_continues_with_equal_losses(
+    tmp_path: Path, placement: str, pipeline: str
+) -> None:
     folder = tmp_path / "run"
-    ranks = run_ranks(train_resume_and_break, 2, str(folder), placement, timeout_s=TIMEOUT_S)
+    job = (train_resume_and_break, 2, str(folder), placement, pipeline)
+    ranks = run_ranks(*job, timeout_s=TIMEOUT_S)
     whole, first, second, third, said = ranks[0]
     assert (second["first_step"], third["first_step"]) == (4, 8)
     # Equal weights, state and batches give equal sums: nothing is rounded on the way.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torchrec_picasso.cli.launcher import add_rank_arguments, run_on_ranks
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES
 from torchrec_picasso.cost.local import PHASES
+from torchrec_picasso.cost.measure import num_points
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.launch.progress import Progress
 from torchrec_picasso.launch.quiet import quiet_upstream
@@ -57,7 +59,14 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         type=float,
         default=0.3,
         metavar="S",
-        help="about how long each size is repeated (default: 0.3)",
+        help="about how long each size is repeated, at most (default: 0.3)",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds for the network in all; a slow one gets fewer sizes (default: 30)",
     )
     parser.add_argument(
         "--no-local", action="store_true", help="leave local costs at their assumed values"
@@ -74,6 +83,8 @@ def run(args: argparse.Namespace) -> None:
     """
     if args.max_mib * (1 << 20) < _MIN_BYTES:
         raise ConfigError(f"--max-mib: expected at least 0.004 (4 KiB), got {args.max_mib:g}")
+    if not args.budget > 0:
+        raise ConfigError(f"--budget: expected more than 0 seconds, got {args.budget:g}")
     out = Path(args.out)
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it or name another")
@@ -83,6 +94,7 @@ def run(args: argparse.Namespace) -> None:
         int(args.max_mib * (1 << 20)),
         args.seconds,
         not args.no_local,
+        args.budget,
         timeout_s=_TIMEOUT_S,
     )
     if curves is None:  # another rank of torchrun writes
@@ -93,7 +105,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def calibrate_on_rank(
-    rank: int, world_size: int, max_bytes: int, seconds_per_point: float, with_local: bool
+    rank: int,
+    world_size: int,
+    max_bytes: int,
+    seconds_per_point: float,
+    with_local: bool,
+    budget_s: float = 30.0,
 ) -> CommCurves:
     """Measures curves and local costs. Collective: the main function of every rank.
 
@@ -101,8 +118,9 @@ def calibrate_on_rank(
         rank: This rank.
         world_size: Ranks in the default process group.
         max_bytes: Largest buffer per rank.
-        seconds_per_point: About how long each size is repeated.
+        seconds_per_point: About how long each size is repeated, at most.
         with_local: Whether to measure local costs too.
+        budget_s: Seconds for the network in all.
     """
     quiet_upstream()
     pg = dist.group.WORLD
@@ -110,12 +128,21 @@ def calibrate_on_rank(
     device = torch.device("cpu")
     if torch.cuda.is_available() and "nccl" in dist.get_backend(pg):
         device = torch.device("cuda", torch.cuda.current_device())
-    progress = Progress("calibrate", 1 + len(PROBES) * with_local, shown=rank == 0)
-    progress.tell("collectives")
+    points = num_points(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), max_bytes)
+    progress = Progress("calibrate", points + len(PROBES) * with_local, shown=rank == 0)
+
+    def advance(point: str) -> None:
+        progress.tell(point)
+        progress.advance()
+
     curves = CommCurves.measure(
-        pg, device=device, max_bytes=max_bytes, seconds_per_point=seconds_per_point
+        pg,
+        device=device,
+        max_bytes=max_bytes,
+        seconds_per_point=seconds_per_point,
+        budget_s=budget_s,
+        advance=advance,
     )
-    progress.advance()
     if with_local:
         progress.tell("local work")
         local = measure_local_costs(device, progress.advance)
@@ -131,7 +158,10 @@ def print_curves(curves: CommCurves) -> None:
         f"\n{curves.world_size} ranks, {curves.ranks_per_host} per host, {curves.backend} on "
         f"{curves.device} ({facts.get('hardware', '?')}), {facts.get('date_utc', '?')}"
     )
-    print(f"  {'collective':<20}{'latency ms':>12}{'GB/s':>9}{'fit error, median':>19}{'worst':>8}")
+    print(
+        f"  {'collective':<20}{'latency ms':>12}{'GB/s':>9}{'fit error, median':>19}{'worst':>8}"
+        f"{'largest, MB':>13}"
+    )
     levels = {"": curves.collectives, **curves.levels}
     for level, of in levels.items():
         for name in COLLECTIVES:
@@ -140,6 +170,7 @@ def print_curves(curves: CommCurves) -> None:
             print(
                 f"  {label:<20}{curve.latency_ms:>12.3f}{curve.gbytes_per_s:>9.3f}"
                 f"{curve.median_error:>19.0%}{curve.worst_error:>8.0%}"
+                f"{curve.sent_bytes[-1] / 1e6:>13.3f}"
             )
     local = curves.local
     print(f"  local work per step ({'measured' if local.measured else 'assumed'}), ns per element:")

@@ -29,12 +29,14 @@ class Comparison:
         stock: The stock side.
         ours: This package's side.
         probe_ms: Step time of each stock placement that was probed.
+        pipeline: What trained this package's side; stock's is TorchRec's SparseDist.
     """
 
     spec: CompareSpec
     stock: SideResult
     ours: SideResult
     probe_ms: Mapping[str, float]
+    pipeline: str
 
     @property
     def max_relative_loss_difference(self) -> float:
@@ -72,6 +74,7 @@ def print_comparison(comparison: Comparison) -> None:
                 "(column_wise keeps a row-wise Adagrad state per column shard: it trains another "
                 "model)"
             )
+    print(f"pipelines: stock sparse_dist; hot_cold {comparison.pipeline}")
     rows = [
         ("", f"stock {stock.placement}", "hot_cold", ""),
         ("loss, last step", f"{stock.losses[-1]:.7f}", f"{ours.losses[-1]:.7f}", ""),
@@ -117,6 +120,7 @@ def write_json(comparison: Comparison, path: Path) -> None:
         "environment": describe_environment(),
         "spec": dataclasses.asdict(comparison.spec),
         "probe_ms": dict(comparison.probe_ms),
+        "pipeline": comparison.pipeline,
         "stock": dataclasses.asdict(comparison.stock),
         "ours": dataclasses.asdict(comparison.ours),
         "max_relative_loss_difference": comparison.max_relative_loss_difference,

@@ -3,11 +3,13 @@
 from torchrec_picasso.config.load import load_config, parse_config
 from torchrec_picasso.config.schema import (
     CARDINALITY_NAMES,
+    PIPELINES,
     PLACEMENTS,
     CheckpointConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
+    PipelineConfig,
     ShardingConfig,
     TrainConfig,
 )
@@ -18,9 +20,11 @@ __all__ = [
     "ModelConfig",
     "ShardingConfig",
     "OptimizerConfig",
+    "PipelineConfig",
     "CheckpointConfig",
     "load_config",
     "parse_config",
     "PLACEMENTS",
+    "PIPELINES",
     "CARDINALITY_NAMES",
 ]

@@ -14,13 +14,18 @@ __all__ = [
     "ModelConfig",
     "ShardingConfig",
     "OptimizerConfig",
+    "PipelineConfig",
     "CheckpointConfig",
     "PLACEMENTS",
+    "PIPELINES",
     "CARDINALITY_NAMES",
 ]
 
 PLACEMENTS = ("hot_cold", "table_wise", "row_wise", "column_wise", "planner")
 """Who places the tables: this package, one stock sharding type, or TorchRec's planner."""
+
+PIPELINES = ("interleaved", "sparse_dist")
+"""What takes the steps: this package's pipeline, or TorchRec's SparseDist."""
 
 CARDINALITY_NAMES = ("criteo_kaggle", "criteo_terabyte_10m", "criteo_terabyte_40m")
 """Published table sizes that the generated data and the Criteo files can use."""
@@ -119,11 +124,38 @@ class OptimizerConfig(Rules):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineConfig(Rules):
+    """How the exchange of rows and gradients is hidden behind the dense part."""
+
+    kind: str = rule("interleaved", "What takes the steps.", choices=PIPELINES)
+    num_micro_batches: int | None = rule(
+        None, "Pieces that a batch is cut into; null = chosen on the first steps.", at_least=1
+    )
+    lookahead: bool | None = rule(
+        None, "Whether clean rows of the next batch are fetched early; null = chosen likewise."
+    )
+
+    def cross_problems(self) -> list[str]:
+        """Only the interleaved pipeline has these settings."""
+        if self.kind == "interleaved":
+            return []
+        return [
+            f"{name}: only kind interleaved has it, got {value} with kind {self.kind}; remove "
+            f"{name} or set kind to interleaved"
+            for name in ("num_micro_batches", "lookahead")
+            if (value := getattr(self, name)) is not None
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Rules):
     """Where and how often the whole training state is written."""
 
     folder: str | None = rule(None, "Folder of the checkpoints; null = write none.")
     every_steps: int = rule(100, "Steps between two checkpoints.", at_least=1)
+    keep_last: int | None = rule(
+        3, "Newest checkpoints to keep, older ones are deleted; null = all.", at_least=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,4 +173,5 @@ class TrainConfig(Rules):
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)

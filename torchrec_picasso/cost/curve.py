@@ -91,11 +91,10 @@ class Curve:
 
     @property
     def _last_ms_per_byte(self) -> float:
-        """Slope at the largest sizes, where latency no longer shows."""
-        if len(self.ms) < 2:
+        """Slope at the largest sizes, where latency no longer shows; the line's if that falls."""
+        if len(self.ms) < 2 or self.ms[-1] <= self.ms[-2]:
             return self.ms_per_byte
-        rise = (self.ms[-1] - self.ms[-2]) / (self.sent_bytes[-1] - self.sent_bytes[-2])
-        return max(0.0, rise)
+        return (self.ms[-1] - self.ms[-2]) / (self.sent_bytes[-1] - self.sent_bytes[-2])
 
     def ms_at(self, num_bytes: float) -> float:
         """Time of a size: the first point's below the points, on along the last two beyond them.

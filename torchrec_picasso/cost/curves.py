@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,8 @@ class CommCurves:
         max_bytes: int = 64 << 20,
         seconds_per_point: float = 0.3,
         ranks_per_host: int | None = None,
+        budget_s: float = 30.0,
+        advance: Callable[[str], None] | None = None,
     ) -> CommCurves:
         """Measures the collectives of ``pg``; local costs stay the assumed ones.
 
@@ -91,15 +93,24 @@ class CommCurves:
             pg: Process group; of one rank it gives curves that are all zero.
             device: Where the tensors are; CPU if ``None``.
             max_bytes: Largest buffer per rank; sizes go from 4 KiB in powers of 4.
-            seconds_per_point: About how long each size is repeated.
+            seconds_per_point: About how long each size is repeated, at most.
             ranks_per_host: Ranks per host; ``None`` reads ``LOCAL_WORLD_SIZE``, else 1.
+            budget_s: Seconds for all of it. A slow link gets no further than the sizes that fit,
+                at least 4 and 16 KiB; curves go on in a straight line beyond.
+            advance: Called after each size of each collective, measured or left out, with its name.
 
         Returns:
             The same curves on every rank.
+
+        Raises:
+            PicassoError: If the budget is not above 0.
         """
         from torchrec_picasso.cost.measure import measure_curves
 
-        return measure_curves(pg, device, max_bytes, seconds_per_point, ranks_per_host)
+        advance = advance or (lambda point: None)
+        return measure_curves(
+            pg, device, max_bytes, seconds_per_point, ranks_per_host, budget_s, advance
+        )
 
     @staticmethod
     def assumed(

@@ -1,9 +1,9 @@
-"""Measures the collectives of a process group, each size until its median stands.
+"""Measures the collectives of a process group, smallest sizes first, until the time for it is up.
 
-All ranks do the same number of repetitions, agreed by reduction; a time is the slowest rank's,
-because a step waits for it. Ranks take turns in coming a little late, as in a step one always does:
-gloo's all-to-all takes up to twice as long then. Sizes are reported as what the busiest rank sends
-or receives, so that curves of different world sizes compare.
+All ranks do the same: repetitions and sizes are agreed by the slowest rank's times, because a step
+waits for it. A size is begun for all collectives or for none, and not if it would outlast the
+budget; what lies beyond the last one is a straight line, see :class:`Curve`. Ranks take turns in
+coming a little late, as in a step one always does; gloo's all-to-all takes up to twice as long so.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from torchrec_picasso.cost.collective_calls import BYTES_PER_FLOAT, CALLS
 from torchrec_picasso.cost.curve import Curve
 from torchrec_picasso.cost.curves import COLLECTIVES, CommCurves
 from torchrec_picasso.cost.hardware import describe_hardware
-from torchrec_picasso.exchange.all_to_all import start_all_to_all
+from torchrec_picasso.errors import PicassoError
 
-__all__ = ["measure_curves"]
+__all__ = ["measure_curves", "num_points"]
 
-_MIN_BYTES = 4 << 10
-_MIN_REPEATS, _MAX_REPEATS = 5, 40
+_MIN_BYTES, _GROWTH = 4 << 10, 4
+_MIN_SIZES = 2  # a slope needs two
+_WARMUPS, _MIN_REPEATS, _MAX_REPEATS = 2, 5, 40
 _LATE_MS = 1.0
-_BYTES_PER_FLOAT = 4
-_SKEWED_SHARE = 0.5  # of every rank's rows, to one rank
 
 
 def measure_curves(
@@ -37,26 +36,52 @@ def measure_curves(
     max_bytes: int,
     seconds_per_point: float,
     ranks_per_host: int | None,
+    budget_s: float,
+    advance: Callable[[str], None],
 ) -> CommCurves:
     """Does the work of :meth:`CommCurves.measure`. Collective."""
+    if not budget_s > 0:
+        raise PicassoError(f"budget_s is {budget_s}, expected more than 0 seconds")
     device = device or torch.device("cpu")
     per_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    world_size = pg.size()
-    levels = {}
-    if 1 < per_host < world_size and world_size % per_host == 0:
-        levels = {
-            name: _measure_all(group, device, max_bytes, seconds_per_point)
-            for name, group in _level_groups(pg, per_host).items()
-        }
+    clock = _AgreedClock(pg)
+    groups = {"": pg}
+    if _has_levels(pg.size(), per_host):
+        groups = {**_level_groups(pg, per_host), "": pg}
+    curves = {}
+    for index, (level, group) in enumerate(groups.items()):
+        now_s = clock.elapsed_s()
+        until_s = now_s + (budget_s - now_s) / (len(groups) - index)
+        measuring = _Measuring(group, clock, device, seconds_per_point, until_s, advance)
+        curves[level] = measuring.curves(_sizes(max_bytes), level)
     return CommCurves(
-        world_size=world_size,
+        world_size=pg.size(),
         ranks_per_host=per_host,
         backend=dist.get_backend(pg),
         device=device.type,
-        collectives=_measure_all(pg, device, max_bytes, seconds_per_point),
-        levels=levels,
+        collectives=curves.pop(""),
+        levels=curves,
         measured_on=_told_by_first_rank(describe_hardware(device), pg),
     )
+
+
+def num_points(world_size: int, ranks_per_host: int, max_bytes: int) -> int:
+    """How often a measurement calls its ``advance``."""
+    if world_size == 1:
+        return 0
+    num_groups = 3 if _has_levels(world_size, ranks_per_host) else 1
+    return num_groups * len(COLLECTIVES) * len(_sizes(max_bytes))
+
+
+def _has_levels(world_size: int, per_host: int) -> bool:
+    return 1 < per_host < world_size and world_size % per_host == 0
+
+
+def _sizes(max_bytes: int) -> list[int]:
+    sizes = [_MIN_BYTES]
+    while sizes[-1] * _GROWTH <= max_bytes:
+        sizes.append(sizes[-1] * _GROWTH)
+    return sizes
 
 
 def _level_groups(pg: dist.ProcessGroup, per_host: int) -> dict[str, dist.ProcessGroup]:
@@ -74,123 +99,104 @@ def _level_groups(pg: dist.ProcessGroup, per_host: int) -> dict[str, dist.Proces
     return mine
 
 
-def _measure_all(
-    pg: dist.ProcessGroup, device: torch.device, max_bytes: int, seconds_per_point: float
-) -> dict[str, Curve]:
-    if pg.size() == 1:
-        return {name: Curve.line(0.0, float("inf")) for name in COLLECTIVES}
-    sizes = [_MIN_BYTES]
-    while sizes[-1] * 4 <= max_bytes:
-        sizes.append(sizes[-1] * 4)
-    curves = {}
-    for name in COLLECTIVES:
-        busiest, ms = [], []
-        for size in sizes:
-            num_bytes, call = _CALLS[name](pg, size // _BYTES_PER_FLOAT, device)
-            busiest.append(num_bytes)
-            ms.append(_median_ms(pg, call, device, seconds_per_point))
-        curves[name] = Curve.fit(busiest, ms)
-    return curves
+class _AgreedClock:
+    """Times that all ranks of a group agree on: the slowest one's. Collective, all of it."""
 
-
-def _median_ms(
-    pg: dist.ProcessGroup, call: Callable[[], object], device: torch.device, seconds: float
-) -> float:
-    # warm-up twice: the first connects, the second tells how often the size can be repeated
-    _time_ms(call, device)
-    first_ms = _slowest(pg, _time_ms(call, device))
-    repeats = int(max(_MIN_REPEATS, min(_MAX_REPEATS, seconds * 1e3 / max(first_ms, 1e-3))))
-    times = []
-    for turn in range(repeats):
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        self._pg = pg
         dist.barrier(group=pg)
-        if turn % pg.size() == pg.rank():
-            time.sleep(_LATE_MS / 1e3)
-            times.append(_time_ms(call, device))
-        else:  # from the late rank's coming on
-            times.append(max(0.0, _time_ms(call, device) - _LATE_MS))
-    return median(_slowest(pg, *times, each=True))
+        self._start_s = _now_s()
+
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return self.slowest([_now_s() - self._start_s])[0]
+
+    def slowest(self, times: list[float]) -> list[float]:
+        """The largest of all ranks, one by one."""
+        gathered: list[list[float]] = [[] for _ in range(self._pg.size())]
+        dist.all_gather_object(gathered, times, group=self._pg)
+        return [max(of_rank) for of_rank in zip(*gathered)]
 
 
-def _time_ms(call: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start_s = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start_s) * 1e3
+class _Measuring:
+    """The curves of one group, while all groups of its kind measure theirs.
+
+    Args:
+        group: This rank's group.
+        clock: Agreed on by all ranks of all groups.
+        device: Where the tensors are.
+        seconds_per_point: About how long a size is repeated, if the time allows.
+        until_s: When the clock stops the measurement.
+        advance: Called with a word on each point, measured or left out.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        clock: _AgreedClock,
+        device: torch.device,
+        seconds_per_point: float,
+        until_s: float,
+        advance: Callable[[str], None],
+    ) -> None:
+        self._group, self._clock, self._device = group, clock, device
+        self._seconds_per_point, self._until_s = seconds_per_point, until_s
+        self._advance = advance
+
+    def curves(self, sizes: list[int], level: str) -> dict[str, Curve]:
+        """Measures every collective. Collective."""
+        if self._group.size() == 1:
+            return {name: Curve.line(0.0, float("inf")) for name in COLLECTIVES}
+        points: dict[str, list[tuple[int, float]]] = {name: [] for name in COLLECTIVES}
+        points_left, is_over = len(sizes) * len(COLLECTIVES), False
+        for index, size in enumerate(sizes):
+            is_over = is_over or (index >= _MIN_SIZES and not self._has_time_for(points))
+            for name in COLLECTIVES:
+                left_s = 0.0 if is_over else self._until_s - self._clock.elapsed_s()
+                is_over = is_over or (index >= _MIN_SIZES and left_s <= 0)
+                if not is_over:
+                    seconds = min(self._seconds_per_point, max(0.0, left_s) / points_left)
+                    points[name].append(self._point(name, size, seconds))
+                points_left -= 1
+                of_level = f"{name} ({level})" if level else name
+                self._advance(f"{of_level}, {size >> 10} KiB")
+        return {name: Curve.fit(*zip(*found)) for name, found in points.items()}
+
+    def _has_time_for(self, points: dict[str, list[tuple[int, float]]]) -> bool:
+        """Whether the next size can be measured for all, should it take as much longer as it is."""
+        last_ms = sum(found[-1][1] for found in points.values())
+        expected_s = last_ms * _GROWTH * (_WARMUPS + _MIN_REPEATS) / 1e3
+        return self._clock.elapsed_s() + expected_s <= self._until_s
+
+    def _point(self, name: str, size: int, seconds: float) -> tuple[int, float]:
+        """Bytes of the busiest rank, and the median time in milliseconds."""
+        num_bytes, call = CALLS[name](self._group, size // BYTES_PER_FLOAT, self._device)
+        # warm-up twice: the first connects, the second tells how often the size can be repeated
+        self._time_ms(call)
+        (first_ms,) = self._clock.slowest([self._time_ms(call)])
+        repeats = int(max(_MIN_REPEATS, min(_MAX_REPEATS, seconds * 1e3 / max(first_ms, 1e-3))))
+        times = []
+        for turn in range(repeats):
+            dist.barrier(group=self._group)
+            if turn % self._group.size() == self._group.rank():
+                time.sleep(_LATE_MS / 1e3)
+                times.append(self._time_ms(call))
+            else:  # from the late rank's coming on
+                times.append(max(0.0, self._time_ms(call) - _LATE_MS))
+        return num_bytes, median(self._clock.slowest(times))
+
+    def _time_ms(self, call: Callable[[], object]) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        start_s = _now_s()
+        call()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return (_now_s() - start_s) * 1e3
 
 
-def _slowest(pg: dist.ProcessGroup, *ms: float, each: bool = False):  # type: ignore[no-untyped-def]
-    """The slowest rank's times: one number, or one per repetition."""
-    times = torch.tensor(ms, dtype=torch.float64)
-    gathered: list[list[float]] = [[] for _ in range(pg.size())]
-    dist.all_gather_object(gathered, times.tolist(), group=pg)
-    slowest = [max(of_rank) for of_rank in zip(*gathered)]
-    return slowest if each else slowest[0]
-
-
-_Call = tuple[int, Callable[[], object]]
-
-
-def _all_to_all(pg: dist.ProcessGroup, numel: int, device: torch.device) -> _Call:
-    world_size = pg.size()
-    numel = numel // world_size * world_size
-    source, target = _buffers(numel, numel, device)
-    sent = numel * (world_size - 1) // world_size * _BYTES_PER_FLOAT
-    return sent, lambda: dist.all_to_all_single(target, source, group=pg)
-
-
-def _row_exchange(pg: dist.ProcessGroup, numel: int, device: torch.device) -> _Call:
-    world_size = pg.size()
-    block_W = [numel // world_size] * world_size
-    source, target = _buffers(sum(block_W), sum(block_W), device)
-    sent = sum(block_W[1:]) * _BYTES_PER_FLOAT
-    return sent, lambda: start_all_to_all(pg, target, source, block_W, block_W).wait()
-
-
-def _all_to_all_skewed(pg: dist.ProcessGroup, numel: int, device: torch.device) -> _Call:
-    world_size, rank = pg.size(), pg.rank()
-    rest = int(numel * (1 - _SKEWED_SHARE)) // (world_size - 1)
-    send = [numel - rest * (world_size - 1)] + [rest] * (world_size - 1)
-    receive = [send[rank]] * world_size
-    source, target = _buffers(sum(send), sum(receive), device)
-    busiest = max(send[0] * (world_size - 1), sum(send[:-1])) * _BYTES_PER_FLOAT
-    return busiest, lambda: dist.all_to_all_single(target, source, receive, send, group=pg)
-
-
-def _all_reduce(pg: dist.ProcessGroup, numel: int, device: torch.device) -> _Call:
-    buffer, _ = _buffers(numel, 0, device)
-    sent = 2 * (pg.size() - 1) * numel // pg.size() * _BYTES_PER_FLOAT
-    return sent, lambda: dist.all_reduce(buffer, group=pg)
-
-
-def _reduce_scatter(pg: dist.ProcessGroup, numel: int, device: torch.device) -> _Call:
-    share = max(1, numel // pg.size())
-    source, target = _buffers(share * pg.size(), share, device)
-    sent = (pg.size() - 1) * share * _BYTES_PER_FLOAT
-    return sent, lambda: dist.reduce_scatter_tensor(target, source, group=pg)
-
-
-def _all_gather(pg: dist.ProcessGroup, numel: int, device: torch.device) -> _Call:
-    share = max(1, numel // pg.size())
-    target, source = _buffers(share * pg.size(), share, device)
-    sent = (pg.size() - 1) * share * _BYTES_PER_FLOAT
-    return sent, lambda: dist.all_gather_into_tensor(target, source, group=pg)
-
-
-def _buffers(first: int, second: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.zeros(first, device=device), torch.zeros(second, device=device)
-
-
-_CALLS: dict[str, Callable[[dist.ProcessGroup, int, torch.device], _Call]] = {
-    "all_to_all": _all_to_all,
-    "all_to_all_skewed": _all_to_all_skewed,
-    "row_exchange": _row_exchange,
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-}
+def _now_s() -> float:
+    return time.perf_counter()
 
 
 def _told_by_first_rank(facts: dict[str, str | int], pg: dist.ProcessGroup) -> dict[str, str | int]:

@@ -2,7 +2,7 @@
 
 A folder ``step_00000100`` exists only if its checkpoint is complete; ``step_00000100.tmp`` is one
 that a run did not finish. The format is torch.distributed.checkpoint's. All ranks must see the same
-file system. Nothing old is ever deleted.
+file system. What becomes of old ones is up to :mod:`torchrec_picasso.runs.old_checkpoints`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,21 @@ import torch.distributed.checkpoint as dcp
 
 from torchrec_picasso.errors import PicassoError
 
-__all__ = ["save_checkpoint", "newest_checkpoint", "load_checkpoint", "refuse_used_folder"]
+__all__ = [
+    "save_checkpoint",
+    "newest_checkpoint",
+    "load_checkpoint",
+    "refuse_used_folder",
+    "UNFINISHED_SUFFIX",
+    "is_whole",
+    "step_of",
+    "sync_folder",
+]
+
+UNFINISHED_SUFFIX = ".tmp"
+"""Behind the name of a checkpoint that is being written."""
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
-_UNFINISHED_SUFFIX = ".tmp"
 _DCP_METADATA = ".metadata"
 
 
@@ -44,7 +55,7 @@ def save_checkpoint(folder: str | Path, step: int, state: dict[str, Any]) -> Pat
         PicassoError: If that step has a checkpoint already.
     """
     final = Path(folder) / f"step_{step:08d}"
-    unfinished = final.with_name(final.name + _UNFINISHED_SUFFIX)
+    unfinished = final.with_name(final.name + UNFINISHED_SUFFIX)
     if _told_by_first_rank(final.exists):
         raise PicassoError(
             f"{final}: a checkpoint of step {step} exists already; choose another folder or move it"
@@ -56,7 +67,9 @@ def save_checkpoint(folder: str | Path, step: int, state: dict[str, Any]) -> Pat
     dcp.save({**state, "step": torch.tensor(step)}, checkpoint_id=str(unfinished))
     dist.barrier()  # every rank's files are written
     if dist.get_rank() == 0:
+        sync_folder(unfinished)
         os.replace(unfinished, final)
+        sync_folder(final.parent)  # an older checkpoint may be deleted next
     dist.barrier()  # nobody goes on before the name stands
     return final
 
@@ -75,16 +88,16 @@ def newest_checkpoint(folder: str | Path) -> tuple[Path, list[Path]]:
     """
     folder = Path(folder)
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    unfinished = [path for path in entries if path.name.endswith(_UNFINISHED_SUFFIX)]
-    whole = [path for path in entries if _STEP_NAME.fullmatch(path.name)]
+    unfinished = [path for path in entries if path.name.endswith(UNFINISHED_SUFFIX)]
+    whole = [path for path in entries if step_of(path.name) is not None]
     if not whole:
         left = f"; found only unfinished: {', '.join(path.name for path in unfinished)}"
         raise PicassoError(
             f"{folder}: no checkpoint to resume from; expected folders named step_<number>"
             f"{left if unfinished else ''}; train without --resume first, or name another folder"
         )
-    newest = max(whole, key=lambda path: int(path.name.removeprefix("step_")))
-    if not (newest / _DCP_METADATA).is_file():
+    newest = max(whole, key=lambda path: step_of(path.name) or 0)
+    if not is_whole(newest):
         raise PicassoError(
             f"{newest}: not a checkpoint (no {_DCP_METADATA} file in it); move the folder away and "
             "resume again"
@@ -132,12 +145,32 @@ def refuse_used_folder(folder: str | Path) -> None:
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise PicassoError(f"{folder}: is a file; expected a folder for the checkpoints")
-    used = [path.name for path in folder.glob("step_*") if _STEP_NAME.fullmatch(path.name)]
+    used = [path.name for path in folder.glob("step_*") if step_of(path.name) is not None]
     if used:
         raise PicassoError(
             f"{folder}: holds checkpoints already (newest {max(used)}); pass --resume to continue "
             "that run, or set checkpoint.folder to another folder"
         )
+
+
+def step_of(name: str) -> int | None:
+    """Steps that a checkpoint of this name has trained; ``None`` for the names of other things."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a folder is a checkpoint that was finished."""
+    return step_of(path.name) is not None and (path / _DCP_METADATA).is_file()
+
+
+def sync_folder(path: Path) -> None:
+    """Brings the names in a folder onto the disk; their files bring themselves."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _told_by_first_rank(question: Callable[[], bool]) -> bool:

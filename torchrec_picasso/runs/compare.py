@@ -1,17 +1,20 @@
 """Stock TorchRec against this package: equal batches and first weights, alternating blocks.
 
 Both models live in the same ranks and take turns, so that whatever else the machine does hits both.
+Stock trains under its own pipeline, this package under the configured one. What either side leaves
+open, a placement or the pipeline's settings, is probed first, on a model that is thrown away.
 Steps come in three kinds: warm-up (lazy set-up, DDP bucket rebuild), counted (under the byte meter,
 which slows them) and timed. Losses are kept of all of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +23,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 
-from torchrec_picasso.config import TrainConfig
+from torchrec_picasso.config import PipelineConfig, TrainConfig
 from torchrec_picasso.exchange.meter import WireCount, WireMeter
 from torchrec_picasso.launch.loopback import loopback_sent_bytes
 from torchrec_picasso.launch.progress import Progress
 from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.runs.placements import STOCK_PLACEMENTS, Placement
 from torchrec_picasso.runs.trainer import Trainer
+from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
+from torchrec_picasso.train_pipeline.schedule import Setting
 from torchrec_picasso.zoo.registry import make_source
 from torchrec_picasso.zoo.source import BatchSource
 
 __all__ = ["CompareSpec", "SideResult", "compare_on_rank"]
+
+_STOCK_PIPELINE = PipelineConfig(kind="sparse_dist")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +51,8 @@ class CompareSpec:
         counted_steps: Next steps, under the byte meter.
         block_steps: Steps of one timed block.
         probe_steps: Timed steps of each probed stock placement.
+        most_choice_steps: Steps in which the interleaved pipeline must choose what the
+            configuration leaves to it.
     """
 
     config: TrainConfig
@@ -52,6 +61,7 @@ class CompareSpec:
     counted_steps: int = 2
     block_steps: int = 5
     probe_steps: int = 3
+    most_choice_steps: int = 250
 
     @property
     def num_blocks(self) -> int:
@@ -106,8 +116,8 @@ def compare_on_rank(rank: int, world_size: int, spec: CompareSpec) -> dict[str, 
         spec: What to compare.
 
     Returns:
-        ``stock`` and ``ours`` as :class:`SideResult`, and ``probe_ms``, the step time of each stock
-        placement that was probed.
+        ``stock`` and ``ours`` as :class:`SideResult`, ``probe_ms``, the step time of each stock
+        placement that was probed, and ``pipeline``, what trains ours.
     """
     quiet_upstream()
     source = make_source(spec.config.data, spec.config.seed)
@@ -116,17 +126,52 @@ def compare_on_rank(rank: int, world_size: int, spec: CompareSpec) -> dict[str, 
     batches = list(
         itertools.islice(source.batches(rank, world_size), max(spec.num_steps, probe_steps))
     )
-    ours = _Side("hot_cold", spec, source)  # first, so that hot rows that do not fit end the run
+    # ours first, so that hot rows that do not fit end the run
+    pipeline = _chosen_pipeline(spec, source, batches, progress)
+    gc.collect()
+    ours = _Side("hot_cold", spec, source, pipeline)
     probe_ms: dict[str, float] = {}
     if len(spec.stock) > 1:
         for name in spec.stock:
             progress.tell(f"probing {name}")
             probe_ms[name] = _probe(name, spec, source, batches, progress)
-    sides = [_Side(_fastest_equal(spec, probe_ms), spec, source), ours]
+    sides = [_Side(_fastest_equal(spec, probe_ms), spec, source, _STOCK_PIPELINE), ours]
     _run_sides(sides, spec, batches[: spec.num_steps], progress)
     progress.close()
     results = [side.result(batches) for side in sides]
-    return {"stock": results[0], "ours": results[1], "probe_ms": probe_ms}
+    told = {"pipeline": _spelled(pipeline), "probe_ms": probe_ms}
+    return {"stock": results[0], "ours": results[1], **told}
+
+
+def _chosen_pipeline(
+    spec: CompareSpec, source: BatchSource, batches: list[Batch], progress: Progress
+) -> PipelineConfig:
+    """The configured pipeline with what it chooses filled in, the same on every rank."""
+    asked = spec.config.pipeline
+    if asked.kind != "interleaved" or None not in (asked.num_micro_batches, asked.lookahead):
+        return asked
+    trainer = Trainer(spec.config, source, placement="hot_cold")
+    pipeline = trainer.pipeline
+    assert isinstance(pipeline, InterleavedTrainPipeline)
+
+    def until_settled() -> Iterator[Batch]:
+        for step, batch in zip(range(spec.most_choice_steps), itertools.cycle(batches)):
+            if pipeline.is_settled:
+                return
+            progress.tell(f"choosing micro-batches, step {step}")
+            progress.advance(0)
+            yield batch
+
+    trainer.train(until_settled())
+    return dataclasses.replace(
+        asked, num_micro_batches=pipeline.num_micro_batches, lookahead=pipeline.lookahead
+    )
+
+
+def _spelled(pipeline: PipelineConfig) -> str:
+    if pipeline.num_micro_batches is None or pipeline.lookahead is None:
+        return pipeline.kind
+    return f"{pipeline.kind}, {Setting(pipeline.num_micro_batches, pipeline.lookahead)}"
 
 
 def _fastest_equal(spec: CompareSpec, probe_ms: Mapping[str, float]) -> str:
@@ -150,7 +195,7 @@ def _probe(
     name: str, spec: CompareSpec, source: BatchSource, batches: list[Batch], progress: Progress
 ) -> float:
     """Milliseconds per step of one stock placement, the slowest rank's."""
-    trainer = Trainer(spec.config, source, placement=name)
+    trainer = Trainer(_with_pipeline(spec, _STOCK_PIPELINE), source, placement=name)
     trainer.train(batches, spec.warmup_steps)
     dist.barrier()
     start_s = time.perf_counter()
@@ -161,6 +206,10 @@ def _probe(
     del trainer
     gc.collect()
     return float(wall_s) / spec.probe_steps * 1e3
+
+
+def _with_pipeline(spec: CompareSpec, pipeline: PipelineConfig) -> TrainConfig:
+    return dataclasses.replace(spec.config, pipeline=pipeline)
 
 
 def _run_sides(
@@ -182,10 +231,12 @@ def _run_sides(
 class _Side:
     """One model under comparison and what was measured of it."""
 
-    def __init__(self, name: str, spec: CompareSpec, source: BatchSource) -> None:
+    def __init__(
+        self, name: str, spec: CompareSpec, source: BatchSource, pipeline: PipelineConfig
+    ) -> None:
         self.name = name
         self._spec = spec
-        self._trainer = Trainer(spec.config, source, placement=name)
+        self._trainer = Trainer(_with_pipeline(spec, pipeline), source, placement=name)
         self._losses: list[Tensor] = []
         self._count = WireCount(num_collectives=0, sent_bytes=0)
         self._wall_s: list[float] = []

@@ -21,6 +21,8 @@ from torchrec_picasso.runs.checkpoint import (
     save_checkpoint,
 )
 from torchrec_picasso.runs.evaluate import evaluate_auc
+from torchrec_picasso.runs.old_checkpoints import delete_old_checkpoints
+from torchrec_picasso.runs.pipelines import describe_pipeline, is_settled
 from torchrec_picasso.runs.trainer import Trainer
 from torchrec_picasso.zoo.registry import make_source
 
@@ -80,25 +82,49 @@ def train_on_rank(
     progress.advance(first_step)
     batches = source.batches(rank, world_size, start_step=first_step)
     losses: list[float] = []
-    step = first_step
+    step, is_described = first_step, False
     while step < config.steps:
-        # The pipeline is drained before each checkpoint, so that no batch is in flight in it.
-        until_checkpoint = config.checkpoint.every_steps - step % config.checkpoint.every_steps
-        for loss in trainer.steps(batches, min(until_checkpoint, config.steps - step)):
+        for loss in trainer.steps(batches, _steps_at_once(config, step)):
             step += 1
             losses += trainer.mean_over_ranks(loss.reshape(1))
             progress.advance()
             progress.tell(f"loss {losses[-1]:.5f}")
             if step % config.log_every == 0:
                 progress.say(f"step {step} of {config.steps}: loss {losses[-1]:.5f}")
-        if config.checkpoint.folder is not None:
-            path = save_checkpoint(config.checkpoint.folder, step, trainer.state())
-            progress.say(f"step {step}: wrote {path}")
+            if not is_described and (is_settled(trainer.pipeline) or step == config.steps):
+                is_described = True
+                progress.say(
+                    f"step {step}: pipeline\n{_indented(describe_pipeline(trainer.pipeline))}"
+                )
+        _save(trainer, config, step, progress)
     progress.close()
     num_heldout = config.data.heldout_steps * config.data.batch_size * world_size
     auc = evaluate_auc(trainer, source.heldout(rank, world_size), num_heldout)
     progress.say(f"AUC {auc:.5f} on {num_heldout} held-out samples")
     return {"first_step": first_step, "losses": losses, "auc": auc}
+
+
+def _steps_at_once(config: TrainConfig, step: int) -> int:
+    """Steps until the pipeline is drained, so that no batch is in flight at a checkpoint."""
+    if config.checkpoint.folder is None:
+        return config.steps - step
+    until_checkpoint = config.checkpoint.every_steps - step % config.checkpoint.every_steps
+    return min(until_checkpoint, config.steps - step)
+
+
+def _save(trainer: Trainer, config: TrainConfig, step: int, progress: Progress) -> None:
+    """Writes a checkpoint, if any are asked for, and deletes old ones. Collective."""
+    if config.checkpoint.folder is None:
+        return
+    path = save_checkpoint(config.checkpoint.folder, step, trainer.state())
+    progress.say(f"step {step}: wrote {path}")
+    if dist.get_rank() == 0:
+        for problem in delete_old_checkpoints(path, config.checkpoint.keep_last):
+            progress.say(problem)
+
+
+def _indented(lines: str) -> str:
+    return "\n".join(f"  {line}" for line in lines.splitlines())
 
 
 def _resume(trainer: Trainer, config: TrainConfig, progress: Progress) -> int:

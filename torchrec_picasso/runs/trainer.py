@@ -1,4 +1,4 @@
-"""One sharded DLRM with its optimizers and TorchRec's SparseDist pipeline around it."""
+"""One sharded DLRM with its optimizers and the pipeline around it that takes its steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import TrainPipeline
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.models.dlrm import DLRMTrain
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -22,14 +22,12 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec_picasso.config import OptimizerConfig, TrainConfig
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.frequency import FrequencyStats
+from torchrec_picasso.runs.pipelines import MakePipeline, pipeline_maker
 from torchrec_picasso.runs.placements import Placement, make_placement
 from torchrec_picasso.zoo.dlrm import build_dlrm, write_initial_tables
 from torchrec_picasso.zoo.source import BatchSource
 
 __all__ = ["MakePipeline", "Trainer", "unsharded_model"]
-
-MakePipeline = Callable[[torch.nn.Module, torch.optim.Optimizer, torch.device], TrainPipeline]
-"""From sharded model, optimizer and device to a pipeline with TorchRec's ``progress``."""
 
 
 class Trainer:
@@ -44,7 +42,7 @@ class Trainer:
         placement: Overrides ``config.sharding.placement``.
         device: Where the model goes, CPU if ``None``; the process group must serve it.
         make_pipeline: From sharded model, optimizer and device to the pipeline that trains;
-            ``None`` = TorchRec's SparseDist pipeline.
+            overrides ``config.pipeline``.
         change_plan: Changes the plan in place before the model is sharded, such as kernels that
             the placements do not offer.
     """
@@ -92,7 +90,8 @@ class Trainer:
             _dense_optimizer(config.optimizer),
         )
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
-        self._pipeline = (make_pipeline or _sparse_dist)(self.model, self.optimizer, self.device)
+        make_pipeline = make_pipeline or pipeline_maker(config.pipeline)
+        self._pipeline = make_pipeline(self.model, self.optimizer, self.device)
 
     @property
     def pipeline(self) -> TrainPipeline:
@@ -175,12 +174,6 @@ def unsharded_model(config: TrainConfig, source: BatchSource) -> DLRMTrain:
     model = build_dlrm(config.model, source.tables, config.seed)
     _fuse_table_optimizer(model, config.optimizer)
     return model
-
-
-def _sparse_dist(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> TrainPipeline:
-    return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
 
 
 def _stats(

@@ -1,0 +1,131 @@
+"""Whether the installed torch and FBGEMM can be loaded together, asked before either is imported.
+
+FBGEMM's libraries are built against one minor release of torch and load with no other, but neither
+package's metadata says so, and what then fails is a symbol that no user knows. Pairs known to fail
+are refused by name; of others only a failing import is reported. Costs two or three look-ups of
+package metadata, a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from importlib import metadata
+
+from torchrec_picasso.errors import VersionError
+
+__all__ = [
+    "FBGEMM_OF_TORCH",
+    "SUPPORTED_TORCH",
+    "check_installed",
+    "installed_versions",
+    "why_not_together",
+]
+
+FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8", "2.14": "1.9", "2.15": None}
+"""FBGEMM's minor release by torch's; ``None`` = there was none when this was written."""
+
+SUPPORTED_TORCH = ("2.13", "2.14")
+"""Those that ``setup.py`` allows, with their FBGEMM and the TorchRec of the same number."""
+
+_FBGEMM_NAMES = (
+    "fbgemm-gpu",
+    "fbgemm-gpu-cpu",
+    "fbgemm-gpu-nightly",
+    "fbgemm-gpu-nightly-cpu",
+)
+_RELEASE = re.compile(r"(\d+\.\d+)(?:\.\d+)*(?:\.post\d+)?(?:\+.*)?")
+
+
+def check_installed() -> None:
+    """Refuses a torch and an FBGEMM that cannot be loaded together.
+
+    Raises:
+        VersionError: If they are known not to work together, or are an unknown pair and TorchRec
+            cannot be imported.
+    """
+    versions = installed_versions()
+    if "torch" not in versions or len(versions) < 2:
+        return  # not installed as packages: Python's own error, if any, says what is missing
+    if (reason := why_not_together(versions)) is not None:
+        raise VersionError(reason)
+    if _is_known(versions):
+        return
+    try:
+        importlib.import_module("torchrec")
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torchrec":
+            raise
+        raise VersionError(
+            f"{_spelled(versions)} cannot be imported together ({type(error).__name__}: {error}). "
+            f"{_advice(versions)}"
+        ) from error
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of torch and of every FBGEMM package that is installed, by name, torch first."""
+    found = {}
+    for name in ("torch", *_FBGEMM_NAMES):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def why_not_together(versions: Mapping[str, str]) -> str | None:
+    """What keeps these versions from working together, if that is known.
+
+    Args:
+        versions: As :func:`installed_versions` gives them.
+
+    Returns:
+        What is installed, and what to install instead; ``None`` for pairs that work and for
+        releases, nightlies and builds that nothing is known about.
+    """
+    torch_minor, fbgemm_minors = _minors(versions)
+    if torch_minor not in FBGEMM_OF_TORCH or not fbgemm_minors:
+        return None
+    wanted = FBGEMM_OF_TORCH[torch_minor]
+    known = set(FBGEMM_OF_TORCH.values()) - {None}
+    # of two packages, which write the same files, the one that was installed last counts
+    if any(minor not in known or minor == wanted for minor in fbgemm_minors):
+        return None
+    return f"{_spelled(versions)} cannot work together. {_advice(versions)}"
+
+
+def _is_known(versions: Mapping[str, str]) -> bool:
+    """Whether this is one pair of releases that is known to work."""
+    torch_minor, fbgemm_minors = _minors(versions)
+    wanted = FBGEMM_OF_TORCH.get(torch_minor or "")
+    return wanted is not None and fbgemm_minors == {wanted}
+
+
+def _minors(versions: Mapping[str, str]) -> tuple[str | None, set[str | None]]:
+    """``"2.13"`` of torch, and that of each FBGEMM; ``None`` for what is not a plain release."""
+    minors = {
+        name: match[1] if (match := _RELEASE.fullmatch(version)) else None
+        for name, version in versions.items()
+    }
+    return minors["torch"], {minor for name, minor in minors.items() if name != "torch"}
+
+
+def _spelled(versions: Mapping[str, str]) -> str:
+    return " and ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _advice(versions: Mapping[str, str]) -> str:
+    """The pair to install: that of the torch at hand if there is one, else the newest."""
+    torch_minor, _ = _minors(versions)
+    torch = torch_minor if torch_minor in SUPPORTED_TORCH else SUPPORTED_TORCH[-1]
+    pairs = ", ".join(
+        f"FBGEMM {FBGEMM_OF_TORCH[known]} - torch {known}" for known in SUPPORTED_TORCH
+    )
+    fbgemm, _, _ = next(name for name in versions if name != "torch").partition("-nightly")
+    if "cpu" in " ".join(versions):
+        fbgemm = "fbgemm-gpu-cpu"
+    return (
+        f"FBGEMM loads with one minor release of torch only ({pairs}); install a pair that works: "
+        f'pip install "torch=={torch}.*" "{fbgemm}=={FBGEMM_OF_TORCH[torch]}.*"'
+    )

@@ -1,0 +1,84 @@
+"""The collectives that have a curve, as calls on buffers of a given size.
+
+Sizes are told as what the busiest rank sends or receives, so that curves of different world sizes
+compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_picasso.exchange.all_to_all import start_all_to_all
+
+__all__ = ["BYTES_PER_FLOAT", "CALLS", "Call"]
+
+BYTES_PER_FLOAT = 4
+_SKEWED_SHARE = 0.5  # of every rank's rows, to one rank
+
+Call = tuple[int, Callable[[], object]]
+"""Bytes that the busiest rank sends or receives, and what is timed."""
+
+
+def _all_to_all(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Call:
+    world_size = pg.size()
+    numel = numel // world_size * world_size
+    source, target = _buffers(numel, numel, device)
+    sent = numel * (world_size - 1) // world_size * BYTES_PER_FLOAT
+    return sent, lambda: dist.all_to_all_single(target, source, group=pg)
+
+
+def _row_exchange(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Call:
+    world_size = pg.size()
+    block_W = [numel // world_size] * world_size
+    source, target = _buffers(sum(block_W), sum(block_W), device)
+    sent = sum(block_W[1:]) * BYTES_PER_FLOAT
+    return sent, lambda: start_all_to_all(pg, target, source, block_W, block_W).wait()
+
+
+def _all_to_all_skewed(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Call:
+    world_size, rank = pg.size(), pg.rank()
+    rest = int(numel * (1 - _SKEWED_SHARE)) // (world_size - 1)
+    send = [numel - rest * (world_size - 1)] + [rest] * (world_size - 1)
+    receive = [send[rank]] * world_size
+    source, target = _buffers(sum(send), sum(receive), device)
+    busiest = max(send[0] * (world_size - 1), sum(send[:-1])) * BYTES_PER_FLOAT
+    return busiest, lambda: dist.all_to_all_single(target, source, receive, send, group=pg)
+
+
+def _all_reduce(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Call:
+    buffer, _ = _buffers(numel, 0, device)
+    sent = 2 * (pg.size() - 1) * numel // pg.size() * BYTES_PER_FLOAT
+    return sent, lambda: dist.all_reduce(buffer, group=pg)
+
+
+def _reduce_scatter(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Call:
+    share = max(1, numel // pg.size())
+    source, target = _buffers(share * pg.size(), share, device)
+    sent = (pg.size() - 1) * share * BYTES_PER_FLOAT
+    return sent, lambda: dist.reduce_scatter_tensor(target, source, group=pg)
+
+
+def _all_gather(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Call:
+    share = max(1, numel // pg.size())
+    target, source = _buffers(share * pg.size(), share, device)
+    sent = (pg.size() - 1) * share * BYTES_PER_FLOAT
+    return sent, lambda: dist.all_gather_into_tensor(target, source, group=pg)
+
+
+def _buffers(first: int, second: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.zeros(first, device=device), torch.zeros(second, device=device)
+
+
+CALLS: dict[str, Callable[[dist.ProcessGroup, int, torch.device], Call]] = {
+    "all_to_all": _all_to_all,
+    "all_to_all_skewed": _all_to_all_skewed,
+    "row_exchange": _row_exchange,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+}
+"""From group, floats per rank and device to the call of each collective, by its curve's name."""
