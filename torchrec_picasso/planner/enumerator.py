@@ -118,8 +118,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
             if self._can_be_hot_cold(options[0]) and table in hot_sets:
                 hot_set = self._hot_set(options[0], hot_sets[table])
                 options = hot_cold_options(options, hot_set, waves.get(table, 0))
-                if table in blocks:
-                    cut_home_blocks(options, blocks[table])
+                cut_home_blocks(options, blocks.get(table))
             elif self._hot_rows is None:
                 options = self._stock_options(options)
             space.extend(options)
