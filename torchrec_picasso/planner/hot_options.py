@@ -8,6 +8,7 @@ always to its own memory, where they are also when the homes are in the host's.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import fields
@@ -25,6 +26,7 @@ from torchrec_picasso.planner.home_blocks import filled_blocks
 __all__ = [
     "HOT_COLD_KERNELS",
     "add_replica_storage",
+    "copy_options",
     "cut_home_blocks",
     "hot_cold_options",
     "replica_bytes",
@@ -94,6 +96,19 @@ def cut_home_blocks(
         for shard, rows in zip(option.shards, block_rows_W, strict=True):
             shard.size, shard.offset = [rows, shard.size[1]], [start, 0]
             start += rows
+
+
+def copy_options(options: Sequence[ShardingOption]) -> list[ShardingOption]:
+    """Copies options so that ranks set in the ones do not show in the others.
+
+    What a planner only replaces, such as times and hot rows, is shared.
+    """
+    copies = []
+    for option in options:
+        twin = copy.copy(option)
+        twin.shards = [copy.copy(shard) for shard in option.shards]
+        copies.append(twin)
+    return copies
 
 
 def replica_bytes(option: ShardingOption) -> int:
