@@ -11,13 +11,20 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalWork
-from torchrec_picasso.cost.step_cost import StepCost
+from torchrec_picasso.cost.step_cost import StepCost, sum_columns
 from torchrec_picasso.cost.table_work import TableWork
 
-__all__ = ["HotColdTotals", "hot_cold_cost", "hot_cold_memory_bytes", "hot_cold_totals"]
+__all__ = [
+    "HotColdTotals",
+    "hot_cold_cost",
+    "hot_cold_memory_bytes",
+    "hot_cold_totals",
+    "sum_hot_cold",
+]
 
 _WORD_BYTES = 8
 _WORD_BITS = 64
@@ -58,12 +65,8 @@ class HotColdTotals:
 
     def plus(self, other: HotColdTotals, times: float = 1.0) -> HotColdTotals:
         """The sum with ``times`` the other; ``times=-1`` takes a table out again."""
-        return HotColdTotals(
-            **{
-                field.name: getattr(self, field.name) + times * getattr(other, field.name)
-                for field in dataclasses.fields(HotColdTotals)
-            }
-        )
+        sums = (a + times * b for a, b in zip(_values(self), _values(other)))
+        return HotColdTotals(**dict(zip(_FIELDS, sums)))
 
     @staticmethod
     def of(work: TableWork, num_hot: float) -> HotColdTotals:
@@ -84,12 +87,18 @@ class HotColdTotals:
         )
 
 
+_FIELDS = tuple(field.name for field in dataclasses.fields(HotColdTotals))
+_values = attrgetter(*_FIELDS)
+
+
 def hot_cold_totals(works: Iterable[TableWork], num_hot: Iterable[float]) -> HotColdTotals:
     """Sums tables with their numbers of hot rows."""
-    total = HotColdTotals()
-    for work, hot in zip(works, num_hot):
-        total = total.plus(HotColdTotals.of(work, hot))
-    return total
+    return sum_hot_cold(HotColdTotals.of(work, hot) for work, hot in zip(works, num_hot))
+
+
+def sum_hot_cold(tables: Iterable[HotColdTotals]) -> HotColdTotals:
+    """Sums what single tables ask for."""
+    return HotColdTotals(**dict(zip(_FIELDS, sum_columns(map(_values, tables), len(_FIELDS)))))
 
 
 def hot_cold_cost(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["StepCost"]
+import numpy as np
+
+__all__ = ["StepCost", "sum_columns"]
 
 _MILLISECONDS = (
     "input_dist_ms",
@@ -79,3 +81,19 @@ class StepCost:
                 for name in names
             },
         )
+
+
+def sum_columns(rows: Iterable[Iterable[float]], num_columns: int) -> list[float]:
+    """Sums each column from the first row to the last, in the order in which they come.
+
+    Args:
+        rows: As many numbers each.
+        num_columns: How many.
+
+    Returns:
+        One sum per column; 0 without rows.
+    """
+    zeros = [0.0] * num_columns
+    # numpy's sum adds in pairs, which rounds otherwise; cumsum adds one by one
+    last: list[float] = np.cumsum([zeros, *map(tuple, rows)], axis=0, dtype=float)[-1].tolist()
+    return last

@@ -14,10 +14,11 @@ import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalWork
-from torchrec_picasso.cost.step_cost import StepCost
+from torchrec_picasso.cost.step_cost import StepCost, sum_columns
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "stock_cost",
     "stock_memory_bytes",
     "stock_totals",
+    "sum_stock",
 ]
 
 STOCK_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
@@ -65,12 +67,8 @@ class StockTotals:
 
     def plus(self, other: StockTotals, times: float = 1.0) -> StockTotals:
         """The sum with ``times`` the other; ``times=-1`` takes a table out again."""
-        return StockTotals(
-            **{
-                field.name: getattr(self, field.name) + times * getattr(other, field.name)
-                for field in dataclasses.fields(StockTotals)
-            }
-        )
+        sums = (a + times * b for a, b in zip(_values(self), _values(other)))
+        return StockTotals(**dict(zip(_FIELDS, sums)))
 
     @staticmethod
     def of(sharding_type: str, work: TableWork) -> StockTotals:
@@ -92,12 +90,18 @@ class StockTotals:
         )
 
 
+_FIELDS = tuple(field.name for field in dataclasses.fields(StockTotals))
+_values = attrgetter(*_FIELDS)
+
+
 def stock_totals(sharding_type: str, works: Iterable[TableWork]) -> StockTotals:
     """Sums tables of one sharding type."""
-    total = StockTotals()
-    for work in works:
-        total = total.plus(StockTotals.of(sharding_type, work))
-    return total
+    return sum_stock(StockTotals.of(sharding_type, work) for work in works)
+
+
+def sum_stock(tables: Iterable[StockTotals]) -> StockTotals:
+    """Sums what single tables ask for."""
+    return StockTotals(**dict(zip(_FIELDS, sum_columns(map(_values, tables), len(_FIELDS)))))
 
 
 def stock_cost(

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from torchrec_picasso.frequency.spectrum import CountSpectrum
-from torchrec_picasso.frequency.split import winners_curse
+from torchrec_picasso.frequency.split import WinnersCurse
 
 __all__ = ["HotSplit", "TableLoad", "TableWork"]
 
@@ -136,18 +136,39 @@ class TableWork:
         spectrum, lookups = self.load.spectrum, self.load.lookups
         if num_hot <= 0 or spectrum is None or not spectrum.num_lookups or lookups <= 0:
             return 0.0
-        return float(np.interp(num_hot, *_luck_curve(spectrum, lookups)))
+        return _luck_curve(spectrum, lookups).at(num_hot)
 
     def _at(self, cumulative_K: np.ndarray, num_hot: float) -> float:
         return float(np.interp(num_hot, self._end_K, cumulative_K))
 
 
+class _LuckCurve:
+    """The winner's curse by numbers of hot rows: interpolated between points that are computed, in
+    some ms each, when they are asked for."""
+
+    def __init__(self, spectrum: CountSpectrum, lookups: float) -> None:
+        self._curse = WinnersCurse(spectrum, lookups)
+        points_X = np.geomspace(1, max(2.0, float(spectrum.rows_K.sum())), _LUCK_POINTS)
+        self._hot_X = np.concatenate([[0.0], points_X])
+        self._luck_X = {0: 0.0}
+
+    def at(self, num_hot: float) -> float:
+        """The curse of ``num_hot`` hot rows; that of the last point beyond it."""
+        right = int(np.searchsorted(self._hot_X, num_hot, side="right"))
+        points = range(max(0, right - 1), min(right + 1, len(self._hot_X)))
+        ends = [self._point(point) for point in points]
+        return float(np.interp(num_hot, self._hot_X[points.start : points.stop], ends))
+
+    def _point(self, point: int) -> float:
+        if point not in self._luck_X:
+            self._luck_X[point] = max(0.0, self._curse.of(float(self._hot_X[point])))
+        return self._luck_X[point]
+
+
 @lru_cache(maxsize=1 << 14)
-def _luck_curve(spectrum: CountSpectrum, lookups: float) -> tuple[np.ndarray, np.ndarray]:
-    """The winner's curse at some numbers of hot rows, for interpolation; some ms each."""
-    hot_X = np.geomspace(1, max(2.0, float(spectrum.rows_K.sum())), _LUCK_POINTS)
-    luck_X = [max(0.0, winners_curse(spectrum, lookups, num_hot)) for num_hot in hot_X.tolist()]
-    return np.concatenate([[0.0], hot_X]), np.concatenate([[0.0], luck_X])
+def _luck_curve(spectrum: CountSpectrum, lookups: float) -> _LuckCurve:
+    """One curve for a table and batch size, for all decisions."""
+    return _LuckCurve(spectrum, lookups)
 
 
 def _chance_of_row(num_rows: float, num_lookups: float) -> float:

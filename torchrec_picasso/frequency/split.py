@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
-__all__ = ["coverage", "expected_unique_cold", "winners_curse"]
+__all__ = ["WinnersCurse", "coverage", "expected_unique_cold", "winners_curse"]
 
 # Where a row at the cut loses more lookups than this, no row near it is absent from any batch.
 _SURELY_PRESENT = 48.0
 _LARGEST_SHARE_HELD_OUT = 0.5
+_ROUNDING = 1e-8
+_LARGEST_SURVEYED_COUNT = 100_000
 
 
 def coverage(spectrum: CountSpectrum, num_rows: float) -> float:
@@ -76,21 +79,110 @@ def winners_curse(spectrum: CountSpectrum, num_lookups: float, num_hot: float) -
         num_lookups: Lookups of the table in the batch, above 0.
         num_hot: Its most frequent rows, which are hot.
     """
-    counts_K, rows_K = _whole_counts(spectrum)
-    share = min(num_lookups / float((counts_K * rows_K).sum()), _LARGEST_SHARE_HELD_OUT)
-    cut = _cut(counts_K, rows_K, share, num_hot)
-    if cut * share > _SURELY_PRESENT:
-        return 0.0
-    below_K, at_K = _after_hold_out(counts_K, share, cut)
-    above = float((rows_K * (1 - below_K - at_K)).sum())
-    at_cut = float((rows_K * at_K).sum()) if cut else spectrum.num_embeddings - above
-    hot_share = min(1.0, max(0.0, (num_hot - above) / at_cut)) if at_cut else 0.0
+    return WinnersCurse(spectrum, num_lookups).of(num_hot)
 
-    present_K = 1 - (1 - share) ** counts_K
-    # up to the cut a row is cold whatever it loses; above it, when it loses enough
-    cold_K = torch.where(counts_K > cut, below_K + (1 - hot_share) * at_K, present_K)
-    as_sampled_K = (rows_K - _taken(rows_K, num_hot)) * present_K
-    return float((rows_K * cold_K - as_sampled_K).sum())
+
+class WinnersCurse:
+    """:func:`winners_curse` of one table and batch size, for many hot sets.
+
+    Args:
+        spectrum: The table's counts, with lookups.
+        num_lookups: Lookups of the table in the batch, above 0.
+
+    Cost:
+        Some milliseconds per hot set; what they have in common is computed once.
+    """
+
+    def __init__(self, spectrum: CountSpectrum, num_lookups: float) -> None:
+        self._num_embeddings = spectrum.num_embeddings
+        self._counts_K, self._rows_K = _whole_counts(spectrum)
+        self._share = min(
+            num_lookups / float((self._counts_K * self._rows_K).sum()), _LARGEST_SHARE_HELD_OUT
+        )
+        # ascending: rows of at least a count are the last ones
+        self._rising_K = self._counts_K.flip(0).numpy()
+        self._surely_kept_K = _least_kept(self._counts_K.flip(0), self._share).numpy()
+        self._rows_from_K1 = np.concatenate([self._rows_K.cumsum(0).flip(0).numpy(), np.zeros(1)])
+        self._num_kept_C = self._survey()
+
+    def of(self, num_hot: float) -> float:
+        """Cold rows of a held-out batch, less those of a batch that helped to choose the hot set.
+
+        Args:
+            num_hot: The table's most frequent rows, which are hot.
+        """
+        counts_K, rows_K, share = self._counts_K, self._rows_K, self._share
+        cut = self._cut(num_hot)
+        if cut * share > _SURELY_PRESENT:
+            return 0.0
+        below_K, at_K = _after_hold_out(counts_K, share, cut)
+        above = float((rows_K * (1 - below_K - at_K)).sum())
+        at_cut = float((rows_K * at_K).sum()) if cut else self._num_embeddings - above
+        hot_share = min(1.0, max(0.0, (num_hot - above) / at_cut)) if at_cut else 0.0
+
+        present_K = 1 - (1 - share) ** counts_K
+        # up to the cut a row is cold whatever it loses; above it, when it loses enough
+        cold_K = torch.where(counts_K > cut, below_K + (1 - hot_share) * at_K, present_K)
+        as_sampled_K = (rows_K - _taken(rows_K, num_hot)) * present_K
+        return float((rows_K * cold_K - as_sampled_K).sum())
+
+    def _cut(self, num_hot: float) -> int:
+        """Largest count that ``num_hot`` rows at least are expected to keep; 0 if there is none."""
+        low, high = 0, int(self._counts_K[0]) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._keep(middle, num_hot):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _keep(self, cut: int, num_hot: float) -> bool:
+        """Whether ``num_hot`` rows at least are expected to keep ``cut`` lookups.
+
+        Far from the answer rows that cannot keep so many, or cannot but keep them, decide alone,
+        and nearer to it the survey; only where that is too close is the cut looked at by itself.
+        """
+        enough, too_few = num_hot * (1 + _ROUNDING), num_hot * (1 - _ROUNDING)
+        if self._rows_from_K1[np.searchsorted(self._rising_K, cut)] < too_few:
+            return False
+        if self._rows_from_K1[np.searchsorted(self._surely_kept_K, cut, side="right")] > enough:
+            return True
+        if cut < len(self._num_kept_C):
+            if self._num_kept_C[cut] < too_few:
+                return False
+            if self._num_kept_C[cut] > enough:
+                return True
+        below_K, _ = _after_hold_out(self._counts_K, self._share, cut)
+        return float((self._rows_K * (1 - below_K)).sum()) >= num_hot
+
+    def _survey(self) -> np.ndarray:
+        """Rows expected to keep each number of lookups at least, for all cuts that luck decides.
+
+        Shape ``(C,)``, in another order of sums than :func:`_after_hold_out`; empty where that
+        would take more memory than it saves time.
+        """
+        num_cuts = int(min(_SURELY_PRESENT / self._share, float(self._counts_K[0]))) + 1
+        counts = self._counts_K.numpy()
+        near = _least_kept(self._counts_K, self._share).numpy() <= num_cuts
+        counts_N, rows_N = counts[near], self._rows_K.numpy()[near]
+        if not counts_N.size or counts_N[0] > _LARGEST_SURVEYED_COUNT:
+            return np.empty(0)
+        mean = counts_N[0] * self._share
+        most_lost = min(counts_N[0], mean + 8 * mean**0.5 + 20)
+        lost_J = np.arange(int(most_lost) + 1)
+        # a row of count n loses j lookups (n - j + 1) / j x odds times as likely as j - 1
+        odds = self._share / (1 - self._share)
+        left_NJ = np.maximum(counts_N[:, None] - lost_J + 1, 0)
+        with np.errstate(divide="ignore"):
+            log_NJ = np.log(left_NJ * (odds / np.maximum(lost_J, 1)))
+        log_NJ[:, 0] = counts_N * math.log1p(-self._share)
+        rows_NJ = np.exp(np.cumsum(log_NJ, axis=1)) * rows_N[:, None]
+        kept_NJ = np.maximum(counts_N[:, None] - lost_J, 0).astype(np.int64)
+        by_kept = np.bincount(kept_NJ.ravel(), rows_NJ.ravel(), minlength=num_cuts)
+        always_kept = float(self._rows_K.numpy()[~near].sum())
+        result: np.ndarray = always_kept + by_kept[::-1].cumsum()[::-1][:num_cuts]
+        return result
 
 
 def _taken(rows_K: Tensor, num_rows: float) -> Tensor:
@@ -106,17 +198,10 @@ def _whole_counts(spectrum: CountSpectrum) -> tuple[Tensor, Tensor]:
     return counts.flip(0), rows.flip(0)
 
 
-def _cut(counts_K: Tensor, rows_K: Tensor, share: float, num_hot: float) -> int:
-    """Largest count that at least ``num_hot`` rows are expected to keep; 0 where there is none."""
-    low, high = 0, int(counts_K[0]) + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        below_K, _ = _after_hold_out(counts_K, share, middle)
-        if float((rows_K * (1 - below_K)).sum()) >= num_hot:
-            low = middle
-        else:
-            high = middle
-    return low
+def _least_kept(counts_K: Tensor, share: float) -> Tensor:
+    """Cuts below which a row of each count surely stays, when it loses lookups by chance."""
+    mean_K = counts_K * (1 - share)
+    return mean_K - 9 * (mean_K * share).sqrt() - 20
 
 
 def _after_hold_out(counts_K: Tensor, share: float, cut: int) -> tuple[Tensor, Tensor]:
@@ -128,7 +213,7 @@ def _after_hold_out(counts_K: Tensor, share: float, cut: int) -> tuple[Tensor, T
     mean_K = counts_K * (1 - share)
     if cut * share > _SURELY_PRESENT:  # luck evens out
         return (mean_K < cut).double(), at_K
-    near_K = (counts_K >= cut) & (mean_K - 9 * (mean_K * share).sqrt() - 20 <= cut)
+    near_K = (counts_K >= cut) & (_least_kept(counts_K, share) <= cut)
     if not near_K.any():
         return below_K, at_K
     counts_N = counts_K[near_K]

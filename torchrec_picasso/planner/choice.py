@@ -10,16 +10,21 @@ Everything here is arithmetic on one host: same input, same answer, on every run
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from torchrec_picasso.cost.curves import CommCurves
-from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost, hot_cold_totals
+from torchrec_picasso.cost.hot_cold import (
+    HotColdTotals,
+    hot_cold_cost,
+    hot_cold_totals,
+    sum_hot_cold,
+)
 from torchrec_picasso.cost.marginal import marginal_hot_cold_costs, marginal_stock_costs, num_packs
 from torchrec_picasso.cost.step_cost import StepCost
-from torchrec_picasso.cost.stock import max_over_mean, stock_cost, stock_totals
+from torchrec_picasso.cost.stock import StockTotals, max_over_mean, stock_cost, sum_stock
 from torchrec_picasso.cost.table_work import TableWork
 
 __all__ = ["Choice", "TableQuestion", "best_hot_counts", "choose", "given_choice"]
@@ -98,10 +103,8 @@ def choose(
     # tables that gain most from the exchange join it first; those without a stock option must
     order = sorted(able, key=lambda i: (stock_types[i] is not None, -gains[i], i))
     must = sum(stock_types[i] is None for i in able)
-    plans = {
-        size: _cost(set(order[:size]), num_hot, works, stock_types, curves, world_size)
-        for size in _sizes_to_try(must, len(order))
-    }
+    parts = _Parts(works, num_hot, stock_types, curves, world_size)
+    plans = {size: parts.cost(set(order[:size])) for size in _sizes_to_try(must, len(order))}
     best = min(plans, key=lambda size: (plans[size].total_ms, size))
     if plans[best].total_ms > plans[must].total_ms * (1 - _STOCK_MARGIN):
         best = must
@@ -111,12 +114,13 @@ def choose(
             [works[i] for i in chosen], curves, world_size, replica_budget_bytes
         )
         num_hot = dict(zip(chosen, again))
+        parts = _Parts(works, num_hot, stock_types, curves, world_size)
     in_exchange = set(chosen)
     return Choice(
         hot_cold=tuple(i in in_exchange for i in range(len(questions))),
         num_hot=tuple(num_hot[i] if i in in_exchange else 0 for i in range(len(questions))),
         stock_types=tuple(stock_types),
-        cost=_cost(in_exchange, num_hot, works, stock_types, curves, world_size),
+        cost=parts.cost(in_exchange),
         stock_cost=plans[0] if must == 0 else None,
     )
 
@@ -138,12 +142,13 @@ def given_choice(
     stock_types = _best_stock_types(questions, curves, world_size)
     works = [question.work for question in questions]
     no_stock = any(kind is None for kind in stock_types)
+    parts = _Parts(works, num_hot, stock_types, curves, world_size)
     return Choice(
         hot_cold=tuple(i in num_hot for i in range(len(questions))),
         num_hot=tuple(num_hot.get(i, 0) for i in range(len(questions))),
         stock_types=tuple(stock_types),
-        cost=_cost(set(num_hot), num_hot, works, stock_types, curves, world_size),
-        stock_cost=None if no_stock else _cost(set(), {}, works, stock_types, curves, world_size),
+        cost=parts.cost(set(num_hot)),
+        stock_cost=None if no_stock else parts.cost(set()),
     )
 
 
@@ -191,18 +196,21 @@ def best_hot_counts(
 
 
 @dataclass(frozen=True)
-class _RowGroup:
-    """Rows of one table with the same count, and what each gains from being hot."""
+class _RowGroups:
+    """Rows of one table with the same count, by what each gains from being hot; G groups.
 
-    gain_ms: float
-    table: int
-    position: int
-    num_rows: float
+    Args:
+        tables_G: Which table.
+        rows_G: How many rows.
+    """
+
+    tables_G: np.ndarray
+    rows_G: np.ndarray
 
 
 def _rows_by_gain(
     works: Sequence[TableWork], totals: HotColdTotals, curves: CommCurves, world_size: int
-) -> list[_RowGroup]:
+) -> _RowGroups:
     """Groups of rows with a gain, largest first.
 
     A cold row costs by how often one rank uses it, a hot row by how often any rank does; both
@@ -229,32 +237,42 @@ def _rows_by_gain(
     hot_row_ms = price(1, touched=1.0)
     hot_element_ms = max(0.0, price(1, touched_elements=mean_dim) - latency_ms / rows) / mean_dim
     bit_ms = max(0.0, price(1, hot=1.0))
-    groups = []
+    tables, rows_of, gains, positions = [], [], [], []
     for table, work in enumerate(works):
         dim = work.load.dim
         cold_ms = cold_row_ms + dim * cold_element_ms
         hot_ms = hot_row_ms + dim * hot_element_ms
         gain_K = work.used_K * cold_ms - work.touched_K * hot_ms - bit_ms
-        for position in np.flatnonzero(gain_K > 0).tolist():
-            groups.append(
-                _RowGroup(float(gain_K[position]), table, position, float(work.rows_K[position]))
-            )
-    groups.sort(key=lambda group: (-group.gain_ms, group.table, group.position))
-    return groups
+        position_g = np.flatnonzero(gain_K > 0)
+        tables.append(np.full(position_g.size, table))
+        positions.append(position_g)
+        gains.append(gain_K[position_g])
+        rows_of.append(work.rows_K[position_g])
+    tables_G, rows_G = np.concatenate(tables), np.concatenate(rows_of)
+    order_G = np.lexsort((np.concatenate(positions), tables_G, -np.concatenate(gains)))
+    return _RowGroups(tables_G[order_G], rows_G[order_G])
 
 
 def _prefix(
-    groups: Sequence[_RowGroup], works: Sequence[TableWork], share: float, budget_bytes: float
+    groups: _RowGroups, works: Sequence[TableWork], share: float, budget_bytes: float
 ) -> list[int]:
     """Hot counts when the first ``share`` of the rows with a gain are hot, as memory allows."""
-    wanted = share * sum(group.num_rows for group in groups)
-    counts = [0.0] * len(works)
-    for group in groups:
-        row_bytes = works[group.table].load.row_bytes
-        taken = min(group.num_rows, wanted, budget_bytes / row_bytes)
+    rows_G, tables_G = groups.rows_G, groups.tables_G
+    bytes_G = np.array([work.load.row_bytes for work in works])[tables_G]
+    wanted = share * sum(rows_G.tolist())
+    left_G1 = np.subtract.accumulate([wanted, *rows_G])
+    budget_G1 = np.subtract.accumulate([budget_bytes, *(rows_G * bytes_G)])
+    whole_G = (rows_G <= left_G1[:-1]) & (rows_G <= budget_G1[:-1] / bytes_G) & (rows_G >= 1)
+    num_whole = len(rows_G) if whole_G.all() else int(whole_G.argmin())
+    counts = np.bincount(tables_G[:num_whole], rows_G[:num_whole], minlength=len(works))
+    wanted, budget_bytes = float(left_G1[num_whole]), float(budget_G1[num_whole])
+    for rows, table, row_bytes in zip(
+        rows_G[num_whole:].tolist(), tables_G[num_whole:].tolist(), bytes_G[num_whole:].tolist()
+    ):
+        taken = min(rows, wanted, budget_bytes / row_bytes)
         if taken < 1:
             break
-        counts[group.table] += taken
+        counts[table] += taken
         wanted -= taken
         budget_bytes -= taken * row_bytes
     return [int(count) for count in counts]
@@ -299,32 +317,45 @@ def _gains_over_stock(
     return gains
 
 
-def _cost(
-    in_exchange: set[int],
-    num_hot: Mapping[int, int],
-    works: Sequence[TableWork],
-    stock_types: Sequence[str | None],
-    curves: CommCurves,
-    world_size: int,
-) -> StepCost:
-    """A step with some tables in the exchange and the others stock."""
-    packed = [works[i] for i in sorted(in_exchange)]
-    totals = hot_cold_totals(packed, [num_hot[i] for i in sorted(in_exchange)])
-    cost = hot_cold_cost(totals, curves, world_size, num_packs=max(1, num_packs(packed)))
-    for sharding_type in sorted({kind for kind in stock_types if kind is not None}):
-        group = [
-            works[i]
-            for i, kind in enumerate(stock_types)
-            if kind == sharding_type and i not in in_exchange
-        ]
-        uneven = max_over_mean(sharding_type, [work.load for work in group], world_size)
-        cost = cost.plus(
-            stock_cost(
-                sharding_type,
-                stock_totals(sharding_type, group),
-                curves,
-                world_size,
-                uneven=uneven,
-            )
-        )
-    return cost
+class _Parts:
+    """What each table asks for, hot/cold or stock, from which plans are put together.
+
+    Args:
+        works: All tables.
+        num_hot: Hot rows by position, of the tables that may be hot/cold.
+        stock_types: Stock type of each table, if it has one.
+        curves: Measured communication and local work.
+        world_size: Ranks.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[TableWork],
+        num_hot: Mapping[int, int],
+        stock_types: Sequence[str | None],
+        curves: CommCurves,
+        world_size: int,
+    ) -> None:
+        self._works, self._curves, self._world_size = works, curves, world_size
+        self._packed = {i: HotColdTotals.of(works[i], hot) for i, hot in num_hot.items()}
+        self._by_type: dict[str, dict[int, StockTotals]] = {}
+        for kind in sorted({kind for kind in stock_types if kind is not None}):
+            self._by_type[kind] = {
+                i: StockTotals.of(kind, works[i])
+                for i, of_table in enumerate(stock_types)
+                if of_table == kind
+            }
+
+    def cost(self, in_exchange: Collection[int]) -> StepCost:
+        """A step with some tables in the exchange and the others stock."""
+        curves, world_size = self._curves, self._world_size
+        chosen = sorted(in_exchange)
+        totals = sum_hot_cold(self._packed[i] for i in chosen)
+        packs = max(1, num_packs([self._works[i] for i in chosen]))
+        cost = hot_cold_cost(totals, curves, world_size, num_packs=packs)
+        for kind, tables in self._by_type.items():
+            group = [i for i in tables if i not in in_exchange]
+            uneven = max_over_mean(kind, [self._works[i].load for i in group], world_size)
+            of_kind = sum_stock(tables[i] for i in group)
+            cost = cost.plus(stock_cost(kind, of_kind, curves, world_size, uneven=uneven))
+        return cost

@@ -10,13 +10,13 @@ Source: TorchRec ``planner/enumerators.py`` ``EmbeddingEnumerator``, extended by
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder
 
 from torchrec_picasso.cost import CommCurves
@@ -27,6 +27,7 @@ from torchrec_picasso.planner.capacity import replica_budget_bytes
 from torchrec_picasso.planner.decision import Decision, TableFacts, decide
 from torchrec_picasso.planner.hot_options import (
     add_replica_storage,
+    copy_options,
     cut_home_blocks,
     hot_cold_options,
 )
@@ -74,6 +75,9 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self._curves = curves if curves is not None else assumed_curves(topology)
         self._decision: Decision | None = None
         self._prices: Prices = {}
+        self._facts_by_path: dict[tuple[str, str], TableFacts] = {}
+        self._listed: list[ShardingOption] | None = None
+        self._estimators: list[ShardEstimator]
         self._hot_cold_space: list[ShardingOption] | None = None
 
     @property
@@ -97,13 +101,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
             PlanError: If the hot rows asked for cannot be placed; the message says why.
         """
         self._prices = {}
-        options_by_path: dict[tuple[str, str], list[ShardingOption]] = {}
-        for option in super().enumerate(module, sharders):
-            options_by_path.setdefault((option.path, option.name), []).append(option)
-        for options in options_by_path.values():
-            # TorchRec builds its lists from sets of strings, whose order varies between processes
-            options.sort(key=lambda option: (option.sharding_type, option.compute_kernel))
-
+        options_by_path = self._list_options(module, sharders)
         rows_by_path = self._hot_cold_candidates(options_by_path)
         self._decision = self._decide(options_by_path)
         if self._decision is not None:
@@ -118,15 +116,14 @@ class HotColdEnumerator(EmbeddingEnumerator):
             if self._can_be_hot_cold(options[0]) and table in hot_sets:
                 hot_set = self._hot_set(options[0], hot_sets[table])
                 options = hot_cold_options(options, hot_set, waves.get(table, 0))
-                if table in blocks:
-                    cut_home_blocks(options, blocks[table])
+                cut_home_blocks(options, blocks.get(table))
             elif self._hot_rows is None:
                 options = self._stock_options(options)
             space.extend(options)
         if self._decision is not None and self._has_prices:
             self._prices = make_prices(self._decision)
         self.populate_estimates(space)
-        self._hot_cold_space = copy.deepcopy(space)
+        self._hot_cold_space = copy_options(space)
         return space
 
     @property
@@ -140,9 +137,46 @@ class HotColdEnumerator(EmbeddingEnumerator):
         Args:
             sharding_options: Options to fill in; earlier estimates are replaced.
         """
-        super().populate_estimates(sharding_options)
+        if self._listed is not None:
+            # TorchRec has listed all options; it estimates and copies those that are left to it
+            self._listed.extend(sharding_options)
+            sharding_options.clear()
+            return
+        self._estimate(sharding_options, only_memory=True)
         add_replica_storage(sharding_options, self._compute_device)
-        price_options(sharding_options, self._prices, self._topology.world_size)
+        unpriced = price_options(sharding_options, self._prices, self._topology.world_size)
+        self._estimate(unpriced, only_memory=False)
+
+    def _list_options(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> dict[tuple[str, str], list[ShardingOption]]:
+        """TorchRec's options by module and table, without estimates: most will be dropped."""
+        self._listed = []
+        try:
+            super().enumerate(module, sharders)
+            listed = self._listed
+        finally:
+            self._listed = self._last_stored_module = None
+        by_path: dict[tuple[str, str], list[ShardingOption]] = {}
+        for option in listed:
+            by_path.setdefault((option.path, option.name), []).append(option)
+        for options in by_path.values():
+            # TorchRec builds its lists from sets of strings, whose order varies between processes
+            options.sort(key=lambda option: (option.sharding_type, option.compute_kernel))
+        return by_path
+
+    def _estimate(self, options: list[ShardingOption], *, only_memory: bool) -> None:
+        """Runs TorchRec's estimators of memory, or all others, as TorchRec calls them."""
+        estimators = self._estimators
+        self._estimators = [
+            estimator
+            for estimator in estimators
+            if isinstance(estimator, EmbeddingStorageEstimator) == only_memory
+        ]
+        try:
+            super().populate_estimates(options)
+        finally:
+            self._estimators = estimators
 
     def _decide(self, options_by_path: OptionsByPath) -> Decision | None:
         tables = [table for _, table in options_by_path]
@@ -159,18 +193,27 @@ class HotColdEnumerator(EmbeddingEnumerator):
         nothing_to_weigh = not self._has_prices and self._frequency_stats is None
         if self._hot_rows is not None and nothing_to_weigh and self._num_waves == 1:
             return None
+        self._facts_by_path = {key: self._facts(options) for key, options in pooled.items()}
         return decide(
-            [self._facts(options) for options in pooled.values()],
+            list(self._facts_by_path.values()),
             self._frequency_stats,
             self._curves,
             world_size=self._topology.world_size,
             batch_size=self._batch_size,
             hot_rows=self._hot_rows,
-            replica_budget_bytes=replica_budget_bytes(
-                list(options_by_path.values()), self._topology
-            ),
+            replica_budget_bytes=self._replica_budget_bytes(options_by_path),
             num_waves=self._num_waves,
         )
+
+    def _replica_budget_bytes(self, options_by_path: OptionsByPath) -> float:
+        """Needed only where the cost model chooses: it takes the memory of every option."""
+        if self._hot_rows is not None:
+            return float("inf")
+        self._estimate(
+            [option for options in options_by_path.values() for option in options],
+            only_memory=True,
+        )
+        return replica_budget_bytes(list(options_by_path.values()), self._topology)
 
     def _facts(self, options: list[ShardingOption]) -> TableFacts:
         constraint = (self._constraints or {}).get(options[0].name)
@@ -186,7 +229,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         """Options that train the same model: see ``stock_types_of``."""
         if not self._can_be_hot_cold(options[0]):
             return options
-        kept = self._facts(options).stock_types
+        kept = self._facts_by_path[options[0].path, options[0].name].stock_types
         return [option for option in options if option.sharding_type in kept] or options
 
     def _hot_set(self, option: ShardingOption, chosen: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ cumulative expected load. Tables are cut one after the other, coarse ones first,
 at the ranks' load so far: what a small table cannot balance, the next one does.
 
 Blocks stay contiguous and in rank order, as TorchRec's row-wise shards are, so the checkpoint is
-stock TorchRec's. A rank's memory grows with its rows: ``evenness`` trades load for rows.
+stock TorchRec's. A checkpoint tells blocks apart by where they start, so an empty one may not stand
+before a full one: every rank gets a row while rows last, and what is empty comes last. A rank's
+memory grows with its rows: ``evenness`` trades load for rows.
 
 Shape letters: U rows seen, W ranks.
 """
@@ -19,7 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-__all__ = ["HomeBlocks", "RowLoads", "balance_homes", "even_blocks"]
+__all__ = ["HomeBlocks", "RowLoads", "balance_homes", "even_blocks", "filled_blocks"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,6 +75,15 @@ def even_blocks(num_embeddings: int, world_size: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in pairwise(starts))
 
 
+def filled_blocks(num_embeddings: int, world_size: int) -> tuple[int, ...]:
+    """TorchRec's row-wise blocks, or equal ones where those leave a rank without a row to have."""
+    blocks = even_blocks(num_embeddings, world_size)
+    if blocks[-1] or num_embeddings < world_size:
+        return blocks
+    size, larger = divmod(num_embeddings, world_size)
+    return tuple(size + (rank < larger) for rank in range(world_size))
+
+
 def balance_homes(
     tables: Sequence[RowLoads], world_size: int, evenness: float = 0.02
 ) -> HomeBlocks:
@@ -85,13 +96,17 @@ def balance_homes(
             ``(1 + evenness) / evenness`` times the mean of a table's rows.
 
     Returns:
-        The cuts, and the balance they reach; TorchRec's own where they balance as well.
+        The cuts, and the balance they reach; those of :func:`filled_blocks` where they balance as
+        well. No block is empty in a table with a row for every rank, and in a smaller one every
+        row is a block of its own, with the empty ones last.
 
     Cost:
         O(U log U + T W log U) time.
     """
     even = [even_blocks(table.num_embeddings, world_size) for table in tables]
+    filled = [filled_blocks(table.num_embeddings, world_size) for table in tables]
     even_balance = _max_over_mean(tables, even, world_size)
+    filled_balance = _max_over_mean(tables, filled, world_size)
     weighted = [_with_rows(table, evenness) for table in tables]
     # A table whose largest row is heavy is coarse: later, finer ones make up for it
     order = sorted(
@@ -104,17 +119,17 @@ def balance_homes(
     total = 0.0
     for t in order:
         total += weighted[t].total
-        cuts[t] = _cut(weighted[t], aims * total - given)
+        cuts[t] = _with_rows_between(
+            _cut(weighted[t], aims * total - given), tables[t].num_embeddings
+        )
         given += weighted[t].before(cuts[t])
     balanced = []
     for t, table in enumerate(tables):
         edges = np.concatenate([[0], cuts[t], [table.num_embeddings]])
         balanced.append(tuple(int(n) for n in np.diff(edges)))
     balance = _max_over_mean(tables, balanced, world_size)
-    if balance >= even_balance:
-        return HomeBlocks(
-            block_rows_TW=tuple(even), max_over_mean=even_balance, even_max_over_mean=even_balance
-        )
+    if balance >= filled_balance:
+        balanced, balance = filled, filled_balance
     return HomeBlocks(
         block_rows_TW=tuple(balanced), max_over_mean=balance, even_max_over_mean=even_balance
     )
@@ -155,6 +170,16 @@ def _cut(table: RowLoads, targets: np.ndarray) -> np.ndarray:
         row = np.where(blocked, table.rows_U[following] + closer_behind, row)
     cut = np.clip(np.rint(row), 0, table.num_embeddings).astype(np.int64)
     result: np.ndarray = np.maximum.accumulate(cut)
+    return result
+
+
+def _with_rows_between(cut: np.ndarray, num_embeddings: int) -> np.ndarray:
+    """Moves ascending cuts apart, so that no block between them is empty while rows last."""
+    before = np.arange(1, len(cut) + 1)  # the ranks below each cut, which have a row each
+    spare = num_embeddings - len(cut) - 1
+    if spare < 0:
+        return np.minimum(before, num_embeddings)
+    result: np.ndarray = np.maximum.accumulate(cut - before).clip(0, spare) + before
     return result
 
 

@@ -8,6 +8,7 @@ always to its own memory, where they are also when the homes are in the host's.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import fields
@@ -20,10 +21,12 @@ from torchrec.distributed.types import CacheParams, ShardingType
 from torchrec_picasso._torchrec import optimizer_multiplier
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.planner.home_blocks import filled_blocks
 
 __all__ = [
     "HOT_COLD_KERNELS",
     "add_replica_storage",
+    "copy_options",
     "cut_home_blocks",
     "hot_cold_options",
     "replica_bytes",
@@ -73,18 +76,39 @@ def hot_cold_options(
     return kept
 
 
-def cut_home_blocks(options: list[ShardingOption], block_rows_W: Sequence[int]) -> None:
+def cut_home_blocks(
+    options: list[ShardingOption], block_rows_W: Sequence[int] | None = None
+) -> None:
     """Moves the cuts between the row-wise shards of one table's options.
 
     Args:
         options: Row-wise options of one table, one shard per rank.
-        block_rows_W: Rows at home on each rank, summing to the table's.
+        block_rows_W: Rows at home on each rank, summing to the table's; ``None`` keeps TorchRec's
+            cuts unless they leave a rank without a row to have.
     """
     for option in options:
+        num_rows = option.tensor.shape[0]
+        if block_rows_W is None:
+            if all(shard.size[0] for shard in option.shards) or num_rows < len(option.shards):
+                continue
+            block_rows_W = filled_blocks(num_rows, len(option.shards))
         start = 0
         for shard, rows in zip(option.shards, block_rows_W, strict=True):
             shard.size, shard.offset = [rows, shard.size[1]], [start, 0]
             start += rows
+
+
+def copy_options(options: Sequence[ShardingOption]) -> list[ShardingOption]:
+    """Copies options so that ranks set in the ones do not show in the others.
+
+    What a planner only replaces, such as times and hot rows, is shared.
+    """
+    copies = []
+    for option in options:
+        twin = copy.copy(option)
+        twin.shards = [copy.copy(shard) for shard in option.shards]
+        copies.append(twin)
+    return copies
 
 
 def replica_bytes(option: ShardingOption) -> int:

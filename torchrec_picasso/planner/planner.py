@@ -1,8 +1,9 @@
 """``hot_cold_planner``: TorchRec's planner with the hot/cold enumerator in it.
 
-Proposers, partitioner, performance model and validation are TorchRec's. On CPU only proposers that
-work there by construction are used: Greedy and Uniform, since grid search is slow for nothing and
-dynamic programming divides HBM into bins that a CPU does not have.
+Partitioner, performance model and validation are TorchRec's, and so are the proposers on a GPU. On
+CPU only those that work there by construction are used: Greedy and Uniform, since grid search is
+slow for nothing and dynamic programming divides HBM into bins that a CPU does not have. What they
+would find is searched for directly (:mod:`torchrec_picasso.planner.search`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    Proposer,
+    Topology,
+)
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
@@ -27,6 +33,7 @@ from torchrec_picasso.planner.capacity import explain_shortage
 from torchrec_picasso.planner.decision import Decision
 from torchrec_picasso.planner.enumerator import HotColdEnumerator
 from torchrec_picasso.planner.explain import explain
+from torchrec_picasso.planner.search import PlanSearch
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -101,8 +108,7 @@ def hot_cold_planner(
         raise PlanError(f"num_waves is {num_waves}, expected at least 1")
     batch_size = batch_size or BATCH_SIZE
     if topology.compute_device == "cpu":
-        cpu_proposers = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
-        planner_kwargs.setdefault("proposer", cpu_proposers)
+        planner_kwargs.setdefault("proposer", _cpu_proposers(planner_kwargs))
     return HotColdPlanner(
         topology=topology,
         batch_size=batch_size,
@@ -112,6 +118,14 @@ def hot_cold_planner(
         constraints=constraints,
         **planner_kwargs,
     )
+
+
+def _cpu_proposers(planner_kwargs: Mapping[str, Any]) -> list[Proposer]:
+    """The search for what Greedy and Uniform would find, or these where it could not know."""
+    own = ("partitioner", "performance_model", "timeout_seconds", "plan_loader")
+    if all(planner_kwargs.get(name) is None for name in own):
+        return [PlanSearch()]
+    return [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
 
 
 class HotColdPlanner(EmbeddingShardingPlanner):

@@ -34,18 +34,25 @@ def make_prices(decision: Decision) -> dict[tuple[str, str], StepCost]:
     return prices
 
 
-def price_options(options: Sequence[ShardingOption], prices: Prices, world_size: int) -> None:
-    """Replaces the estimated times of options that have a price.
+def price_options(
+    options: Sequence[ShardingOption], prices: Prices, world_size: int
+) -> list[ShardingOption]:
+    """Sets the times of options that have a price.
 
     Args:
         options: TorchRec's options, hot/cold ones among them.
         prices: Cost of each table by kind, per rank when its work is spread over all ranks.
         world_size: Ranks.
+
+    Returns:
+        The options without one, whose times are TorchRec's to estimate.
     """
+    unpriced = []
     for option in options:
         is_ours = isinstance(option.cache_params, HotColdParams)
         cost = prices.get((option.name, "hot_cold" if is_ours else option.sharding_type))
         if cost is None:
+            unpriced.append(option)
             continue
         # a shard that serves all ranks alone does their shares too
         share = world_size / len(option.shards)
@@ -57,3 +64,4 @@ def price_options(options: Sequence[ShardingOption], prices: Prices, world_size:
         )
         for shard in option.shards:
             shard.perf = perf
+    return unpriced
