@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
 from torchrec_picasso.train_pipeline.end_of_data import AnyData
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.id_stream import IdStream
-from torchrec_picasso.train_pipeline.model_parts import dense_parameters
 from torchrec_picasso.train_pipeline.schedule import PREPARING, Op
-from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 
 __all__ = ["Operations"]
 
@@ -28,7 +27,9 @@ class Operations:
     Args:
         pg: Process group.
         device: Where collectives of ``pg`` run.
-        model: The model inside its wrapper; its forward returns ``(losses, output)``.
+        model: Gives ``(losses, output)`` for a micro-batch.
+        dense: Parameters whose gradients are averaged over ranks as the last backward runs.
+        late: Those whose gradients come only when modules computed once run backward.
         optimizer: Takes the step.
         interleaved: Sharded modules whose exchange the schedule drives, by name.
         plain: Sharded modules computed once per batch, by name.
@@ -42,7 +43,9 @@ class Operations:
         self,
         pg: dist.ProcessGroup,
         device: torch.device,
-        model: nn.Module,
+        model: Callable[[Any], tuple[Tensor, Any]],
+        dense: Sequence[nn.Parameter],
+        late: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         interleaved: Mapping[str, Any],
         plain: Mapping[str, Any],
@@ -62,7 +65,10 @@ class Operations:
         self._start_plain = start_plain
         self._wait_plain = wait_plain
         self._losses_are_means = losses_are_means
-        self._dense_parameters = dense_parameters(model)
+        self._dense = dense
+        self._late = late
+        # by module: whether it got gradients when this rank last had samples
+        self._is_trained: dict[str, bool] = {}
 
     def run(self, op: Op, flights: Sequence[Flight]) -> None:
         """Runs one operation on the batch it is for."""
@@ -140,15 +146,13 @@ class Operations:
         if flight.num_samples and not flight.sizes_K[index]:
             return  # nothing to learn from no samples
         for name, module in self._interleaved.items():
-            rows = flight.steps[name].micro_rows(index)
-            module.forward.take(rows, flight.module_contexts[name])
+            rows, note = flight.steps[name].micro_rows(index), partial(flight.trained.add, name)
+            module.forward.take(rows, flight.module_contexts[name], note)
+        flight.compute_wholes(self._plain)
         for name, module in self._plain.items():
-            if name not in flight.wholes:
-                module.forward.set_context(flight.context)
-                flight.wholes[name] = WholeOutput(module.forward.of_whole_batch(), name)
             module.forward.give(flight.wholes[name].part(flight.sizes_K, index))
         losses, output = self._model(flight.micro_batches_K[index])
-        if losses.requires_grad:
+        if isinstance(losses, Tensor) and losses.requires_grad:  # in evaluation it may be anything
             share = flight.share(index, self._losses_are_means)
             flight.losses_K[index] = torch.sum(losses, dim=0) * share
         flight.outputs_K[index] = output
@@ -162,6 +166,13 @@ class Operations:
             flight.dense.start_rest()
             for whole in flight.wholes.values():
                 whole.backward()
+            flight.late = DenseReduction(self._pg, self._late)
+            flight.late.start_rest()
+            self._is_trained |= {
+                name: name in flight.trained
+                for name in flight.steps
+                if flight.num_samples or name in flight.trained
+            }
 
     def _send_gradients(self, flight: Flight, index: int, wave: int | None = None) -> None:
         for step in flight.steps.values():
@@ -172,13 +183,16 @@ class Operations:
             step.reduce_hot(wave)
 
     def _reduce_dense(self, flight: Flight) -> None:
-        flight.dense = DenseReduction(self._pg, self._dense_parameters)
+        flight.dense = DenseReduction(self._pg, self._dense)
 
     def _update(self, flight: Flight, wave: int | None = None) -> None:
-        for step in flight.steps.values():
-            step.update(wave)
+        for name, step in flight.steps.items():
+            if self._is_trained.get(name, True):  # else a plain loop would not update either
+                step.update(wave)
 
     def _dense_step(self, flight: Flight) -> None:
         assert flight.dense is not None
+        assert flight.late is not None
         flight.dense.wait()
+        flight.late.wait()
         self._optimizer.step()
