@@ -204,7 +204,9 @@ CASES = {
     "variable_batch": _Case(
         batch=_variable,
         settings=(1, None),
-        told=[f"ebc: {ONCE}its KeyedJaggedTensor has a batch size per feature (variable batch)"],
+        told=[
+            f"ebc: {ONCE}its KeyedJaggedTensor has a batch size per feature (variable batch), or "
+        ],
     ),
     "quiet": _Case(_Quiet, evaluates=True),
     "ahead": _Case(_Ahead, options={"pipeline_postproc": True}, told=["ebc: interleaved"]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -44,7 +44,7 @@ from torchrec_picasso.train_pipeline.model_parts import (
 from torchrec_picasso.train_pipeline.operations import Operations
 from torchrec_picasso.train_pipeline.parent_options import refuse_model, refuse_options
 from torchrec_picasso.train_pipeline.pipelined_model import (
-    VARIABLE_BATCH,
+    ODD_BATCH,
     PipelinedModel,
     count_samples,
     survey,
@@ -195,7 +195,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._num_trainings = 0
         self._is_rewritten = False
         self._sorted: PipelinedModel | None = None
-        self._with_variable_batch: list[str] = []
+        self._odd: list[str] = []
 
     @property
     def num_micro_batches(self) -> int:
@@ -408,16 +408,14 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         assert self._sorted is not None
         with self._id_stream.working():
             self._id_stream.take_batch(batch)
-            for name in self._sorted.with_variable_batch(batch, fetched.context):
-                raise CompatError(
-                    f"{name}: {VARIABLE_BATCH}, which the first batch had not; give the pipeline "
-                    "such a batch first, or use TorchRec's TrainPipelineSparseDist"
-                )
-            num_samples = count_samples(batch)
-            if num_samples is None and setting.num_micro_batches > 1:
-                raise CompatError(_uncounted(batch))
-            # where nobody cuts it, a batch may as well be one sample
-            num_samples = 1 if num_samples is None else num_samples
+            counts = self._sorted.samples_of(batch, fetched.context)
+            num_samples = _count(batch, counts)
+            for name, count in counts.items():
+                if count != num_samples:
+                    raise CompatError(
+                        f"{name}: {ODD_BATCH}, and the first batch had not; give the pipeline such "
+                        "a batch first, or use TorchRec's TrainPipelineSparseDist"
+                    )
             sizes_K = micro_batch_sizes(num_samples, setting.num_micro_batches)
             # of no samples, every micro-batch is the batch itself
             parts_K = [batch] * len(sizes_K)
@@ -460,24 +458,22 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if not self._flights:  # else those in flight were boarded as the first batch was
             with self._id_stream.working():
                 self._id_stream.take_batch(batch)
-                variable = self._sorted.with_variable_batch(batch, context)
-            names, num_samples = list(self._sorted.interleaved), count_samples(batch)
-            mine = [name in variable for name in names]
-            *is_variable, most, uncounted = survey(
+                counts = self._sorted.samples_of(batch, context)
+            num_samples, is_counted = _count(batch, counts), count_samples(batch) is not None
+            *is_odd, most, uncounted = survey(
                 process_group_of(self._model),
                 self._device,
-                [*map(int, mine), num_samples or 0, int(num_samples is None)],
+                [*(int(n != num_samples) for n in counts.values()), num_samples, not is_counted],
             )
-            self._with_variable_batch = [n for n, is_it in zip(names, is_variable) if is_it]
-            self._choice.narrow(most, len(names) > len(self._with_variable_batch))
+            self._odd = [name for name, is_it in zip(counts, is_odd) if is_it]
+            self._choice.narrow(most, len(counts) > len(self._odd))
             if uncounted:
                 self._choice.restrict(_uncounted(batch))
-        self._sorted.compute_once(self._with_variable_batch, VARIABLE_BATCH)
-        if self._with_variable_batch:
+        self._sorted.compute_once(self._odd, ODD_BATCH)
+        if self._odd:
             self._choice.restrict(
-                f"{', '.join(self._with_variable_batch)}: {VARIABLE_BATCH}, whose samples cannot "
-                "be cut into micro-batches; use num_micro_batches=1, or the same batch size for "
-                "all features"
+                f"{', '.join(self._odd)}: {ODD_BATCH}, so samples cannot be cut into "
+                "micro-batches; use num_micro_batches=1, or the same batch size for all features"
             )
 
     def _operate(self, inner: nn.Module) -> None:
@@ -547,6 +543,13 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         blind = self._cut_check.is_blind if self._is_rewritten else None
         checked = f"; not checked, {blind}" if blind and self.num_micro_batches > 1 else ""
         return "\n".join([*lines, f"{self._choice}{checked}"])
+
+
+def _count(batch: Any, counts: Mapping[str, int | None]) -> int:
+    """Samples of a batch, or what a module gets; 1 where nobody can tell, nor has to."""
+    of_modules = (count for count in counts.values() if count is not None)
+    found = count_samples(batch)
+    return next(of_modules, 1) if found is None else found
 
 
 def _uncounted(batch: Any) -> str:

@@ -27,10 +27,10 @@ from torchrec_picasso.train_pipeline.data_parallel import reduced_elsewhere, wra
 
 __all__ = [
     "dense_parameters",
-    "has_variable_batch",
     "inner_model",
     "outside_of_sharded",
     "process_group_of",
+    "samples_of_input",
     "unpipelined_modules",
     "why_computed_once",
     "why_whole_batches",
@@ -141,17 +141,20 @@ def why_whole_batches(model: nn.Module, unpipelined: Mapping[str, str]) -> str |
     return None
 
 
-def has_variable_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a module's input has a batch size per feature.
+def samples_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """How many samples a module's input has.
 
     Args:
         args: Its input for a batch.
         kwargs: The same.
+
+    Returns:
+        ``None`` = a batch size per feature.
     """
-    return any(
-        isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key()
-        for features in (*args, *kwargs.values())
-    )
+    kjts = [kjt for kjt in (*args, *kwargs.values()) if isinstance(kjt, KeyedJaggedTensor)]
+    if any(kjt.variable_stride_per_key() for kjt in kjts):
+        return None
+    return max((kjt.stride() for kjt in kjts), default=None)
 
 
 def outside_of_sharded(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

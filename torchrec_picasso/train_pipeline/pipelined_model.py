@@ -15,7 +15,7 @@ from torchrec_picasso.batches.split import num_samples
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
 from torchrec_picasso.train_pipeline.model_parts import (
-    has_variable_batch,
+    samples_of_input,
     unpipelined_modules,
     why_computed_once,
 )
@@ -23,7 +23,10 @@ from torchrec_picasso.train_pipeline.postprocs import Postprocs
 
 __all__ = ["PipelinedModel", "count_samples", "survey"]
 
-VARIABLE_BATCH = "its KeyedJaggedTensor has a batch size per feature (variable batch)"
+ODD_BATCH = (
+    "its KeyedJaggedTensor has a batch size per feature (variable batch), or another one than the "
+    "batch"
+)
 
 
 class PipelinedModel:
@@ -64,14 +67,17 @@ class PipelinedModel:
         """Waves that the plan cut the packs into."""
         return max((module.num_waves for module in self.interleaved.values()), default=1)
 
-    def with_variable_batch(self, batch: Any, context: TrainPipelineContext) -> list[str]:
-        """Names of interleaved modules that get a batch size per feature."""
+    def samples_of(self, batch: Any, context: TrainPipelineContext) -> dict[str, int | None]:
+        """Of each interleaved module, how many samples its features have.
+
+        Returns:
+            ``None`` = a batch size per feature.
+        """
         with self.postprocs.of_batch(context):
-            return [
-                name
+            return {
+                name: samples_of_input(*module.forward.args.build_args_kwargs(batch))
                 for name, module in self.interleaved.items()
-                if has_variable_batch(*module.forward.args.build_args_kwargs(batch))
-            ]
+            }
 
     def compute_once(self, names: Collection[str], why: str) -> None:
         """Interleaves these modules no more."""
