@@ -35,6 +35,7 @@ from torchrec_picasso.train_pipeline.end_of_data import SplitBatch
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.id_stream import IdStream
 from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward
+from torchrec_picasso.train_pipeline.model_memory import without_a_trace
 from torchrec_picasso.train_pipeline.model_parts import (
     dense_parameters,
     inner_model,
@@ -425,8 +426,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _rewrite(self, batch: In, context: TrainPipelineContext) -> None:
         """Finds the sharded modules and takes over their forwards. Collective."""
-        found, self._model, self._original_forwards, self._pipelined_postprocs, unpipelined = (
-            rewrite_model(
+        inner = inner_model(self._model)
+        with without_a_trace(inner, self._device):  # the tracer runs the forward, with proxies
+            rewritten = rewrite_model(
                 model=self._model,
                 context=context,
                 dist_stream=self._data_dist_stream,
@@ -436,8 +438,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
                 pipelined_forward=InterleavedForward,
                 pipeline_postproc=self._pipeline_postproc,
             )
-        )
-        inner = inner_model(self._model)
+        found, _, self._original_forwards, self._pipelined_postprocs, unpipelined = rewritten
         self._pipelined_modules = found
         self._sorted = PipelinedModel(inner, found, unpipelined, self._pipelined_postprocs)
         try:
