@@ -18,7 +18,6 @@ step with a check: 1, 2, 4, 8, ...
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
+from torchrec_picasso.batches.copy import copy_batch
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.train_pipeline.cut_difference import (
     Tolerance,
@@ -199,7 +199,7 @@ class CutCheck:
             if reseed:
                 forget_random_states()
             try:
-                batch = _copy_of(flight.batch)
+                batch = copy_batch(flight.batch)
                 is_cut = len(sizes_K) > 1 and flight.num_samples
                 parts_K = self._split(batch, sizes_K) if is_cut else [batch] * len(sizes_K)
                 losses, outputs, sizes = [], [], []
@@ -264,14 +264,6 @@ def _differ(one: _Run | Exception, other: _Run | Exception, tolerance: Tolerance
     if isinstance(one, Exception) or isinstance(other, Exception):
         return False
     return _difference(one, other, tolerance) is not None
-
-
-def _copy_of(batch: Any) -> Any:
-    """A copy, since a model may write into its input."""
-    try:
-        return copy.deepcopy(batch)
-    except Exception:  # whatever a user's type raises; then its model had better not write
-        return batch
 
 
 def agree(pg: dist.ProcessGroup, device: torch.device, reason: str | None) -> str | None:
