@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -20,12 +20,9 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchrec_picasso._torchrec import (
     TrainPipelineContext,
-    override_input_dist_forwards,
-    rewrite_model,
-    start_data_dist,
 )
 from torchrec_picasso.batches.join import join_outputs as join_known_outputs
-from torchrec_picasso.batches.split import SPLIT_ADVICE, micro_batch_sizes
+from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.batches.split import split_batch as split_known_batch
 from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
 from torchrec_picasso.train_pipeline.batch_feed import BatchFeed, Fetched
@@ -34,21 +31,17 @@ from torchrec_picasso.train_pipeline.data_parallel import around_data_parallel, 
 from torchrec_picasso.train_pipeline.end_of_data import SplitBatch
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.id_stream import IdStream
-from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward
-from torchrec_picasso.train_pipeline.model_memory import without_a_trace
 from torchrec_picasso.train_pipeline.model_parts import (
     dense_parameters,
     inner_model,
     process_group_of,
-    why_whole_batches,
 )
 from torchrec_picasso.train_pipeline.operations import Operations
 from torchrec_picasso.train_pipeline.parent_options import refuse_model, refuse_options
 from torchrec_picasso.train_pipeline.pipelined_model import (
     ODD_BATCH,
+    FirstLook,
     PipelinedModel,
-    count_samples,
-    survey,
 )
 from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 from torchrec_picasso.train_pipeline.schedule import (
@@ -195,8 +188,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._clock = StepClock(device)
         self._num_trainings = 0
         self._is_rewritten = False
-        self._sorted: PipelinedModel | None = None
-        self._odd: list[str] = []
+        self._taken: PipelinedModel | None = None
+        self._look = FirstLook()
 
     @property
     def num_micro_batches(self) -> int:
@@ -221,7 +214,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     @property
     def _num_waves(self) -> int:
         """Waves that the plan cut the packs into; known from the first step on."""
-        return 1 if self._sorted is None else self._sorted.num_waves
+        return 1 if self._taken is None else self._taken.num_waves
 
     # -- TorchRec's contract -------------------------------------------------------------------
 
@@ -395,28 +388,26 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _postprocs_in(self, op: Op) -> AbstractContextManager[None]:
         """What modules that run ahead of the model work with in an operation."""
-        assert self._sorted is not None
+        assert self._taken is not None
         flight = self._flights[op.batch]
         if op.kind == "request":
-            return self._sorted.postprocs.of_batch(flight.context)
+            return self._taken.postprocs.of_batch(flight.context)
         if op.kind == "forward" and op.index is not None:
-            return self._sorted.postprocs.of_part(flight.context, flight.sizes_K, op.index)
+            return self._taken.postprocs.of_part(flight.context, flight.sizes_K, op.index)
         return nullcontext()
 
     def _board(self, fetched: Fetched) -> Flight:
         """Cuts a batch into micro-batches."""
         batch, setting = fetched.batch, self._choice.current
-        assert self._sorted is not None
+        assert self._taken is not None
         with self._id_stream.working():
             self._id_stream.take_batch(batch)
-            counts = self._sorted.samples_of(batch, fetched.context)
-            num_samples = _count(batch, counts)
-            for name, count in counts.items():
-                if count != num_samples:
-                    raise CompatError(
-                        f"{name}: {ODD_BATCH}, and the first batch had not; give the pipeline such "
-                        "a batch first, or use TorchRec's TrainPipelineSparseDist"
-                    )
+            for name in self._taken.odd_modules(batch, fetched.context):
+                raise CompatError(
+                    f"{name}: {ODD_BATCH}, and the first batch had not; give the pipeline such a "
+                    "batch first, or use TorchRec's TrainPipelineSparseDist"
+                )
+            num_samples = self._taken.count(batch, fetched.context)
             sizes_K = micro_batch_sizes(num_samples, setting.num_micro_batches)
             # of no samples, every micro-batch is the batch itself
             parts_K = [batch] * len(sizes_K)
@@ -425,87 +416,67 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         return Flight(fetched, setting, sizes_K, parts_K)
 
     def _rewrite(self, batch: In, context: TrainPipelineContext) -> None:
-        """Finds the sharded modules and takes over their forwards. Collective."""
-        inner = inner_model(self._model)
-        with without_a_trace(inner, self._device):  # the tracer runs the forward, with proxies
-            rewritten = rewrite_model(
-                model=self._model,
-                context=context,
-                dist_stream=self._data_dist_stream,
-                default_stream=torch.get_device_module(self._device).current_stream(),
-                batch=batch,
-                apply_jit=False,
-                pipelined_forward=InterleavedForward,
-                pipeline_postproc=self._pipeline_postproc,
-            )
-        found, _, self._original_forwards, self._pipelined_postprocs, unpipelined = rewritten
-        self._pipelined_modules = found
-        self._sorted = PipelinedModel(inner, found, unpipelined, self._pipelined_postprocs)
-        try:
-            self._look_at(batch, context)
-            self._choice.restrict(why_whole_batches(inner, self._sorted.unpipelined))
-        except CompatError:
-            self._original_kjt_dist_forwards.clear()
-            self.detach()
-            raise
-        self._original_kjt_dist_forwards.clear()
-        self._join_splits()
-        self._operate(inner)
-        self._is_rewritten = True
-
-    def _look_at(self, batch: In, context: TrainPipelineContext) -> None:
-        """Has all ranks decide alike what the first batch allows. Collective."""
-        assert self._sorted is not None
-        if not self._flights:  # else those in flight were boarded as the first batch was
+        """Takes over the model. Collective."""
+        pg = process_group_of(self._model)
+        found = PipelinedModel(
+            self._model,
+            batch,
+            context,
+            stream=self._data_dist_stream,
+            device=self._device,
+            pipeline_postproc=self._pipeline_postproc,
+        )
+        self._taken = found
+        self._pipelined_modules = found.pipelined
+        self._original_forwards = found.original_forwards
+        self._original_kjt_dist_forwards = found.original_dist_forwards
+        self._pipelined_postprocs = found.postproc_modules
+        if not self._flights:  # else those in flight were boarded as the first batch told
             with self._id_stream.working():
                 self._id_stream.take_batch(batch)
-                counts = self._sorted.samples_of(batch, context)
-            num_samples, is_counted = _count(batch, counts), count_samples(batch) is not None
-            *is_odd, most, uncounted = survey(
-                process_group_of(self._model),
-                self._device,
-                [*(int(n != num_samples) for n in counts.values()), num_samples, not is_counted],
-            )
-            self._odd = [name for name, is_it in zip(counts, is_odd) if is_it]
-            self._choice.narrow(most, len(counts) > len(self._odd))
-            if uncounted:
-                self._choice.restrict(_uncounted(batch))
-        self._sorted.compute_once(self._odd, ODD_BATCH)
-        if self._odd:
-            self._choice.restrict(
-                f"{', '.join(self._odd)}: {ODD_BATCH}, so samples cannot be cut into "
-                "micro-batches; use num_micro_batches=1, or the same batch size for all features"
-            )
+                self._look = found.look_at(batch, context, pg, self._device)
+        found.compute_once(self._look.odd)
+        try:
+            self._choice.narrow(self._look.num_samples, bool(found.interleaved))
+            for reason in (self._look.why_whole, found.why_whole_batches()):
+                self._choice.restrict(reason)
+        except CompatError:
+            self.detach()
+            raise
+        found.join_splits()
+        self._operations, self._cut_check = self._operating(found), self._checking(found)
+        self._is_rewritten = True
 
-    def _operate(self, inner: nn.Module) -> None:
-        """Makes what runs the model."""
-        assert self._sorted is not None
-        pg = process_group_of(self._model)
+    def _operating(self, taken: PipelinedModel) -> Operations:
+        """What runs the model."""
         dense, late = dense_parameters(self._model)
-        self._operations = Operations(
-            pg,
+        return Operations(
+            process_group_of(self._model),
             self._device,
             self._forward,
             dense,
             late,
             self._optimizer,
-            self._sorted.interleaved,
-            self._sorted.plain,
+            taken.interleaved,
+            taken.plain,
             id_stream=self._id_stream,
-            start_plain=self._start_plain,
+            start_plain=taken.start_plain,
             wait_plain=self.wait_sparse_data_dist,
             losses_are_means=self._losses_are_means,
         )
-        self._cut_check = CutCheck(
-            inner,
+
+    def _checking(self, taken: PipelinedModel) -> CutCheck:
+        """What compares micro-batches with the whole batch."""
+        return CutCheck(
+            taken.inner,
             self._forward,
-            self._sorted.interleaved,
-            self._sorted.plain,
+            taken.interleaved,
+            taken.plain,
             split=self._split_batch,
             join=self._join_outputs,
-            postprocs=self._sorted.postprocs,
+            postprocs=taken.postprocs,
             losses_are_means=self._losses_are_means,
-            pg=pg,
+            pg=process_group_of(self._model),
             device=self._device,
         )
 
@@ -516,46 +487,13 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         with around_data_parallel(self._model):
             return self._custom_forward(micro_batch)
 
-    def _start_plain(self, flight: Flight) -> None:
-        """Starts input dists of modules computed once, as TorchRec does, on the ids' stream."""
-        assert self._sorted is not None
-        start_data_dist(list(self._sorted.plain.values()), flight.batch, flight.context)
-        self._join_splits()
-
-    def _join_splits(self) -> None:
-        """From now on the splits of TorchRec's input dists travel together, once these are made."""
-        assert self._sorted is not None
-        plain = list(self._sorted.plain.values())
-        made = not any(
-            getattr(inside, "_has_uninitialized_input_dist", False)
-            for module in plain
-            for inside in module.modules()
-        )
-        if plain and made and not self._original_kjt_dist_forwards:
-            self._original_kjt_dist_forwards = override_input_dist_forwards(plain)
-
     def summary(self) -> str:
         """How each sharded module is run, with the reason if it is not interleaved; after a step.
 
         Returns:
             One line per module, then one on micro-batches and lookahead.
         """
-        lines = [] if self._sorted is None else self._sorted.lines()
+        lines = [] if self._taken is None else self._taken.lines()
         blind = self._cut_check.is_blind if self._is_rewritten else None
         checked = f"; not checked, {blind}" if blind and self.num_micro_batches > 1 else ""
         return "\n".join([*lines, f"{self._choice}{checked}"])
-
-
-def _count(batch: Any, counts: Mapping[str, int | None]) -> int:
-    """Samples of a batch, or what a module gets; 1 where nobody can tell, nor has to."""
-    of_modules = (count for count in counts.values() if count is not None)
-    found = count_samples(batch)
-    return next(of_modules, 1) if found is None else found
-
-
-def _uncounted(batch: Any) -> str:
-    return (
-        f"a {type(batch).__name__} has no samples that can be counted, so it cannot be cut into "
-        "micro-batches; use num_micro_batches=1, or keep tensors in its attributes and "
-        f"{SPLIT_ADVICE}"
-    )
