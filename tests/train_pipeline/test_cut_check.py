@@ -245,6 +245,23 @@ def test_a_legal_model_is_trained_to_the_bit_as_without_checks() -> None:
         assert results[_Remembering, True][1][1]["calls"] == 5 * 4
 
 
+def _another(rank: int, world_size: int) -> str:
+    """A legal model, then another one in the same pipeline."""
+    pipeline = _pipeline(build(_Model(), ()), num_micro_batches=4)
+    batches = _batches(rank, 6)
+    run_to_the_end(pipeline, iter(batches[:3]))
+    pipeline.detach()
+    pipeline.attach(build(_Clicked(), ()))
+    with pytest.raises(CompatError) as refused:
+        pipeline.progress(iter(batches[3:]))
+    return str(refused.value)
+
+
+def test_another_model_is_looked_at_in_its_first_step() -> None:
+    for told in run_ranks(_another, 2, timeout_s=60):
+        assert "the gradient of the output of ebc differs" in told
+
+
 def _noisy(rank: int, world_size: int) -> list[tuple[int, str]]:
     found = []
     for num_micro_batches in (None, 4):

@@ -10,7 +10,8 @@ It leaves no trace: rows are looked up without a backward, gradients go to no pa
 is a copy, random layers are held still and random states, buffers and attributes put back.
 
 A difference that does not show on these batches is not found: all clicked, all of one length. Nor
-is one where the model runs on random numbers that cannot be held still.
+is one where the model runs on random numbers that cannot be held still. Evaluation is not looked
+at.
 
 Cost: about two dense forwards and backwards more, and the memory of one over the whole batch, in a
 step with a check: 1, 2, 4, 8, ...
@@ -18,8 +19,8 @@ step with a check: 1, 2, 4, 8, ...
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,7 +200,8 @@ class CutCheck:
             if reseed:
                 forget_random_states()
             try:
-                batch = copy_batch(flight.batch)
+                batch, context = copy_batch(flight.batch), copy.copy(flight.context)
+                context.postproc_fwd_results = copy_batch(context.postproc_fwd_results)
                 is_cut = len(sizes_K) > 1 and flight.num_samples
                 parts_K = self._split(batch, sizes_K) if is_cut else [batch] * len(sizes_K)
                 losses, outputs, sizes = [], [], []
@@ -208,7 +210,7 @@ class CutCheck:
                         continue
                     for name, module in modules.items():
                         module.forward.give(given[name].part(sizes_K, index))
-                    with self._part(flight, sizes_K, index):
+                    with self._postprocs.of_part(context, sizes_K, index):
                         loss, output = self._forward(parts_K[index])
                     share = share_of(index, sizes_K, self._losses_are_means)
                     losses.append(torch.sum(loss, dim=0) * share)
@@ -221,11 +223,6 @@ class CutCheck:
                 )
             except Exception as error:  # whatever a user's model raises
                 return error
-
-    def _part(
-        self, flight: Flight, sizes_K: Sequence[int], index: int
-    ) -> AbstractContextManager[None]:
-        return self._postprocs.of_part(flight.context, sizes_K, index)
 
 
 def _grads(loss: Tensor, given: Mapping[str, WholeOutput]) -> dict[str, Sequence[Tensor]]:

@@ -70,8 +70,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     others are trained as by TorchRec's pipeline and listed by :meth:`summary`, with the reason.
 
     How a batch is interleaved is chosen by trying on the first 30 training steps. Before a model is
-    trained in micro-batches, and again after 2, 4, 8, ... steps, it is compared whether they give
-    what the whole batch gives (:mod:`.cut_check`). If not, batches are not cut any more.
+    trained in micro-batches, and again in steps 2, 4, 8, ..., it is compared whether they give what
+    the whole batch gives (:mod:`.cut_check`). If not, batches are not cut any more, with a warning
+    if some were; where micro-batches were asked for, all ranks raise instead.
 
     Ranks may have different numbers of batches. One whose data has ended goes on with empty batches
     until all have ended, as in a plain loop that is given them, except that its loss counts
@@ -89,8 +90,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         context_type: What TorchRec keeps with a batch.
         pipeline_postproc: As for TorchRec's pipelines: modules without parameters between batch and
             tables run ahead of the model, once per batch. Micro-batches get their parts.
-        custom_model_fwd: Called instead of the model with every micro-batch; gives
-            ``(losses, output)``.
+        custom_model_fwd: Called instead of the model with every micro-batch, and by the comparison
+            of micro-batches with the whole batch; gives ``(losses, output)``.
         dmp_collection_sync_interval_batches: Of no effect; a ``DMPCollection`` is refused.
         enqueue_batch_after_forward: Refused.
         enable_inplace_copy_batch: As for TorchRec's pipelines.
@@ -184,7 +185,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         )
         self._flights: deque[Flight] = deque()
         self._is_halfway = self._has_ended = self._has_trained = False
-        self._choice = SettingChoice(candidates(num_micro_batches, lookahead))
+        self._candidates = candidates(num_micro_batches, lookahead)
+        self._choice = SettingChoice(self._candidates)
         self._clock = StepClock(device)
         self._num_trainings = 0
         self._is_rewritten = False
@@ -285,6 +287,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """Takes over the model's sharded modules again; another model forgets batches in flight."""
         if model is not None and model is not self._model:
             self.reset()
+            self._choice = SettingChoice(self._candidates)
+        self._num_trainings = 0  # whatever was done to it meanwhile, it is looked at anew
         super().attach(model, sparse_dist)
         self._is_rewritten = False
 
@@ -350,12 +354,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if reason is None:
             return False
         self._choice.restrict(reason)
-        if self._num_trainings:
+        if any(each.setting.num_micro_batches > 1 for each in self._flights):
             warnings.warn(f"batches are not cut any more: {reason}", stacklevel=3)
-        if all(each.setting.num_micro_batches == 1 for each in self._flights):
-            return False
-        self._board_again()
-        return True
+            self._board_again()
+            return True
+        return False
 
     def _board_again(self) -> None:
         """Prepares the batches in flight anew, by the settings of now. Collective."""
