@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import pickle
 
@@ -96,6 +97,48 @@ def test_survives_pickle_and_deepcopy(rows: list[int]) -> None:
 def test_defaults_do_not_share_a_tensor() -> None:
     assert HotColdParams().num_hot_rows == 0
     assert HotColdParams().hot_rows is not HotColdParams().hot_rows
+
+
+def fingerprints() -> list[object]:
+    """Of settings that all differ from each other."""
+    return [
+        params.stable_fingerprint()
+        for params in (
+            HotColdParams(),
+            HotColdParams(hot_rows=[1]),
+            HotColdParams(hot_rows=[2]),
+            HotColdParams(hot_rows=[1, 2]),
+            HotColdParams(hot_rows=[1], wave=1),
+            HotColdParams(load_factor=0.5, hot_rows=[1]),
+            HotColdParams(CacheAlgorithm.LFU, hot_rows=[1]),
+        )
+    ]
+
+
+def test_fingerprints_tell_hot_sets_waves_and_caches_apart() -> None:
+    found = fingerprints()
+    assert len(set(found)) == len(found)
+    assert found == fingerprints()
+    # a plan's cache may be a file that another process reads: text, numbers and nothing else
+    assert all(ast.literal_eval(repr(one)) == one for one in found)
+
+
+def test_the_fingerprint_holds_the_parents_where_it_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_parent(self: CacheParams) -> tuple[object, ...]:
+        return ("cache_params", 1, str(self.algorithm), self.load_factor)
+
+    monkeypatch.setattr(CacheParams, "stable_fingerprint", of_parent, raising=False)
+    found = fingerprints()
+    assert len(set(found)) == len(found)
+    half = HotColdParams(load_factor=0.5, hot_rows=[1])
+    assert of_parent(half) in half.stable_fingerprint()
+    assert half.stable_fingerprint() != of_parent(half)
+    assert (
+        half.stable_fingerprint()
+        == HotColdParams(load_factor=0.5, hot_rows=[1]).stable_fingerprint()
+    )
 
 
 @pytest.mark.parametrize(
