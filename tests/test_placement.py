@@ -171,19 +171,3 @@ def test_check_refuses_what_the_table_cannot_hold(rows: list[int], message: str)
 @pytest.mark.parametrize("rows", [[], [2], [0, 1, 2]], ids=["none", "last", "all"])
 def test_check_accepts_what_it_can(rows: list[int]) -> None:
     HotColdParams(hot_rows=rows).check("t", num_embeddings=3)
-
-
-def test_caches_of_plans_see_waves_and_what_the_parent_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """TorchRec has ``CacheParams.stable_fingerprint`` from 1.9 on."""
-    monkeypatch.setattr(
-        CacheParams, "stable_fingerprint", lambda self: ("parent", self.load_factor), raising=False
-    )
-    prints = {
-        HotColdParams(hot_rows=[1], wave=wave, load_factor=load).stable_fingerprint()
-        for wave in (0, 1)
-        for load in (None, 0.5)
-    }
-    assert len(prints) == 4
-    assert all(fingerprint[0] == "parent" for fingerprint in prints)
