@@ -14,10 +14,10 @@ from tests.sharding.jobs import PLAIN, Job, build, result_of
 from tests.train_pipeline.runs import Run, assert_same_runs, batches_of, pipeline_of, plain_steps
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.launch.run_ranks import run_ranks
-from torchrec_picasso.train_pipeline.schedule import Setting
-from torchrec_picasso.train_pipeline.setting_choice import SettingChoice, candidates
-from torchrec_picasso.train_pipeline.setting_trial import NUM_STEPS, smoothed_s, typical_s
-from torchrec_picasso.train_pipeline.step_clock import StepClock
+from torchrec_picasso.schedule.schedule import Setting
+from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates
+from torchrec_picasso.schedule.setting_trial import NUM_STEPS, smoothed_s, typical_s
+from torchrec_picasso.schedule.step_clock import StepClock
 
 CPU = torch.device("cpu")
 PIECES = (1, 2, 4, 8, 16)

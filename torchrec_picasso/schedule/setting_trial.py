@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchrec_picasso.train_pipeline.schedule import Setting
+from torchrec_picasso.schedule.schedule import Setting
 
 __all__ = ["NUM_STEPS", "WARMUP_STEPS", "Trial", "Turn", "typical_s"]
 
