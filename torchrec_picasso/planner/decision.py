@@ -55,8 +55,8 @@ class Decision:
         facts: The tables.
         works: Their expected rows, same order.
         choice: Which are hot/cold, with how many hot rows.
-        hot_rows: Hot rows of each hot/cold table by name, ascending int64.
-        homes: Cuts of the hot/cold tables, in the order of ``hot_rows``.
+        hot_sets: Hot rows of each hot/cold table by name, ascending int64.
+        homes: Cuts of the hot/cold tables, in the order of ``hot_sets``.
         waves: Which wave each hot/cold table travels in, by name.
         curves: What the costs were computed from.
         world_size: Ranks.
@@ -66,7 +66,7 @@ class Decision:
     facts: tuple[TableFacts, ...]
     works: tuple[TableWork, ...]
     choice: Choice
-    hot_rows: Mapping[str, Tensor]
+    hot_sets: Mapping[str, Tensor]
     homes: HomeBlocks | None
     waves: Mapping[str, int]
     curves: CommCurves
@@ -78,7 +78,7 @@ class Decision:
         """Home rows of each hot/cold table on each rank."""
         if self.homes is None:
             return {}
-        return dict(zip(self.hot_rows, self.homes.block_rows_TW))
+        return dict(zip(self.hot_sets, self.homes.block_rows_TW))
 
     @property
     def home_max_over_mean(self) -> float:
@@ -146,7 +146,7 @@ def decide(
         facts=tuple(facts),
         works=works,
         choice=choice,
-        hot_rows=hot_sets,
+        hot_sets=hot_sets,
         homes=_homes(works, hot_sets, stats, world_size),
         waves=_waves(facts, works, hot_sets, num_waves),
         curves=curves,

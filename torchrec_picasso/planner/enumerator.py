@@ -115,7 +115,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         )
         self._decision = self._decide(options_by_path)
         if self._decision is not None:
-            hot_sets, blocks = self._decision.hot_rows, self._decision.block_rows
+            hot_sets, blocks = self._decision.hot_sets, self._decision.block_rows
             waves = self._decision.waves
         else:
             assert self._hot_rows is not None
