@@ -14,9 +14,20 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.all_to_all import start_all_to_all
 
-__all__ = ["BYTES_PER_FLOAT", "CALLS", "Call"]
+__all__ = ["BYTES_PER_FLOAT", "CALLS", "COLLECTIVES", "Call"]
 
 BYTES_PER_FLOAT = 4
+COLLECTIVES = (
+    "all_to_all",
+    "all_to_all_skewed",
+    "row_exchange",
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+)
+"""Collectives with a curve. ``all_to_all_skewed``: one rank is asked for half of all rows.
+``row_exchange``: this package's all-to-all, see :mod:`torchrec_picasso.exchange.all_to_all`."""
+
 _SKEWED_SHARE = 0.5  # of every rank's rows, to one rank
 
 Call = tuple[int, Callable[[], object]]

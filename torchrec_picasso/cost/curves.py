@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrec_picasso.cost.collective_calls import COLLECTIVES
 from torchrec_picasso.cost.curve import Curve
 from torchrec_picasso.cost.local import LocalCosts
+from torchrec_picasso.cost.measure import measure_curves
 from torchrec_picasso.errors import PicassoError, PlanError
 
 if TYPE_CHECKING:
@@ -24,17 +26,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 __all__ = ["COLLECTIVES", "CommCurves"]
-
-COLLECTIVES = (
-    "all_to_all",
-    "all_to_all_skewed",
-    "row_exchange",
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-)
-"""Collectives with a curve. ``all_to_all_skewed``: one rank is asked for half of all rows.
-``row_exchange``: this package's all-to-all, see :mod:`torchrec_picasso.exchange.all_to_all`."""
 
 _FORMAT_VERSION = 1
 _HINT = "make it with `torchrec-picasso calibrate` or CommCurves.measure(pg).to_json(path)"
@@ -105,12 +96,11 @@ class CommCurves:
         Raises:
             PicassoError: If the budget is not above 0.
         """
-        from torchrec_picasso.cost.measure import measure_curves
-
         advance = advance or (lambda point: None)
-        return measure_curves(
+        measured = measure_curves(
             pg, device, max_bytes, seconds_per_point, ranks_per_host, budget_s, advance
         )
+        return CommCurves(**measured)
 
     @staticmethod
     def assumed(

@@ -12,13 +12,13 @@ import os
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchrec_picasso.cost.collective_calls import BYTES_PER_FLOAT, CALLS
+from torchrec_picasso.cost.collective_calls import BYTES_PER_FLOAT, CALLS, COLLECTIVES
 from torchrec_picasso.cost.curve import Curve
-from torchrec_picasso.cost.curves import COLLECTIVES, CommCurves
 from torchrec_picasso.cost.hardware import describe_hardware
 from torchrec_picasso.errors import PicassoError
 
@@ -38,8 +38,8 @@ def measure_curves(
     ranks_per_host: int | None,
     budget_s: float,
     advance: Callable[[str], None],
-) -> CommCurves:
-    """Does the work of :meth:`CommCurves.measure`. Collective."""
+) -> dict[str, Any]:
+    """Does the work of ``CommCurves.measure``; its arguments. Collective."""
     if not budget_s > 0:
         raise PicassoError(f"budget_s is {budget_s}, expected more than 0 seconds")
     device = device or torch.device("cpu")
@@ -54,15 +54,15 @@ def measure_curves(
         until_s = now_s + (budget_s - now_s) / (len(groups) - index)
         measuring = _Measuring(group, clock, device, seconds_per_point, until_s, advance)
         curves[level] = measuring.curves(_sizes(max_bytes), level)
-    return CommCurves(
-        world_size=pg.size(),
-        ranks_per_host=per_host,
-        backend=dist.get_backend(pg),
-        device=device.type,
-        collectives=curves.pop(""),
-        levels=curves,
-        measured_on=_told_by_first_rank(describe_hardware(device), pg),
-    )
+    return {
+        "world_size": pg.size(),
+        "ranks_per_host": per_host,
+        "backend": dist.get_backend(pg),
+        "device": device.type,
+        "collectives": curves.pop(""),
+        "levels": curves,
+        "measured_on": _told_by_first_rank(describe_hardware(device), pg),
+    }
 
 
 def num_points(world_size: int, ranks_per_host: int, max_bytes: int) -> int:

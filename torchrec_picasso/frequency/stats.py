@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from torchrec_picasso.errors import PicassoError, PlanError
-from torchrec_picasso.frequency import parquet, split
 from torchrec_picasso.frequency.accumulate import MAX_ROWS_COUNTED
 from torchrec_picasso.frequency.collect import count_lookups, model_tables
 from torchrec_picasso.frequency.counts import TableCounts
 from torchrec_picasso.frequency.files import CHUNK_ROWS, Reading, count_files
+from torchrec_picasso.frequency.parquet import read_tables, write_tables
 from torchrec_picasso.frequency.spectrum import CountSpectrum
+from torchrec_picasso.frequency.split import coverage, expected_unique_cold
 from torchrec_picasso.frequency.summary import summarize
 from torchrec_picasso.frequency.table import ModelTable
 
@@ -195,7 +196,7 @@ class FrequencyStats:
         Raises:
             PicassoError: If the folder does not exist.
         """
-        parquet.write_tables(path, self.tables, self.num_batches, self.num_samples)
+        write_tables(path, self.tables, self.num_batches, self.num_samples)
 
     @classmethod
     def from_parquet(cls, path: str | PathLike[str]) -> FrequencyStats:
@@ -210,7 +211,7 @@ class FrequencyStats:
         Raises:
             PicassoError: If the file is missing, empty, not Parquet, or not such statistics.
         """
-        tables, num_batches, num_samples = parquet.read_tables(path)
+        tables, num_batches, num_samples = read_tables(path)
         return cls(tables=tables, num_batches=num_batches, num_samples=num_samples)
 
     def to_frame(self) -> pd.DataFrame:
@@ -317,7 +318,7 @@ class FrequencyStats:
         """
         counts = self._table(table)
         _check_count("num_rows", num_rows, at_least=0)
-        return split.coverage(counts.spectrum(), int(num_rows))
+        return coverage(counts.spectrum(), int(num_rows))
 
     def expected_unique(self, table: str, num_lookups: int) -> float:
         """Expected distinct rows among lookups drawn like the counted ones, by rarefaction.
@@ -365,7 +366,7 @@ class FrequencyStats:
         counts = self._table(table)
         _check_count("num_lookups", num_lookups, at_least=0)
         _check_count("num_hot", num_hot, at_least=0)
-        return split.expected_unique_cold(counts.spectrum(), int(num_lookups), int(num_hot))
+        return expected_unique_cold(counts.spectrum(), int(num_lookups), int(num_hot))
 
     def check_model(self, tables: Mapping[str, int]) -> None:
         """Refuses statistics of another model.

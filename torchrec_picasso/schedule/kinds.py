@@ -1,4 +1,4 @@
-"""The kinds of operations of a schedule, one line each: does it send, on which stream, after what.
+"""The operations of a schedule and their kinds: does one send, on which stream, after what.
 
 All that a schedule, its check and the walk of it know of an operation is here; what it does is the
 method of the same name in ``operations.py``.
@@ -8,14 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torchrec_picasso.schedule.schedule import Op
+from torchrec_picasso.errors import PlanError
 
-__all__ = ["KINDS", "Kind", "Need"]
+__all__ = ["AFTER", "KINDS", "NEXT", "OF_BATCH", "THIS", "Kind", "Need", "Op"]
 
-_Pick = Callable[["Op", "Op"], bool]
+THIS, NEXT, AFTER = 0, 1, 2
+"""Batches that a step works on."""
+OF_BATCH = ("", " of the next batch", " of the batch after")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation.
+
+    Args:
+        kind: What runs, one of :data:`KINDS`.
+        batch: 0 = the batch of this step, 1 = the next, 2 = the one after that.
+        index: Micro-batch or chunk; ``None`` where the whole batch is meant.
+        wave: Wave of packs; ``None`` where all packs are meant.
+
+    Raises:
+        PlanError: If there is no such kind.
+    """
+
+    kind: str
+    batch: int = THIS
+    index: int | None = None
+    wave: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise PlanError(f"no operation is called {self.kind!r}; one of {', '.join(KINDS)}")
+
+    def __str__(self) -> str:
+        index = "" if self.index is None else f" {self.index}"
+        wave = "" if self.wave is None else f" wave {self.wave}"
+        return f"{self.kind}{index}{wave}{OF_BATCH[self.batch]}"
+
+
+_Pick = Callable[[Op, Op], bool]
 """From an operation and another one of its schedule to whether it needs the other first."""
 
 

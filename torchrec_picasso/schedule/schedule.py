@@ -17,7 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.schedule.kinds import KINDS
+from torchrec_picasso.schedule.kinds import AFTER, KINDS, NEXT, OF_BATCH, THIS, Op
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,10 +35,8 @@ __all__ = [
     "training_schedule",
 ]
 
-THIS, NEXT, AFTER = 0, 1, 2
-NUM_BATCHES = 3
+NUM_BATCHES = len(OF_BATCH)
 """Batches that a step works on."""
-OF_BATCH = ("", " of the next batch", " of the batch after")
 
 COLLECTIVES = frozenset(name for name, kind in KINDS.items() if kind.sends)
 """Operations that send: all ranks reach them in the same order."""
@@ -62,35 +60,6 @@ class Setting:
         if self.num_micro_batches == 1:
             pieces = "1 micro-batch"
         return f"{pieces} {'with' if self.lookahead else 'without'} lookahead"
-
-
-@dataclass(frozen=True)
-class Op:
-    """One operation.
-
-    Args:
-        kind: What runs, one of :data:`KINDS`.
-        batch: 0 = the batch of this step, 1 = the next, 2 = the one after that.
-        index: Micro-batch or chunk; ``None`` where the whole batch is meant.
-        wave: Wave of packs; ``None`` where all packs are meant.
-
-    Raises:
-        PlanError: If there is no such kind.
-    """
-
-    kind: str
-    batch: int = THIS
-    index: int | None = None
-    wave: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise PlanError(f"no operation is called {self.kind!r}; one of {', '.join(KINDS)}")
-
-    def __str__(self) -> str:
-        index = "" if self.index is None else f" {self.index}"
-        wave = "" if self.wave is None else f" wave {self.wave}"
-        return f"{self.kind}{index}{wave}{OF_BATCH[self.batch]}"
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_picasso.schedule.schedule import OF_BATCH, Op
-from torchrec_picasso.timeline.timeline import (
+from torchrec_picasso.timeline.spans import (
     COMPUTE,
     EXCHANGE,
     WAIT,
     WAITED_FOR,
+    HasSpans,
     Span,
-    Timeline,
 )
 
 __all__ = ["draw_timeline", "plot_timeline", "plot_timelines"]
@@ -33,7 +33,7 @@ _WAIT_COLOR, _WIRE_COLOR = "#e03131", "#0b7285"
 _LETTER_SHARE = 0.006  # of the width; a bar too narrow for its name is not named
 
 
-def draw_timeline(timelines: Mapping[str, Timeline], path: str | Path) -> None:
+def draw_timeline(timelines: Mapping[str, HasSpans], path: str | Path) -> None:
     """Writes a picture of timelines under each other.
 
     Args:
@@ -48,7 +48,7 @@ def draw_timeline(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def plot_timelines(timelines: Mapping[str, Timeline], figure: Any) -> None:
+def plot_timelines(timelines: Mapping[str, HasSpans], figure: Any) -> None:
     """Draws timelines under each other, all on one scale of time.
 
     Args:
@@ -67,7 +67,7 @@ def plot_timelines(timelines: Mapping[str, Timeline], figure: Any) -> None:
     figure.legend(handles=_legend(), loc="outside lower center", ncols=4, frameon=False)
 
 
-def plot_timeline(timeline: Timeline, axes: Any, with_legend: bool = True) -> None:
+def plot_timeline(timeline: HasSpans, axes: Any, with_legend: bool = True) -> None:
     """Draws a timeline into axes.
 
     Args:
@@ -110,12 +110,12 @@ def plot_timeline(timeline: Timeline, axes: Any, with_legend: bool = True) -> No
         )
 
 
-def _height(timeline: Timeline) -> float:
+def _height(timeline: HasSpans) -> float:
     """Inches."""
     return 0.9 + 0.3 * len(_lanes(timeline))
 
 
-def _end_ms(timeline: Timeline) -> float:
+def _end_ms(timeline: HasSpans) -> float:
     """End of the last operation."""
     return max(span.end_ms for span in timeline.spans if span.kind == COMPUTE)
 
@@ -126,7 +126,7 @@ def _lane(span: Span) -> str:
     return _BATCHES[span.op.batch]
 
 
-def _lanes(timeline: Timeline) -> list[str]:
+def _lanes(timeline: HasSpans) -> list[str]:
     """Names of the lanes, the first on top: operations, then exchanges as they are posted."""
     wire = dict.fromkeys(
         _lane(span)
@@ -163,7 +163,7 @@ def _part(op: Op) -> _Part:
     return op.index or 0, op.wave or 0
 
 
-def _slots(timeline: Timeline) -> list[_Part]:
+def _slots(timeline: HasSpans) -> list[_Part]:
     """The chunks and waves that exchanges carry, in order."""
     return sorted({_part(span.op) for span in timeline.spans if span.kind == EXCHANGE})
 

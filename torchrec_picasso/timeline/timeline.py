@@ -34,43 +34,24 @@ from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.waiting import WAIT_RANGE
 from torchrec_picasso.schedule.ranges import OP_PREFIX, STEP_PREFIX
 from torchrec_picasso.schedule.schedule import OF_BATCH, Op
+from torchrec_picasso.timeline.spans import (
+    COMPUTE,
+    DONE,
+    EXCHANGE,
+    RETURNED,
+    WAIT,
+    WAITED_FOR,
+    Span,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["COMPUTE", "DONE", "EXCHANGE", "WAIT", "WAITED_FOR", "Span", "Timeline"]
 
-COMPUTE, EXCHANGE, WAIT = "compute", "exchange", "wait"
-"""Kinds of spans: an operation, waits in it included; what it sent; a wait."""
-
-RETURNED, DONE, WAITED_FOR = "returned", "done", "waited_for"
-"""What a span ends with: the call returned; the exchange was done; its wait returned, so that the
-exchange was done then or earlier."""
-
 _OP = re.compile(rf"{OP_PREFIX}(\w+)(?: (\d+))?(?: wave (\d+))?( of .*)?")
 _CALL_PREFIX, _WORK_PREFIX = "c10d::", "gloo:"
 _MESSAGES = frozenset({"gloo:send", "gloo:recv"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Something that took time.
-
-    Args:
-        step: Number of the step, counted from the pipeline's first.
-        op: The operation; of an exchange, the one that posted it.
-        kind: ``"compute"``, ``"exchange"`` or ``"wait"``; waits lie within their operation.
-        start_ms: Since the first operation of the timeline.
-        end_ms: Since the same.
-        ends: ``"returned"``, ``"done"``, or ``"waited_for"``: done then or earlier.
-    """
-
-    step: int
-    op: Op
-    kind: str
-    start_ms: float
-    end_ms: float
-    ends: str
 
 
 @dataclass(frozen=True, kw_only=True)
