@@ -35,7 +35,10 @@ INHERITED: dict[str, set[str]] = {
     "EmbeddingBagCollectionSharder": {
         *("_sharded_module_order_overwrite", "fused_params", "qcomm_codecs_registry"),
     },
-    "EmbeddingEnumerator": {"_batch_size", "_compute_device", "_constraints", "sharder_map"},
+    "EmbeddingEnumerator": {
+        *("_batch_size", "_compute_device", "_constraints", "sharder_map"),
+        *("_estimators", "_last_stored_module"),
+    },
     "EmbeddingShardingPlanner": {"_enumerator", "_topology"},
     "GroupedPooledEmbeddingsLookup": {"_emb_modules"},
     "PipelinedForward": {"_module", "_name"},
@@ -44,7 +47,10 @@ INHERITED: dict[str, set[str]] = {
         *("_grouped_embedding_configs", "_grouped_embedding_configs_per_rank"),
     },
     "ShardedEmbeddingBagCollection": {
-        *("_embedding_shardings", "_lookups", "input_dist", "module_sharding_plan"),
+        *("_embedding_shardings", "module_sharding_plan"),
+        *("_create_input_dist", "_features_order", "_has_features_permute"),
+        *("_has_uninitialized_input_dist", "compute_and_output_dist", "create_context"),
+        "get_buffer",
         *("_has_mean_pooling_callback", "_pooling_type_to_rs_features"),
         "sharding_type_to_sharding_infos",
     },
@@ -52,6 +58,7 @@ INHERITED: dict[str, set[str]] = {
         *("_batch_count", "_create_context", "_device", "_model", "_model_attached", "_optimizer"),
         *("_data_dist_stream", "_memcpy_stream", "copy_batch_to_gpu", "wait_sparse_data_dist"),
         *("_original_forwards", "_original_kjt_dist_forwards"),
+        *("_pipeline_postproc", "inplace_copy_batch_to_gpu"),
         *("_pipelined_modules", "_pipelined_postprocs"),
     },
 }
@@ -71,6 +78,7 @@ FOREIGN: dict[str, set[str]] = {
     "torch.autograd.Variable": {"_execution_engine"},
     "torch.autograd.profiler": {"_is_profiler_enabled"},
     "torch.distributed.ProcessGroup": {"_get_backend"},
+    "torch.nn.Module": {"_non_persistent_buffers_set"},
     "torch.nn.modules.batchnorm": {"_BatchNorm"},
 }
 """What code of ours uses of an object of theirs."""
@@ -125,6 +133,9 @@ SIGNATURES: dict[str, str] = {
     "GroupedPooledEmbeddingsLookup.forward": "sparse_features",
     "KeyedJaggedTensor.record_stream": "stream",
     "PipelinedForward.__call__": "*input, **kwargs",
+    "Proposer.feedback": "partitionable, plan, perf_rating, storage_constraint",
+    "Proposer.load": "search_space, enumerator",
+    "Proposer.propose": "",
     "RwPooledEmbeddingSharding.create_input_dist": "device",
     "RwPooledEmbeddingSharding.create_lookup": "device, fused_params, feature_processor",
     "RwPooledEmbeddingSharding.create_output_dist": "device",
@@ -138,7 +149,9 @@ SIGNATURES: dict[str, str] = {
     "ShardedEmbeddingBagCollection.create_grouped_sharding_infos": (
         "module, table_name_to_parameter_sharding, prefix, fused_params, suffix"
     ),
-    "ShardedEmbeddingBagCollection.input_dist": "ctx, features",
+    "ShardedEmbeddingBagCollection._create_input_dist": "input_feature_names",
+    "ShardedEmbeddingBagCollection.compute_and_output_dist": "ctx, input",
+    "ShardedEmbeddingBagCollection.create_context": "",
     "ShardedEmbeddingBagCollection.update_shards": "changed_sharding_params, env, device",
     "TrainPipelineSparseDist.__init__": (
         "model, optimizer, device, execute_all_batches, apply_jit, context_type, "
@@ -150,6 +163,7 @@ SIGNATURES: dict[str, str] = {
     "TrainPipelineSparseDist.attach": "model, sparse_dist",
     "TrainPipelineSparseDist.copy_batch_to_gpu": "dataloader_iter",
     "TrainPipelineSparseDist.detach": "",
+    "TrainPipelineSparseDist.inplace_copy_batch_to_gpu": "dataloader_iter",
     "TrainPipelineSparseDist.progress": "dataloader_iter",
     "TrainPipelineSparseDist.reset": "",
     "TrainPipelineSparseDist.wait_sparse_data_dist": "context",
@@ -158,6 +172,7 @@ SIGNATURES: dict[str, str] = {
 
 FUNCTIONS: dict[str, str] = {
     "append_prefix": "prefix, name",
+    "use_context_for_postprocs": "pipelined_postprocs, next_batch_context",
     "data_type_to_sparse_type": "data_type",
     "get_gradient_division": "",
     "get_state_dict": "embedding_tables, params, pg, destination, prefix",

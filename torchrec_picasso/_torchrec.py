@@ -26,6 +26,7 @@ from torchrec.distributed.planner.shard_estimators import (
 )
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
+from torchrec.distributed.train_pipeline.postproc import PipelinedPostproc
 from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
 from torchrec.distributed.train_pipeline.utils import (
     _override_input_dist_forwards as override_input_dist_forwards,
@@ -33,6 +34,7 @@ from torchrec.distributed.train_pipeline.utils import (
 from torchrec.distributed.train_pipeline.utils import _rewrite_model as rewrite_model
 from torchrec.distributed.train_pipeline.utils import _start_data_dist as start_data_dist
 from torchrec.distributed.train_pipeline.utils import _wait_for_batch as wait_for_batch
+from torchrec.distributed.train_pipeline.utils import use_context_for_postprocs
 from torchrec.distributed.types import QuantizedCommCodec, QuantizedCommCodecs, ShardingEnv2D
 from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_configs import data_type_to_sparse_type
@@ -52,6 +54,7 @@ __all__ = [
     "FusedOptimizerModule",
     "GroupedPooledEmbeddingsLookup",
     "PipelinedForward",
+    "PipelinedPostproc",
     "PoolingMode",
     "QuantizedCommCodec",
     "QuantizedCommCodecs",
@@ -68,5 +71,6 @@ __all__ = [
     "override_input_dist_forwards",
     "rewrite_model",
     "start_data_dist",
+    "use_context_for_postprocs",
     "wait_for_batch",
 ]

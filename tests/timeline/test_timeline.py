@@ -24,6 +24,7 @@ from torchrec_picasso.timeline.timeline import (
     WAITED_FOR,
     Timeline,
 )
+from torchrec_picasso.train_pipeline import interleaved
 from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 from torchrec_picasso.train_pipeline.schedule import COLLECTIVES, Op, Setting, training_schedule
 
@@ -38,15 +39,22 @@ ALL_REDUCES = {"reduce_hot", "backward"}
 def _trace(rank: int, world_size: int) -> Timeline:
     model = build(JOB, rank, world_size)
     pipeline = InterleavedTrainPipeline(
-        model, dense_optimizer(model), CPU, num_micro_batches=K, loss_reduction="sum"
+        model,
+        dense_optimizer(model),
+        CPU,
+        num_micro_batches=K,
+        lookahead=True,
+        loss_reduction="sum",
     )
     batches = iter([make_batch(JOB, rank, step) for step in range(JOB.num_steps)])
-    pipeline.progress(batches)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        for _ in range(4):
-            pipeline.progress(batches)
-    for _ in range(JOB.num_steps - 5):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interleaved, "is_due", lambda step: False)  # no waits beside the schedule's
         pipeline.progress(batches)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            for _ in range(4):
+                pipeline.progress(batches)
+        for _ in range(JOB.num_steps - 5):
+            pipeline.progress(batches)
     return Timeline.from_profile(profiled)
 
 

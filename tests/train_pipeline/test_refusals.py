@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
 
 from tests.sharding.jobs import PLAIN, Job, Model, build, make_batch, result_of
 from tests.train_pipeline.runs import (
@@ -38,7 +39,8 @@ class _ChangingModel(Model):
 
 
 def _with_batch_norm(model: DistributedModelParallel) -> None:
-    model.module.over = nn.Sequential(nn.BatchNorm1d(model.module.over.in_features))
+    over = model.module.over
+    model.module.over = nn.Sequential(nn.BatchNorm1d(over.in_features), over)
 
 
 def _changing(model: DistributedModelParallel) -> None:
@@ -63,15 +65,37 @@ def _variable(batch: Batch) -> Batch:
     return batch
 
 
+class _Bare(Pipelineable):
+    """A batch whose samples nobody but its owner can count."""
+
+    __slots__ = ("labels", "sparse_features")
+
+    def __init__(self, batch: Batch) -> None:
+        self.sparse_features, self.labels = batch.sparse_features, batch.labels
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> _Bare:
+        return self
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        pass
+
+    def pin_memory(self) -> _Bare:
+        return self
+
+
+def _bare(batch: Batch) -> _Bare:
+    return _Bare(batch)
+
+
 def _same(batch: Batch) -> Batch:
     return batch
 
 
 REFUSED: list[tuple[Callable[..., None], Callable[..., Batch], int, list[str]]] = [
     (_with_batch_norm, _same, 2, ["over.0 is a BatchNorm1d", "num_micro_batches=1", "LayerNorm"]),
-    (_changing, _same, 2, ["ebc: ", "changed inside the model", "num_micro_batches=1"]),
-    (_unchanged, _variable, 1, ["ebc: ", "batch size per feature", "TrainPipelineSparseDist"]),
-    (_unchanged, _variable, 3, ["ebc: ", "batch size per feature", "TrainPipelineSparseDist"]),
+    (_changing, _same, 2, ["ebc: ", "made inside the model", "num_micro_batches=1"]),
+    (_unchanged, _variable, 3, ["ebc: ", "batch size per feature", "num_micro_batches=1"]),
+    (_unchanged, _bare, 2, ["a _Bare has no samples", "num_micro_batches=1", "split_batch="]),
 ]
 
 
@@ -99,6 +123,26 @@ def test_what_cannot_be_exact_is_refused_by_name_on_all_ranks() -> None:
             assert part in told, told
 
 
+def _automatic(rank: int, world_size: int) -> list[tuple[int, str]]:
+    """What is refused where micro-batches are asked for is trained whole where they are not."""
+    chosen = []
+    for change_model, change_batch, *_ in REFUSED:
+        if change_batch is _variable:  # this model cannot make use of it; test_as_stock's can
+            continue
+        model = build(JOB, rank, world_size)
+        change_model(model)
+        pipeline = pipeline_of(model, num_micro_batches=None, lookahead=True)
+        batches = [change_batch(make_batch(JOB, rank, step)) for step in range(3)]
+        assert len(run_to_the_end(pipeline, iter(batches))) == 3
+        chosen.append((pipeline.num_micro_batches, pipeline.summary()))
+    return chosen
+
+
+def test_what_would_be_refused_is_trained_whole_unless_asked_for() -> None:
+    for chosen in run_ranks(_automatic, 2, timeout_s=60):
+        assert [number for number, _ in chosen] == [1] * (len(REFUSED) - 1)
+
+
 def _unpipelined(rank: int, world_size: int) -> list[Run]:
     """Rank 1 has fewer batches; its tables' own exchange needs it all the same."""
     counts = (4, 2)
@@ -114,7 +158,9 @@ def _unpipelined(rank: int, world_size: int) -> list[Run]:
             pipeline = pipeline_of(model)
             outputs = run_to_the_end(pipeline, iter(listed))
             told = pipeline.summary().splitlines()
-            assert told[0] == "ebc: not pipelined: its input is changed inside the model"
+            assert told[0] == (
+                "ebc: not pipelined: its input is not read off the batch but made inside the model"
+            )
         runs.append((result_of(model, []), outputs))
     return runs
 

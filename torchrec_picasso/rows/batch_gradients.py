@@ -123,6 +123,10 @@ class BatchGradients:
         layout = self._layout.packs[pack]
         return layout.asked_rows, layout.touched_slots, self._at_home.tensors[pack]
 
+    def update(self, wave: int | None = None) -> bool:
+        """Updates every row that the batch used; see :func:`update_rows`."""
+        return update_rows(self._group, [self], wave)
+
     def end(self, pack: int) -> bool:
         """Ends the use of a pack's gradients; with the last one their memory is given back.
 

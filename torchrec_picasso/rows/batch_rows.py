@@ -102,6 +102,10 @@ class BatchRows:
         for chunk in range(num_chunks):
             self.fetch_dirty(chunk)
         self.read_hot()
+        self.accept_writes()
+
+    def accept_writes(self) -> None:
+        """Takes what was fetched as what the storages hold."""
         self._group.accept_writes()
 
     def arrive(self, part: int) -> Iterator[Tensor]:

@@ -53,8 +53,13 @@ class _PooledAwaitable(Awaitable[Tensor]):
         self._rows = rows
         self._features_M = features_M
         self._anchor = anchor
+        self._needs_grad = torch.is_grad_enabled()  # of the call; it is waited for at the first use
 
     def _wait_impl(self) -> Tensor:
+        with torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled()):
+            return self._pool()
+
+    def _pool(self) -> Tensor:
         rows = self._rows
         scales_M = [mean_weights(w, p.index) for w, p in zip(rows.weights_M, rows.pooling_M)]
         pooled_M = _PoolArrivals.apply(self._anchor, rows, *scales_M)

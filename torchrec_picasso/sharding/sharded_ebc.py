@@ -128,7 +128,8 @@ class ShardedHotColdEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             self._has_uninitialized_input_dist = False
         with torch.no_grad():
             if self._has_features_permute:
-                features = features.permute(self._features_order, self._features_order_tensor)
+                order_tensor = self.get_buffer("_features_order_tensor")
+                features = features.permute(self._features_order, order_tensor)
             batch = BatchIds.read(features, self.group, sizes_K, has_data)
             return RowRequest(self.group, batch)
 

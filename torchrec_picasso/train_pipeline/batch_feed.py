@@ -83,6 +83,8 @@ class BatchFeed:
             self._kept = mine
             raise StopIteration
         batch = None if mine is None else mine.batch
+        if batch is not None:
+            self._id_stream.take_batch(batch)
         empty = share_empty_batch(pg, self._device, census.first_with_data, batch, self._split)
         return mine or Fetched(empty, self._create_context(), has_data=False)
 

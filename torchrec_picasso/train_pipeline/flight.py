@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torchrec_picasso.train_pipeline.end_of_data import AnyData
 from torchrec_picasso.train_pipeline.schedule import Setting
 from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 
-__all__ = ["Flight"]
+__all__ = ["Flight", "share_of"]
 
 
 @dataclass(eq=False)
@@ -41,7 +41,11 @@ class Flight:
     """What modules that are not interleaved gave for the whole batch, by name."""
     losses_K: dict[int, Tensor] = field(default_factory=dict)
     outputs_K: dict[int, Any] = field(default_factory=dict)
+    trained: set[str] = field(default_factory=set)
+    """Interleaved modules that a gradient has come to, by name."""
     dense: DenseReduction | None = None
+    late: DenseReduction | None = None
+    """Of parameters inside modules that are computed once."""
     is_end: bool = False
     """Whether no rank has data any more: nothing is trained on it."""
 
@@ -67,7 +71,22 @@ class Flight:
 
     def share(self, index: int, losses_are_means: bool) -> float:
         """What a micro-batch's loss counts in the batch's; nothing without samples."""
-        size = self.sizes_K[index]
-        if not size:
-            return 0.0
-        return size / self.num_samples if losses_are_means else 1.0
+        return share_of(index, self.sizes_K, losses_are_means)
+
+    def compute_wholes(self, plain: Mapping[str, Any]) -> None:
+        """Computes the modules that are not interleaved, if that is not done yet. Collective.
+
+        Args:
+            plain: They, by name.
+        """
+        for name, module in plain.items():
+            if name not in self.wholes:
+                module.forward.set_context(self.context)
+                self.wholes[name] = WholeOutput(module.forward.of_whole_batch(), name)
+
+
+def share_of(index: int, sizes_K: Sequence[int], losses_are_means: bool) -> float:
+    """What a micro-batch's loss counts in that of a batch cut to these sizes."""
+    if not sizes_K[index]:
+        return 0.0
+    return sizes_K[index] / sum(sizes_K) if losses_are_means else 1.0

@@ -7,44 +7,46 @@ loop: every row is updated once per batch, from the sum of its gradients.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardedModule
 
 from torchrec_picasso._torchrec import (
     TrainPipelineContext,
-    override_input_dist_forwards,
-    rewrite_model,
-    start_data_dist,
 )
 from torchrec_picasso.batches.join import join_outputs as join_known_outputs
-from torchrec_picasso.batches.split import micro_batch_sizes, num_samples
+from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.batches.split import split_batch as split_known_batch
 from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
-from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
 from torchrec_picasso.train_pipeline.batch_feed import BatchFeed, Fetched
-from torchrec_picasso.train_pipeline.data_parallel import renew_data_parallel
+from torchrec_picasso.train_pipeline.cut_check import CutCheck, is_due
+from torchrec_picasso.train_pipeline.data_parallel import around_data_parallel, renew_data_parallel
 from torchrec_picasso.train_pipeline.end_of_data import SplitBatch
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.id_stream import IdStream
-from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward
 from torchrec_picasso.train_pipeline.model_parts import (
+    dense_parameters,
     inner_model,
     process_group_of,
-    refuse_variable_batch,
-    unpipelined_modules,
-    why_whole_batches,
 )
 from torchrec_picasso.train_pipeline.operations import Operations
+from torchrec_picasso.train_pipeline.parent_options import refuse_model, refuse_options
+from torchrec_picasso.train_pipeline.pipelined_model import (
+    ODD_BATCH,
+    FirstLook,
+    PipelinedModel,
+)
 from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 from torchrec_picasso.train_pipeline.schedule import (
     NUM_BATCHES,
+    Op,
     Schedule,
     evaluation_schedule,
     first_batch_schedule,
@@ -52,6 +54,7 @@ from torchrec_picasso.train_pipeline.schedule import (
     training_schedule,
 )
 from torchrec_picasso.train_pipeline.setting_choice import SettingChoice, candidates
+from torchrec_picasso.train_pipeline.step_clock import StepClock
 
 __all__ = ["InterleavedTrainPipeline"]
 
@@ -64,7 +67,12 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     ``progress(iterator)`` takes one step and returns the model's output for the whole batch, and
     raises ``StopIteration`` after the last batch. Modules that are wholly hot/cold are interleaved;
-    others are listed by :meth:`summary`.
+    others are trained as by TorchRec's pipeline and listed by :meth:`summary`, with the reason.
+
+    How a batch is interleaved is chosen by trying on the first 30 training steps. Before a model is
+    trained in micro-batches, and again in steps 2, 4, 8, ..., it is compared whether they give what
+    the whole batch gives (:mod:`.cut_check`). If not, batches are not cut any more, with a warning
+    if some were; where micro-batches were asked for, all ranks raise instead.
 
     Ranks may have different numbers of batches. One whose data has ended goes on with empty batches
     until all have ended, as in a plain loop that is given them, except that its loss counts
@@ -72,11 +80,26 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     Args:
         model: ``DistributedModelParallel``; its forward returns ``(losses, output)``, losses being
-            means over the samples.
+            means over the samples. Or any model that TorchRec's pipeline takes.
         optimizer: Dense and fused optimizers, as for TorchRec's pipelines.
         device: Where batches go.
+        execute_all_batches: As for TorchRec's pipelines. If not, all ranks stop before the step in
+            which the first of them has no next batch; what is in flight or fetched waits for a new
+            iterator. Costs a small all-reduce per step.
+        apply_jit: Refused, as are the others that say so; the error tells what to do.
+        context_type: What TorchRec keeps with a batch.
+        pipeline_postproc: As for TorchRec's pipelines: modules without parameters between batch and
+            tables run ahead of the model, once per batch. Micro-batches get their parts.
+        custom_model_fwd: Called instead of the model with every micro-batch, and by the comparison
+            of micro-batches with the whole batch; gives ``(losses, output)``.
+        dmp_collection_sync_interval_batches: Of no effect; a ``DMPCollection`` is refused.
+        enqueue_batch_after_forward: Refused.
+        enable_inplace_copy_batch: As for TorchRec's pipelines.
+        free_features_storage_early: Refused.
+        clear_data_dist_inputs: Refused.
+        async_inplace_copy: Refused.
         num_micro_batches: Pieces K that a batch is cut into; 1 still overlaps with the next batch.
-            ``None`` = chosen by trying some on the first steps.
+            ``None`` = chosen by trying some on the first steps, 1 where batches cannot be cut.
         lookahead: Whether rows of the next batch that this one does not update are fetched early.
             ``None`` = chosen likewise.
         split_batch: Cuts a batch into parts of given sizes, ``(batch, sizes) -> parts``; ``None``
@@ -86,13 +109,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             same types.
         loss_reduction: Whether the model's losses are a ``"mean"`` over samples or a ``"sum"``; a
             sum within the model's output needs ``join_outputs``.
-        execute_all_batches: As for TorchRec's pipelines. If not, all ranks stop before the step in
-            which the first of them has no next batch; what is in flight or fetched waits for a new
-            iterator. Costs a small all-reduce per step.
 
     Raises:
         ConfigError: If ``num_micro_batches`` is less than 1, or the reduction is not known.
-        CompatError: On the first step, if the model cannot be trained in micro-batches.
+        CompatError: If an argument of TorchRec's or a wrapper of the model is refused; in a step,
+            if the model cannot be trained in as many micro-batches as were asked for.
     """
 
     _model: nn.Module
@@ -103,33 +124,74 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        context_type: type[TrainPipelineContext] = TrainPipelineContext,
+        pipeline_postproc: bool = False,
+        custom_model_fwd: Callable[[In | None], tuple[Tensor, Out]] | None = None,
+        dmp_collection_sync_interval_batches: int | None = 1,
+        enqueue_batch_after_forward: bool = False,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+        async_inplace_copy: bool = False,
         *,
-        num_micro_batches: int | None = 1,
-        lookahead: bool | None = True,
+        num_micro_batches: int | None = None,
+        lookahead: bool | None = None,
         split_batch: SplitBatch | None = None,
         join_outputs: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
         loss_reduction: str = "mean",
-        execute_all_batches: bool = True,
     ) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"loss_reduction is {loss_reduction!r}, expected 'mean' or 'sum'")
         if num_micro_batches is not None and num_micro_batches < 1:
             raise ConfigError(f"num_micro_batches is {num_micro_batches}, expected at least 1")
-        super().__init__(model, optimizer, device, execute_all_batches)
+        refuse_options(
+            {
+                "apply_jit": apply_jit,
+                "enqueue_batch_after_forward": enqueue_batch_after_forward,
+                "free_features_storage_early": free_features_storage_early,
+                "clear_data_dist_inputs": clear_data_dist_inputs,
+                "async_inplace_copy": async_inplace_copy,
+            }
+        )
+        refuse_model(model)
+        super().__init__(
+            model,
+            optimizer,
+            device,
+            execute_all_batches=execute_all_batches,
+            context_type=context_type,
+            pipeline_postproc=pipeline_postproc,
+            custom_model_fwd=custom_model_fwd,
+            dmp_collection_sync_interval_batches=dmp_collection_sync_interval_batches,
+            enable_inplace_copy_batch=enable_inplace_copy_batch,
+        )
+        self._custom_forward = custom_model_fwd
         self._losses_are_means = loss_reduction == "mean"
         self._split_batch = split_batch or split_known_batch
         self._join_outputs = join_outputs or join_known_outputs
         self._id_stream = IdStream(self._data_dist_stream, self._memcpy_stream)
-        fetch = self.copy_batch_to_gpu, self._create_context
+        fetch = self.copy_batch_to_gpu
+        if enable_inplace_copy_batch:
+            fetch = self.inplace_copy_batch_to_gpu
         self._feed = BatchFeed(
-            *fetch, device, self._split_batch, execute_all_batches, self._id_stream
+            fetch,
+            self._create_context,
+            device,
+            self._split_batch,
+            execute_all_batches,
+            self._id_stream,
         )
         self._flights: deque[Flight] = deque()
         self._is_halfway = self._has_ended = self._has_trained = False
-        self._choice = SettingChoice(candidates(num_micro_batches, lookahead))
+        self._candidates = candidates(num_micro_batches, lookahead)
+        self._choice = SettingChoice(self._candidates)
+        self._clock = StepClock(device)
+        self._num_trainings = 0
         self._is_rewritten = False
-        self._interleaved: dict[str, ShardedHotColdEmbeddingBagCollection] = {}
-        self._plain: dict[str, ShardedModule] = {}
+        self._taken: PipelinedModel | None = None
+        self._look = FirstLook()
 
     @property
     def num_micro_batches(self) -> int:
@@ -154,7 +216,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     @property
     def _num_waves(self) -> int:
         """Waves that the plan cut the packs into; known from the first step on."""
-        return max((module.num_waves for module in self._interleaved.values()), default=1)
+        return 1 if self._taken is None else self._taken.num_waves
 
     # -- TorchRec's contract -------------------------------------------------------------------
 
@@ -193,12 +255,17 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
                 self._walk(second_batch_schedule(self._flights[1].setting))
         settings = [flight.setting for flight in self._flights]
         if self._model.training:
+            if self._check_cut(flight):
+                flight, settings = self._flights[0], [f.setting for f in self._flights]
             self._has_trained = True
+            self._num_trainings += 1
             self._optimizer.zero_grad()
-            start_s = self._now_s()
+            start = self._clock.stamp()
             with step_range(self._batch_count):
                 self._walk(training_schedule(*settings, num_waves=self._num_waves))
-            self._choice.note_step(settings, self._now_s() - start_s, pg, self._device)
+            span = start, self._clock.stamp()
+            if len(settings) == NUM_BATCHES:
+                self._choice.note_step(settings, span, self._clock, pg, self._device)
         else:
             with step_range(self._batch_count):
                 self._walk(evaluation_schedule(*settings, num_waves=self._num_waves))
@@ -221,6 +288,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """Takes over the model's sharded modules again; another model forgets batches in flight."""
         if model is not None and model is not self._model:
             self.reset()
+            self._choice = SettingChoice(self._candidates)
+        self._num_trainings = 0  # whatever was done to it meanwhile, it is looked at anew
         super().attach(model, sparse_dist)
         self._is_rewritten = False
 
@@ -250,12 +319,16 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         flight = self._board(fetched)
         self._flights.append(flight)
         try:
-            self._walk(first_batch_schedule(flight.setting, num_waves=self._num_waves))
+            self._fetch_first(flight)
         except BaseException:  # no step has begun: the next call starts anew
             self.reset()
             raise
-        for module in self._interleaved.values():
-            module.group.accept_writes()
+
+    def _fetch_first(self, flight: Flight) -> None:
+        """Brings the rows of a batch that no step comes before. Collective."""
+        self._walk(first_batch_schedule(flight.setting, num_waves=self._num_waves))
+        for rows in flight.rows.values():
+            rows.accept_writes()
 
     def _follow(self, dataloader_iter: Iterator[In]) -> bool:
         """Boards the batch after the last in flight, unless every rank's data has ended."""
@@ -268,107 +341,165 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._flights.append(self._board(fetched))
         return fetched is not None
 
-    def _now_s(self) -> float:
-        """The time; while steps are compared, that of the device, which the host runs ahead of."""
-        if self._device.type != "cpu" and not self._choice.is_settled:
-            torch.get_device_module(self._device).synchronize()
-        return perf_counter()
+    def _check_cut(self, flight: Flight) -> bool:
+        """Looks whether micro-batches give what the whole batch gives, now and then. Collective.
+
+        Returns:
+            Whether batches in flight were cut and are no more.
+
+        Raises:
+            CompatError: On all ranks, if they do not, and were asked for. The step has not begun.
+        """
+        num_micro_batches = self._choice.to_check
+        if num_micro_batches == 1 or not is_due(self._num_trainings + 1):
+            return False
+        reason = self._cut_check.why_not(flight, num_micro_batches)
+        if reason is None and self._cut_check.is_blind and not self._choice.is_given:
+            reason = f"{self._cut_check.is_blind}, so it cannot be checked"
+        if reason is None:
+            return False
+        self._choice.restrict(reason)
+        if any(each.setting.num_micro_batches > 1 for each in self._flights):
+            warnings.warn(f"batches are not cut any more: {reason}", stacklevel=3)
+            self._board_again()
+            return True
+        return False
+
+    def _board_again(self) -> None:
+        """Prepares the batches in flight anew, by the settings of now. Collective."""
+        before = list(self._flights)
+        self._flights.clear()
+        for flight in before:
+            context = self._create_context()
+            context.postproc_fwd_results = flight.context.postproc_fwd_results
+            again = self._board(replace(flight.fetched, context=context))
+            again.wholes = flight.wholes
+            self._flights.append(again)
+            if len(self._flights) == 1:
+                self._fetch_first(again)
+            elif len(self._flights) == 2:
+                self._walk(second_batch_schedule(again.setting))
 
     def _walk(self, schedule: Schedule) -> None:
         """Runs the operations on those batches that there are."""
         self._is_halfway = True
         for op in schedule:
             if op.batch < len(self._flights):
-                with op_range(op):
+                with op_range(op), self._postprocs_in(op):
                     self._operations.run(op, self._flights)
                 if self._flights[-1].is_end:  # what else the schedule has for it is left out
                     self._has_ended = True
                     self._flights.pop()
         self._is_halfway = False
 
+    def _postprocs_in(self, op: Op) -> AbstractContextManager[None]:
+        """What modules that run ahead of the model work with in an operation."""
+        assert self._taken is not None
+        flight = self._flights[op.batch]
+        if op.kind == "request":
+            return self._taken.postprocs.of_batch(flight.context)
+        if op.kind == "forward" and op.index is not None:
+            return self._taken.postprocs.of_part(flight.context, flight.sizes_K, op.index)
+        return nullcontext()
+
     def _board(self, fetched: Fetched) -> Flight:
         """Cuts a batch into micro-batches."""
         batch, setting = fetched.batch, self._choice.current
+        assert self._taken is not None
         with self._id_stream.working():
             self._id_stream.take_batch(batch)
-            for name, module in self._interleaved.items():
-                refuse_variable_batch(name, *module.forward.args.build_args_kwargs(batch))
-            sizes_K = micro_batch_sizes(num_samples(batch), setting.num_micro_batches)
+            for name in self._taken.odd_modules(batch, fetched.context):
+                raise CompatError(
+                    f"{name}: {ODD_BATCH}, and the first batch had not; give the pipeline such a "
+                    "batch first, or use TorchRec's TrainPipelineSparseDist"
+                )
+            num_samples = self._taken.count(batch, fetched.context)
+            sizes_K = micro_batch_sizes(num_samples, setting.num_micro_batches)
             # of no samples, every micro-batch is the batch itself
-            parts_K = self._split_batch(batch, sizes_K) if any(sizes_K) else [batch] * len(sizes_K)
+            parts_K = [batch] * len(sizes_K)
+            if len(sizes_K) > 1 and num_samples:
+                parts_K = list(self._split_batch(batch, sizes_K))
         return Flight(fetched, setting, sizes_K, parts_K)
 
     def _rewrite(self, batch: In, context: TrainPipelineContext) -> None:
-        """Finds the sharded modules and takes over their forwards."""
-        inner = inner_model(self._model)
-        found, self._model, self._original_forwards, self._pipelined_postprocs, _ = rewrite_model(
-            model=self._model,
-            context=context,
-            dist_stream=self._data_dist_stream,
-            default_stream=torch.get_device_module(self._device).current_stream(),
-            batch=batch,
-            apply_jit=False,
-            pipelined_forward=InterleavedForward,
-            pipeline_postproc=False,
+        """Takes over the model. Collective."""
+        pg = process_group_of(self._model)
+        found = PipelinedModel(
+            self._model,
+            batch,
+            context,
+            stream=self._data_dist_stream,
+            device=self._device,
+            pipeline_postproc=self._pipeline_postproc,
         )
-        self._pipelined_modules = found
-        self._interleaved, self._plain = {}, {}
-        for module in found:
-            is_hot_cold = isinstance(module, ShardedHotColdEmbeddingBagCollection)
-            ours = is_hot_cold and module.can_interleave
-            (self._interleaved if ours else self._plain)[module.forward.name] = module
-        self._original_kjt_dist_forwards.clear()
-        self._join_splits()
-        self._unpipelined = unpipelined_modules(inner, found)
+        self._taken = found
+        self._pipelined_modules = found.pipelined
+        self._original_forwards = found.original_forwards
+        self._original_kjt_dist_forwards = found.original_dist_forwards
+        self._pipelined_postprocs = found.postproc_modules
+        if not self._flights:  # else those in flight were boarded as the first batch told
+            with self._id_stream.working():
+                self._id_stream.take_batch(batch)
+                self._look = found.look_at(batch, context, pg, self._device)
+        found.compute_once(self._look.odd)
         try:
-            self._choice.restrict(why_whole_batches(inner, self._unpipelined))
+            self._choice.narrow(self._look.num_samples, bool(found.interleaved))
+            for reason in (self._look.why_whole, found.why_whole_batches()):
+                self._choice.restrict(reason)
         except CompatError:
             self.detach()
             raise
-        self._operations = Operations(
+        found.join_splits()
+        self._operations, self._cut_check = self._operating(found), self._checking(found)
+        self._is_rewritten = True
+
+    def _operating(self, taken: PipelinedModel) -> Operations:
+        """What runs the model."""
+        dense, late = dense_parameters(self._model)
+        return Operations(
             process_group_of(self._model),
             self._device,
-            inner,
+            self._forward,
+            dense,
+            late,
             self._optimizer,
-            self._interleaved,
-            self._plain,
+            taken.interleaved,
+            taken.plain,
             id_stream=self._id_stream,
-            start_plain=self._start_plain,
+            start_plain=taken.start_plain,
             wait_plain=self.wait_sparse_data_dist,
             losses_are_means=self._losses_are_means,
         )
-        self._is_rewritten = True
 
-    def _start_plain(self, flight: Flight) -> None:
-        """Starts the input dists of the stock modules, as TorchRec does, on the ids' stream."""
-        start_data_dist(list(self._plain.values()), flight.batch, flight.context)
-        self._join_splits()
+    def _checking(self, taken: PipelinedModel) -> CutCheck:
+        """What compares micro-batches with the whole batch."""
+        return CutCheck(
+            taken.inner,
+            self._forward,
+            taken.interleaved,
+            taken.plain,
+            split=self._split_batch,
+            join=self._join_outputs,
+            postprocs=taken.postprocs,
+            losses_are_means=self._losses_are_means,
+            pg=process_group_of(self._model),
+            device=self._device,
+        )
 
-    def _join_splits(self) -> None:
-        """From now on the splits of stock input dists travel together, once these are made."""
-        plain = list(self._plain.values())
-        made = not any(getattr(m, "_has_uninitialized_input_dist", False) for m in plain)
-        if plain and made and not self._original_kjt_dist_forwards:
-            self._original_kjt_dist_forwards = override_input_dist_forwards(plain)
+    def _forward(self, micro_batch: Any) -> tuple[Tensor, Any]:
+        """Runs the model inside its wrapper, or the function that was given instead."""
+        if self._custom_forward is None:
+            return inner_model(self._model)(micro_batch)
+        with around_data_parallel(self._model):
+            return self._custom_forward(micro_batch)
 
     def summary(self) -> str:
-        """Which sharded modules are interleaved and which are not, with the reason; after a step.
+        """How each sharded module is run, with the reason if it is not interleaved; after a step.
 
         Returns:
             One line per module, then one on micro-batches and lookahead.
         """
-        lines = []
-        for name, module in self._interleaved.items():
-            waves = f" in {module.num_waves} waves" if module.num_waves > 1 else ""
-            lines.append(f"{name}: interleaved{waves}")
-        lines += [
-            f"{name}: computed once per batch, exchange not hidden: not all of its tables are "
-            "hot/cold"
-            for name in self._plain
-        ]
-        if self._is_rewritten:
-            lines += [
-                f"{name}: not pipelined: its input is changed inside the model"
-                for name in self._unpipelined
-            ]
-        return "\n".join([*lines, str(self._choice)])
+        lines = [] if self._taken is None else self._taken.lines()
+        blind = self._cut_check.is_blind if self._is_rewritten else None
+        checked = f"; not checked, {blind}" if blind and self.num_micro_batches > 1 else ""
+        return "\n".join([*lines, f"{self._choice}{checked}"])

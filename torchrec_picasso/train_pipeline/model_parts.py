@@ -1,4 +1,13 @@
-"""Which parts of a model are sharded and which are dense, and what cannot be micro-batched."""
+"""Which parts of a model are sharded and which are dense, and what cannot be micro-batched.
+
+Whatever TorchRec's pipeline trains is trained. A sharded module is one of three:
+
+- *interleaved*: all its tables are hot/cold, a schedule drives its exchange;
+- *computed once* per batch: its ids are exchanged early, as in TorchRec's pipeline, and its output
+  is handed out to micro-batches in parts;
+- *not pipelined*: TorchRec cannot find its input without running the model. It runs inside the
+  model, and updates its rows in every backward, so there is one per batch.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +16,23 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.errors import CompatError
+from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.train_pipeline.data_parallel import reduced_elsewhere, wrapper_of
 
 __all__ = [
     "dense_parameters",
     "inner_model",
+    "outside_of_sharded",
     "process_group_of",
-    "refuse_variable_batch",
+    "samples_of_input",
     "unpipelined_modules",
+    "why_computed_once",
     "why_whole_batches",
 ]
 
@@ -37,76 +51,115 @@ def process_group_of(model: nn.Module) -> dist.ProcessGroup:
     return pg
 
 
-def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters outside sharded modules, which update theirs themselves."""
-    found: dict[int, nn.Parameter] = {}
-    for _, module in _outside_of_sharded(model):
-        if not isinstance(module, ShardedModule):
-            for parameter in module.parameters(recurse=False):
-                if parameter.requires_grad:
-                    found.setdefault(id(parameter), parameter)
-    return list(found.values())
+def dense_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters whose gradients DDP would reduce, and so the pipeline does.
+
+    Args:
+        model: As given to the pipeline.
+
+    Returns:
+        Those outside sharded modules; then those inside that are no tables, such as the weights of
+        feature processors, whose gradients come when the module's own backward runs. Without DDP
+        around the model there are none: TorchRec's pipelines reduce nothing either.
+    """
+    inner, skipped = inner_model(model), reduced_elsewhere(model)
+    if wrapper_of(model) is None:
+        return [], []
+    outside: dict[int, nn.Parameter] = {}
+    inside: dict[int, nn.Parameter] = {}
+    for path, module in outside_of_sharded(inner):
+        is_sharded, tables = False, frozenset[str]()
+        if isinstance(module, ShardedModule):
+            is_sharded, tables = True, frozenset(module.sharded_parameter_names(path))
+        for name, parameter in module.named_parameters(path, recurse=is_sharded):
+            if parameter.requires_grad and name not in skipped and name not in tables:
+                (inside if is_sharded else outside).setdefault(id(parameter), parameter)
+    return list(outside.values()), [p for key, p in inside.items() if key not in outside]
 
 
-def unpipelined_modules(model: nn.Module, pipelined: Collection[nn.Module]) -> list[str]:
-    """Names of sharded modules that TorchRec's tracer found no plain input for."""
+def unpipelined_modules(
+    model: nn.Module, pipelined: Collection[nn.Module], called: Collection[str]
+) -> dict[str, str]:
+    """Sharded modules that TorchRec does not pipeline, each with the reason.
+
+    Args:
+        model: The model inside its wrapper.
+        pipelined: Modules that TorchRec's tracer found a plain input for.
+        called: Names of the others that it saw called.
+    """
     known = {id(module) for module in pipelined}
-    return [
-        name
-        for name, module in _outside_of_sharded(model)
+    return {
+        name: (
+            "its input is not read off the batch but made inside the model"
+            if name in called
+            else "the tracer sees no call of it in the model's forward"
+        )
+        for name, module in outside_of_sharded(model)
         if isinstance(module, ShardedModule) and id(module) not in known
-    ]
+    }
 
 
-def why_whole_batches(model: nn.Module, unpipelined: Collection[str]) -> str | None:
+def why_computed_once(module: ShardedModule) -> str:
+    """Why a pipelined module is not interleaved."""
+    if not isinstance(module, ShardedEmbeddingBagCollection):
+        return f"it is a {type(module).__name__}, with TorchRec's exchange"
+    sharding = module.module_sharding_plan.values()
+    num_stock = sum(not isinstance(s.cache_params, HotColdParams) for s in sharding)
+    if num_stock == len(sharding):
+        return "none of its tables is hot/cold"
+    return f"{num_stock} of its {len(sharding)} tables are not hot/cold"
+
+
+def why_whole_batches(model: nn.Module, unpipelined: Mapping[str, str]) -> str | None:
     """Why a model's batches cannot be cut into micro-batches, with advice.
 
     Args:
         model: The model inside its wrapper.
-        unpipelined: Result of :func:`unpipelined_modules`, which would update their rows once per
-            micro-batch.
+        unpipelined: Result of :func:`unpipelined_modules`.
 
     Returns:
-        ``None`` = they can.
+        ``None`` = nothing is known that speaks against it.
     """
-    for name, module in model.named_modules():
+    for name, module in outside_of_sharded(model):
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return (
                 f"{name} is a {type(module).__name__}, whose statistics would be those of a "
                 "micro-batch; use num_micro_batches=1, or a norm over features such as LayerNorm"
             )
+        if isinstance(module, DistributedDataParallel):
+            return (
+                f"{name or 'the model'} is wrapped in DistributedDataParallel, which reduces "
+                "gradients in every backward; use num_micro_batches=1, or let "
+                "DistributedModelParallel wrap the model"
+            )
     if unpipelined:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in unpipelined.items())
         return (
-            f"{', '.join(unpipelined)}: the module's input is changed inside the model, so it "
-            "cannot be pipelined and would update its rows once per micro-batch; use "
-            "num_micro_batches=1, or change the input before the batch comes to the pipeline"
+            f"{reasons}. So it cannot be pipelined and would update its rows once per micro-batch; "
+            "use num_micro_batches=1, or give the module features as they are in the batch"
         )
     return None
 
 
-def refuse_variable_batch(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses a batch size per feature.
+def samples_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """How many samples a module's input has.
 
     Args:
-        name: Of the module.
         args: Its input for a batch.
         kwargs: The same.
 
-    Raises:
-        CompatError: Names the module.
+    Returns:
+        ``None`` = a batch size per feature.
     """
-    for features in (*args, *kwargs.values()):
-        if isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
-            raise CompatError(
-                f"{name}: its KeyedJaggedTensor has a batch size per feature (variable batch), "
-                "whose samples cannot be cut into micro-batches; use TorchRec's "
-                "TrainPipelineSparseDist, or the same batch size for all features"
-            )
+    kjts = [kjt for kjt in (*args, *kwargs.values()) if isinstance(kjt, KeyedJaggedTensor)]
+    if any(kjt.variable_stride_per_key() for kjt in kjts):
+        return None
+    return max((kjt.stride() for kjt in kjts), default=None)
 
 
-def _outside_of_sharded(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def outside_of_sharded(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """A module and what is inside it, but nothing that is inside a sharded module."""
     yield name, module
     if not isinstance(module, ShardedModule):
         for child_name, child in module.named_children():
-            yield from _outside_of_sharded(child, f"{name}.{child_name}" if name else child_name)
+            yield from outside_of_sharded(child, f"{name}.{child_name}" if name else child_name)

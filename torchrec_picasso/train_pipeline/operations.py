@@ -9,19 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
+from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
 from torchrec_picasso.train_pipeline.end_of_data import AnyData
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.id_stream import IdStream
 from torchrec_picasso.train_pipeline.kinds import KINDS
-from torchrec_picasso.train_pipeline.model_parts import dense_parameters
 from torchrec_picasso.train_pipeline.schedule import Op
-from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 
 __all__ = ["Operations"]
 
@@ -32,7 +30,9 @@ class Operations:
     Args:
         pg: Process group.
         device: Where collectives of ``pg`` run.
-        model: The model inside its wrapper; its forward returns ``(losses, output)``.
+        model: Gives ``(losses, output)`` for a micro-batch.
+        dense: Parameters whose gradients are averaged over ranks as the last backward runs.
+        late: Those whose gradients come only when modules computed once run backward.
         optimizer: Takes the step.
         interleaved: Sharded modules whose exchange the schedule drives, by name.
         plain: Sharded modules computed once per batch, by name.
@@ -46,7 +46,9 @@ class Operations:
         self,
         pg: dist.ProcessGroup,
         device: torch.device,
-        model: nn.Module,
+        model: Callable[[Any], tuple[Tensor, Any]],
+        dense: Sequence[nn.Parameter],
+        late: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         interleaved: Mapping[str, Any],
         plain: Mapping[str, Any],
@@ -66,7 +68,10 @@ class Operations:
         self._start_plain = start_plain
         self._wait_plain = wait_plain
         self._losses_are_means = losses_are_means
-        self._dense_parameters = dense_parameters(model)
+        self._dense = dense
+        self._late = late
+        # by module: whether it got gradients when this rank last had samples
+        self._is_trained: dict[str, bool] = {}
 
     def run(self, op: Op, flights: Sequence[Flight]) -> None:
         """Runs one operation on the batch it is for."""
@@ -144,14 +149,13 @@ class Operations:
         for name, module in self._interleaved.items():
             sink = partial(flight.gradients[name].add, index)
             is_last = index == len(flight.sizes_K) - 1
-            module.forward.take(flight.rows[name].hand_out(index, sink, once=is_last))
+            rows = flight.rows[name].hand_out(index, sink, once=is_last)
+            module.forward.take(rows, partial(flight.trained.add, name))
+        flight.compute_wholes(self._plain)
         for name, module in self._plain.items():
-            if name not in flight.wholes:
-                module.forward.set_context(flight.context)
-                flight.wholes[name] = WholeOutput(module.forward.of_whole_batch(), name)
             module.forward.give(flight.wholes[name].part(flight.sizes_K, index))
         losses, output = self._model(flight.micro_batches_K[index])
-        if losses.requires_grad:
+        if isinstance(losses, Tensor) and losses.requires_grad:  # in evaluation it may be anything
             share = flight.share(index, self._losses_are_means)
             flight.losses_K[index] = torch.sum(losses, dim=0) * share
         flight.outputs_K[index] = output
@@ -165,6 +169,13 @@ class Operations:
             flight.dense.start_rest()
             for whole in flight.wholes.values():
                 whole.backward()
+            flight.late = DenseReduction(self._pg, self._late)
+            flight.late.start_rest()
+            self._is_trained |= {
+                name: name in flight.trained
+                for name in flight.rows
+                if flight.num_samples or name in flight.trained
+            }
 
     def _send_gradients(self, flight: Flight, index: int, wave: int | None = None) -> None:
         for gradients in flight.gradients.values():
@@ -175,14 +186,17 @@ class Operations:
             gradients.reduce_hot(wave)
 
     def _reduce_dense(self, flight: Flight) -> None:
-        flight.dense = DenseReduction(self._pg, self._dense_parameters)
+        flight.dense = DenseReduction(self._pg, self._dense)
 
     def _update(self, flight: Flight, wave: int | None = None) -> None:
-        for name, module in self._interleaved.items():
-            if update_rows(module.group, [flight.gradients[name]], wave):
+        for name, gradients in flight.gradients.items():
+            is_trained = self._is_trained.get(name, True)  # else a plain loop would not either
+            if is_trained and gradients.update(wave):
                 flight.rows[name].release()
 
     def _dense_step(self, flight: Flight) -> None:
         assert flight.dense is not None
+        assert flight.late is not None
         flight.dense.wait()
+        flight.late.wait()
         self._optimizer.step()

@@ -1,28 +1,37 @@
 """How a batch is interleaved, chosen by trying on the first training steps.
 
 Every setting trains the same model, so a trial costs no step: the first ones simply run under one
-setting after another. Ranks agree on the slowest rank's times, hence on the choice. Times are
-measured, so another run may choose differently; give the numbers to repeat a run bit for bit.
+setting after another (:mod:`.setting_trial`). A step lasts as long as on its slowest rank, so ranks
+compare the same times and choose alike. Times are measured, so another run may choose differently;
+give the numbers to repeat a run bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.train_pipeline.schedule import NUM_BATCHES, Setting
+from torchrec_picasso.train_pipeline.schedule import Setting
+from torchrec_picasso.train_pipeline.setting_trial import WARMUP_STEPS, Trial
 
-__all__ = ["SettingChoice", "candidates"]
+__all__ = ["Clock", "SettingChoice", "candidates"]
 
 _NUM_MICRO_BATCHES = (1, 2, 4, 8, 16)
-_STEPS_OF_TURN, _TURNS = 2, 2
-_WARMUP_STEPS = 3
-_EQUAL = 1.02
-"""Times up to this factor are the same; then the earlier candidate is chosen."""
+_FEWEST_SAMPLES = 64
+"""A smaller micro-batch keeps no core busy for longer than its operators take to start."""
+_CHECKED_WITH = 4
+"""Micro-batches that are compared with the whole batch before any number of them is tried."""
+
+
+class Clock(Protocol):
+    """What reads stamps; :class:`.step_clock.StepClock`."""
+
+    def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
+        """Seconds of each span."""
 
 
 def candidates(num_micro_batches: int | None, lookahead: bool | None) -> list[Setting]:
@@ -35,8 +44,8 @@ def candidates(num_micro_batches: int | None, lookahead: bool | None) -> list[Se
 class SettingChoice:
     """Gives every batch its setting, and settles on the fastest one.
 
-    Candidates take turns of a few training steps, the second time in the opposite order. A step
-    counts when all its batches have the same setting.
+    A step counts for a setting when its batch and the next have it: what belongs to the one after
+    is small.
 
     Args:
         allowed: Candidates, the plainest first.
@@ -44,33 +53,43 @@ class SettingChoice:
 
     def __init__(self, allowed: Sequence[Setting]) -> None:
         self._allowed = list(allowed)
+        self._why_whole = ""
+        self.is_given = len({setting.num_micro_batches for setting in allowed}) == 1
+        """Whether the number of micro-batches was asked for."""
         self._start()
 
     def _start(self) -> None:
-        self._turns = [*self._allowed, *reversed(self._allowed)] * (_TURNS // 2)
-        self._steps_s: dict[Setting, list[float]] = {setting: [] for setting in self._allowed}
-        self._times_ms: dict[Setting, float] = {}
-        self._skip = _WARMUP_STEPS
-        self._steps_left = _STEPS_OF_TURN
-        self._chosen = self._allowed[0] if len(self._allowed) == 1 else None
+        self._trial = Trial(self._allowed)
+        self._warmup_left = WARMUP_STEPS
+        self._spans: list[tuple[Setting, tuple[Any, Any]]] = []
+        self._current, self._is_settled = self._allowed[0], len(self._allowed) == 1
+        if not self._is_settled:
+            self._take_turn()
 
     @property
     def current(self) -> Setting:
         """The setting of the next batch."""
-        return self._chosen or self._turns[0]
+        return self._current
 
     @property
     def is_settled(self) -> bool:
         """Whether all further batches have the current setting."""
-        return self._chosen is not None
+        return self._is_settled
+
+    @property
+    def to_check(self) -> int:
+        """Micro-batches to compare with the whole batch; 1 = there will be no others."""
+        most = max(setting.num_micro_batches for setting in self._allowed)
+        return self._current.num_micro_batches if self._is_settled else min(most, _CHECKED_WITH)
 
     def __str__(self) -> str:
-        if not self.is_settled:
-            return f"{self.current}; trying {len(self._allowed)} settings"
-        if not self._times_ms:
-            return str(self.current)
-        times = ", ".join(f"{setting}: {ms:.0f} ms" for setting, ms in self._times_ms.items())
-        return f"{self.current}; the fastest of {times}"
+        if not self._is_settled:
+            return f"{self._current}; trying {len(self._allowed)} settings"
+        why = f"; no more than 1 because {self._why_whole}" if self._why_whole else ""
+        if not self._trial.times_ms:
+            return f"{self._current}{why}"
+        times = ", ".join(f"{setting}: {ms:.0f} ms" for setting, ms in self._trial.times_ms.items())
+        return f"{self._current}; the fastest of {times}{why}"
 
     def restrict(self, why_whole: str | None) -> None:
         """Allows only whole batches, if there is a reason to.
@@ -86,43 +105,75 @@ class SettingChoice:
             return
         if not whole:
             raise CompatError(why_whole)
+        self._why_whole = why_whole
+        if self._is_settled:  # later, when a trial has told about lookahead, too
+            whole = [s for s in whole if s.lookahead == self._current.lookahead] or whole[:1]
         self._allowed = whole
         self._start()
+
+    def narrow(self, num_samples: int, is_interleaved: bool) -> None:
+        """Leaves out what cannot win, unless it is the only candidate. Ranks give the same.
+
+        Args:
+            num_samples: Of the largest batch of a rank.
+            is_interleaved: Whether any module is; else there is nothing to hide.
+        """
+        left = [
+            setting
+            for setting in self._allowed
+            if setting.num_micro_batches == 1
+            or (is_interleaved and num_samples >= _FEWEST_SAMPLES * setting.num_micro_batches)
+        ]
+        left = left if is_interleaved else left[:1]
+        if left and left != self._allowed:
+            self._allowed = left
+            self._start()
 
     def note_step(
         self,
         settings: Sequence[Setting],
-        step_s: float,
+        span: tuple[Any, Any],
+        clock: Clock,
         pg: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Takes the time of a training step; the last one settles the choice. Collective then.
+        """Takes a training step's beginning and end. Collective where a turn ends.
 
         Args:
             settings: Of the batches that the step worked on.
-            step_s: Seconds that it took here.
+            span: Stamps of ``clock``.
+            clock: Reads them.
             pg: Process group.
             device: Where collectives of ``pg`` run.
         """
-        if self.is_settled or list(settings) != [self.current] * NUM_BATCHES:
+        if self._is_settled:
             return
-        if self._skip:
-            self._skip -= 1
+        if self._warmup_left:
+            self._warmup_left -= 1
             return
-        self._steps_s[self.current].append(step_s)
-        self._steps_left -= 1
-        if not self._steps_left:
-            self._steps_left = _STEPS_OF_TURN
-            self._turns.pop(0)
-            if not self._turns:
-                self._settle(pg, device)
+        if len(set(settings[:2])) == 1:
+            self._spans.append((settings[0], span))
+        self._batches_left -= 1
+        if not self._batches_left:
+            self._read_times(clock, pg, device)
+            self._take_turn()
 
-    def _settle(self, pg: dist.ProcessGroup, device: torch.device) -> None:
-        times_s = torch.tensor([median(self._steps_s[setting]) for setting in self._allowed])
-        times_s = times_s.to(device)
+    def _read_times(self, clock: Clock, pg: dist.ProcessGroup, device: torch.device) -> None:
+        """Notes how long steps took on their slowest ranks."""
+        if not self._spans:
+            return
+        times_s = torch.tensor(clock.seconds([span for _, span in self._spans]))
         if pg.size() > 1:
+            times_s = times_s.to(device)
             dist.all_reduce(times_s, dist.ReduceOp.MAX, group=pg)
-        slowest_s = times_s.tolist()
-        self._times_ms = {s: time_s * 1e3 for s, time_s in zip(self._allowed, slowest_s)}
-        limit = _EQUAL * min(self._times_ms.values())
-        self._chosen = next(s for s, time_ms in self._times_ms.items() if time_ms <= limit)
+        for (setting, _), time_s in zip(self._spans, times_s.tolist()):
+            self._trial.note(setting, time_s)
+        self._spans = []
+
+    def _take_turn(self) -> None:
+        turn = self._trial.next_turn()
+        self._is_settled = turn is None
+        if turn is None:
+            self._current = self._trial.chosen
+        else:
+            self._current, self._batches_left = turn.setting, turn.num_batches

@@ -8,18 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchrec.distributed.types import Awaitable
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from torchrec_picasso.errors import CompatError
+from torchrec_picasso.batches.split import children_of, rebuild, split_batch
+from torchrec_picasso.errors import CompatError, InputError
 
 __all__ = ["WholeOutput"]
 
 
 class WholeOutput:
-    """A pooled output of a whole batch, cut off from its graph.
+    """An output of a whole batch, cut off from its graph.
 
-    Micro-batches run backward into a leaf; the module's own backward, which exchanges and updates,
-    runs once, with the sum.
+    Micro-batches run backward into leaves; the module's own backward, which exchanges and updates,
+    runs once, with the sums. That needs tensors, pooled (KeyedTensor) or by sequences (dicts of
+    JaggedTensors), alone or in containers. Anything else is handed to a whole batch as it is, with
+    its graph.
 
     Args:
         output: What the module returned, awaitable or not.
@@ -27,30 +30,80 @@ class WholeOutput:
     """
 
     def __init__(self, output: Any, name: str) -> None:
-        if isinstance(output, Awaitable):
-            output = output.wait()
-        if not isinstance(output, KeyedTensor):
-            raise CompatError(
-                f"module {name} returns a {type(output).__name__}, which cannot be cut into "
-                "micro-batches; use num_micro_batches=1 with TrainPipelineSparseDist"
-            )
-        self._keys, self._dims = output.keys(), output.length_per_key()
-        self._values: Tensor = output.values()
-        self._leaf = self._values.detach().requires_grad_(self._values.requires_grad)
+        self._name = name
+        self._values_and_leaves: list[tuple[Tensor, Tensor]] = []
+        self._output = self._off_graph(output)
+        self._parts: dict[tuple[int, ...], Sequence[Any]] = {}
 
-    def part(self, sizes_K: Sequence[int], index: int) -> KeyedTensor:
-        """The output for one micro-batch."""
-        start = sum(sizes_K[:index])
-        return KeyedTensor(
-            keys=self._keys,
-            length_per_key=self._dims,
-            values=self._leaf[start : start + sizes_K[index]],
-        )
+    def part(self, sizes_K: Sequence[int], index: int) -> Any:
+        """The output for one micro-batch.
+
+        Raises:
+            CompatError: If it cannot be cut.
+        """
+        sizes = tuple(sizes_K)
+        if sizes not in self._parts:
+            self._parts[sizes] = [self._output] if len(sizes) == 1 else self._cut(sizes)
+        return self._parts[sizes][index]
+
+    def _cut(self, sizes: tuple[int, ...]) -> Sequence[Any]:
+        try:
+            return split_batch(self._output, sizes)
+        except (CompatError, InputError) as error:
+            raise CompatError(
+                f"module {self._name} returns a {type(self._output).__name__}, which cannot be cut "
+                f"into micro-batches ({error}); use num_micro_batches=1"
+            ) from error
 
     def backward(self) -> None:
-        """Runs the module's backward. Collective."""
-        if self._values.requires_grad:
-            grad = self._leaf.grad
-            torch.autograd.backward(
-                self._values, torch.zeros_like(self._values) if grad is None else grad
+        """Runs the module's backward, unless no gradient came. Collective."""
+        if all(leaf.grad is None for _, leaf in self._values_and_leaves):
+            return  # nor would the module's backward run in a plain loop
+        torch.autograd.backward(
+            [values for values, _ in self._values_and_leaves],
+            [
+                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                for _, leaf in self._values_and_leaves
+            ],
+        )
+
+    def detached(self) -> WholeOutput:
+        """The same output with leaves of its own, whose backward nobody waits for."""
+        return WholeOutput(self._output, self._name)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What gradients of the output arrive at."""
+        return [leaf for _, leaf in self._values_and_leaves]
+
+    def _off_graph(self, value: Any) -> Any:
+        if isinstance(value, Awaitable):
+            value = value.wait()
+        if isinstance(value, KeyedTensor):
+            return KeyedTensor(
+                keys=value.keys(),
+                length_per_key=value.length_per_key(),
+                values=self._leaf(value.values()),
+                key_dim=value.key_dim(),
             )
+        if isinstance(value, JaggedTensor) and not isinstance(value, KeyedJaggedTensor):
+            return JaggedTensor(
+                values=self._leaf(value.values()),
+                weights=value.weights_or_none(),
+                lengths=value.lengths_or_none(),
+                offsets=value.offsets_or_none(),
+            )
+        if isinstance(value, Tensor):
+            return self._leaf(value)
+        members = children_of(value)
+        if members is None:
+            return value
+        found = [self._off_graph(member) for _, member in members]
+        return rebuild(value, found, f"output of {self._name}", "use TrainPipelineSparseDist")
+
+    def _leaf(self, values: Tensor) -> Tensor:
+        if not values.requires_grad:
+            return values
+        leaf = values.detach().requires_grad_()
+        self._values_and_leaves.append((values, leaf))
+        return leaf

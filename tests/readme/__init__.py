@@ -1,0 +1,1 @@
+"""README.md as a user meets it."""

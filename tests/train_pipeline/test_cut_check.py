@@ -1,0 +1,336 @@
+"""Models that micro-batches would make others of are found by trying; legal ones are let be."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+
+from tests.train_pipeline.runs import ATOL, RTOL, run_to_the_end
+from tests.train_pipeline.stock_models import (
+    CPU,
+    DIM,
+    FEATURES,
+    batch_of,
+    build,
+    dense_optimizer,
+    ebc,
+    left_behind,
+    train_stock,
+)
+from torchrec_picasso import InterleavedTrainPipeline
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.train_pipeline import interleaved
+from torchrec_picasso.train_pipeline.cut_check import is_due
+
+SAMPLES = 256  # enough for micro-batches to be tried where nobody asks for them
+WIDTH = 8
+
+
+class _Model(nn.Module):
+    """Legal: a mean over samples, dropouts of all kinds, a norm over features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ebc = ebc(*FEATURES)
+        self.hidden = nn.Linear(DIM * (1 + len(FEATURES)), WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.drop = nn.Dropout(0.5)
+        self.over = nn.Linear(WIDTH, 1)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        pooled = self.ebc(batch.sparse_features)
+        values = [batch.dense_features, *(pooled[name] for name in FEATURES)]
+        hidden = self.act(self.norm(self.hidden(torch.cat(values, dim=1))))
+        out = self.over(self.drop(hidden)).squeeze(1)
+        return self.loss(out, hidden, batch), out.detach()
+
+    def act(self, hidden: Tensor) -> Tensor:
+        return nn.functional.dropout(torch.relu(hidden), 0.25)
+
+    def loss(self, out: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
+        return ((out - batch.labels) ** 2).mean()
+
+
+class _Clicked(_Model):
+    """A loss over clicked samples only."""
+
+    def loss(self, out: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
+        clicked = (batch.labels > 0.5).float()
+        return ((out - batch.labels) ** 2 * clicked).sum() / clicked.sum()
+
+
+class _Padded(_Model):
+    """An auxiliary loss of small weight, averaged over positions up to the batch's longest."""
+
+    def loss(self, out: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
+        lengths = batch.sparse_features.lengths().view(len(FEATURES), -1).sum(0)
+        positions = torch.arange(10) < lengths[:, None]
+        auxiliary = (hidden.mean(1, keepdim=True) * positions).sum() / positions.sum()
+        return super().loss(out, hidden, batch) + 0.05 * auxiliary
+
+
+class _Dice(_Model):
+    """An activation with statistics of the batch, written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def act(self, hidden: Tensor) -> Tensor:
+        mean, variance = hidden.mean(0), hidden.var(0, unbiased=False)
+        self.mean = 0.9 * self.mean + 0.1 * mean.detach()
+        share = torch.sigmoid((hidden - mean) / torch.sqrt(variance + 1e-3))
+        return share * hidden + (1 - share) * 0.1 * hidden
+
+
+class _Counting(_Model):
+    """A count of forwards that a checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+
+    def act(self, hidden: Tensor) -> Tensor:
+        self.forwards += 1
+        return hidden
+
+
+class _Summed(_Model):
+    """A sum over samples."""
+
+    def loss(self, out: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
+        return ((out - batch.labels) ** 2).sum()
+
+
+class _Fixed(_Model):
+    """Knows its batch size."""
+
+    def loss(self, out: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
+        return ((out.view(SAMPLES) - batch.labels) ** 2).mean()
+
+
+class _Noisy(_Model):
+    """Random by itself, in a way that nothing can hold still."""
+
+    def act(self, hidden: Tensor) -> Tensor:
+        return hidden * float(np.random.rand())
+
+
+class _Remembering(_Model):
+    """Keeps what it saw, in every way that a module may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+        self.calls, self.sizes = 0, []
+        self.last = torch.zeros(1)
+
+    def act(self, hidden: Tensor) -> Tensor:
+        self.seen += 1
+        self.calls += 1
+        self.sizes.append(hidden.size(0))
+        self.last.copy_(hidden.detach().mean())
+        self.new = hidden.size(0)
+        return super().act(hidden)
+
+
+FOUND: dict[str, tuple[type[_Model], list[str]]] = {
+    "clicked": (_Clicked, ["the gradient of the output of ebc differs by"]),
+    "padded": (_Padded, ["the gradient of the output of ebc differs by"]),
+    "dice": (_Dice, ["the gradient of the output of ebc differs by"]),
+    "counting": (_Counting, ["the buffer forwards differs after the forward"]),
+    "summed": (_Summed, ["the gradient of the output of ebc differs by", "loss_reduction='sum'"]),
+    "fixed": (_Fixed, ["RuntimeError with micro-batches of"]),
+}
+
+
+def _batches(rank: int, num_steps: int) -> list[Batch]:
+    return [batch_of(rank, step, SAMPLES) for step in range(num_steps)]
+
+
+def _pipeline(model: Any, **settings: Any) -> InterleavedTrainPipeline:
+    return InterleavedTrainPipeline(model, dense_optimizer(model, lr=0.01), CPU, **settings)
+
+
+def _refused(rank: int, world_size: int) -> dict[str, Any]:
+    """What asks for micro-batches is refused in the first step; what does not, trains whole."""
+    told: dict[str, Any] = {}
+    for name, (make, _) in FOUND.items():
+        model = build(make(), ())
+        before = left_behind(model)
+        pipeline = _pipeline(model, num_micro_batches=4)
+        # on one rank alone it would not show
+        batches = (
+            _batches(rank, 3)
+            if name != "clicked" or rank
+            else [_all_clicked(batch) for batch in _batches(rank, 3)]
+        )
+        for _ in range(2):
+            with pytest.raises(CompatError) as refused:
+                pipeline.progress(iter(batches))
+        torch.testing.assert_close(left_behind(model), before, rtol=0, atol=0)
+        automatic = _pipeline(build(make(), ()), lookahead=True)
+        run_to_the_end(automatic, iter(batches))
+        told[name] = str(refused.value), automatic.num_micro_batches, automatic.summary()
+    return told
+
+
+def _all_clicked(batch: Batch) -> Batch:
+    batch.labels = 0.5 + batch.labels / 2
+    return batch
+
+
+@cache
+def _told() -> list[dict[str, Any]] | RankError:
+    try:
+        return run_ranks(_refused, 2, timeout_s=120)
+    except RankError as error:  # remembered: the tests that share the run must not repeat it
+        return error
+
+
+@pytest.mark.parametrize("name", list(FOUND))
+def test_a_difference_is_found_on_all_ranks_before_the_first_step(name: str) -> None:
+    by_rank = _told()
+    if isinstance(by_rank, RankError):
+        raise by_rank
+    refused, num_micro_batches, summary = by_rank[0][name]
+    assert by_rank[1][name] == by_rank[0][name]
+    for part in ("in 4 micro-batches" if name != "fixed" else "", *FOUND[name][1]):
+        assert part in refused
+    assert "Use num_micro_batches=1" in refused
+    assert num_micro_batches == 1
+    assert refused in summary.splitlines()[-1]
+
+
+def _left(model: Any) -> tuple[Any, Any]:
+    inner = model.module
+    attributes = {
+        name: getattr(inner, name, None) for name in ("seen", "calls", "sizes", "last", "new")
+    }
+    return left_behind(model), attributes
+
+
+def _untouched(rank: int, world_size: int) -> dict[Any, Any]:
+    """The same training with checks and without, dropouts at work."""
+    results: dict[Any, Any] = {}
+    for make in (_Model, _Remembering):
+        for is_checked in (True, False):
+            with pytest.MonkeyPatch.context() as patch:
+                if not is_checked:
+                    patch.setattr(interleaved, "is_due", lambda step: False)
+                torch.manual_seed(7 + rank)
+                model = build(make(), ())
+                pipeline = _pipeline(model, num_micro_batches=4, lookahead=True)
+                outputs = run_to_the_end(pipeline, iter(_batches(rank, 5)))
+                results[make, is_checked] = outputs, _left(model), float(torch.rand(1))
+    return results
+
+
+def test_a_legal_model_is_trained_to_the_bit_as_without_checks() -> None:
+    for results in run_ranks(_untouched, 2, timeout_s=120):
+        for make in (_Model, _Remembering):
+            checked, unchecked = results[make, True], results[make, False]
+            torch.testing.assert_close(checked, unchecked, rtol=0, atol=0)
+            assert len(checked[0]) == 5
+        assert results[_Remembering, True][1][1]["calls"] == 5 * 4
+
+
+def _another(rank: int, world_size: int) -> str:
+    """A legal model, then another one in the same pipeline."""
+    pipeline = _pipeline(build(_Model(), ()), num_micro_batches=4)
+    batches = _batches(rank, 6)
+    run_to_the_end(pipeline, iter(batches[:3]))
+    pipeline.detach()
+    pipeline.attach(build(_Clicked(), ()))
+    with pytest.raises(CompatError) as refused:
+        pipeline.progress(iter(batches[3:]))
+    return str(refused.value)
+
+
+def test_another_model_is_looked_at_in_its_first_step() -> None:
+    for told in run_ranks(_another, 2, timeout_s=60):
+        assert "the gradient of the output of ebc differs" in told
+
+
+def _noisy(rank: int, world_size: int) -> list[tuple[int, str]]:
+    found = []
+    for num_micro_batches in (None, 4):
+        pipeline = _pipeline(
+            build(_Noisy(), ()), num_micro_batches=num_micro_batches, lookahead=True
+        )
+        run_to_the_end(pipeline, iter(_batches(rank, 3)))
+        found.append((pipeline.num_micro_batches, pipeline.summary().splitlines()[-1]))
+    return found
+
+
+def test_a_model_that_is_random_by_itself_is_cut_only_if_asked_for() -> None:
+    for (automatic, told), (given, told_given) in run_ranks(_noisy, 2, timeout_s=60):
+        assert (automatic, given) == (1, 4)
+        assert "random by itself: the same batch gives different results" in told
+        assert "not checked, the model is random by itself" in told_given
+
+
+class _LateClicked(_Clicked):
+    """Without dropout, so that it compares with another pipeline's run."""
+
+    def act(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Identity()
+
+
+def _late(rank: int, world_size: int) -> dict[str, Any]:
+    """All samples are clicked, until in the eighth step they are not."""
+    batches = [
+        _all_clicked(batch) if step < 7 else batch for step, batch in enumerate(_batches(rank, 12))
+    ]
+    results: dict[str, Any] = {}
+    model = build(_LateClicked(), None)
+    outputs = train_stock(model, batches)
+    results["stock"] = left_behind(model), outputs
+
+    model = build(_LateClicked(), ())
+    pipeline = InterleavedTrainPipeline(model, dense_optimizer(model), CPU, lookahead=True)
+    iterator = iter(batches)
+    outputs = [pipeline.progress(iterator) for _ in range(7)]
+    results["cut before"] = pipeline._flights[0].setting.num_micro_batches
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        outputs += run_to_the_end(pipeline, iterator)
+    results["mine"] = left_behind(model), outputs
+    results["warned"] = [str(w.message) for w in warned if "not cut any more" in str(w.message)]
+    results["settled"] = pipeline.num_micro_batches, pipeline.is_settled
+
+    pipeline = _pipeline(build(_LateClicked(), ()), num_micro_batches=2)
+    iterator = iter(batches)
+    for _ in range(7):
+        pipeline.progress(iterator)
+    with pytest.raises(CompatError, match="in 2 micro-batches the gradient of the output of ebc"):
+        pipeline.progress(iterator)
+    return results
+
+
+def test_a_difference_that_shows_late_ends_the_cutting_with_that_very_step() -> None:
+    for results in run_ranks(_late, 2, timeout_s=120):
+        assert results["cut before"] == 4
+        torch.testing.assert_close(results["mine"], results["stock"], rtol=RTOL, atol=ATOL)
+        assert len(results["warned"]) == 1
+        assert "the gradient of the output of ebc differs" in results["warned"][0]
+        assert results["settled"] == (1, True)
+
+
+def test_checks_become_rare() -> None:
+    due: Callable[[int], bool] = is_due
+    assert [step for step in range(1, 40) if due(step)] == [1, 2, 4, 8, 16, 32]

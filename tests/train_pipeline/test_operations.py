@@ -1,0 +1,80 @@
+"""Rows are updated where a gradient came to, as a plain loop would; with stand-ins for modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchrec_picasso.train_pipeline.batch_feed import Fetched
+from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.operations import Operations
+from torchrec_picasso.train_pipeline.schedule import Op, Setting
+
+
+class _Step:
+    num_updates = 0
+
+    def update(self, wave: int | None) -> bool:
+        self.num_updates += 1
+        return True
+
+    def release(self) -> None:
+        self.is_released = True
+
+
+class _Reduction:
+    def start_rest(self) -> None:
+        pass
+
+
+class _OneRank:
+    def size(self) -> int:
+        return 1
+
+
+def _operations() -> Operations:
+    pg: Any = _OneRank()
+    streams: Any = None
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    return Operations(
+        pg,
+        torch.device("cpu"),
+        lambda batch: (batch, batch),
+        [],
+        [],
+        optimizer,
+        {},
+        {},
+        id_stream=streams,
+        start_plain=lambda flight: None,
+        wait_plain=lambda context: None,
+        losses_are_means=True,
+    )
+
+
+def _updates(operations: Operations, trained: set[str], num_samples: int) -> dict[str, int]:
+    context: Any = None
+    flight = Flight(Fetched(None, context), Setting(1, True), [num_samples], [None])
+    steps: dict[str, Any] = {"a": _Step(), "b": _Step()}
+    reduction: Any = _Reduction()
+    flight.rows = flight.gradients = steps
+    flight.trained, flight.dense = trained, reduction
+    for op in (Op("backward", index=0), Op("update")):
+        operations.run(op, [flight])
+    return {name: step.num_updates for name, step in steps.items()}
+
+
+@pytest.mark.parametrize("num_samples", [0, 3])
+def test_a_module_that_no_gradient_comes_to_is_not_updated(num_samples: int) -> None:
+    operations = _operations()
+    assert _updates(operations, {"a"}, 3) == {"a": 1, "b": 0}
+    # without samples nothing is known but what was so before
+    assert _updates(operations, {"a"}, num_samples) == {"a": 1, "b": 0}
+    assert _updates(operations, {"a", "b"}, num_samples) == {"a": 1, "b": 1}
+
+
+def test_without_samples_from_the_start_others_are_believed_to_train() -> None:
+    assert _updates(_operations(), set(), 0) == {"a": 1, "b": 1}

@@ -1,0 +1,54 @@
+"""Copies a batch, so that a model may write into it.
+
+Only what the batch is made of is copied, on the stream of now; what jagged tensors have worked out
+meanwhile, perhaps on another stream, is left behind.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_picasso.batches.split import children_of, rebuild
+
+__all__ = ["copy_batch"]
+
+
+def copy_batch(value: Any) -> Any:
+    """A copy of a batch, of whatever type; objects that cannot be copied stay as they are."""
+    members = children_of(value)
+    if members is not None:
+        copied = [copy_batch(member) for _, member in members]
+        return rebuild(value, copied, "batch", "let its constructor take its own fields")
+    if isinstance(value, KeyedJaggedTensor):
+        if value.variable_stride_per_key():
+            return copy.deepcopy(value)
+        return KeyedJaggedTensor(
+            keys=value.keys(),
+            values=value.values().clone(),
+            weights=_cloned(value.weights_or_none()),
+            lengths=value.lengths().clone(),
+            stride=value.stride(),
+        )
+    if isinstance(value, JaggedTensor):
+        return JaggedTensor(
+            values=value.values().clone(),
+            weights=_cloned(value.weights_or_none()),
+            lengths=value.lengths().clone(),
+        )
+    if isinstance(value, KeyedTensor):
+        values = value.values().clone()
+        return KeyedTensor(value.keys(), value.length_per_key(), values, key_dim=value.key_dim())
+    if isinstance(value, Tensor):
+        return value.clone()
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # whatever a user's type raises
+        return value
+
+
+def _cloned(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()

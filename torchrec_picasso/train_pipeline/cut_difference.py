@@ -1,0 +1,98 @@
+"""Whether two computations of the same samples differ by more than rounding.
+
+Compared are gradients and outputs sample by sample, in two ways. The *mean* difference finds what
+is wrong by much for some samples, such as a loss over those that were clicked; it does not mind
+that a few samples change sides at a kink or a tie, where rounding decides. The *median* finds what
+is wrong by little for all, such as an auxiliary loss of small weight.
+
+Shape letters: B samples, or lookups of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_picasso.batches.split import children_of
+
+__all__ = ["Tolerance", "difference_of", "difference_of_outputs"]
+
+_NEGLIGIBLE = 1e-3
+"""Of the mean: a sample below this counts as this much, so that noise around 0 is not relative."""
+
+
+class Tolerance:
+    """What rounding may do.
+
+    Float32 sums over another number of samples differ in their last bits, 1e-7 to 1e-5 after many
+    layers, which leaves the limits a factor of ten. A kink that is crossed changes one sample of
+    thousands by a few percent: less than the limit of the mean. Coarser types round in the forward
+    itself, each operator once: a few of their steps.
+
+    Args:
+        eps: Rounding step of the coarsest type that something was computed in.
+    """
+
+    def __init__(self, eps: float) -> None:
+        self.mean = max(1e-3, 4 * eps)
+        self.median = max(1e-4, 4 * eps)
+
+
+def difference_of(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | None:
+    """Compares two float tensors, with samples in dim 0, or a scalar.
+
+    Returns:
+        How much they differ; ``None`` = no more than they may.
+    """
+    if whole.shape != cut.shape:
+        return f"has shape {tuple(cut.shape)} instead of {tuple(whole.shape)}"
+    if not whole.numel() or not whole.isfinite().all():
+        return None  # nothing to compare with
+    wide = torch.promote_types(whole.dtype, torch.float32)
+    whole_B, off_B = (
+        values.detach().to(wide).reshape(values.size(0) if values.dim() else 1, -1).abs().sum(1)
+        for values in (whole, cut - whole)
+    )
+    mean = float(off_B.mean() / whole_B.mean().clamp_min(torch.finfo(wide).tiny))
+    floor = (_NEGLIGIBLE * whole_B.mean()).clamp_min(torch.finfo(wide).tiny)
+    median = float((off_B / torch.maximum(whole_B, floor)).median())
+    if mean <= tolerance.mean and median <= tolerance.median:
+        return None
+    return f"differs by {100 * max(mean, median):.2g} %"
+
+
+def difference_of_outputs(
+    whole: Any, cut: Any, tolerance: Tolerance, path: str = "output"
+) -> str | None:
+    """Compares what a model gave beside the losses, part by part.
+
+    Only floats are compared: integers and booleans jump where rounding decides a tie.
+
+    Returns:
+        What differs and how much.
+    """
+    members = children_of(whole)
+    if members is not None:
+        others = [value for _, value in children_of(cut) or ()]
+        for (suffix, member), other in zip(members, others):
+            found = difference_of_outputs(member, other, tolerance, path + suffix)
+            if found is not None:
+                return found
+        return None
+    for one, other in zip(_floats(whole), _floats(cut)):
+        found = difference_of(one, other, tolerance)
+        if found is not None:
+            return f"{path} {found}"
+    return None
+
+
+def _floats(value: Any) -> Sequence[Tensor]:
+    if isinstance(value, (KeyedTensor, JaggedTensor)) and not isinstance(value, KeyedJaggedTensor):
+        value = value.values()
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return [value]
+    return []

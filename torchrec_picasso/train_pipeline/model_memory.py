@@ -1,0 +1,128 @@
+"""Lets a model be run without a trace: what a forward leaves in it is taken back.
+
+A forward may change buffers (running statistics), attributes of modules (a count, the last loss)
+and random states. Attributes are taken back where they are tensors, plain values, lists, dicts or
+sets, as they are on the module itself; what an object inside them remembers is not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.types import ShardedModule
+
+from torchrec_picasso.batches.split import PLAIN_TYPES
+from torchrec_picasso.train_pipeline.model_parts import outside_of_sharded
+
+__all__ = ["checkpoint_buffers", "forget_random_states", "without_a_trace"]
+
+_KEPT_BY_TORCH = frozenset(vars(nn.Module()))
+
+
+@contextmanager
+def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within it, the model may run; sharded modules inside it are not looked at.
+
+    Args:
+        model: Any.
+        device: Where it draws random numbers, beside the CPU.
+    """
+    modules = [m for _, m in outside_of_sharded(model) if not isinstance(m, ShardedModule)]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in modules
+        for name, buffer in module._buffers.items()
+    ]
+    attributes = [(module, _attributes(module)) for module in modules]
+    states = random.getstate(), np.random.get_state()
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices=devices, device_type=_device_type(device)):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        with torch.no_grad():
+            for module, name, buffer, saved in buffers:
+                module._buffers[name] = buffer
+                if buffer is not None and saved is not None:
+                    buffer.copy_(saved)
+            for module, found in attributes:
+                _put_back(module, found)
+
+
+def forget_random_states() -> None:
+    """Other random numbers from here on, whoever draws them; within :func:`without_a_trace`."""
+    random.seed()
+    np.random.seed()
+    torch.seed()
+
+
+def checkpoint_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the buffers outside sharded modules that a checkpoint would hold, by name."""
+    return {
+        f"{path}.{name}" if path else name: buffer.detach().clone()
+        for path, module in outside_of_sharded(model)
+        if not isinstance(module, ShardedModule)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _device_type(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type
+
+
+@dataclass(frozen=True)
+class _Attribute:
+    """An attribute and what was in it."""
+
+    value: Any
+    content: Any
+    version: int = 0
+
+    def put_back(self) -> None:
+        """Gives it its content again."""
+        if isinstance(self.value, Tensor):
+            if self.value._version != self.version:
+                self.value.detach().copy_(self.content)
+        elif isinstance(self.value, list):
+            self.value[:] = self.content
+        elif isinstance(self.value, (dict, set)):
+            self.value.clear()
+            self.value.update(self.content)
+
+
+_Attributes = dict[str, _Attribute | None]
+"""By name; ``None`` = one that is left alone."""
+
+
+def _attributes(module: nn.Module) -> _Attributes:
+    found: _Attributes = {}
+    for name, value in vars(module).items():
+        if name in _KEPT_BY_TORCH:
+            continue
+        found[name] = None
+        if isinstance(value, Tensor):
+            found[name] = _Attribute(value, value.detach().clone(), value._version)
+        elif isinstance(value, (list, dict, set)):
+            found[name] = _Attribute(value, value.copy())
+        elif isinstance(value, PLAIN_TYPES):
+            found[name] = _Attribute(value, None)
+    return found
+
+
+def _put_back(module: nn.Module, found: _Attributes) -> None:
+    for name in vars(module).keys() - found.keys() - _KEPT_BY_TORCH:
+        del vars(module)[name]
+    for name, attribute in found.items():
+        if attribute is not None:
+            attribute.put_back()
+            vars(module)[name] = attribute.value

@@ -1,0 +1,77 @@
+"""What TorchRec's ``TrainPipelineSparseDist`` may be told and this pipeline refuses, by name.
+
+Every argument of TorchRec's constructor is either taken or listed here. What is listed changes no
+result: it saves memory or reorders copies in an exchange that hot/cold tables do not use. So
+nothing is lost by leaving it out, and nothing is ignored silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
+
+from torchrec_picasso.errors import CompatError
+
+__all__ = ["REFUSED_OPTIONS", "refuse_model", "refuse_options"]
+
+REFUSED_OPTIONS: Mapping[str, str] = {
+    "apply_jit": (
+        "TorchRec scripts a copy of the model's graph, and leaves the model inside "
+        "DistributedModelParallel as it was; leave it out, and give torch.jit.script or "
+        "torch.compile the dense parts before the pipeline gets the model"
+    ),
+    "enqueue_batch_after_forward": (
+        "this pipeline asks for the rows of the batch after the next one before the forward, so "
+        "that batch has to be there; leave it out"
+    ),
+    "free_features_storage_early": (
+        "micro-batches, and the empty batches of a rank whose data has ended, are cut from the "
+        "batch's features after their exchange; leave it out"
+    ),
+    "clear_data_dist_inputs": (
+        "it frees what TorchRec's own exchange of ids has sent, which hot/cold tables do not use; "
+        "leave it out"
+    ),
+    "async_inplace_copy": (
+        "batches are copied on the copy stream already; leave it out, or use "
+        "enable_inplace_copy_batch"
+    ),
+}
+"""Why, and what to do instead, by name of the argument."""
+
+
+def refuse_options(options: Mapping[str, bool]) -> None:
+    """Refuses arguments of TorchRec's constructor that have no meaning here.
+
+    Raises:
+        CompatError: Names each of them, why, and what to do.
+    """
+    refused = [f"{name}: {REFUSED_OPTIONS[name]}" for name, given in options.items() if given]
+    if refused:
+        raise CompatError(
+            f"InterleavedTrainPipeline does not take {'; '.join(refused)}. "
+            "TrainPipelineSparseDist does"
+        )
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Refuses models whose dense part or tables are not the same on all ranks of one group.
+
+    Raises:
+        CompatError: Names the wrapper.
+    """
+    wrapped = model._dmp_wrapped_module if isinstance(model, DistributedModelParallel) else model
+    kind = None
+    if isinstance(model, DMPCollection):
+        kind = "a DMPCollection, whose tables are synchronised between groups of ranks"
+    elif isinstance(wrapped, FullyShardedDataParallel):
+        kind = "wrapped in FullyShardedDataParallel, which cuts up dense weights"
+    if kind is not None:
+        raise CompatError(
+            f"the model is {kind}; InterleavedTrainPipeline reduces the gradients of whole dense "
+            "weights over one group. Use TrainPipelineSparseDist, or DistributedModelParallel "
+            "with its default wrapper"
+        )

@@ -1,0 +1,225 @@
+"""A model that the pipeline has taken over: its sharded modules, sorted by how they are run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchrec_picasso._torchrec import (
+    TrainPipelineContext,
+    override_input_dist_forwards,
+    rewrite_model,
+    start_data_dist,
+)
+from torchrec_picasso.batches.split import SPLIT_ADVICE, num_samples
+from torchrec_picasso.errors import InputError
+from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
+from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward
+from torchrec_picasso.train_pipeline.model_memory import without_a_trace
+from torchrec_picasso.train_pipeline.model_parts import (
+    inner_model,
+    samples_of_input,
+    unpipelined_modules,
+    why_computed_once,
+    why_whole_batches,
+)
+from torchrec_picasso.train_pipeline.postprocs import Postprocs
+
+__all__ = ["FirstLook", "PipelinedModel", "count_samples"]
+
+ODD_BATCH = (
+    "its KeyedJaggedTensor has a batch size per feature (variable batch), or another one than the "
+    "batch"
+)
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """What the first batch tells, the same on all ranks.
+
+    Args:
+        odd: Modules whose features have other samples than the batch; they are computed once.
+        num_samples: Of the largest batch of a rank.
+        why_whole: Why batches cannot be cut; ``None`` = nothing that is known.
+    """
+
+    odd: Collection[str] = ()
+    num_samples: int = 0
+    why_whole: str | None = None
+
+
+class PipelinedModel:
+    """Takes over the forwards of the sharded modules; TorchRec's ``detach`` gives them back.
+
+    Args:
+        model: As given to the pipeline.
+        batch: What TorchRec's tracer may ask.
+        context: Of the batch.
+        stream: Where ids are made ready.
+        device: Where the model runs.
+        pipeline_postproc: Whether modules without parameters run ahead of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        context: TrainPipelineContext,
+        *,
+        stream: torch.Stream | None,
+        device: torch.device,
+        pipeline_postproc: bool,
+    ) -> None:
+        self.inner = inner_model(model)
+        """The model inside its wrapper."""
+        with without_a_trace(self.inner, device):  # the tracer runs the forward, with proxies
+            self.pipelined, _, self.original_forwards, self.postproc_modules, changed = (
+                rewrite_model(
+                    model=model,
+                    context=context,
+                    dist_stream=stream,
+                    default_stream=torch.get_device_module(device).current_stream(),
+                    batch=batch,
+                    apply_jit=False,
+                    pipelined_forward=InterleavedForward,
+                    pipeline_postproc=pipeline_postproc,
+                )
+            )
+        self.original_dist_forwards: list[Callable[..., Any]] = []
+        self.interleaved: dict[str, Any] = {}
+        """Modules whose exchange a schedule drives, by name."""
+        self.plain: dict[str, Any] = {}
+        """Modules computed once per batch, by name."""
+        self._why_plain: dict[str, str] = {}
+        for module in self.pipelined:
+            name = module.forward.name
+            is_hot_cold = isinstance(module, ShardedHotColdEmbeddingBagCollection)
+            if is_hot_cold and module.can_interleave:
+                self.interleaved[name] = module
+            else:
+                self.plain[name] = module
+                self._why_plain[name] = why_computed_once(module)
+        self._unpipelined = unpipelined_modules(self.inner, self.pipelined, changed)
+        self.postprocs = Postprocs(self.postproc_modules)
+
+    @property
+    def num_waves(self) -> int:
+        """Waves that the plan cut the packs into."""
+        return max((module.num_waves for module in self.interleaved.values()), default=1)
+
+    def samples_of(self, batch: Any, context: TrainPipelineContext) -> dict[str, int | None]:
+        """Of each interleaved module, how many samples its features have.
+
+        Returns:
+            ``None`` = a batch size per feature.
+        """
+        with self.postprocs.of_batch(context):
+            return {
+                name: samples_of_input(*module.forward.args.build_args_kwargs(batch))
+                for name, module in self.interleaved.items()
+            }
+
+    def count(self, batch: Any, context: TrainPipelineContext) -> int:
+        """Samples of a batch: what it says or else its modules get; 1 where nobody can tell."""
+        found = count_samples(batch)
+        counts = self.samples_of(batch, context).values() if found is None else ()
+        return next((count for count in counts if count is not None), 1) if found is None else found
+
+    def odd_modules(self, batch: Any, context: TrainPipelineContext) -> list[str]:
+        """Interleaved modules whose features have other samples than the batch."""
+        expected = self.count(batch, context)
+        counts = self.samples_of(batch, context)
+        return [name for name, count in counts.items() if count != expected]
+
+    def look_at(
+        self,
+        batch: Any,
+        context: TrainPipelineContext,
+        pg: dist.ProcessGroup,
+        device: torch.device,
+    ) -> FirstLook:
+        """Has all ranks see alike what their first batches allow. Collective.
+
+        Args:
+            batch: This rank's.
+            context: Of the batch.
+            pg: Process group.
+            device: Where collectives of ``pg`` run.
+        """
+        odd = self.odd_modules(batch, context)
+        mine = [int(name in odd) for name in self.interleaved]
+        mine += [self.count(batch, context), int(count_samples(batch) is None)]
+        most = torch.tensor(mine, device=device)
+        if pg.size() > 1:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=pg)
+        *is_odd, most_samples, is_uncounted = most.tolist()
+        names = [name for name, is_it in zip(self.interleaved, is_odd) if is_it]
+        why_whole = None
+        if names:
+            why_whole = (
+                f"{', '.join(names)}: {ODD_BATCH}, so samples cannot be cut into micro-batches; "
+                "use num_micro_batches=1, or the same batch size for all features"
+            )
+        elif is_uncounted:
+            why_whole = (
+                f"a {type(batch).__name__} has no samples that can be counted, so it cannot be cut "
+                "into micro-batches; use num_micro_batches=1, or keep tensors in its attributes "
+                f"and {SPLIT_ADVICE}"
+            )
+        return FirstLook(names, most_samples, why_whole)
+
+    def compute_once(self, names: Collection[str]) -> None:
+        """Interleaves modules no more whose features have other samples than the batch."""
+        for name in names:
+            self.plain[name] = self.interleaved.pop(name)
+            self._why_plain[name] = ODD_BATCH
+
+    def why_whole_batches(self) -> str | None:
+        """Why batches cannot be cut into micro-batches, as far as the model shows it."""
+        return why_whole_batches(self.inner, self._unpipelined)
+
+    def start_plain(self, flight: Flight) -> None:
+        """Starts input dists of modules computed once, as TorchRec does, on the ids' stream."""
+        start_data_dist(list(self.plain.values()), flight.batch, flight.context)
+        self.join_splits()
+
+    def join_splits(self) -> None:
+        """From now on the splits of TorchRec's input dists travel together, once these are made."""
+        plain = list(self.plain.values())
+        made = not any(
+            getattr(inside, "_has_uninitialized_input_dist", False)
+            for module in plain
+            for inside in module.modules()
+        )
+        if plain and made and not self.original_dist_forwards:
+            self.original_dist_forwards += override_input_dist_forwards(plain)
+
+    def lines(self) -> list[str]:
+        """A line per module."""
+        waves = {
+            name: f" in {module.num_waves} waves" if module.num_waves > 1 else ""
+            for name, module in self.interleaved.items()
+        }
+        return [
+            *(f"{name}: interleaved{of_waves}" for name, of_waves in waves.items()),
+            *(
+                f"{name}: computed once per batch, of its exchange only that of ids is hidden: "
+                f"{self._why_plain[name]}"
+                for name in self.plain
+            ),
+            *(f"{name}: not pipelined: {reason}" for name, reason in self._unpipelined.items()),
+        ]
+
+
+def count_samples(batch: Any) -> int | None:
+    """Samples of a batch; ``None`` = they cannot be counted."""
+    try:
+        return num_samples(batch)
+    except InputError:
+        return None
