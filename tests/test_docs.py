@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -52,6 +53,13 @@ def test_links_lead_somewhere() -> None:
     for document in DOCUMENTS:
         links = [path for path, _ in _LINK.findall(document.read_text())]
         assert all((document.parent / path).exists() for path in links), (document.name, links)
+
+
+def test_pictures_are_well_formed() -> None:
+    pictures = sorted((ROOT / "docs").glob("*.svg"))
+    assert pictures
+    for picture in pictures:
+        assert ElementTree.parse(picture).getroot().get("viewBox")
 
 
 def test_a_file_that_is_not_there_is_found() -> None:
