@@ -4,13 +4,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LAB_STAMP := $(VENV)/.installed_notebook
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types check setup clean
+.PHONY: demo notebooks test lint types check setup clean
 
 demo: $(STAMP)  ## train a DLRM with stock TorchRec and with hot/cold tables, and compare
 	$(BIN)/torchrec-picasso demo $(ARGS)
+
+notebooks: $(LAB_STAMP)  ## open the notebooks in JupyterLab
+	$(BIN)/jupyter-lab $(ARGS) notebooks
 
 test: $(STAMP)  ## the whole test-suite
 	$(BIN)/python -m pytest -q $(ARGS)
@@ -32,6 +36,11 @@ $(STAMP): requirements.txt requirements-nodeps.txt setup.py pyproject.toml
 	$(PIP) install -r requirements.txt
 	$(PIP) install --no-deps -r requirements-nodeps.txt
 	$(PIP) install --no-deps -e .
+	@touch $@
+
+$(LAB_STAMP): $(STAMP) requirements-notebook.txt
+	@echo "adding JupyterLab to $(VENV) (once)"
+	$(PIP) install -r requirements-notebook.txt
 	@touch $@
 
 clean:

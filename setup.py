@@ -34,7 +34,17 @@ setup(
     ],
     extras_require={
         "plot": ["matplotlib"],
-        "test": ["matplotlib", "pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+        "notebook": ["jupyterlab", "ipykernel", "nbclient", "matplotlib"],
+        "test": [
+            "matplotlib",
+            "ipykernel",
+            "nbclient",
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "ruff",
+            "mypy",
+        ],
     },
     entry_points={"console_scripts": ["torchrec-picasso = torchrec_picasso.cli.main:main"]},
     classifiers=[

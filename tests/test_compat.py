@@ -8,13 +8,12 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from tests.support.packaging import ROOT, pins, setup_settings
 from torchrec_picasso.compat import (
     FBGEMM_OF_TORCH,
     SUPPORTED_TORCH,
@@ -24,7 +23,6 @@ from torchrec_picasso.compat import (
 )
 from torchrec_picasso.errors import CompatError, PicassoError, VersionError
 
-ROOT = Path(__file__).parents[1]
 PAIRS = "(FBGEMM 1.8 - torch 2.13, FBGEMM 1.9 - torch 2.14)"
 LATER_THAN_ANY = [f"2.{minor}.0" for minor in range(60)] + [f"1.{minor}.0" for minor in range(60)]
 
@@ -153,11 +151,7 @@ def test_a_missing_torchrec_is_pythons_own_error(tmp_path: Path) -> None:
 
 def ranges() -> dict[str, SpecifierSet]:
     """``install_requires`` of setup.py."""
-    with mock.patch("setuptools.setup") as setup:
-        file = ROOT / "setup.py"
-        exec(compile(file.read_text(), str(file), "exec"), {"__file__": str(file)})
-    settings: dict[str, Any] = setup.call_args.kwargs
-    found = [Requirement(text) for text in settings["install_requires"]]
+    found = [Requirement(text) for text in setup_settings()["install_requires"]]
     return {requirement.name: requirement.specifier for requirement in found}
 
 
@@ -176,14 +170,9 @@ def test_the_newest_of_every_range_work_together() -> None:
 
 
 def test_the_pinned_versions_are_a_supported_pair() -> None:
-    pins = {}
-    for file in ("requirements.txt", "requirements-nodeps.txt"):
-        for line in (ROOT / file).read_text().splitlines():
-            name, _, version = line.partition(";")[0].strip().partition("==")
-            pins[name] = version
-    found = ranges()
-    assert pins["torch"] in found["torch"]
-    assert pins["torchrec"] in found["torchrec"]
-    assert pins["fbgemm-gpu-cpu"] in found["fbgemm-gpu"]
-    versions = {name: pins[name] for name in ("torch", "fbgemm-gpu-cpu")}
+    pinned, found = pins("requirements.txt", "requirements-nodeps.txt"), ranges()
+    assert pinned["torch"] in found["torch"]
+    assert pinned["torchrec"] in found["torchrec"]
+    assert pinned["fbgemm-gpu-cpu"] in found["fbgemm-gpu"]
+    versions = {name: pinned[name] for name in ("torch", "fbgemm-gpu-cpu")}
     assert why_not_together(versions) is None

@@ -23,7 +23,7 @@ ROWS = (
     ("ops", "_torchrec"),
     ("placement", "frequency", "exchange", "batches", "launch"),
     ("cost", "storage"),
-    ("rows",),
+    ("rows", "schedule", "comparison", "feed"),
     ("sharding", "planner"),
     ("train_pipeline",),
     ("timeline", "zoo"),

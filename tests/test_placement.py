@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import pickle
 
@@ -98,6 +99,48 @@ def test_defaults_do_not_share_a_tensor() -> None:
     assert HotColdParams().hot_rows is not HotColdParams().hot_rows
 
 
+def fingerprints() -> list[object]:
+    """Of settings that all differ from each other."""
+    return [
+        params.stable_fingerprint()
+        for params in (
+            HotColdParams(),
+            HotColdParams(hot_rows=[1]),
+            HotColdParams(hot_rows=[2]),
+            HotColdParams(hot_rows=[1, 2]),
+            HotColdParams(hot_rows=[1], wave=1),
+            HotColdParams(load_factor=0.5, hot_rows=[1]),
+            HotColdParams(CacheAlgorithm.LFU, hot_rows=[1]),
+        )
+    ]
+
+
+def test_fingerprints_tell_hot_sets_waves_and_caches_apart() -> None:
+    found = fingerprints()
+    assert len(set(found)) == len(found)
+    assert found == fingerprints()
+    # a plan's cache may be a file that another process reads: text, numbers and nothing else
+    assert all(ast.literal_eval(repr(one)) == one for one in found)
+
+
+def test_the_fingerprint_holds_the_parents_where_it_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_parent(self: CacheParams) -> tuple[object, ...]:
+        return ("cache_params", 1, str(self.algorithm), self.load_factor)
+
+    monkeypatch.setattr(CacheParams, "stable_fingerprint", of_parent, raising=False)
+    found = fingerprints()
+    assert len(set(found)) == len(found)
+    half = HotColdParams(load_factor=0.5, hot_rows=[1])
+    assert of_parent(half) in half.stable_fingerprint()
+    assert half.stable_fingerprint() != of_parent(half)
+    assert (
+        half.stable_fingerprint()
+        == HotColdParams(load_factor=0.5, hot_rows=[1]).stable_fingerprint()
+    )
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -128,19 +171,3 @@ def test_check_refuses_what_the_table_cannot_hold(rows: list[int], message: str)
 @pytest.mark.parametrize("rows", [[], [2], [0, 1, 2]], ids=["none", "last", "all"])
 def test_check_accepts_what_it_can(rows: list[int]) -> None:
     HotColdParams(hot_rows=rows).check("t", num_embeddings=3)
-
-
-def test_caches_of_plans_see_waves_and_what_the_parent_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """TorchRec has ``CacheParams.stable_fingerprint`` from 1.9 on."""
-    monkeypatch.setattr(
-        CacheParams, "stable_fingerprint", lambda self: ("parent", self.load_factor), raising=False
-    )
-    prints = {
-        HotColdParams(hot_rows=[1], wave=wave, load_factor=load).stable_fingerprint()
-        for wave in (0, 1)
-        for load in (None, 0.5)
-    }
-    assert len(prints) == 4
-    assert all(fingerprint[0] == "parent" for fingerprint in prints)

@@ -85,7 +85,7 @@ FOREIGN: dict[str, set[str]] = {
 
 STAMPS: dict[str, set[str]] = {
     "torch.distributed.optim.apply_optimizer_in_backward": {
-        *("_in_backward_optimizers", "_optimizer_classes"),
+        *("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs"),
     },
 }
 """What a module of theirs puts on parameters, and we read or put there in its place."""

@@ -8,8 +8,8 @@ planner, its broadcast to all ranks and ``shard()``; ``sharding_type`` stays ``r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -80,18 +80,35 @@ class HotColdParams(CacheParams):
     def __hash__(self) -> int:
         return hash((super().__hash__(), self.hot_rows.numpy().tobytes(), self.wave))
 
-    def stable_fingerprint(self) -> tuple[object, ...]:
-        """What TorchRec's caches of plans, from 1.9 on, tell plans apart by; equal in every run."""
-        of_parent: Callable[[], tuple[object, ...]]
-        of_parent = getattr(super(), "stable_fingerprint", lambda: ())
-        return (*of_parent(), repr(self))
-
     def __repr__(self) -> str:
         # a digest, because TorchRec tells plans apart by this text and tensors print shortened
-        digest = hashlib.sha256(self.hot_rows.numpy().tobytes()).hexdigest()[:16]
         return (
-            f"HotColdParams(num_hot_rows={self.num_hot_rows}, hot_rows=sha256:{digest}, "
-            f"wave={self.wave})"
+            f"HotColdParams(num_hot_rows={self.num_hot_rows}, "
+            f"hot_rows=sha256:{self._rows_digest()[:16]}, wave={self.wave})"
+        )
+
+    def stable_fingerprint(self) -> tuple[object, ...]:
+        """What this is, the same in every process: by it TorchRec 1.9 keys its caches of plans.
+
+        Returns:
+            A name, a version, a digest of the hot rows, the wave, and the cache settings: the
+            parent's fingerprint, or its fields where TorchRec has none yet.
+
+        Source:
+            TorchRec ``distributed/types.py`` ``CacheParams.stable_fingerprint``.
+        """
+        of_parent = getattr(super(), "stable_fingerprint", self._cache_settings)
+        return ("hot_cold_params", 1, self._rows_digest(), self.wave, of_parent())
+
+    def _rows_digest(self) -> str:
+        return hashlib.sha256(self.hot_rows.numpy().tobytes()).hexdigest()
+
+    def _cache_settings(self) -> tuple[object, ...]:
+        """TorchRec's own fields as text, those that count when it compares settings."""
+        return tuple(
+            f"{of.name}={getattr(self, of.name)!r}"
+            for of in fields(CacheParams)
+            if of.name != "stats"
         )
 
 

@@ -118,7 +118,9 @@ def interleaved_is_missing() -> str | None:
 
 def pipeline_options(contestant: Contestant) -> dict[str, Any]:
     """What the interleaved pipeline is told; ``None`` = it chooses itself."""
-    lookahead = True if contestant.lookahead is None else contestant.lookahead
+    lookahead = contestant.lookahead
+    if lookahead is None and not contestant.chooses:
+        lookahead = True
     return {"num_micro_batches": contestant.num_micro_batches, "lookahead": lookahead}
 
 

@@ -73,7 +73,7 @@ def test_homes_are_asked_for_evenly(
     num_batches = len(halves[1]) // BATCH_SIZE
     for column, name in enumerate(FEATURES):
         ends_W = np.cumsum(decision.block_rows[name])
-        hot = decision.hot_rows[name].numpy()
+        hot = decision.hot_sets[name].numpy()
         for batch in np.split(halves[1][: num_batches * BATCH_SIZE, column], num_batches):
             cold = np.setdiff1d(batch, hot)
             homes = np.searchsorted(ends_W, cold, side="right")

@@ -57,7 +57,14 @@ ONE_DIM = (
 )
 """No table smaller than 3 ranks, one dim: stock row-wise is right on the CPU here only."""
 
-LEARNING_RATES = {"sgd": 0.5, "adagrad": 0.1, "rowwise_adagrad": 0.1}
+OPTIMIZER_KWARGS = {
+    "sgd": {"lr": 0.5},
+    "adagrad": {"lr": 0.1, "eps": 1e-2},
+    "rowwise_adagrad": {"lr": 0.1, "eps": 1e-2},
+}
+"""With Adagrad's usual epsilon of 1e-8, a first gradient that cancels to nearly zero would move its
+weight by the learning rate times whatever share of it is rounding."""
+
 HOT: dict[str, Any] = {"*": 2, "b": 1}
 
 
@@ -76,12 +83,12 @@ def _comparisons() -> dict[str, Comparison]:
     unsharded table does; table-wise it divides by the count.
     """
     found = {}
-    for optimizer, lr in LEARNING_RATES.items():
+    for optimizer, kwargs in OPTIMIZER_KWARGS.items():
         base = Job(
             placement=HOT,
             tables=MIXED_DIMS,
             optimizer=optimizer,
-            optimizer_kwargs={"lr": lr},
+            optimizer_kwargs=kwargs,
             num_steps=NUM_STEPS,
         )
         weighted = dataclasses.replace(base, tables=ONE_DIM, weighted=True, seed=1)

@@ -28,7 +28,7 @@ from torchrec_picasso.launch.run_ranks import run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
 NUM_STEPS = 8
-EPS = 1e-8
+EPS = 1e-2  # with 1e-8 a gradient that cancels to nearly zero would move by its rounding's share
 WORLD_SIZES = (2, 3)
 
 TABLES = (

@@ -24,8 +24,8 @@ from tests.train_pipeline.runs import (
 )
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.meter import WireMeter
+from torchrec_picasso.feed.end_of_data import empty_batch
 from torchrec_picasso.launch.run_ranks import run_ranks
-from torchrec_picasso.train_pipeline.end_of_data import empty_batch
 
 JOBS = {
     "hot_cold": Job(placement={"*": 2, "one_row": 1}, tables=ODD),

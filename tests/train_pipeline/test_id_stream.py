@@ -20,10 +20,10 @@ from torch import Tensor
 from tests.sharding.jobs import ODD, PLAIN, Job, build
 from tests.train_pipeline.runs import batches_of, pipeline_of, run_to_the_end
 from tests.train_pipeline.stream_races import RaceDetector
+from torchrec_picasso.feed.id_stream import IdStream
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.ops import order
 from torchrec_picasso.train_pipeline import interleaved
-from torchrec_picasso.train_pipeline.id_stream import IdStream
 
 Case = tuple[type[IdStream], str, int, bool]
 """Who hands over, which job, K, lookahead."""

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from torchrec_picasso.train_pipeline.batch_feed import Fetched
+from torchrec_picasso.feed.batch_feed import Fetched
+from torchrec_picasso.schedule.schedule import Op, Setting
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.operations import Operations
-from torchrec_picasso.train_pipeline.schedule import Op, Setting
 
 
 class _Step:

@@ -47,11 +47,13 @@ class TableQuestion:
         work: Its expected rows.
         may_be_hot_cold: Whether a hot/cold option exists and is allowed.
         stock_types: Stock sharding types that exist and are allowed.
+        may_have_hot_rows: Whether, if hot/cold, some of its rows may be hot.
     """
 
     work: TableWork
     may_be_hot_cold: bool
     stock_types: tuple[str, ...]
+    may_have_hot_rows: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +95,18 @@ def choose(
     stock_types = _best_stock_types(questions, curves, world_size)
     able = [i for i, question in enumerate(questions) if question.may_be_hot_cold]
     works = [question.work for question in questions]
-    num_hot = dict(
-        zip(
-            able,
-            best_hot_counts([works[i] for i in able], curves, world_size, replica_budget_bytes),
+
+    def best_counts(positions: Sequence[int]) -> dict[int, int]:
+        counts = best_hot_counts(
+            [works[i] for i in positions],
+            curves,
+            world_size,
+            replica_budget_bytes,
+            [questions[i].may_have_hot_rows for i in positions],
         )
-    )
+        return dict(zip(positions, counts))
+
+    num_hot = best_counts(able)
     gains = _gains_over_stock(able, num_hot, works, stock_types, curves, world_size)
     # tables that gain most from the exchange join it first; those without a stock option must
     order = sorted(able, key=lambda i: (stock_types[i] is not None, -gains[i], i))
@@ -110,10 +118,7 @@ def choose(
         best = must
     chosen = sorted(order[:best])
     if len(chosen) < len(able):  # fewer tables share the latencies: choose their rows again
-        again = best_hot_counts(
-            [works[i] for i in chosen], curves, world_size, replica_budget_bytes
-        )
-        num_hot = dict(zip(chosen, again))
+        num_hot = best_counts(chosen)
         parts = _Parts(works, num_hot, stock_types, curves, world_size)
     in_exchange = set(chosen)
     return Choice(
@@ -164,6 +169,7 @@ def best_hot_counts(
     curves: CommCurves,
     world_size: int,
     replica_budget_bytes: float = float("inf"),
+    may_have_hot_rows: Sequence[bool] | None = None,
 ) -> list[int]:
     """How many rows of each table of one exchange should be hot.
 
@@ -172,12 +178,14 @@ def best_hot_counts(
         curves: Measured communication and local work.
         world_size: Ranks.
         replica_budget_bytes: Memory per rank that replicas may take.
+        may_have_hot_rows: Which tables may have any; ``None`` = all.
 
     Returns:
         Hot rows of each table, its most frequent ones; possibly all 0.
     """
     none_hot = [0] * len(works)
-    if not works or world_size == 1:
+    allowed = may_have_hot_rows or [True] * len(works)
+    if not any(allowed) or world_size == 1:
         return none_hot
     packs = num_packs(works)
 
@@ -186,7 +194,8 @@ def best_hot_counts(
         return hot_cold_cost(totals, curves, world_size, num_packs=packs).total_ms
 
     best, best_ms = none_hot, cost_ms(none_hot)
-    rows_with_gain = _rows_by_gain(works, hot_cold_totals(works, none_hot), curves, world_size)
+    totals = hot_cold_totals(works, none_hot)
+    rows_with_gain = _rows_by_gain(works, allowed, totals, curves, world_size)
     for size in _SIZES[1:]:
         tried = _prefix(rows_with_gain, works, size, replica_budget_bytes)
         ms = cost_ms(tried)
@@ -209,9 +218,13 @@ class _RowGroups:
 
 
 def _rows_by_gain(
-    works: Sequence[TableWork], totals: HotColdTotals, curves: CommCurves, world_size: int
+    works: Sequence[TableWork],
+    allowed: Sequence[bool],
+    totals: HotColdTotals,
+    curves: CommCurves,
+    world_size: int,
 ) -> _RowGroups:
-    """Groups of rows with a gain, largest first.
+    """Groups of rows with a gain, largest first, of the tables that may have hot rows.
 
     A cold row costs by how often one rank uses it, a hot row by how often any rank does; both
     prices are slopes of the cost at the totals of a step without hot rows.
@@ -243,7 +256,7 @@ def _rows_by_gain(
         cold_ms = cold_row_ms + dim * cold_element_ms
         hot_ms = hot_row_ms + dim * hot_element_ms
         gain_K = work.used_K * cold_ms - work.touched_K * hot_ms - bit_ms
-        position_g = np.flatnonzero(gain_K > 0)
+        position_g = np.flatnonzero((gain_K > 0) & allowed[table])
         tables.append(np.full(position_g.size, table))
         positions.append(position_g)
         gains.append(gain_K[position_g])

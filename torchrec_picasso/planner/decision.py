@@ -7,7 +7,7 @@ and a what-if makes one for a world size that does not exist.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from torchrec_picasso.planner.choice import Choice, TableQuestion, choose, given
 from torchrec_picasso.planner.home_blocks import HomeBlocks, RowLoads, balance_homes
 from torchrec_picasso.planner.waves import TableVolume, balance_waves
 
-__all__ = ["Decision", "TableFacts", "decide"]
+__all__ = ["Decision", "TableFacts", "decide", "given_hot_sets"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,22 @@ class TableFacts:
 
     Args:
         load: Rows, columns and lookups per step.
-        may_be_hot_cold: Whether its sharder and constraints allow hot/cold.
+        not_hot_cold: Why its sharder or its constraints do not allow hot/cold, or ``None``.
+        no_hot_rows: Why none of its rows can be hot, or ``None``.
         stock_types: Stock sharding types they allow.
         module: Path of its module, whose tables share an exchange.
     """
 
     load: TableLoad
-    may_be_hot_cold: bool = True
+    not_hot_cold: str | None = None
+    no_hot_rows: str | None = None
     stock_types: tuple[str, ...] = ("table_wise", "row_wise")
     module: str = ""
+
+    @property
+    def may_be_hot_cold(self) -> bool:
+        """Whether it may take the packed unique exchange."""
+        return self.not_hot_cold is None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,8 +55,8 @@ class Decision:
         facts: The tables.
         works: Their expected rows, same order.
         choice: Which are hot/cold, with how many hot rows.
-        hot_rows: Hot rows of each hot/cold table by name, ascending int64.
-        homes: Cuts of the hot/cold tables, in the order of ``hot_rows``.
+        hot_sets: Hot rows of each hot/cold table by name, ascending int64.
+        homes: Cuts of the hot/cold tables, in the order of ``hot_sets``.
         waves: Which wave each hot/cold table travels in, by name.
         curves: What the costs were computed from.
         world_size: Ranks.
@@ -59,7 +66,7 @@ class Decision:
     facts: tuple[TableFacts, ...]
     works: tuple[TableWork, ...]
     choice: Choice
-    hot_rows: Mapping[str, Tensor]
+    hot_sets: Mapping[str, Tensor]
     homes: HomeBlocks | None
     waves: Mapping[str, int]
     curves: CommCurves
@@ -71,7 +78,7 @@ class Decision:
         """Home rows of each hot/cold table on each rank."""
         if self.homes is None:
             return {}
-        return dict(zip(self.hot_rows, self.homes.block_rows_TW))
+        return dict(zip(self.hot_sets, self.homes.block_rows_TW))
 
     @property
     def home_max_over_mean(self) -> float:
@@ -106,11 +113,17 @@ def decide(
         PlanError: If the statistics are of other tables, or hot rows cannot be had.
     """
     able = {fact.load.name: fact.load.num_embeddings for fact in facts if fact.may_be_hot_cold}
+    without = {fact.load.name for fact in facts if fact.no_hot_rows is not None}
     if stats is not None:
         stats.check_model(able)
     works = tuple(TableWork(fact.load, world_size) for fact in facts)
     questions = [
-        TableQuestion(work=work, may_be_hot_cold=fact.may_be_hot_cold, stock_types=fact.stock_types)
+        TableQuestion(
+            work=work,
+            may_be_hot_cold=fact.may_be_hot_cold,
+            may_have_hot_rows=fact.no_hot_rows is None,
+            stock_types=fact.stock_types,
+        )
         for fact, work in zip(facts, works)
     ]
     if hot_rows is None:
@@ -122,7 +135,7 @@ def decide(
         }
         hot_sets = select_hot_rows(able, counts, stats)
     else:
-        hot_sets = select_hot_rows(able, hot_rows, stats)
+        hot_sets = given_hot_sets(able, without, hot_rows, stats)
         given = {
             position: hot_sets[fact.load.name].numel()
             for position, fact in enumerate(facts)
@@ -133,13 +146,40 @@ def decide(
         facts=tuple(facts),
         works=works,
         choice=choice,
-        hot_rows=hot_sets,
+        hot_sets=hot_sets,
         homes=_homes(works, hot_sets, stats, world_size),
         waves=_waves(facts, works, hot_sets, num_waves),
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,
     )
+
+
+def given_hot_sets(
+    able: Mapping[str, int],
+    without: Collection[str],
+    hot_rows: int | Mapping[str, int],
+    stats: FrequencyStats | None,
+) -> dict[str, Tensor]:
+    """Hot rows where somebody else chose how many.
+
+    Args:
+        able: Number of rows of the tables that can be hot/cold, in model order.
+        without: Those of them whose rows cannot be hot; a total goes to the others.
+        hot_rows: A total, or a number by table.
+        stats: Lookup counts; needed for a total above 0.
+
+    Returns:
+        Hot rows of each hot/cold table by name, in the order of ``able``.
+
+    Raises:
+        PlanError: If the hot rows cannot be had.
+    """
+    if isinstance(hot_rows, Mapping):
+        return select_hot_rows(able, hot_rows, stats)
+    others = {name: rows for name, rows in able.items() if name not in without}
+    chosen = select_hot_rows(others, hot_rows, stats)
+    return {name: chosen.get(name, torch.empty(0, dtype=torch.int64)) for name in able}
 
 
 def _homes(

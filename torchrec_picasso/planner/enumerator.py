@@ -21,10 +21,11 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
+from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.planner.candidates import hot_cold_candidates
 from torchrec_picasso.planner.capacity import replica_budget_bytes
-from torchrec_picasso.planner.decision import Decision, TableFacts, decide
+from torchrec_picasso.planner.decision import Decision, TableFacts, decide, given_hot_sets
 from torchrec_picasso.planner.hot_options import (
     add_replica_storage,
     copy_options,
@@ -32,7 +33,13 @@ from torchrec_picasso.planner.hot_options import (
     hot_cold_options,
 )
 from torchrec_picasso.planner.prices import Prices, make_prices, price_options
-from torchrec_picasso.planner.table_facts import assumed_curves, facts_of_options
+from torchrec_picasso.planner.refusals import TableRefusals, refusals_of
+from torchrec_picasso.planner.table_facts import (
+    assumed_curves,
+    config_of,
+    facts_of_options,
+    stock_types_of,
+)
 
 __all__ = ["HotColdEnumerator"]
 
@@ -75,7 +82,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self._curves = curves if curves is not None else assumed_curves(topology)
         self._decision: Decision | None = None
         self._prices: Prices = {}
-        self._facts_by_path: dict[tuple[str, str], TableFacts] = {}
+        self._refusals: dict[tuple[str, str], TableRefusals] = {}
         self._listed: list[ShardingOption] | None = None
         self._estimators: list[ShardEstimator]
         self._hot_cold_space: list[ShardingOption] | None = None
@@ -102,22 +109,27 @@ class HotColdEnumerator(EmbeddingEnumerator):
         """
         self._prices = {}
         options_by_path = self._list_options(module, sharders)
-        rows_by_path = self._hot_cold_candidates(options_by_path)
+        self._refusals = self._refusals_of(options_by_path)
+        rows = hot_cold_candidates(
+            options_by_path, self._refusals, self._hot_rows, list(self.sharder_map.values())
+        )
         self._decision = self._decide(options_by_path)
         if self._decision is not None:
-            hot_sets, blocks = self._decision.hot_rows, self._decision.block_rows
+            hot_sets, blocks = self._decision.hot_sets, self._decision.block_rows
             waves = self._decision.waves
         else:
             assert self._hot_rows is not None
-            hot_sets = select_hot_rows(rows_by_path, self._hot_rows, self._frequency_stats)
+            without = {name for (_, name), of in self._refusals.items() if of.hot_rows is not None}
+            hot_sets = given_hot_sets(rows, without, self._hot_rows, self._frequency_stats)
             blocks, waves = {}, {}
         space: list[ShardingOption] = []
-        for (_, table), options in options_by_path.items():
-            if self._can_be_hot_cold(options[0]) and table in hot_sets:
+        for key, options in options_by_path.items():
+            table, is_able = key[1], key in self._refusals and self._refusals[key].hot_cold is None
+            if is_able and table in hot_sets:
                 hot_set = self._hot_set(options[0], hot_sets[table])
                 options = hot_cold_options(options, hot_set, waves.get(table, 0))
                 cut_home_blocks(options, blocks.get(table))
-            elif self._hot_rows is None:
+            elif not isinstance(self._hot_rows, Mapping):
                 options = self._stock_options(options)
             space.extend(options)
         if self._decision is not None and self._has_prices:
@@ -193,9 +205,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
         nothing_to_weigh = not self._has_prices and self._frequency_stats is None
         if self._hot_rows is not None and nothing_to_weigh and self._num_waves == 1:
             return None
-        self._facts_by_path = {key: self._facts(options) for key, options in pooled.items()}
         return decide(
-            list(self._facts_by_path.values()),
+            [self._facts(options) for options in pooled.values()],
             self._frequency_stats,
             self._curves,
             world_size=self._topology.world_size,
@@ -216,20 +227,37 @@ class HotColdEnumerator(EmbeddingEnumerator):
         return replica_budget_bytes(list(options_by_path.values()), self._topology)
 
     def _facts(self, options: list[ShardingOption]) -> TableFacts:
-        constraint = (self._constraints or {}).get(options[0].name)
         return facts_of_options(
             options,
             self._frequency_stats,
             batch_size=self._batch_size,
-            sharder_can=self._can_be_hot_cold(options[0]),
-            asked_types=constraint.sharding_types if constraint is not None else None,
+            refusals=self._refusals[options[0].path, options[0].name],
+            asked_types=self._asked_types(options[0].name),
         )
+
+    def _asked_types(self, table: str) -> list[str] | None:
+        constraint = (self._constraints or {}).get(table)
+        return constraint.sharding_types if constraint is not None else None
+
+    def _refusals_of(self, options_by_path: OptionsByPath) -> dict[tuple[str, str], TableRefusals]:
+        """What the sharder would refuse, of every table whose sharder can place hot rows."""
+        found = {}
+        for key, options in options_by_path.items():
+            if self._can_be_hot_cold(options[0]):
+                sharder = self.sharder_map[options[0].module_type_key]
+                found[key] = refusals_of(
+                    options,
+                    config_of(options[0]).data_type,
+                    getattr(sharder, "fused_params", None),
+                    self._compute_device,
+                )
+        return found
 
     def _stock_options(self, options: list[ShardingOption]) -> list[ShardingOption]:
         """Options that train the same model: see ``stock_types_of``."""
         if not self._can_be_hot_cold(options[0]):
             return options
-        kept = self._facts_by_path[options[0].path, options[0].name].stock_types
+        kept = stock_types_of(options, self._asked_types(options[0].name))
         return [option for option in options if option.sharding_type in kept] or options
 
     def _hot_set(self, option: ShardingOption, chosen: Tensor) -> Tensor:
@@ -241,38 +269,3 @@ class HotColdEnumerator(EmbeddingEnumerator):
     def _can_be_hot_cold(self, option: ShardingOption) -> bool:
         sharder = self.sharder_map[option.module_type_key]
         return getattr(type(sharder), "supports_hot_cold", False) is True
-
-    def _hot_cold_candidates(self, options_by_path: OptionsByPath) -> dict[str, int]:
-        """Number of rows of each table that can be hot/cold, refusing what cannot be meant."""
-        named = set(self._hot_rows) if isinstance(self._hot_rows, Mapping) else None
-        by_name = self._hot_rows is None or bool(self._hot_rows)
-        rows: dict[str, int] = {}
-        paths: dict[str, str] = {}
-        elsewhere: dict[str, ShardingOption] = {}
-        for (path, table), options in options_by_path.items():
-            if not self._can_be_hot_cold(options[0]):
-                elsewhere[table] = options[0]
-                continue
-            if table in rows and (table in named if named is not None else by_name):
-                raise PlanError(
-                    f"table {table!r} exists in module {paths[table]!r} and in module {path!r}, "
-                    "but hot rows are chosen by table name; give each table its own name"
-                )
-            rows[table], paths[table] = options[0].tensor.shape[0], path
-
-        for table in sorted((named or set()) & elsewhere.keys() - rows.keys()):
-            module_path, module = elsewhere[table].module
-            sharder = self.sharder_map[elsewhere[table].module_type_key]
-            raise PlanError(
-                f"hot_rows names table {table!r} of module {module_path!r} "
-                f"({type(module).__name__}), whose sharder {type(sharder).__name__} cannot place "
-                "hot rows; leave the table out, or pass a sharder that can, such as "
-                "HotColdEmbeddingBagCollectionSharder"
-            )
-        if options_by_path and not rows and named != set():
-            raise PlanError(
-                "no table can be hot/cold: none of the sharders "
-                f"{sorted({type(s).__name__ for s in self.sharder_map.values()})} supports it for "
-                "a module of this model; pass HotColdEmbeddingBagCollectionSharder() in sharders"
-            )
-        return rows

@@ -124,8 +124,8 @@ def _why(decision: Decision, index: int, costs: dict[str, StepCost]) -> str:
     stock_ms = costs[stock_type].total_ms if stock_type is not None else None
     distinct = work.unique / max(1.0, work.load.lookups)
     if not choice.hot_cold[index]:
-        if not fact.may_be_hot_cold:
-            return "stock: its sharder or its constraints do not allow hot/cold"
+        if fact.not_hot_cold is not None:
+            return f"stock: {fact.not_hot_cold}"
         return (
             f"stock {stock_type}: {distinct:.0%} of its lookups are distinct rows, so the packed "
             f"exchange ({ours_ms:.2f} ms) does not beat it ({stock_ms:.2f} ms)"
@@ -138,10 +138,12 @@ def _why(decision: Decision, index: int, costs: dict[str, StepCost]) -> str:
             against += ", which would need exchanges of its own"
     split = work.split(num_hot)
     if not num_hot:
+        reason = fact.no_hot_rows or (
+            "reducing a replica's gradient would cost more than fetching its row"
+        )
         return (
             f"hot/cold without replicas: {work.unique:,.0f} distinct rows travel for "
-            f"{work.load.lookups:,.0f} lookups ({against}); reducing a replica's gradient would "
-            "cost more than fetching its row"
+            f"{work.load.lookups:,.0f} lookups ({against}); {reason}"
         )
     return (
         f"hot/cold: {num_hot:,} replicas serve {split.coverage:.0%} of lookups, "

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from torch import Tensor
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ShardingOption, Storage
 from torchrec.distributed.types import CacheParams, ShardingType
 
@@ -22,21 +21,15 @@ from torchrec_picasso._torchrec import optimizer_multiplier
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.home_blocks import filled_blocks
+from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
 __all__ = [
-    "HOT_COLD_KERNELS",
     "add_replica_storage",
     "copy_options",
     "cut_home_blocks",
     "hot_cold_options",
     "replica_bytes",
 ]
-
-HOT_COLD_KERNELS = (
-    EmbeddingComputeKernel.FUSED.value,
-    EmbeddingComputeKernel.FUSED_UVM.value,
-)
-"""Compute kernels that can hold the home rows of a hot/cold table."""
 
 
 def hot_cold_options(

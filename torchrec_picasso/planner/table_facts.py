@@ -18,9 +18,9 @@ from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.decision import TableFacts
-from torchrec_picasso.planner.hot_options import HOT_COLD_KERNELS
+from torchrec_picasso.planner.refusals import TableRefusals
 
-__all__ = ["assumed_curves", "facts_of_model", "facts_of_options", "stock_types_of"]
+__all__ = ["assumed_curves", "config_of", "facts_of_model", "facts_of_options", "stock_types_of"]
 
 _BYTES_PER_MS_TO_GB_PER_S = 1e-6
 _NOT_UNASKED = ShardingType.DATA_PARALLEL.value  # it takes its optimizer from the dense side
@@ -31,20 +31,20 @@ def facts_of_options(
     stats: FrequencyStats | None,
     *,
     batch_size: int,
-    sharder_can: bool,
+    refusals: TableRefusals,
     asked_types: Collection[str] | None,
 ) -> TableFacts:
-    """Facts of one table in the planner.
+    """Facts of one table in the planner, whose sharder can place hot rows.
 
     Args:
         options: All of TorchRec's options of the table.
         stats: Lookup counts, or ``None``.
         batch_size: Samples per rank and step.
-        sharder_can: Whether its sharder can place hot rows.
+        refusals: What the sharder would refuse.
         asked_types: Sharding types that the user's constraints name, or ``None``.
     """
     first = options[0]
-    (config,) = (c for c in _configs(first.module[1]) if c.name == first.name)
+    config = config_of(first)
     # without statistics: the pooling factors of the constraints, 1 by default, for each feature
     per_feature = sum(first.input_lengths) / max(1, len(first.input_lengths))
     is_fixed = isinstance(first.cache_params, HotColdParams)
@@ -57,8 +57,9 @@ def facts_of_options(
             element_bytes=first.tensor.element_size(),
             optimizer_share=optimizer_multiplier(_optimizer_class(first), first.tensor.shape),
         ),
-        may_be_hot_cold=sharder_can and any(map(_is_row_wise_fused, options)),
-        stock_types=() if is_fixed and sharder_can else stock_types_of(options, asked_types),
+        not_hot_cold=refusals.hot_cold.what if refusals.hot_cold else None,
+        no_hot_rows=refusals.hot_rows.what if refusals.hot_rows else None,
+        stock_types=() if is_fixed else stock_types_of(options, asked_types),
         module=first.path,
     )
 
@@ -162,6 +163,12 @@ def _load(
     )
 
 
+def config_of(option: ShardingOption) -> BaseEmbeddingConfig:
+    """Configuration of an option's table."""
+    (config,) = (c for c in _configs(option.module[1]) if c.name == option.name)
+    return config
+
+
 def _configs(module: nn.Module) -> Sequence[BaseEmbeddingConfig]:
     """Table configurations of an unsharded embedding module, wrappers included."""
     for inner in module.modules():
@@ -170,13 +177,6 @@ def _configs(module: nn.Module) -> Sequence[BaseEmbeddingConfig]:
         if isinstance(inner, EmbeddingCollection):
             return inner.embedding_configs()
     return ()
-
-
-def _is_row_wise_fused(option: ShardingOption) -> bool:
-    return (
-        option.sharding_type == ShardingType.ROW_WISE.value
-        and option.compute_kernel in HOT_COLD_KERNELS
-    )
 
 
 def _optimizer_class(option: ShardingOption) -> type | None:

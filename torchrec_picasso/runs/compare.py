@@ -30,8 +30,8 @@ from torchrec_picasso.launch.progress import Progress
 from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.runs.placements import STOCK_PLACEMENTS, Placement
 from torchrec_picasso.runs.trainer import Trainer
+from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
-from torchrec_picasso.train_pipeline.schedule import Setting
 from torchrec_picasso.zoo.registry import make_source
 from torchrec_picasso.zoo.source import BatchSource
 

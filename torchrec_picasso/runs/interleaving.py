@@ -20,9 +20,9 @@ from torchrec.distributed.types import ShardedTensor
 from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.runs.trainer import Trainer
+from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.timeline.timeline import Timeline
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
-from torchrec_picasso.train_pipeline.schedule import Setting
 from torchrec_picasso.zoo.registry import make_source
 
 __all__ = ["Exactness", "compare_with_plain", "trace_steps"]

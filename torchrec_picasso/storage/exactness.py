@@ -2,21 +2,37 @@
 
 The home receives one gradient per row and step, already summed over a rank's lookups. Settings
 that look at gradients before that sum, at counts of lookups, or at random numbers would silently
-differ, so they are refused by name.
+differ, so they are refused by name: by the sharder, and beforehand by the planner, which asks the
+same functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_picasso._torchrec import EmbOptimType
 from torchrec_picasso.errors import CompatError
 
-__all__ = ["check_exact"]
+__all__ = [
+    "HOT_COLD_KERNELS",
+    "Refusal",
+    "check_exact",
+    "why_no_hot_rows",
+    "why_no_memory",
+    "why_not_exact",
+]
+
+HOT_COLD_KERNELS = (
+    EmbeddingComputeKernel.FUSED.value,
+    EmbeddingComputeKernel.FUSED_UVM.value,
+)
+"""Compute kernels that can hold the rows of a hot/cold table."""
 
 _CPU_OPTIMIZERS = (
     EmbOptimType.SGD,
@@ -27,6 +43,19 @@ _CPU_OPTIMIZERS = (
 """Optimizers with a CPU kernel in FBGEMM 1.8; the others raise in backward."""
 
 _LOOKUP_COUNTING_DECAY = ("COUNTER", "COWCLIP", "DECOUPLE_GLOBAL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why a table cannot be hot/cold, or have hot rows.
+
+    Args:
+        what: The setting, and what it would do.
+        instead: What to set.
+    """
+
+    what: str
+    instead: str
 
 
 def check_exact(
@@ -49,38 +78,93 @@ def check_exact(
     Raises:
         CompatError: Naming the tables, the setting and what to use instead.
     """
-
-    def refuse(what: str, instead: str) -> None:
+    refusal = why_not_exact(fused_params, data_type=data_type, device_type=device.type)
+    if refusal is None and num_hot_rows:
+        refusal = why_no_hot_rows(fused_params, data_type=data_type)
+    if refusal is not None:
         raise CompatError(
-            f"hot/cold tables {', '.join(map(repr, tables))}: {what}; {instead}, or place these "
-            "tables without HotColdParams"
+            f"hot/cold tables {', '.join(map(repr, tables))}: {refusal.what}; {refusal.instead}, "
+            "or place these tables without HotColdParams"
         )
 
+
+def why_not_exact(
+    fused_params: Mapping[str, Any], *, data_type: DataType, device_type: str
+) -> Refusal | None:
+    """Why tables of these settings cannot be hot/cold, with or without hot rows.
+
+    Args:
+        fused_params: TBE arguments, FBGEMM types.
+        data_type: Type of the weights.
+        device_type: ``"cpu"`` or ``"cuda"``.
+
+    Returns:
+        The first reason, or ``None`` if they can.
+    """
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
-    if device.type == "cpu" and optimizer not in _CPU_OPTIMIZERS:
-        refuse(
-            f"the optimizer {optimizer.name} has no CPU kernel in FBGEMM",
-            f"on CPU use one of {', '.join(o.name for o in _CPU_OPTIMIZERS)}",
+    if device_type == "cpu" and optimizer not in _CPU_OPTIMIZERS:
+        return Refusal(
+            what=f"the optimizer {optimizer.name} has no CPU kernel in FBGEMM",
+            instead=f"on CPU use one of {', '.join(o.name for o in _CPU_OPTIMIZERS)}",
         )
     if fused_params.get("gradient_clipping"):
-        refuse(
-            "gradient_clipping clips each lookup's gradient before they are summed",
-            "clip in the dense part",
+        return Refusal(
+            what="gradient_clipping clips each lookup's gradient before they are summed",
+            instead="clip in the dense part",
         )
     decay = fused_params.get("weight_decay_mode")
     if decay is not None and decay.name in _LOOKUP_COUNTING_DECAY:
-        refuse(
-            f"weight_decay_mode {decay.name} depends on how often a row is looked up",
-            "use NONE, L2 or DECOUPLE",
+        return Refusal(
+            what=f"weight_decay_mode {decay.name} depends on how often a row is looked up",
+            instead="use NONE, L2 or DECOUPLE",
         )
     output = fused_params.get("output_dtype")
     if output is not None and output.as_dtype() != torch.float32:
-        refuse(f"output_dtype {output} rounds before pooling", "leave output_dtype at FP32")
-    if data_type not in (DataType.FP32, DataType.FP16):
-        refuse(f"weights of type {data_type.name} are not supported", "use FP32 or FP16 weights")
-    rounds_at_random = data_type == DataType.FP16 and fused_params.get("stochastic_rounding", True)
-    if rounds_at_random and num_hot_rows:
-        refuse(
-            "stochastic rounding would give every replica another value",
-            "set fused_params['stochastic_rounding'] = False",
+        return Refusal(
+            what=f"output_dtype {output} rounds before pooling",
+            instead="leave output_dtype at FP32",
         )
+    if data_type not in (DataType.FP32, DataType.FP16):
+        return Refusal(
+            what=f"weights of type {data_type.name} are not supported",
+            instead="use FP32 or FP16 weights",
+        )
+    return None
+
+
+def why_no_hot_rows(fused_params: Mapping[str, Any], *, data_type: DataType) -> Refusal | None:
+    """Why tables of these settings can be hot/cold only without hot rows.
+
+    Args:
+        fused_params: TBE arguments, FBGEMM types.
+        data_type: Type of the weights.
+
+    Returns:
+        The reason, or ``None`` if rows of theirs can be hot.
+    """
+    if data_type == DataType.FP16 and fused_params.get("stochastic_rounding", True):
+        return Refusal(
+            what="stochastic rounding would give every replica another value",
+            instead="set fused_params['stochastic_rounding'] = False",
+        )
+    return None
+
+
+def why_no_memory(kernel: str, dim: int) -> Refusal | None:
+    """Why rows cannot be kept as homes and replicas.
+
+    Args:
+        kernel: Compute kernel.
+        dim: Columns of the table.
+
+    Returns:
+        The reason, or ``None`` if they can.
+    """
+    if kernel not in HOT_COLD_KERNELS:
+        return Refusal(
+            what=f"has compute kernel {kernel!r}",
+            instead=f"use one of {', '.join(map(repr, HOT_COLD_KERNELS))}",
+        )
+    if dim % 4:
+        return Refusal(what=f"has embedding_dim {dim}", instead="FBGEMM needs a multiple of 4")
+    return None

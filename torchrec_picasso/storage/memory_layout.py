@@ -15,17 +15,15 @@ from dataclasses import dataclass
 
 import torch
 from torchrec.distributed.embedding_types import (
-    EmbeddingComputeKernel,
     GroupedEmbeddingConfig,
     compute_kernel_to_embedding_location,
 )
 
 from torchrec_picasso._torchrec import ComputeDevice, EmbeddingLocation
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.storage.exactness import why_no_memory
 
 __all__ = ["MemoryLayout", "choose_memory"]
-
-_KERNELS = (EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +81,9 @@ def choose_memory(
         CompatError: For a compute kernel or a dim that cannot be a hot/cold table's.
     """
     for table in config.embedding_tables:
-        if table.compute_kernel not in _KERNELS:
-            raise CompatError(
-                f"hot/cold table {table.name!r} has compute kernel {table.compute_kernel.value!r}; "
-                f"use one of {', '.join(repr(kernel.value) for kernel in _KERNELS)}"
-            )
-        if table.local_cols % 4:
-            raise CompatError(
-                f"hot/cold table {table.name!r} has embedding_dim {table.local_cols}; FBGEMM needs "
-                "a multiple of 4"
-            )
+        refusal = why_no_memory(table.compute_kernel.value, table.local_cols)
+        if refusal is not None:
+            raise CompatError(f"hot/cold table {table.name!r} {refusal.what}; {refusal.instead}")
     (kernel,) = {table.compute_kernel for table in config.embedding_tables}
     homes = replicas = EmbeddingLocation.HOST
     if device.type == "cuda":

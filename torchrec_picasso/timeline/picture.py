@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchrec_picasso.schedule.schedule import OF_BATCH, Op
 from torchrec_picasso.timeline.timeline import (
     COMPUTE,
     EXCHANGE,
@@ -18,7 +19,6 @@ from torchrec_picasso.timeline.timeline import (
     Span,
     Timeline,
 )
-from torchrec_picasso.train_pipeline.schedule import OF_BATCH, Op
 
 __all__ = ["draw_timeline", "plot_timeline", "plot_timelines"]
 

@@ -32,20 +32,20 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_picasso.batches.copy import copy_batch
 from torchrec_picasso.batches.split import micro_batch_sizes
-from torchrec_picasso.train_pipeline.cut_difference import (
+from torchrec_picasso.comparison.difference import (
     Tolerance,
     difference_of,
     difference_of_outputs,
 )
-from torchrec_picasso.train_pipeline.end_of_data import SplitBatch
-from torchrec_picasso.train_pipeline.flight import Flight, share_of
-from torchrec_picasso.train_pipeline.model_memory import (
+from torchrec_picasso.comparison.model_memory import (
     checkpoint_buffers,
     forget_random_states,
     without_a_trace,
 )
+from torchrec_picasso.comparison.still_randomness import StillRandomness
+from torchrec_picasso.feed.end_of_data import SplitBatch
+from torchrec_picasso.train_pipeline.flight import Flight, share_of
 from torchrec_picasso.train_pipeline.postprocs import Postprocs
-from torchrec_picasso.train_pipeline.still_randomness import StillRandomness
 from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 
 __all__ = ["CutCheck", "agree", "is_due"]

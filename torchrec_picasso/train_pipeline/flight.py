@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from torchrec_picasso._torchrec import TrainPipelineContext
+from torchrec_picasso.feed.batch_feed import Fetched
+from torchrec_picasso.feed.end_of_data import AnyData
 from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.rows.request import RowRequest
-from torchrec_picasso.train_pipeline.batch_feed import Fetched
+from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
-from torchrec_picasso.train_pipeline.end_of_data import AnyData
-from torchrec_picasso.train_pipeline.schedule import Setting
 from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 
 __all__ = ["Flight", "share_of"]

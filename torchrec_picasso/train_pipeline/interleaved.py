@@ -25,12 +25,24 @@ from torchrec_picasso.batches.join import join_outputs as join_known_outputs
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.batches.split import split_batch as split_known_batch
 from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
-from torchrec_picasso.train_pipeline.batch_feed import BatchFeed, Fetched
+from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
+from torchrec_picasso.feed.end_of_data import SplitBatch
+from torchrec_picasso.feed.id_stream import IdStream
+from torchrec_picasso.schedule.ranges import op_range, step_range
+from torchrec_picasso.schedule.schedule import (
+    NUM_BATCHES,
+    Op,
+    Schedule,
+    evaluation_schedule,
+    first_batch_schedule,
+    second_batch_schedule,
+    training_schedule,
+)
+from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates
+from torchrec_picasso.schedule.step_clock import StepClock
 from torchrec_picasso.train_pipeline.cut_check import CutCheck, is_due
 from torchrec_picasso.train_pipeline.data_parallel import around_data_parallel, renew_data_parallel
-from torchrec_picasso.train_pipeline.end_of_data import SplitBatch
 from torchrec_picasso.train_pipeline.flight import Flight
-from torchrec_picasso.train_pipeline.id_stream import IdStream
 from torchrec_picasso.train_pipeline.model_parts import (
     dense_parameters,
     inner_model,
@@ -43,18 +55,6 @@ from torchrec_picasso.train_pipeline.pipelined_model import (
     FirstLook,
     PipelinedModel,
 )
-from torchrec_picasso.train_pipeline.ranges import op_range, step_range
-from torchrec_picasso.train_pipeline.schedule import (
-    NUM_BATCHES,
-    Op,
-    Schedule,
-    evaluation_schedule,
-    first_batch_schedule,
-    second_batch_schedule,
-    training_schedule,
-)
-from torchrec_picasso.train_pipeline.setting_choice import SettingChoice, candidates
-from torchrec_picasso.train_pipeline.step_clock import StepClock
 
 __all__ = ["InterleavedTrainPipeline"]
 
@@ -184,12 +184,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._id_stream,
         )
         self._flights: deque[Flight] = deque()
-        self._is_halfway = self._has_ended = self._has_trained = False
+        self._is_halfway = False
         self._candidates = candidates(num_micro_batches, lookahead)
         self._choice = SettingChoice(self._candidates)
         self._clock = StepClock(device)
         self._num_trainings = 0
-        self._is_rewritten = False
         self._taken: PipelinedModel | None = None
         self._look = FirstLook()
 
@@ -244,7 +243,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if not self._flights:
             self._take_off(dataloader_iter)
         flight, pg = self._flights[0], process_group_of(self._model)
-        attached_again = not self._is_rewritten
+        attached_again = self._taken is None
         if attached_again:
             self._rewrite(flight.batch, flight.context)
         for rows in flight.rows.values():
@@ -257,7 +256,6 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if self._model.training:
             if self._check_cut(flight):
                 flight, settings = self._flights[0], [f.setting for f in self._flights]
-            self._has_trained = True
             self._num_trainings += 1
             self._optimizer.zero_grad()
             start = self._clock.stamp()
@@ -279,9 +277,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
         The model may be used, trained and loaded meanwhile, on all ranks alike.
         """
-        if self._has_trained:
+        if self._num_trainings:
             renew_data_parallel(self._model)
-        self._has_trained = False
+        self._num_trainings = 0  # whatever is done to it meanwhile, it is looked at anew
         return super().detach()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
@@ -289,9 +287,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if model is not None and model is not self._model:
             self.reset()
             self._choice = SettingChoice(self._candidates)
-        self._num_trainings = 0  # whatever was done to it meanwhile, it is looked at anew
+        self._num_trainings = 0
         super().attach(model, sparse_dist)
-        self._is_rewritten = False
+        self._taken = None
 
     def reset(self) -> None:
         """Forgets the batches in flight, for a new start after an exception; all ranks do.
@@ -308,14 +306,13 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
                 flight.dense.unhook()
         self._flights.clear()
         self._feed.forget()
-        self._is_halfway = self._has_ended = False
+        self._is_halfway = False
 
     def _take_off(self, dataloader_iter: Iterator[In]) -> None:
         """Prepares the first batch."""
         fetched = self._feed.first(process_group_of(self._model), dataloader_iter)
-        if not self._is_rewritten:
+        if self._taken is None:
             self._rewrite(fetched.batch, fetched.context)
-        self._has_ended = False
         flight = self._board(fetched)
         self._flights.append(flight)
         try:
@@ -332,14 +329,14 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _follow(self, dataloader_iter: Iterator[In]) -> bool:
         """Boards the batch after the last in flight, unless every rank's data has ended."""
-        if self._has_ended:
+        if self._feed.has_ended:
             return False
         pg = process_group_of(self._model)
         fetched = self._feed.following(pg, dataloader_iter, self._flights[-1].batch)
-        self._has_ended = fetched is None
-        if fetched is not None:
-            self._flights.append(self._board(fetched))
-        return fetched is not None
+        if fetched is None:
+            return False
+        self._flights.append(self._board(fetched))
+        return True
 
     def _check_cut(self, flight: Flight) -> bool:
         """Looks whether micro-batches give what the whole batch gives, now and then. Collective.
@@ -388,7 +385,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
                 with op_range(op), self._postprocs_in(op):
                     self._operations.run(op, self._flights)
                 if self._flights[-1].is_end:  # what else the schedule has for it is left out
-                    self._has_ended = True
+                    self._feed.end()
                     self._flights.pop()
         self._is_halfway = False
 
@@ -432,7 +429,6 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             device=self._device,
             pipeline_postproc=self._pipeline_postproc,
         )
-        self._taken = found
         self._pipelined_modules = found.pipelined
         self._original_forwards = found.original_forwards
         self._original_kjt_dist_forwards = found.original_dist_forwards
@@ -451,7 +447,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             raise
         found.join_splits()
         self._operations, self._cut_check = self._operating(found), self._checking(found)
-        self._is_rewritten = True
+        self._taken = found
 
     def _operating(self, taken: PipelinedModel) -> Operations:
         """What runs the model."""
@@ -500,6 +496,6 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             One line per module, then one on micro-batches and lookahead.
         """
         lines = [] if self._taken is None else self._taken.lines()
-        blind = self._cut_check.is_blind if self._is_rewritten else None
+        blind = None if self._taken is None else self._cut_check.is_blind
         checked = f"; not checked, {blind}" if blind and self.num_micro_batches > 1 else ""
         return "\n".join([*lines, f"{self._choice}{checked}"])

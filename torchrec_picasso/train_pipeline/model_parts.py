@@ -11,7 +11,7 @@ Whatever TorchRec's pipeline trains is trained. A sharded module is one of three
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -22,13 +22,13 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_picasso.comparison.dense_part import outside_of_sharded
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.train_pipeline.data_parallel import reduced_elsewhere, wrapper_of
 
 __all__ = [
     "dense_parameters",
     "inner_model",
-    "outside_of_sharded",
     "process_group_of",
     "samples_of_input",
     "unpipelined_modules",
@@ -155,11 +155,3 @@ def samples_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | No
     if any(kjt.variable_stride_per_key() for kjt in kjts):
         return None
     return max((kjt.stride() for kjt in kjts), default=None)
-
-
-def outside_of_sharded(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A module and what is inside it, but nothing that is inside a sharded module."""
-    yield name, module
-    if not isinstance(module, ShardedModule):
-        for child_name, child in module.named_children():
-            yield from outside_of_sharded(child, f"{name}.{child_name}" if name else child_name)

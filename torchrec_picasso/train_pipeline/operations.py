@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_picasso._torchrec import TrainPipelineContext
+from torchrec_picasso.feed.end_of_data import AnyData
+from torchrec_picasso.feed.id_stream import IdStream
 from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows
+from torchrec_picasso.schedule.kinds import KINDS
+from torchrec_picasso.schedule.schedule import Op
 from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
-from torchrec_picasso.train_pipeline.end_of_data import AnyData
 from torchrec_picasso.train_pipeline.flight import Flight
-from torchrec_picasso.train_pipeline.id_stream import IdStream
-from torchrec_picasso.train_pipeline.kinds import KINDS
-from torchrec_picasso.train_pipeline.schedule import Op
 
 __all__ = ["Operations"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchrec_picasso.train_pipeline.schedule import Op
+    from torchrec_picasso.schedule.schedule import Op
 
 __all__ = ["KINDS", "Kind", "Need"]
 

@@ -14,10 +14,10 @@ from tests.sharding.jobs import PLAIN, Job, build, result_of
 from tests.train_pipeline.runs import Run, assert_same_runs, batches_of, pipeline_of, plain_steps
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.launch.run_ranks import run_ranks
-from torchrec_picasso.train_pipeline.schedule import Setting
-from torchrec_picasso.train_pipeline.setting_choice import SettingChoice, candidates
-from torchrec_picasso.train_pipeline.setting_trial import NUM_STEPS, smoothed_s, typical_s
-from torchrec_picasso.train_pipeline.step_clock import StepClock
+from torchrec_picasso.schedule.schedule import Setting
+from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates
+from torchrec_picasso.schedule.setting_trial import NUM_STEPS, smoothed_s, typical_s
+from torchrec_picasso.schedule.step_clock import StepClock
 
 CPU = torch.device("cpu")
 PIECES = (1, 2, 4, 8, 16)
@@ -71,7 +71,7 @@ def test_the_fastest_is_chosen(fastest: int) -> None:
 
 def test_of_equals_the_plainest_is_chosen() -> None:
     choice = SettingChoice(candidates(None, None))
-    _settle(choice, lambda setting: 1.0 - 0.0002 * setting.num_micro_batches)
+    _settle(choice, lambda setting: 1.0 - 0.00005 * setting.num_micro_batches)
     assert choice.current == Setting(1, lookahead=True)
 
 
@@ -180,7 +180,7 @@ def _regret(draw: np.random.Generator, times: Mapping[Setting, float]) -> tuple[
 
 def test_with_five_percent_noise_the_choice_is_near_the_best() -> None:
     draw = np.random.default_rng(0)
-    found = [_regret(draw, _times_of(draw)) for _ in range(600)]
+    found = [_regret(draw, _times_of(draw)) for _ in range(400)]
     regrets = np.array([regret for regret, _ in found])
     assert np.mean(regrets <= 0.03) >= 0.95
     assert regrets.mean() < 0.01

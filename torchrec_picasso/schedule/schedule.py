@@ -17,7 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.train_pipeline.kinds import KINDS
+from torchrec_picasso.schedule.kinds import KINDS
 
 if TYPE_CHECKING:
     import pandas as pd

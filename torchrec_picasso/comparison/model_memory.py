@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 
 from torchrec_picasso.batches.split import PLAIN_TYPES
-from torchrec_picasso.train_pipeline.model_parts import outside_of_sharded
+from torchrec_picasso.comparison.dense_part import outside_of_sharded
 
 __all__ = ["checkpoint_buffers", "forget_random_states", "without_a_trace"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchrec_picasso.train_pipeline.schedule import Setting
+from torchrec_picasso.schedule.schedule import Setting
 
 __all__ = ["NUM_STEPS", "WARMUP_STEPS", "Trial", "Turn", "typical_s"]
 
@@ -27,12 +27,14 @@ NUM_STEPS = 30
 WARMUP_STEPS = 2
 """First steps, which are not measured: memory is allocated, caches fill."""
 
-_SHORT_TURN, _LONG_TURN = 3, 4
+_SHORT_TURN, _LONG_TURN = 3, 5
 """Batches of a turn. With n batches n - 1 steps count; of the last turn before a decision, the last
 of these ends after it."""
-_CURVE_WEIGHT = 6
+_FEWEST_BATCHES = 2
+"""Of a turn in which a step counts."""
+_CURVE_WEIGHT = 12
 """Steps that the curve through all settings weighs, in the time of one."""
-_EQUAL = 1.01
+_EQUAL = 1.001
 """Times up to this factor are the same; then fewer micro-batches are chosen."""
 _CLEARLY_FASTER = 0.98
 """Factor from which on lookahead is left out."""
@@ -117,6 +119,8 @@ class Trial:
     def _share_out(self, pieces: Sequence[int], num_steps: int) -> Iterator[Turn]:
         """More steps for some, the best last: what is compared with it next is near in time."""
         each, more = divmod(num_steps, len(pieces))
+        if each < _FEWEST_BATCHES:
+            return
         for place, k in enumerate(reversed(pieces)):
             yield Turn(self._looking(k), each + (place < more))
 

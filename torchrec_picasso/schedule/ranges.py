@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torchrec_picasso.exchange.waiting import named_range
-from torchrec_picasso.train_pipeline.schedule import Op
+from torchrec_picasso.schedule.schedule import Op
 
 __all__ = ["OP_PREFIX", "STEP_PREFIX", "op_range", "step_range"]
 

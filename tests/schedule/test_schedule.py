@@ -7,10 +7,9 @@ import random
 import pytest
 
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.train_pipeline import schedule as schedule_module
-from torchrec_picasso.train_pipeline.kinds import KINDS
-from torchrec_picasso.train_pipeline.operations import Operations
-from torchrec_picasso.train_pipeline.schedule import (
+from torchrec_picasso.schedule import schedule as schedule_module
+from torchrec_picasso.schedule.kinds import KINDS
+from torchrec_picasso.schedule.schedule import (
     COLLECTIVES,
     Op,
     Schedule,
@@ -20,6 +19,7 @@ from torchrec_picasso.train_pipeline.schedule import (
     second_batch_schedule,
     training_schedule,
 )
+from torchrec_picasso.train_pipeline.operations import Operations
 
 
 @pytest.mark.parametrize("lookahead", [False, True])

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.train_pipeline.end_of_data import (
+from torchrec_picasso.feed.end_of_data import (
     SplitBatch,
     empty_batch,
     share_empty_batch,
     take_census,
 )
-from torchrec_picasso.train_pipeline.id_stream import IdStream
+from torchrec_picasso.feed.id_stream import IdStream
 
 __all__ = ["BatchFeed", "Fetched"]
 
@@ -63,6 +63,8 @@ class BatchFeed:
         self._execute_all_batches = execute_all_batches
         self._id_stream = id_stream
         self._kept: Fetched | None = None
+        self.has_ended = False
+        """Whether it is known that no rank has any more, until :meth:`first` finds otherwise."""
 
     def first(self, pg: dist.ProcessGroup, batches: Iterator[Any]) -> Fetched:
         """A batch when none is in flight. Collective.
@@ -73,7 +75,9 @@ class BatchFeed:
         """
         mine = self._fetch(batches)
         with self._id_stream.working():
-            return self._first(pg, mine)
+            first = self._first(pg, mine)
+        self.has_ended = False
+        return first
 
     def _first(self, pg: dist.ProcessGroup, mine: Fetched | None) -> Fetched:
         census = take_census(pg, self._device, mine is not None)
@@ -104,7 +108,9 @@ class BatchFeed:
         """
         mine = self._fetch(batches)
         with self._id_stream.working():
-            return self._following(pg, mine, last)
+            following = self._following(pg, mine, last)
+        self.has_ended = following is None
+        return following
 
     def _following(self, pg: dist.ProcessGroup, mine: Fetched | None, last: Any) -> Fetched | None:
         everywhere = self._execute_all_batches or (
@@ -121,9 +127,13 @@ class BatchFeed:
         except CompatError as error:  # matters only if another rank has data
             return Fetched(last, context, has_data=False, refusal=error)
 
+    def end(self) -> None:
+        """Notes that no rank has any more."""
+        self.has_ended = True
+
     def forget(self) -> None:
-        """Forgets the batch that was kept."""
-        self._kept = None
+        """Forgets the batch that was kept, and whether data has ended."""
+        self._kept, self.has_ended = None, False
 
     def _fetch(self, batches: Iterator[Any]) -> Fetched | None:
         kept, self._kept = self._kept, None

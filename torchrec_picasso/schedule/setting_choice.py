@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.train_pipeline.schedule import Setting
-from torchrec_picasso.train_pipeline.setting_trial import WARMUP_STEPS, Trial
+from torchrec_picasso.schedule.schedule import Setting
+from torchrec_picasso.schedule.setting_trial import WARMUP_STEPS, Trial
 
 __all__ = ["Clock", "SettingChoice", "candidates"]
 

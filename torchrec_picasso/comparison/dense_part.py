@@ -1,0 +1,18 @@
+"""The part of a model that is outside its sharded modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torchrec.distributed.types import ShardedModule
+
+__all__ = ["outside_of_sharded"]
+
+
+def outside_of_sharded(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A module and what is inside it, but nothing that is inside a sharded module."""
+    yield name, module
+    if not isinstance(module, ShardedModule):
+        for child_name, child in module.named_children():
+            yield from outside_of_sharded(child, f"{name}.{child_name}" if name else child_name)

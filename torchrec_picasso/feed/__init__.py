@@ -1,0 +1,1 @@
+"""Brings batches to a pipeline, the same number on all ranks, on streams of their own."""

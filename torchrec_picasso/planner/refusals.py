@@ -1,0 +1,115 @@
+"""What the sharder would refuse, known while planning.
+
+The reasons are the sharder's own (:mod:`torchrec_picasso.storage.exactness`), asked with the
+settings that TorchRec will hand it: the sharder's ``fused_params``, over them those of an optimizer
+fused into the table, over them the user's constraints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.types import ParameterSharding, ShardingType
+from torchrec.distributed.utils import (
+    add_params_from_parameter_sharding,
+    convert_to_fbgemm_types,
+    merge_fused_params,
+    optimizer_type_to_emb_opt_type,
+)
+from torchrec.modules.embedding_configs import DataType
+
+from torchrec_picasso.storage.exactness import (
+    HOT_COLD_KERNELS,
+    Refusal,
+    why_no_hot_rows,
+    why_no_memory,
+    why_not_exact,
+)
+
+__all__ = ["TableRefusals", "refusals_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRefusals:
+    """What one table cannot be.
+
+    Args:
+        hot_cold: Why it cannot be hot/cold at all, or ``None``.
+        hot_rows: Why none of its rows can be hot, or ``None``.
+        is_offered: Whether its options have a row-wise one with a kernel for it, whatever else.
+    """
+
+    hot_cold: Refusal | None = None
+    hot_rows: Refusal | None = None
+    is_offered: bool = True
+
+
+def refusals_of(
+    options: Sequence[ShardingOption],
+    data_type: DataType,
+    sharder_fused_params: dict[str, Any] | None,
+    device_type: str,
+) -> TableRefusals:
+    """What the sharder would refuse of a table.
+
+    Args:
+        options: All of TorchRec's options of the table.
+        data_type: Type of its weights.
+        sharder_fused_params: What the sharder was made with.
+        device_type: ``"cpu"`` or ``"cuda"``.
+    """
+    first = options[0]
+    kernels = [o.compute_kernel for o in options if o.sharding_type == ShardingType.ROW_WISE.value]
+    able = [kernel for kernel in kernels if kernel in HOT_COLD_KERNELS]
+    params = _fused_params(first, sharder_fused_params)
+    if isinstance(params, Refusal):
+        return TableRefusals(hot_cold=params, is_offered=bool(able))
+    refusal = why_not_exact(params, data_type=data_type, device_type=device_type)
+    if refusal is None and not kernels:
+        refusal = _NO_ROW_WISE
+    if refusal is None:
+        in_memory = why_no_memory((able or kernels)[0], first.tensor.shape[1])
+        if in_memory is not None:
+            refusal = Refusal(what=f"it {in_memory.what}", instead=in_memory.instead)
+    return TableRefusals(
+        hot_cold=refusal,
+        hot_rows=why_no_hot_rows(params, data_type=data_type),
+        is_offered=bool(able),
+    )
+
+
+_NO_ROW_WISE = Refusal(
+    what="its sharder or its constraints do not allow hot/cold",
+    instead="allow row_wise with kernel fused",
+)
+
+
+def _fused_params(
+    option: ShardingOption, sharder_fused_params: dict[str, Any] | None
+) -> dict[str, Any] | Refusal:
+    """TBE arguments as TorchRec will make them, FBGEMM types.
+
+    Source:
+        TorchRec ``distributed/embeddingbag.py`` ``create_sharding_infos_by_sharding``.
+    """
+    of_optimizer = dict(getattr(option.tensor, "_optimizer_kwargs", [{}])[0])
+    optimizer = getattr(option.tensor, "_optimizer_classes", [None])[0]
+    if optimizer is not None and "optimizer" not in of_optimizer:
+        try:
+            of_optimizer["optimizer"] = optimizer_type_to_emb_opt_type(optimizer)
+        except ValueError:
+            return Refusal(
+                what=f"TorchRec cannot fuse the optimizer {optimizer.__name__}",
+                instead="use one of torchrec.optim",
+            )
+    asked = ParameterSharding(
+        sharding_type=ShardingType.ROW_WISE.value,
+        compute_kernel=option.compute_kernel,
+        stochastic_rounding=option.stochastic_rounding,
+        output_dtype=option.output_dtype,
+    )
+    merged = merge_fused_params(sharder_fused_params, of_optimizer)
+    return convert_to_fbgemm_types(add_params_from_parameter_sharding(merged, asked))
