@@ -3,9 +3,14 @@
 A timeline is read from a ``torch.profiler`` profile of real steps on one rank::
 
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
-        for _ in range(3):
-            pipeline.progress(batches)
-    Timeline.from_profile(profile).save("steps.png")
+        with contextlib.suppress(StopIteration):
+            while True:
+                pipeline.progress(batches)
+    timeline = Timeline.from_profile(profile)
+    timeline.of_steps(*timeline.steps[1:4]).save("steps.png")
+
+Profile to the end of ``batches``: in torch 2.13 a gloo message that is started inside a profile and
+waited for after it can corrupt memory.
 
 What a profile knows on gloo: of a collective, when it was posted and when it was done; of messages
 between pairs of ranks, when they were posted and when their wait returned. A message may have been
