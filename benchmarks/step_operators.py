@@ -50,6 +50,7 @@ from torchrec_picasso import (
     HotColdParams,
     InterleavedTrainPipeline,
 )
+from torchrec_picasso.launch.environment import describe_environment
 from torchrec_picasso.launch.run_ranks import run_ranks
 
 __all__ = ["Question", "StepOperators", "count_operators", "main"]
@@ -287,7 +288,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             print("    " + ", ".join(f"{name} {n:g}" for name, n in of.most_called.items()))
     if out:
         with open(out, "w") as file:
-            json.dump({"question": asdict(question), "found": list(map(asdict, found))}, file)
+            document = {
+                "environment": describe_environment(),
+                "question": asdict(question),
+                "found": list(map(asdict, found)),
+            }
+            json.dump(document, file, indent=1)
+            file.write("\n")
 
 
 if __name__ == "__main__":

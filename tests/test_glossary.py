@@ -11,7 +11,17 @@ import torchrec_picasso
 
 ROOT = Path(torchrec_picasso.__file__).parent
 GLOSSARY = ROOT.parent / "docs" / "glossary.md"
-ROOMS = ("ops", "exchange", "rows", "sharding", "storage", "batches", "train_pipeline")
+ROOMS = (
+    "ops",
+    "exchange",
+    "rows",
+    "sharding",
+    "storage",
+    "batches",
+    "schedule",
+    "feed",
+    "train_pipeline",
+)
 _SUFFIX = re.compile(r"[a-z0-9]_(?=[A-Z])([A-Z]+)\d?$|[a-z0-9]_([hmnt])D?\d?$")
 _ROW = re.compile(r"^\| ([A-Za-z]) \| (.+) \|$", re.MULTILINE)
 _FEWEST_NAMES, _FEWEST_LEGENDS = 100, 8

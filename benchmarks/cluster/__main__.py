@@ -1,6 +1,6 @@
 """Measures an emulated link: does it give its rate, and at what cost.
 
-    python -m benchmarks.cluster --hosts 2 --rate-mbit 1000
+    python -m benchmarks.cluster --hosts 2 --rate-mbit 1000 -o cluster.json
 
 Rates are per host and direction, of payload: 1 Gbit/s of full TCP frames carries 119.6 MB/s. CPU
 seconds are those of a host's ranks, with the kernel's work for their packets. wire/payload is what
@@ -10,18 +10,44 @@ the link counted over what was handed in: headers, mostly. Dropped packets found
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from benchmarks.cluster.emulated import EmulatedCluster
 from benchmarks.cluster.link_speed import TRANSFERS, TransferTime, link_bytes, time_transfer
 from benchmarks.cluster.namespaces import ClusterError
+from torchrec_picasso.launch.environment import describe_environment
 from torchrec_picasso.launch.run_ranks import run_ranks
 
 _TIMEOUT_S = 600.0
 _MB = 1_000_000
 _HEADER = f"{'':12}{'MB/s':>8}{'worst':>8}{'CPU s/MB':>10}{'wire/payload':>14}{'dropped':>9}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkUse:
+    """One kind of transfer over the links.
+
+    Args:
+        transfer: Its kind.
+        median_mb_per_s: Payload per host and direction, median of the repeats.
+        worst_mb_per_s: The same of the slowest repeat.
+        cpu_s_per_mb: CPU seconds of a host's ranks, with the kernel's work for their packets.
+        wire_over_payload: What the link counted over what was handed in.
+        dropped_packets: Of all hosts.
+    """
+
+    transfer: str
+    median_mb_per_s: float
+    worst_mb_per_s: float
+    cpu_s_per_mb: float
+    wire_over_payload: float
+    dropped_packets: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,15 +58,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             rate = f"{cluster.rate_mbit:g} Mbit/s" if cluster.rate_mbit else "not shaped"
             print(f"{cluster.num_hosts} hosts x {cluster.ranks_per_host} ranks, {rate}")
             print(_HEADER)
+            found = []
             for transfer in TRANSFERS:
-                print(_line(cluster, transfer, options.megabytes, options.repeats), flush=True)
+                found.append(_measure(cluster, transfer, options.megabytes, options.repeats))
+                print(_line(found[-1]), flush=True)
     except (ClusterError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if options.out is not None:
+        _write(options, found)
     return 0
 
 
-def _line(cluster: EmulatedCluster, transfer: str, megabytes: int, repeats: int) -> str:
+def _write(options: argparse.Namespace, found: Sequence[LinkUse]) -> None:
+    question: dict[str, Any] = {k: v for k, v in vars(options).items() if k != "out"}
+    document = {
+        "environment": describe_environment(),
+        "question": question,
+        "transfers": list(map(asdict, found)),
+    }
+    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _measure(cluster: EmulatedCluster, transfer: str, megabytes: int, repeats: int) -> LinkUse:
     align = 4 * cluster.world_size
     num_bytes = megabytes * _MB // align * align
     before = cluster.link_counters()
@@ -60,9 +100,20 @@ def _line(cluster: EmulatedCluster, transfer: str, megabytes: int, repeats: int)
     cpu_s = sum(t.cpu_s for t in times) / cluster.num_hosts
     wire = sum(a.sent_bytes - b.sent_bytes for a, b in zip(after, before)) / cluster.num_hosts
     dropped = sum(a.dropped_packets - b.dropped_packets for a, b in zip(after, before))
+    return LinkUse(
+        transfer=transfer,
+        median_mb_per_s=payload / median_s / _MB,
+        worst_mb_per_s=payload / worst_s / _MB,
+        cpu_s_per_mb=cpu_s / payload * _MB,
+        wire_over_payload=wire / payload / (repeats + 1),
+        dropped_packets=dropped,
+    )
+
+
+def _line(of: LinkUse) -> str:
     return (
-        f"{transfer:12}{payload / median_s / _MB:8.1f}{payload / worst_s / _MB:8.1f}"
-        f"{cpu_s / payload * _MB:10.5f}{wire / payload / (repeats + 1):14.4f}{dropped:9d}"
+        f"{of.transfer:12}{of.median_mb_per_s:8.1f}{of.worst_mb_per_s:8.1f}"
+        f"{of.cpu_s_per_mb:10.5f}{of.wire_over_payload:14.4f}{of.dropped_packets:9d}"
     )
 
 
@@ -70,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rate-mbit", type=float, help="rate of each link (default: not shaped)")
+    parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="write all numbers as JSON")
     for name, default, least, what in (
         ("--hosts", 2, 2, "hosts"),
         ("--ranks-per-host", 1, 1, "ranks that share a host's link"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -18,7 +19,7 @@ import torch.multiprocessing as mp
 from benchmarks.cluster import ClusterError, EmulatedCluster, why_unavailable
 from benchmarks.cluster import namespaces as namespaces_module
 from benchmarks.cluster.__main__ import main
-from benchmarks.cluster.link_speed import link_bytes, time_transfer
+from benchmarks.cluster.link_speed import TRANSFERS, link_bytes, time_transfer
 from benchmarks.cluster.namespaces import tool_path
 from benchmarks.cluster.shaping import link_shape
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
@@ -249,8 +250,17 @@ def test_a_missing_right_is_named() -> None:
 
 
 @needs_cluster
-def test_the_command_prints_a_line_per_transfer(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["--rate-mbit", "200", "--megabytes", "1", "--repeats", "1"]) == 0
+def test_the_command_prints_and_writes_every_transfer(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "cluster.json"
+    options = ["--rate-mbit", "200", "--megabytes", "1", "--repeats", "1", "-o", str(file)]
+    assert main(options) == 0
+    written = json.loads(file.read_text())
+    assert [of["transfer"] for of in written["transfers"]] == list(TRANSFERS)
+    assert all(of["median_mb_per_s"] > 0 for of in written["transfers"])
+    assert written["environment"]["date_utc"]
+    assert written["question"]["rate_mbit"] == 200
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == "2 hosts x 1 ranks, 200 Mbit/s"
     assert [line.split()[0] for line in lines[2:]] == ["sockets", "all-to-all", "all-reduce"]

@@ -17,7 +17,9 @@ def test_counts_of_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     file = tmp_path / "counts.json"
     question = ["--tables", "3", "--rows", "40", "--hot-rows", "5", "--batch-size", "32"]
     main([*question, "--micro-batches", "1", "-o", str(file)])
-    found = {of["driver"]: of for of in json.loads(file.read_text())["found"]}
+    written = json.loads(file.read_text())
+    assert {"date_utc", "cpu", "torch"} <= written["environment"].keys()
+    found = {of["driver"]: of for of in written["found"]}
     ours = "hot/cold, interleaved K=1"
     assert list(found) == [STOCK, PLAIN, ours, f"{ours} lookahead"]
     printed = capsys.readouterr().out

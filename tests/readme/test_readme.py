@@ -43,7 +43,7 @@ FEWEST_BLOCKS, FEWEST_PYTHON, FEWEST_COMMANDS = 5, 1, 6
 TIMEOUT_S = 120
 
 SHORT = {
-    "demo": "--steps 4 --ranks 2 --batch-size 32 --dim 8 --hot-rows 20",
+    "demo": "--steps 10 --ranks 2 --batch-size 32 --dim 8 --hot-rows 20",
     "calibrate": "--max-mib 1 --seconds 0.01 --no-local",
 }
 """Arguments added to our subcommands, unless they are asked for help only."""

@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.rows.worlds import LEARNING_RATE, TABLES, World, features_of, make_world, whole_tables
+from tests.rows.worlds import (
+    LEARNING_RATE,
+    TABLES,
+    World,
+    features_of,
+    fill_replicas,
+    make_world,
+    whole_tables,
+)
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
@@ -152,21 +160,7 @@ def _train(
 
 
 def _fill_and_read_hot(world: World, rows_W: Sequence[BatchRows]) -> None:
-    """Fake ranks cannot wait within a collective, so replicas are filled by hand."""
-    for pack in range(len(world.groups[0].storages)):
-        storages = [group.storages[pack] for group in world.groups]
-        for storage in storages:
-            storage.flush()
-        hot = {}
-        for storage in storages:
-            homes = storage._hot_homes
-            own = storage.tables.weights.homes[homes.own_rows_h]
-            hot |= dict(zip(homes.own_slots().tolist(), own))
-        for storage in storages:
-            for slot, row in hot.items():
-                storage.tables.weights.replicas[slot] = row
-            storage._replicas_ahead = False
-            storage._filled_versions = storage._own_versions = storage._versions()
+    fill_replicas(world)
     for rows in rows_W:
         object.__setattr__(rows.layout, "homes_written", False)
         rows.read_hot()

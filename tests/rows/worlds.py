@@ -23,7 +23,15 @@ from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_storage import RowStorage
 
-__all__ = ["LEARNING_RATE", "TABLES", "World", "features_of", "make_world", "whole_tables"]
+__all__ = [
+    "LEARNING_RATE",
+    "TABLES",
+    "World",
+    "features_of",
+    "fill_replicas",
+    "make_world",
+    "whole_tables",
+]
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 0.5
@@ -63,9 +71,13 @@ class World:
     tables: list[PackedTable]
 
 
-def make_world(size: int) -> World:
-    """Row groups with SGD, weights that no two rows share, replicas filled."""
-    tables = TABLES[size]
+def make_world(
+    size: int,
+    tables: Sequence[PackedTable] | None = None,
+    weights: Sequence[Tensor] | None = None,
+) -> World:
+    """Row groups with SGD, and weights that no two rows share unless they are given."""
+    tables = TABLES[size] if tables is None else tables
     laid = lay_out_tables(tables)
     ranks = fake_ranks(size)
     groups = []
@@ -76,9 +88,9 @@ def make_world(size: int) -> World:
             for pack, homes in enumerate(homes_P)
         ]
         groups.append(RowGroup(laid.space, laid.hot, laid.plan, storages, rank, CPU))
-    for table, whole in zip(tables, _first_weights(tables)):
+    for table, whole in zip(tables, weights or _first_weights(tables)):
         _write(table, tables, groups, whole)
-    return World(ranks, groups, tables)
+    return World(ranks, groups, list(tables))
 
 
 def _config(tables: Sequence[PackedTable], pack: int, rank: int) -> GroupedEmbeddingConfig:
@@ -129,6 +141,24 @@ def _write(
 ) -> None:
     for home, rows in zip(_homes_of(table, tables, groups), whole.split(table.block_rows_W)):
         home.copy_(rows)
+
+
+def fill_replicas(world: World) -> None:
+    """Copies hot rows home and from there to all ranks: fake ranks cannot wait within a call."""
+    for pack in range(len(world.groups[0].storages)):
+        storages = [group.storages[pack] for group in world.groups]
+        for storage in storages:
+            storage.flush()
+        hot = {}
+        for storage in storages:
+            homes = storage._hot_homes
+            own = storage.tables.weights.homes[homes.own_rows_h]
+            hot |= dict(zip(homes.own_slots().tolist(), own))
+        for storage in storages:
+            for slot, row in hot.items():
+                storage.tables.weights.replicas[slot] = row
+            storage._replicas_ahead = False
+            storage._filled_versions = storage._own_versions = storage._versions()
 
 
 def whole_tables(world: World) -> list[Tensor]:

@@ -71,7 +71,7 @@ def hot_cold_planner(
         batch_size: Samples per rank and step; TorchRec's default if ``None``.
         num_waves: Waves of about equal volume that the hot/cold tables of a module travel in,
             staggered by :class:`torchrec_picasso.InterleavedTrainPipeline`. They pay where batches
-            are not cut, as with BatchNorm; the figures are in docs/architecture.md.
+            are not cut, as with BatchNorm; the figures are in docs/decisions.md.
         planner_kwargs: Further arguments of TorchRec's ``EmbeddingShardingPlanner``.
 
     Returns:

@@ -1,0 +1,114 @@
+"""What the documents name is there: files, tests, benchmarks' options; and the table of rooms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.readme.blocks import blocks_of, commands_of
+from tests.test_layers import ROWS
+from torchrec_picasso.launch.run_ranks import run_ranks
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    ROOT / "benchmarks" / "README.md",
+]
+FEWEST_DOCUMENTS, FEWEST_FILES, FEWEST_COMMANDS = 10, 80, 9
+"""The walk must see at least these; a walk that sees nothing finds nothing."""
+
+_FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*\w\.(?:py|md|yaml|ipynb|svg|txt|json))`")
+_FOLDER = re.compile(r"`((?:[a-z_]+/)+)`")
+_LINK = re.compile(r"\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
+
+
+def named_files(text: str) -> list[str]:
+    """Paths in backticks, files and folders."""
+    return [*_FILE.findall(text), *_FOLDER.findall(text)]
+
+
+def missing(paths: Iterable[str], beside: Path) -> list[str]:
+    """Those that are neither in the checkout, nor in the package, nor beside the document."""
+    roots = (ROOT, ROOT / "torchrec_picasso", beside)
+    return [path for path in paths if not any((root / path).exists() for root in roots)]
+
+
+def test_named_files_are_there() -> None:
+    assert len(DOCUMENTS) >= FEWEST_DOCUMENTS
+    seen = 0
+    for document in DOCUMENTS:
+        paths = named_files(document.read_text())
+        seen += len(paths)
+        assert not missing(paths, document.parent), document.name
+    assert seen >= FEWEST_FILES
+
+
+def test_links_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        links = [path for path, _ in _LINK.findall(document.read_text())]
+        assert all((document.parent / path).exists() for path in links), (document.name, links)
+
+
+def test_pictures_are_well_formed() -> None:
+    pictures = sorted((ROOT / "docs").glob("*.svg"))
+    assert pictures
+    for picture in pictures:
+        assert ElementTree.parse(picture).getroot().get("viewBox")
+
+
+def test_a_file_that_is_not_there_is_found() -> None:
+    paths = named_files("`rows/request.py`, `tests/test_docs.py`, `rows/cellar.py`, `cellar/`")
+    assert missing(paths, ROOT) == ["rows/cellar.py", "cellar/"]
+
+
+def test_the_table_of_rooms_is_that_of_the_layers() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = text.split("## Rooms")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", table, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(len(ROWS)))
+    assert tuple(tuple(re.findall(r"`(\w+)`", rooms)) for _, rooms in rows) == ROWS
+
+
+def test_the_architecture_is_one_short_page() -> None:
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 150
+
+
+@cache
+def _benchmark_commands() -> list[list[str]]:
+    blocks = blocks_of((ROOT / "benchmarks" / "README.md").read_text())
+    commands = [line.split() for block in blocks for line in commands_of(block)]
+    return [words[2:] for words in commands]
+
+
+def _help_of(rank: int, world_size: int, modules: list[str]) -> dict[str, str]:
+    """What each module prints for ``--help``; in one process, since imports take seconds."""
+    import contextlib
+    import io
+    import runpy
+    import sys
+
+    texts = {}
+    for module in modules:
+        out = io.StringIO()
+        sys.argv = [module, "--help"]
+        with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        texts[module] = out.getvalue()
+    return texts
+
+
+def test_options_of_benchmarks_exist() -> None:
+    commands = _benchmark_commands()
+    assert len(commands) >= FEWEST_COMMANDS
+    modules = sorted({module for module, *_ in commands})
+    (helps,) = run_ranks(_help_of, 1, modules, timeout_s=120)
+    for module, *words in commands:
+        known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", helps[module]))
+        options = {word for word in words if word.startswith("-")}
+        assert options <= known, f"{module}: {sorted(options - known)} not in --help"

@@ -1,0 +1,313 @@
+"""The worked example of docs/architecture.md, computed anew: two ranks, six ids each, one hot row.
+
+Every cell of the table in the document is compared with what the code does on fake ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.rows.worlds import (
+    LEARNING_RATE,
+    World,
+    features_of,
+    fill_replicas,
+    make_world,
+    whole_tables,
+)
+from torchrec_picasso.ops.ids import PackedTable
+from torchrec_picasso.ops.places import first_use_chunks
+from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
+from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
+from torchrec_picasso.rows.batch_ids import BatchIds
+from torchrec_picasso.rows.batch_rows import BatchRows
+from torchrec_picasso.rows.layout import PackLayout
+from torchrec_picasso.rows.request import RowRequest
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "architecture.md"
+HEADING = "## A batch, worked out"
+FEWEST_LINES = 20
+"""The document must have at least these; a walk that sees nothing compares nothing."""
+
+NUM_RANKS, NUM_PARTS, DIM = 2, 2, 4
+BEFORE = [[[[1], [1]], [[0], [0]]], [[[1], [1]], [[3], [0]]]]
+"""Ids by rank, feature (user, item) and sample, of the batch before."""
+THIS = [[[[1], [2]], [[0, 3], [3, 1]]], [[[3], [1]], [[0, 5], [3, 0]]]]
+
+Lines = dict[str, tuple[str, ...]]
+
+
+def _tables() -> list[PackedTable]:
+    def table(name: str, blocks: tuple[int, int], hot: list[int]) -> PackedTable:
+        return PackedTable(
+            name=name,
+            pack=0,
+            dim=DIM,
+            block_rows_W=blocks,
+            hot_rows_H=torch.tensor(hot, dtype=torch.int64),
+            feature_names=(f"{name}_id",),
+        )
+
+    return [table("user", (2, 2), []), table("item", (3, 3), [0])]
+
+
+def _world() -> World:
+    """Each row holds its packed id in every column."""
+    ids = torch.arange(10.0).unsqueeze(1).expand(-1, DIM)
+    world = make_world(NUM_RANKS, _tables(), [ids[:4].clone(), ids[4:].clone()])
+    fill_replicas(world)
+    return world
+
+
+def _request(world: World, bags_W: Sequence[Any]) -> tuple[list[BatchIds], list[RowRequest]]:
+    batches = [
+        BatchIds.read(features_of(world, bags), group, [1] * NUM_PARTS)
+        for group, bags in zip(world.groups, bags_W)
+    ]
+    requests = [RowRequest(group, batch) for group, batch in zip(world.groups, batches)]
+    return batches, requests
+
+
+def _join(*groups: Any) -> str:
+    """Numbers of each group, groups parted by a bar; a dash for an empty one."""
+    return " / ".join(" ".join(map(_number, group)) or "-" for group in groups)
+
+
+def _number(value: Any) -> str:
+    return f"{float(value):g}"
+
+
+def _cut(values: Sequence[Any], slices: Iterable[slice]) -> list[Sequence[Any]]:
+    return [values[where] for where in slices]
+
+
+def _each(values: Sequence[Any], what: Callable[..., str]) -> tuple[str, ...]:
+    return tuple(map(what, values))
+
+
+@cache
+def worked_example() -> Lines:
+    """Everything that the document says, by the name of the line; a string per rank."""
+    world = _world()
+    _, before = _request(world, BEFORE)
+    for request in before:
+        request.send_ids()
+    for request in before:
+        request.receive_ids()
+    batches, requests = _request(world, THIS)
+    lines = _of_ids(world, batches)
+    sent = [rank.sent_elements for rank in world.ranks]
+    for request in requests:
+        request.send_ids()
+    lines["bytes of ids sent"] = tuple(
+        str(4 * (rank.sent_elements - n)) for rank, n in zip(world.ranks, sent)
+    )
+    for request in requests:
+        request.receive_ids()
+    for request, earlier in zip(requests, before):
+        request.send_marks(earlier)
+    layouts = [request.lay_out() for request in requests]
+    packs = [layout.packs[0] for layout in layouts]
+    request_order = [_packed(batch) for batch in batches]
+    lines |= _of_layouts(packs, request_order)
+    rows_W = [BatchRows(group, layout) for group, layout in zip(world.groups, layouts)]
+    for fetch in (
+        BatchRows.fetch_clean,
+        *(lambda rows, chunk=chunk: rows.fetch_dirty(chunk) for chunk in range(NUM_PARTS)),
+        BatchRows.read_hot,
+    ):
+        for rows in rows_W:
+            fetch(rows)
+    gradients = [BatchGradients(group, layout) for group, layout in zip(world.groups, layouts)]
+    return lines | _of_parts(rows_W, gradients) | _of_update(world, packs, gradients)
+
+
+def _packed(batch: BatchIds) -> list[int]:
+    """Packed ids in request order."""
+    ids: list[int] = batch.rows.ids_U[batch.located.order_U].tolist()
+    return ids
+
+
+def _of_ids(world: World, batches: Sequence[BatchIds]) -> Lines:
+    features = [batch.features for batch in batches]
+    chunks = [first_use_chunks(b.rows, b.part_N, NUM_PARTS) for b in batches]
+    hot = world.groups[0].hot
+    chunk_words = [
+        [
+            "hot" if is_hot else str(int(chunk))
+            for is_hot, chunk in zip(hot.find(b.rows.ids_U.long())[1], c)
+        ]
+        for b, c in zip(batches, chunks)
+    ]
+    counts = [b.located.counts_PQ[0].tolist() for b in batches]
+    sent = [b.words.to_send(NUM_RANKS) for b in batches]
+
+    def request_order(rank: int) -> str:
+        ids, (num_hot, *of_places) = _packed(batches[rank]), counts[rank]
+        return _join(ids[:num_hot], *torch.tensor(ids[num_hot:]).split(_by_chunk(of_places)))
+
+    ranks = range(NUM_RANKS)
+    return {
+        "ids by feature (user / item)": _each(
+            features, lambda f: _join(*f.values().split(f.length_per_key()))
+        ),
+        "packed ids": _each(
+            [world.groups[0].space.pack_ids(f.values(), _lookups(f))[0] for f in features],
+            lambda ids: _join(ids),
+        ),
+        "in bag order, by part": _each(
+            batches, lambda b: _join(*b.bags.ids_N.split(torch.bincount(b.part_N).tolist()))
+        ),
+        "unique rows": _each(batches, lambda b: _join(b.rows.ids_U)),
+        "row of each lookup": _each(batches, lambda b: _join(b.rows.row_of_lookup_N)),
+        "chunk of each unique row": _each(chunk_words, " ".join),
+        "request order (hot / chunk 0 / chunk 1)": tuple(map(request_order, ranks)),
+        "header to rank 0": _each(sent, lambda words: _join(words[0])),
+        "header to rank 1": _each(sent, lambda words: _join(words[1])),
+        "bytes of header sent": _each(sent, lambda words: str(words[0].nbytes)),
+    }
+
+
+def _lookups(features: Any) -> Tensor:
+    return torch.tensor(features.length_per_key())
+
+
+def _by_chunk(of_places: Sequence[int]) -> list[int]:
+    return torch.tensor(of_places).view(NUM_PARTS, NUM_RANKS).sum(1).tolist()
+
+
+def _of_layouts(packs: Sequence[PackLayout], request_order: Sequence[list[int]]) -> Lines:
+    exchanges = range(1 + NUM_PARTS)
+
+    def fetch_order(rank: int) -> str:
+        pack, ids = packs[rank], torch.tensor(request_order[rank])
+        num_hot = pack.hot_slots.numel()
+        cold = pack.mine_by_fetch.arrange(ids[num_hot:])
+        fetched = _cut(cold, map(pack.mine_by_fetch.rows, exchanges))
+        return _join(ids[:num_hot], *fetched)
+
+    def from_the_other(rank: int) -> str:
+        pack, ids = packs[rank], torch.tensor(request_order[rank])
+        cold = pack.mine_by_fetch.arrange(ids[pack.hot_slots.numel() :])
+        received = []
+        for exchange, counts_W in enumerate(pack.mine_by_fetch.counts_EW):
+            by_rank = cold[pack.mine_by_fetch.rows(exchange)].split(counts_W)
+            received.append(by_rank[1 - rank])
+        return _join(*received)
+
+    ranks = range(NUM_RANKS)
+    return {
+        "home rows asked of it (chunk 0 / chunk 1)": _each(
+            packs, lambda p: _join(*_cut(p.asked_rows, map(p.asked.rows, range(NUM_PARTS))))
+        ),
+        "fetch order (hot / clean / dirty 0 / dirty 1)": tuple(map(fetch_order, ranks)),
+        "rows that come over the wire (clean / dirty 0 / dirty 1)": tuple(
+            map(from_the_other, ranks)
+        ),
+    }
+
+
+def _of_parts(rows_W: Sequence[BatchRows], gradients: Sequence[BatchGradients]) -> Lines:
+    """Forward of all parts, then backward from the last to the first, upstream gradients 1."""
+    lines: Lines = {}
+    grads_WK: list[list[Any]] = [[] for _ in rows_W]
+    for part in range(NUM_PARTS):
+        given = [rows.hand_out(part, lambda _: None) for rows in rows_W]
+        pooled = []
+        for of_rank, grads_K in zip(given, grads_WK):
+            (matrix,) = of_rank.arrive()
+            index = of_rank.pooling_M[0].index
+            pooled.append(pool_rows(matrix, None, index))
+            grads_K.append([gradient_of_rows(torch.ones_like(pooled[-1]), None, index)])
+        name = f"part {part}"
+        lines[f"{name}: place of each lookup in the matrix"] = _each(
+            given, lambda of: _join(of.pooling_M[0].index.row_of_lookup_N)
+        )
+        lines[f"{name}: pooled (user / item)"] = _each(pooled, lambda p: _join(*p[:, :1]))
+        lines[f"{name}: place of each gradient in request order"] = _each(
+            given, lambda of: _join(of.pooling_M[0].gradient_place_U)
+        )
+    for part in reversed(range(NUM_PARTS)):
+        for of_batch, grads_K in zip(gradients, grads_WK):
+            of_batch.add(part, grads_K[part])
+        for of_batch in gradients:
+            of_batch.send(part)
+    for of_batch in gradients:
+        of_batch.reduce_hot()
+    lines["summed gradients in request order"] = _each(
+        gradients, lambda of_batch: _join(of_batch._sums_M[0][:, 0])
+    )
+    return lines
+
+
+def _of_update(
+    world: World, packs: Sequence[PackLayout], gradients: Sequence[BatchGradients]
+) -> Lines:
+    tables = whole_tables(world)
+    arrived = []
+    for of_batch, pack in zip(gradients, packs):
+        *_, grads = of_batch.arrived(0)
+        arrived.append(grads.clone())
+        of_batch._pending_P[0] = [_Over()]  # the update waits for nothing more
+        assert len(grads) == pack.asked.num_rows + pack.touched_slots.numel()
+    for group, of_batch in zip(world.groups, gradients):
+        update_rows(group, [of_batch])
+    replicas = [group.storages[0].tables.weights.replicas[:, 0] for group in world.groups]
+    moved = [after - before for before, after in zip(tables, whole_tables(world))]
+    homes = zip(*(table.split(len(table) // NUM_RANKS) for table in moved))
+    return {
+        "gradients at home (chunk 0 / chunk 1 / replica)": tuple(
+            _join(
+                *_cut(grads[:, 0], map(pack.asked.rows, range(NUM_PARTS))),
+                grads[pack.asked.num_rows :, 0],
+            )
+            for grads, pack in zip(arrived, packs)
+        ),
+        "change of its home rows (user / item)": _each(
+            list(homes), lambda of_tables: _join(*(rows[:, 0] for rows in of_tables))
+        ),
+        "its replica of row 4": _each(replicas, lambda of: _join(of)),
+    }
+
+
+class _Over:
+    """Something that has been waited for."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+def _lines_of_document() -> Lines:
+    text = DOCUMENT.read_text().split(HEADING)[1].split("\n## ")[0]
+    lines = {}
+    for row in re.findall(r"^\| (.+) \|$", text, re.MULTILINE):
+        name, *cells = (cell.strip() for cell in row.split(" | "))
+        if cells[0].startswith("`"):
+            lines[name] = tuple(cell.strip("`") for cell in cells[:NUM_RANKS])
+    return lines
+
+
+def test_the_document_says_what_the_code_does() -> None:
+    found = _lines_of_document()
+    assert len(found) >= FEWEST_LINES
+    assert found == worked_example()
+
+
+def test_the_update_is_that_of_the_unsharded_tables() -> None:
+    """Each lookup moves its row by the learning rate over W, by hand."""
+    moved = [torch.zeros(4), torch.zeros(6)]
+    for bags_F in THIS:
+        for table, bags in zip(moved, bags_F):
+            for bag in bags:
+                for row in bag:
+                    table[row] -= LEARNING_RATE / NUM_RANKS
+    homes = zip(*(table.split(len(table) // NUM_RANKS) for table in moved))
+    expected = tuple(_join(*of_rank) for of_rank in homes)
+    assert worked_example()["change of its home rows (user / item)"] == expected
