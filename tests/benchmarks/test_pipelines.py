@@ -81,9 +81,9 @@ def test_interleaved_takes_micro_batches_and_hot_rows(
 @pytest.mark.parametrize(
     ("name", "hot_rows", "num_micro_batches", "lookahead"),
     [
-        ("interleaved", None, None, True),
-        ("interleaved:auto", None, None, True),
-        ("interleaved:auto:7", 7, None, True),
+        ("interleaved", None, None, None),
+        ("interleaved:auto", None, None, None),
+        ("interleaved:auto:7", 7, None, None),
         ("interleaved_no_lookahead", None, None, False),
         ("interleaved_no_lookahead:auto:0", 0, None, False),
         ("interleaved_no_lookahead:4:7", 7, 4, False),
