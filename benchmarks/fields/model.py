@@ -1,4 +1,8 @@
-"""The model: one EmbeddingBagCollection of all fields under a thin over-arch, and its loss."""
+"""The model: one EmbeddingBagCollection of all fields under a thin over-arch, and its loss.
+
+The over-arch is smooth: at a kink, a sum in another order becomes another gradient, and row-wise
+Adagrad makes a whole step of it, so that losses of two right plans part by percents.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,7 @@ class FieldsModel(nn.Module):
         )
         self._groups = [[of.feature for of in fields]]
         width = NUM_DENSE + sum(of.dim for of in fields)
-        self.over_arch = nn.Sequential(nn.Linear(width, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1))
+        self.over_arch = nn.Sequential(nn.Linear(width, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, 1))
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """The loss, and what a pipeline hands out of a step: loss, logits and labels."""
