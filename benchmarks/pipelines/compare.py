@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.pipelines.contestants import parse_contestant
 from benchmarks.pipelines.probes import choose_finalists
 from benchmarks.pipelines.question import COUNTED_STEPS, LAST_STEPS, WARMUP_STEPS, Question
-from benchmarks.pipelines.runner import RankResult, Runner
+from benchmarks.pipelines.runner import RankResult, Runner, dlrm_trainer
 from torchrec_picasso.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.launch.progress import Progress
@@ -74,11 +74,9 @@ def compare_on_rank(
         progress.tell(f"{contestant.name}, building and warming up")
         runner = Runner(
             contestant,
-            question.config(),
-            source,
+            dlrm_trainer(contestant, question.config(), source, curves),
             batches,
             question.num_steps,
-            curves=curves,
             on_links=question.rate_mbit is not None,
         )
         runner.train(WARMUP_STEPS)

@@ -13,13 +13,14 @@ import itertools
 import json
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.train_pipeline import TrainPipeline
 
 from benchmarks.cluster.enter_host import HOST_INTERFACE
 from benchmarks.cluster.namespaces import tool_path
@@ -27,11 +28,12 @@ from benchmarks.pipelines.contestants import Contestant, pipeline_maker
 from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.exchange.meter import WireMeter
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.runs.pipelines import is_settled
 from torchrec_picasso.runs.placements import Placement
 from torchrec_picasso.runs.trainer import Trainer
 from torchrec_picasso.zoo.source import BatchSource
 
-__all__ = ["Block", "RankResult", "Runner", "schedule_used"]
+__all__ = ["Block", "RankResult", "Runner", "Trains", "dlrm_trainer", "schedule_used"]
 
 _SETTLE_S = 0.02
 _CHOICE_STEPS = 48
@@ -84,39 +86,46 @@ class RankResult:
     lookahead: bool | None = None
 
 
+class Trains(Protocol):
+    """A model in the hands of a pipeline, as :class:`torchrec_picasso.runs.trainer.Trainer` is."""
+
+    placement: Placement
+
+    @property
+    def pipeline(self) -> TrainPipeline:
+        """What trains."""
+        ...
+
+    def steps(self, batches: Iterable[Batch], num_steps: int | None = None) -> Iterator[Tensor]:
+        """This rank's loss of each step."""
+        ...
+
+
 class Runner:
     """A contestant at work. Collective: every rank makes one and calls the same methods.
 
     Args:
-        contestant: What to train.
-        config: The run, without placement and hot rows.
-        source: Tells the tables, and the held-out samples that hot rows are chosen from.
+        contestant: Who trains.
+        trainer: Its model and pipeline.
         batches: This rank's batches, used again and again.
         num_steps: Steps that it will take in all, without those of :meth:`settle`.
-        curves: File of measured curves, for the planner.
+        choice_steps: Most steps that a pipeline that chooses its micro-batches may choose in.
         on_links: Whether this rank's host has a link of its own, whose bytes can be counted.
     """
 
     def __init__(
         self,
         contestant: Contestant,
-        config: TrainConfig,
-        source: BatchSource,
+        trainer: Trains,
         batches: Sequence[Batch],
         num_steps: int,
-        curves: str | None = None,
+        choice_steps: int = _CHOICE_STEPS,
         on_links: bool = False,
     ) -> None:
         self.contestant = contestant
         self._on_links = on_links
-        trainer = Trainer(
-            _with_sharding(config, contestant, curves),
-            source,
-            placement=contestant.placement,
-            make_pipeline=pipeline_maker(contestant),
-        )
         self._placement, self._pipeline = trainer.placement, trainer.pipeline
-        self._choice_steps = _CHOICE_STEPS if contestant.chooses else 0
+        self._choice_steps = choice_steps if contestant.chooses else 0
         num_steps += self._choice_steps
         self._steps = trainer.steps(itertools.cycle(batches), num_steps)
         self._losses: list[Tensor] = []
@@ -129,9 +138,12 @@ class Runner:
             self._losses.append(next(self._steps))
 
     def settle(self) -> None:
-        """Lets a pipeline that chooses its micro-batches choose."""
-        self.train(self._choice_steps)
-        assert not self._choice_steps or self._pipeline.is_settled, "it is still choosing"
+        """Lets a pipeline that chooses its micro-batches choose; steps left over are its last."""
+        for _ in range(self._choice_steps):
+            if is_settled(self._pipeline):
+                return
+            self.train(1)
+        assert is_settled(self._pipeline), f"it still chooses after {self._choice_steps} steps"
 
     def count(self, num_steps: int) -> None:
         """Takes steps under the byte meter, which slows them."""
@@ -162,8 +174,8 @@ class Runner:
         return block
 
     def result(self) -> RankResult:
-        """What this rank measured; call it when all steps are taken."""
-        assert next(self._steps, None) is None, "the pipeline still holds batches"
+        """What this rank measured; call it when all steps but those of the choice are taken."""
+        self._losses += self._steps  # what settle() left, which empties the pipeline
         tables, hot_rows, is_exact = _describe(self._placement)
         num_micro_batches, lookahead = schedule_used(self.contestant, self._pipeline)
         return RankResult(
@@ -186,6 +198,25 @@ class Runner:
         cpu_s = time.process_time()
         dist.barrier()
         return link_bytes, cpu_s
+
+
+def dlrm_trainer(
+    contestant: Contestant, config: TrainConfig, source: BatchSource, curves: str | None = None
+) -> Trainer:
+    """What trains a DLRM for a contestant. Collective.
+
+    Args:
+        contestant: Who trains.
+        config: The run, without placement and hot rows.
+        source: Tells the tables, and the held-out samples that hot rows are chosen from.
+        curves: File of measured curves, for the planner.
+    """
+    return Trainer(
+        _with_sharding(config, contestant, curves),
+        source,
+        placement=contestant.placement,
+        make_pipeline=pipeline_maker(contestant),
+    )
 
 
 def schedule_used(contestant: Contestant, pipeline: Any) -> tuple[int | None, bool | None]:

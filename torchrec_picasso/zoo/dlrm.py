@@ -73,16 +73,19 @@ def initial_rows(table: TableSpec, index: int, embedding_dim: int, seed: int) ->
 
 
 def write_initial_tables(
-    sharded: nn.Module, tables: Sequence[TableSpec], embedding_dim: int, seed: int
+    sharded: nn.Module,
+    tables: Sequence[TableSpec],
+    embedding_dim: int | Sequence[int],
+    seed: int,
 ) -> None:
     """Writes :func:`initial_rows` into the local shards of a sharded model.
 
     Costs one whole table of memory at a time.
 
     Args:
-        sharded: A ``DistributedModelParallel`` over :func:`build_dlrm`.
+        sharded: A ``DistributedModelParallel``, as over :func:`build_dlrm`.
         tables: The tables of the model.
-        embedding_dim: Columns.
+        embedding_dim: Columns, of all tables or of each.
         seed: Seed of the run.
 
     Raises:
@@ -90,8 +93,9 @@ def write_initial_tables(
     """
     state = sharded.state_dict()
     keys = {key.split(".")[-2]: key for key in state if ".embedding_bags." in key}
-    for index, table in enumerate(tables):
-        rows = initial_rows(table, index, embedding_dim, seed)
+    dims_T = [embedding_dim] * len(tables) if isinstance(embedding_dim, int) else embedding_dim
+    for index, (table, dim) in enumerate(zip(tables, dims_T, strict=True)):
+        rows = initial_rows(table, index, dim, seed)
         value = state[keys[table.name]]
         if not isinstance(value, ShardedTensor):
             value.copy_(rows)

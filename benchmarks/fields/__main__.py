@@ -1,0 +1,142 @@
+"""Train pipelines on a model of many generated fields with mixed tables.
+
+    python -m benchmarks.fields --rate-mbit 1000 -o fields.json
+    python -m benchmarks.fields --rate-mbit 0 --fields 200
+
+A seed draws the fields: 1,000 to --max-rows rows (log-uniform), 8 to 64 columns, ids of Zipf
+exponent 0.4 to 1.3, 1 to 8 ids per sample, summed or (one field in three) averaged. One thin
+over-arch reads them all. Each table does little, so what counts is what a step costs beside its
+rows: operators, collectives, Python.
+
+Contestants train from equal weights on the same batches, and take turns in blocks of steps, in
+alternating order, so whatever else the machine does hits all of them:
+
+- table_wise: whole tables, the largest first, each to the rank with the fewest bytes; and planner:
+  TorchRec's own; each under TrainPipelineSparseDist.
+- ours: what a user gets by default. Curves are measured on these links, hot rows are chosen from
+  held-out batches, InterleavedTrainPipeline chooses its settings before the clock starts.
+- ours_plain: the same plan under TrainPipelineSparseDist.
+- all_rows: every table hot/cold without hot rows, interleaved; all_rows_plain: likewise, not
+  interleaved.
+
+Numbers are defined as in `python -m benchmarks.pipelines`; calls are the collectives of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
+from benchmarks.fields.compare import RankAnswer, compare_on_rank
+from benchmarks.fields.contestants import CONTESTANTS, named
+from benchmarks.fields.field_specs import LEAST_ROWS, draw_fields
+from benchmarks.fields.question import Question
+from benchmarks.fields.report import Report, print_report, write_report
+from benchmarks.pipelines.standings import standings
+from torchrec_picasso import CommCurves
+from torchrec_picasso.cli.outputs import check_outputs
+from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+
+_TIMEOUT_S = 3600.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answers one question.
+
+    Returns:
+        0; 2 where the options allow no answer.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        check_outputs(args, "out")
+        question = _question(args)
+        named(question.contestants)
+        curves = CommCurves.from_json(args.curves) if args.curves else None
+        report = answer(question, curves)
+    except (PicassoError, RankError, ClusterError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print_report(report)
+    if args.out:
+        write_report(report, args.out)
+    return 0
+
+
+def answer(question: Question, curves: CommCurves | None = None) -> Report:
+    """Measures.
+
+    Args:
+        question: What; its rate must be one that links can have here.
+        curves: Of the links; ``None`` = they are measured.
+
+    Raises:
+        RankError: If a rank fails.
+        ClusterError: If the links cannot be made.
+    """
+    answers = _compare(question, curves)
+    return Report(
+        question=question,
+        fields=draw_fields(question.fields, question.max_rows, question.seed),
+        contestants=standings([of.results for of in answers], question.batch_size, 1),
+        says=answers[0].says,
+        chose=answers[0].chose,
+    )
+
+
+def _compare(question: Question, curves: CommCurves | None) -> list[RankAnswer]:
+    arguments = question, curves
+    if question.rate_mbit is None:
+        return run_ranks(compare_on_rank, question.hosts, *arguments, timeout_s=_TIMEOUT_S)
+    return run_on_hosts(
+        compare_on_rank, question.hosts, question.rate_mbit, *arguments, timeout_s=_TIMEOUT_S
+    )
+
+
+def _question(args: argparse.Namespace) -> Question:
+    names = {field.name for field in dataclasses.fields(Question)}
+    asked: dict[str, Any] = {name: of for name, of in vars(args).items() if name in names}
+    asked["contestants"] = tuple(args.contestants.split(","))
+    return Question(**asked | {"rate_mbit": usable_rate(args.rate_mbit or None)})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fields", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add, default = parser.add_argument, Question()
+    add("--rate-mbit", type=float, default=default.rate_mbit, help="0 = loopback (default: 1000)")
+    names = ",".join(default.contestants)
+    add("--contestants", default=names, help=f"of {', '.join(CONTESTANTS)} (default: {names})")
+    add("--weighted", action="store_true", help="ids carry weights")
+    add("--local-costs", action="store_true", help="measure the planner's local costs, too")
+    add("--curves", metavar="FILE", help="measured curves to use (default: measure)")
+    add("-o", "--out", metavar="FILE", help="JSON to write")
+    for name, least, what in (
+        ("--fields", 1, "fields, each with its table"),
+        ("--batch-size", 1, "samples per rank and step"),
+        ("--hosts", 2, "hosts, one rank on each"),
+        ("--rounds", 1, "turns of every contestant"),
+        ("--block-steps", 2, "timed steps of a turn"),
+        ("--seed", 0, "draws everything"),
+        ("--max-rows", LEAST_ROWS, "most rows of a table"),
+        ("--heldout-steps", 1, "global batches to choose hot rows from"),
+    ):
+        own = getattr(default, name.removeprefix("--").replace("-", "_"))
+        what = f"{what} (default: {own})"
+        add(name, type=partial(_at_least, least), default=own, help=what, metavar="N")
+    return parser
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

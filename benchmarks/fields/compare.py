@@ -1,0 +1,135 @@
+"""What every rank runs: curves and statistics, then all contestants in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from benchmarks.fields.contestants import named
+from benchmarks.fields.field_specs import draw_fields
+from benchmarks.fields.model import FieldsModel, build_model
+from benchmarks.fields.plans import Planned, plan_hot_cold, plan_stock, plan_table_wise
+from benchmarks.fields.question import COUNTED_STEPS, WARMUP_STEPS, Question
+from benchmarks.fields.samples import Samples
+from benchmarks.fields.trainer import FieldsTrainer
+from benchmarks.pipelines.contestants import Contestant
+from benchmarks.pipelines.runner import RankResult, Runner
+from torchrec_picasso import CommCurves, FrequencyStats
+from torchrec_picasso.launch.progress import Progress
+from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.runs.local_probe import measure_local_costs
+from torchrec_picasso.runs.pipelines import describe_pipeline
+
+__all__ = ["RankAnswer", "compare_on_rank"]
+
+_MAX_BATCHES = 32
+_CHOICE_STEPS = 100
+"""Most steps of a pipeline's choice between all its settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAnswer:
+    """What one rank brings home.
+
+    Args:
+        results: Of the contestants.
+        says: What the planner of each predicts, on the first rank.
+        chose: What each pipeline says of its modules and its choice.
+    """
+
+    results: list[RankResult]
+    says: dict[str, str]
+    chose: dict[str, str]
+
+
+def compare_on_rank(
+    rank: int, world_size: int, question: Question, curves: CommCurves | None = None
+) -> RankAnswer:
+    """Measures the links, plans, and lets the contestants take turns.
+
+    Collective: the main function of every rank.
+
+    Args:
+        rank: This rank.
+        world_size: Ranks in the default process group.
+        question: What to measure.
+        curves: Of the links; ``None`` = they are measured.
+    """
+    quiet_upstream()
+    contestants = named(question.contestants)
+    bench = _Bench(rank, world_size, question, curves)
+    progress = Progress("fields", len(contestants) * (question.rounds + 1), shown=rank == 0)
+    runners, says, trainers = [], {}, {}
+    for contestant in contestants:
+        progress.tell(f"{contestant.name}, building and warming up")
+        runner, trainer, says[contestant.name] = bench.make(contestant)
+        trainers[contestant.name] = trainer
+        runner.train(WARMUP_STEPS)
+        runner.settle()
+        runner.count(COUNTED_STEPS)
+        runners.append(runner)
+        progress.advance()
+    for turn in range(question.rounds):
+        for runner in runners if turn % 2 == 0 else runners[::-1]:
+            progress.tell(f"{runner.contestant.name}, round {turn + 1} of {question.rounds}")
+            runner.block(question.block_steps)
+            progress.advance()
+    progress.close()
+    results = [runner.result() for runner in runners]
+    dist.barrier()  # what pipelines read ahead is on the wire: no rank leaves before the others
+    return RankAnswer(
+        results=results,
+        says=says,
+        chose={name: describe_pipeline(of.pipeline) for name, of in trainers.items()},
+    )
+
+
+class _Bench:
+    """What all contestants share: fields, batches, statistics and curves. Collective."""
+
+    def __init__(
+        self, rank: int, world_size: int, question: Question, curves: CommCurves | None
+    ) -> None:
+        pg = dist.group.WORLD
+        assert pg is not None
+        self._pg, self._question = pg, question
+        self._fields = draw_fields(question.fields, question.max_rows, question.seed)
+        samples = Samples(self._fields, question.batch_size, question.seed, question.weighted)
+        self._batches = samples.training(rank, min(_MAX_BATCHES, question.num_steps))
+        heldout = samples.heldout(world_size, question.heldout_steps)
+        self._stats = FrequencyStats.collect(heldout, self._model())
+        dist.barrier()  # nothing else uses the cores while the links are measured
+        self._curves = curves or CommCurves.measure(pg)
+        if question.local_costs:
+            local = measure_local_costs()
+            self._curves = dataclasses.replace(self._curves, local=local)
+
+    def make(self, contestant: Contestant) -> tuple[Runner, FieldsTrainer, str]:
+        """A contestant at work, its trainer, and what its planner says."""
+        model = self._model()
+        planned = self._plan(contestant, model)
+        trainer = FieldsTrainer(
+            contestant, model, self._fields, planned, self._pg, self._question.seed
+        )
+        runner = Runner(
+            contestant,
+            trainer,
+            self._batches,
+            self._question.num_steps,
+            choice_steps=_CHOICE_STEPS,
+            on_links=self._question.rate_mbit is not None,
+        )
+        return runner, trainer, planned.says
+
+    def _model(self) -> FieldsModel:
+        return build_model(self._fields, self._question.weighted, self._question.seed)
+
+    def _plan(self, contestant: Contestant, model: FieldsModel) -> Planned:
+        size = self._question.batch_size
+        if contestant.placement == "table_wise":
+            return plan_table_wise(self._fields, model, self._pg)
+        if contestant.placement == "planner":
+            return plan_stock(self._fields, model, self._pg, size)
+        return plan_hot_cold(model, self._pg, size, contestant.hot_rows, self._stats, self._curves)

@@ -1,0 +1,72 @@
+"""The fields that a seed draws: what mixed tables of a click model look like.
+
+Rows are log-uniform, so small tables are as common as large ones; dims, skew and the number of ids
+per sample do not depend on them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["FieldSpec", "LEAST_ROWS", "draw_fields"]
+
+LEAST_ROWS = 1_000
+_DIMS = (8, 16, 32, 64)
+_EXPONENTS = (0.4, 1.3)
+_MOST_IDS = 8
+_MEAN_SHARE = 1 / 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldSpec:
+    """One field and its table.
+
+    Args:
+        feature: Name of the field.
+        num_embeddings: Rows.
+        dim: Columns.
+        exponent: The k-th most frequent row is looked up in proportion to ``k ** -exponent``.
+        pooling_factor: Ids of each sample.
+        mean: Whether they are averaged, not summed.
+    """
+
+    feature: str
+    num_embeddings: int
+    dim: int
+    exponent: float
+    pooling_factor: int
+    mean: bool
+
+    @property
+    def table(self) -> str:
+        """Name of its table."""
+        return f"t_{self.feature}"
+
+
+def draw_fields(num_fields: int, max_rows: int, seed: int) -> tuple[FieldSpec, ...]:
+    """Draws the fields.
+
+    Args:
+        num_fields: How many.
+        max_rows: Most rows of a table, at least :data:`LEAST_ROWS`.
+        seed: Another seed gives other fields.
+
+    Returns:
+        The same ones in every process.
+    """
+    rng = np.random.default_rng([seed, num_fields])
+    log_rows_F = rng.uniform(math.log(LEAST_ROWS), math.log(max_rows), num_fields)
+    return tuple(
+        FieldSpec(
+            feature=f"f{index}",
+            num_embeddings=round(math.exp(log_rows)),
+            dim=int(rng.choice(_DIMS)),
+            exponent=float(rng.uniform(*_EXPONENTS)),
+            pooling_factor=int(rng.integers(1, _MOST_IDS + 1)),
+            mean=bool(rng.random() < _MEAN_SHARE),
+        )
+        for index, log_rows in enumerate(log_rows_F)
+    )

@@ -1,0 +1,79 @@
+"""The model: one EmbeddingBagCollection of all fields under a thin over-arch, and its loss.
+
+The over-arch is smooth: at a kink, a sum in another order becomes another gradient, and row-wise
+Adagrad makes a whole step of it, so that losses of two right plans part by percents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from benchmarks.fields.field_specs import FieldSpec
+from benchmarks.fields.samples import NUM_DENSE
+
+__all__ = ["FieldsModel", "build_model"]
+
+_HIDDEN = 64
+_TABLE_LR = 0.02
+
+
+class FieldsModel(nn.Module):
+    """Logits of clicks.
+
+    Args:
+        fields: What a sample has; their tables are on the meta device.
+        weighted: Whether ids carry weights.
+    """
+
+    def __init__(self, fields: Sequence[FieldSpec], weighted: bool) -> None:
+        super().__init__()
+        self.collection = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    name=of.table,
+                    embedding_dim=of.dim,
+                    num_embeddings=of.num_embeddings,
+                    feature_names=[of.feature],
+                    pooling=PoolingType.MEAN if of.mean else PoolingType.SUM,
+                )
+                for of in fields
+            ],
+            is_weighted=weighted,
+            device=torch.device("meta"),
+        )
+        self._groups = [[of.feature for of in fields]]
+        width = NUM_DENSE + sum(of.dim for of in fields)
+        self.over_arch = nn.Sequential(nn.Linear(width, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, 1))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The loss, and what a pipeline hands out of a step: loss, logits and labels."""
+        pooled = self.collection(batch.sparse_features)
+        # a plan decides in which order its columns come
+        (pooled_BD,) = KeyedTensor.regroup([pooled], self._groups)
+        logits_B = self.over_arch(torch.cat([batch.dense_features, pooled_BD], dim=1)).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits_B, batch.labels)
+        return loss, (loss.detach(), logits_B.detach(), batch.labels.detach())
+
+
+def build_model(fields: Sequence[FieldSpec], weighted: bool, seed: int) -> FieldsModel:
+    """The model before sharding, row-wise Adagrad fused into its tables.
+
+    Args:
+        fields: What a sample has.
+        weighted: Whether ids carry weights.
+        seed: Draws the over-arch's weights.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = FieldsModel(fields, weighted)
+    apply_optimizer_in_backward(RowWiseAdagrad, model.collection.parameters(), {"lr": _TABLE_LR})
+    return model

@@ -1,0 +1,53 @@
+"""What is asked: cluster, fields and how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["COUNTED_STEPS", "Question", "WARMUP_STEPS"]
+
+WARMUP_STEPS, COUNTED_STEPS = 3, 2
+"""Steps before, and under the byte meter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is measured.
+
+    Args:
+        fields: Generated fields, each with a table of its own.
+        batch_size: Samples per rank and step.
+        rate_mbit: Rate of each host's link, Mbit/s; ``None`` = loopback.
+        hosts: Hosts of the cluster, one rank on each.
+        rounds: Turns of every contestant.
+        block_steps: Timed steps of a turn.
+        seed: Draws fields, ids, labels and weights.
+        weighted: Whether lookups carry weights: drawn ones where a field is summed.
+        local_costs: Whether the planner's local costs are measured too, not only the links.
+        heldout_steps: Global batches that hot rows are chosen from, and none is trained on.
+        max_rows: Most rows of a table.
+        contestants: Their names.
+    """
+
+    fields: int = 40
+    batch_size: int = 1024
+    rate_mbit: float | None = 1000.0
+    hosts: int = 2
+    rounds: int = 8
+    block_steps: int = 8
+    seed: int = 0
+    weighted: bool = False
+    local_costs: bool = False
+    heldout_steps: int = 8
+    max_rows: int = 100_000
+    contestants: tuple[str, ...] = ("table_wise", "planner", "ours", "ours_plain", "all_rows")
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that every contestant takes, without those of a pipeline's choice."""
+        return WARMUP_STEPS + COUNTED_STEPS + self.rounds * (self.block_steps + 1)
+
+    @property
+    def link(self) -> str:
+        """The links in words."""
+        return f"{self.rate_mbit:g} Mbit/s" if self.rate_mbit is not None else "loopback"

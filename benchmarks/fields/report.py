@@ -1,0 +1,85 @@
+"""The answer as a table and as a file."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.fields.field_specs import FieldSpec
+from benchmarks.fields.question import Question
+from benchmarks.pipelines.report import schedule_in_words, write_json
+from benchmarks.pipelines.standings import Standing
+from torchrec_picasso.launch.environment import describe_environment
+
+__all__ = ["Report", "print_report", "write_report"]
+
+_MB = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The whole answer, as it is written.
+
+    Args:
+        question: What was measured.
+        fields: That its seed drew.
+        contestants: By name.
+        says: What each one's planner predicts.
+        chose: What each one's pipeline says of its modules and its choice.
+    """
+
+    question: Question
+    fields: tuple[FieldSpec, ...]
+    contestants: dict[str, Standing]
+    says: dict[str, str]
+    chose: dict[str, str]
+
+
+def write_report(report: Report, path: str | Path) -> None:
+    """Writes all numbers, and what they were measured on."""
+    write_json({"environment": describe_environment(), **dataclasses.asdict(report)}, path)
+
+
+def print_report(report: Report) -> None:
+    """Prints the table, and each contestant's plan."""
+    question, found = report.question, report.contestants
+    ids = sum(of.pooling_factor for of in report.fields)
+    columns = sum(of.dim for of in report.fields)
+    print(
+        f"{question.fields} fields, {ids} ids and {columns} columns per sample: {question.hosts} "
+        f"hosts x {question.batch_size} samples, {question.link}"
+    )
+    width = max(16, *(len(name) + 2 for name in found))
+    print(
+        f"  {'':<{width}}{'samples/s':>10}{'x stock':>9}{'by round':>14}{'step ms':>9}"
+        f"{'quartiles':>17}{'CPU s':>8}{'link MB':>9}{'meter MB':>10}{'calls':>7}{'exposed':>9}"
+        f"{'loss diff.':>12}{'K':>6}{'ahead':>7}"
+    )
+    for name, of in found.items():
+        print(f"  {name:<{width}}{_cells(of)}")
+    for name, of in found.items():
+        print(f"  plan of {name}: {plan_in_words(of, report.says[name])}")
+    for name, of in found.items():
+        if of.is_interleaved:
+            print(f"  pipeline of {name}: {'; '.join(report.chose[name].splitlines())}")
+
+
+def plan_in_words(of: Standing, says: str) -> str:
+    """One line: tables by kind, hot rows, and what the planner predicts."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(of.tables.items()))
+    hot = f" with {of.hot_rows} hot rows" if "hot_cold" in of.tables else ""
+    return f"{kinds}{hot}{'; ' if says else ''}{says}"
+
+
+def _cells(of: Standing) -> str:
+    low, middle, high = of.step_ms
+    rounds = f"{min(of.ratio_by_round):.2f} to {max(of.ratio_by_round):.2f}"
+    link_mb = f"{of.link_bytes_per_step / _MB:.2f}" if of.link_bytes_per_step else "-"
+    micro, ahead = schedule_in_words(of.is_interleaved, of.num_micro_batches, of.lookahead)
+    return (
+        f"{of.samples_per_s:>10.0f}{of.ratio:>9.2f}{rounds:>14}{middle:>9.1f}"
+        f"{f'{low:.1f} to {high:.1f}':>17}{of.cpu_s_per_step:>8.3f}{link_mb:>9}"
+        f"{of.metered_bytes_per_step / _MB:>10.2f}{of.collectives_per_step:>7.0f}"
+        f"{of.exposed_share:>9.0%}{of.max_loss_difference:>12.0e}{micro:>6}{ahead:>7}"
+    )

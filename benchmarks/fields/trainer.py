@@ -1,0 +1,96 @@
+"""One contestant's model, placed, initialised and in the hands of its pipeline."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipeline
+from torchrec.distributed.types import ShardingEnv
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from benchmarks.fields.contestants import make_pipeline
+from benchmarks.fields.field_specs import FieldSpec
+from benchmarks.fields.model import FieldsModel
+from benchmarks.fields.plans import Planned
+from benchmarks.pipelines.contestants import Contestant
+from torchrec_picasso.zoo.dlrm import write_initial_tables
+from torchrec_picasso.zoo.tables import TableSpec
+
+__all__ = ["FieldsTrainer"]
+
+_DENSE_LR = 0.02
+
+
+class FieldsTrainer:
+    """What trains for one contestant. Collective: every rank makes one, in the same order.
+
+    Args:
+        contestant: Who trains.
+        model: Before sharding.
+        fields: Of the model.
+        planned: Where its tables go.
+        pg: The ranks.
+        seed: Draws the tables' first weights, the same for every plan.
+    """
+
+    def __init__(
+        self,
+        contestant: Contestant,
+        model: FieldsModel,
+        fields: Sequence[FieldSpec],
+        planned: Planned,
+        pg: dist.ProcessGroup,
+        seed: int,
+    ) -> None:
+        self.placement = planned.placement
+        device = torch.device("cpu")
+        self._model = DistributedModelParallel(
+            module=model,
+            env=ShardingEnv.from_process_group(pg),
+            device=device,
+            plan=self.placement.plan,
+            sharders=self.placement.sharders,
+        )
+        tables = [
+            TableSpec(name=of.table, feature=of.feature, num_embeddings=of.num_embeddings)
+            for of in fields
+        ]
+        write_initial_tables(self._model, tables, [of.dim for of in fields], seed)
+        dense = KeyedOptimizerWrapper(
+            dict(in_backward_optimizer_filter(self._model.named_parameters())),
+            lambda parameters: torch.optim.Adagrad(parameters, lr=_DENSE_LR),
+        )
+        optimizer = CombinedOptimizer([self._model.fused_optimizer, dense])
+        self._pipeline = make_pipeline(contestant, self._model, optimizer, device)
+
+    @property
+    def pipeline(self) -> TrainPipeline:
+        """What trains."""
+        return self._pipeline
+
+    def steps(self, batches: Iterable[Batch], num_steps: int | None = None) -> Iterator[Tensor]:
+        """Trains on the given batches, one at a time. Collective.
+
+        Args:
+            batches: This rank's batches, more of them than steps: a pipeline reads ahead, and what
+                it has read after the last step it keeps.
+            num_steps: Steps to take; ``None`` = until the batches end.
+
+        Yields:
+            This rank's loss of each step, a scalar.
+        """
+        self._model.train()
+        stream = iter(batches)
+        for _ in itertools.count() if num_steps is None else range(num_steps):
+            try:
+                loss, _, _ = self._pipeline.progress(stream)
+            except StopIteration:
+                return
+            yield loss

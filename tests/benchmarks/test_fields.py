@@ -1,0 +1,143 @@
+"""The comparison on many fields: what a seed draws, who takes part, and one whole tiny run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.fields.__main__ import main
+from benchmarks.fields.field_specs import draw_fields
+from benchmarks.fields.plans import deal_by_size
+from benchmarks.fields.samples import Samples
+from torchrec_picasso.cost import CommCurves
+
+NAMES = ("table_wise", "planner", "ours_plain", "all_rows")
+TINY = (
+    *("--fields", "5", "--batch-size", "16", "--rate-mbit", "0", "--max-rows", "1500"),
+    *("--rounds", "2", "--block-steps", "2", "--heldout-steps", "1"),
+)
+LEAST_STEPS = 11  # 3 to warm up, 2 counted, 2 blocks of 1 + 2
+LOSS_TOLERANCE = 1e-4  # float32 sums in another order, over some 11 to 100 steps
+
+
+def test_a_seed_draws_the_same_fields_and_batches_again() -> None:
+    fields = draw_fields(40, 100_000, seed=3)
+    assert fields == draw_fields(40, 100_000, seed=3) != draw_fields(40, 100_000, seed=4)
+    batches = [Samples(fields, 8, seed=3).training(1, 2)[1] for _ in range(2)]
+    torch.testing.assert_close(*(of.sparse_features.values() for of in batches), rtol=0, atol=0)
+    torch.testing.assert_close(*(of.labels for of in batches), rtol=0, atol=0)
+
+
+def test_fields_keep_to_their_bounds_and_differ() -> None:
+    fields = draw_fields(60, 100_000, seed=0)
+    assert len({of.table for of in fields}) == 60
+    assert {of.dim for of in fields} == {8, 16, 32, 64}
+    assert {of.mean for of in fields} == {True, False}
+    assert {of.pooling_factor for of in fields} == set(range(1, 9))
+    assert all(1_000 <= of.num_embeddings <= 100_000 for of in fields)
+    assert all(0.4 <= of.exponent <= 1.3 for of in fields)
+    assert sum(of.num_embeddings < 10_000 for of in fields) == pytest.approx(30, abs=12)
+
+
+def test_every_sample_has_its_fields_ids_inside_their_tables() -> None:
+    fields = draw_fields(9, 3_000, seed=1)
+    bags = Samples(fields, 20, seed=1, weighted=True).training(0, 1)[0].sparse_features
+    for of in fields:
+        bag = bags[of.feature]
+        assert bag.lengths().tolist() == [of.pooling_factor] * 20
+        assert 0 <= int(bag.values().min()) <= int(bag.values().max()) < of.num_embeddings
+        assert bool((bag.weights() == 1).all()) == of.mean
+
+
+def test_held_out_batches_are_none_of_those_trained_on() -> None:
+    samples = Samples(draw_fields(3, 3_000, seed=1), 20, seed=1)
+    heldout = [batch.labels.tolist() for batch in samples.heldout(2, 3)]
+    trained = [batch.labels.tolist() for rank in range(2) for batch in samples.training(rank, 3)]
+    assert len({tuple(labels) for labels in heldout + trained}) == 12
+
+
+def test_the_largest_table_is_dealt_first_to_the_lightest_rank() -> None:
+    assert deal_by_size([1, 9, 5, 4, 1], 2) == [0, 0, 1, 1, 1]
+    assert deal_by_size([], 2) == []
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    folder = tmp_path_factory.mktemp("fields")
+    curves = folder / "curves.json"
+    CommCurves.assumed(2, gbytes_per_s=0.001).to_json(curves)  # so slow that all is hot/cold
+    files = ("--curves", str(curves), "-o", str(folder / "out.json"))
+    with pytest.MonkeyPatch.context() as patch:
+        printed: list[str] = []
+        patch.setattr("builtins.print", lambda *args, **_: printed.append(" ".join(args)))
+        assert main([*TINY, *files, "--contestants", ",".join(NAMES)]) == 0
+    return json.loads((folder / "out.json").read_text()), "\n".join(printed)
+
+
+def test_all_contestants_train_the_same_model(tiny_run: tuple[dict[str, Any], str]) -> None:
+    found = tiny_run[0]["contestants"]
+    assert tuple(found) == NAMES
+    stock = found["table_wise"]["losses"]
+    assert len(stock) == LEAST_STEPS
+    assert len(set(stock)) == LEAST_STEPS  # it did train
+    for name, of in found.items():
+        assert len(of["losses"]) >= LEAST_STEPS, name
+        assert of["losses"][:LEAST_STEPS] == pytest.approx(stock, rel=LOSS_TOLERANCE), name
+        assert of["max_loss_difference"] < LOSS_TOLERANCE, name
+        assert [len(block) for block in of["block_step_ms"]] == [2, 2], name
+        assert of["metered_bytes_per_step"] > 0, name
+        assert sum(of["tables"].values()) == 5, name
+
+
+def test_the_interleaved_pipeline_chose_before_the_clock_started(
+    tiny_run: tuple[dict[str, Any], str],
+) -> None:
+    document, _ = tiny_run
+    all_rows = document["contestants"]["all_rows"]
+    assert all_rows["tables"] == {"hot_cold": 5}
+    assert len(all_rows["losses"]) > LEAST_STEPS
+    assert all_rows["num_micro_batches"] in (1, 2, 4, 8, 16)
+    assert "the fastest of" in document["chose"]["all_rows"]
+    assert document["contestants"]["planner"]["num_micro_batches"] is None
+
+
+def test_every_plan_is_one_printed_line(tiny_run: tuple[dict[str, Any], str]) -> None:
+    lines = tiny_run[1].splitlines()
+    plans = {
+        name: [line for line in lines if line.startswith(f"  plan of {name}:")] for name in NAMES
+    }
+    assert all(len(of) == 1 for of in plans.values())
+    assert "5 table_wise" in plans["table_wise"][0]
+    assert "5 hot_cold with 0 hot rows; predicts" in plans["all_rows"][0]
+    assert "per step, all stock" in plans["ours_plain"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--contestants", "ours"), "no stock one to compare with"),
+        (("--contestants", "table_wise,best"), "'best'; the names are table_wise, planner"),
+        (("--curves", "nowhere.json"), "there is no curves file nowhere.json"),
+        (("-o", "nowhere/out.json"), "there is no folder nowhere"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [("--max-rows", "999"), ("--hosts", "1")])
+def test_a_number_that_is_too_small_is_refused(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*TINY, *arguments])
+    assert f"'{arguments[1]}' is not a whole number from" in capsys.readouterr().err
