@@ -33,6 +33,7 @@ JOBS = {
     "mixed": Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN),
     "stock": Job(placement={"*": "table_wise"}, tables=PLAIN),
     "mean": Job(placement={"*": 2}, tables=PLAIN),
+    "stock_mean": Job(placement={"*": 2, "c": "row_wise"}, tables=PLAIN),
 }
 COUNTS = {2: [(5, 3), (0, 3), (2, 2)], 3: [(1, 4, 0)]}
 """Batches of each rank; a rank that has none is told by the others what an empty batch is."""
@@ -45,6 +46,7 @@ CASES = [
         (2, "mixed", (2, 5)),
         (2, "stock", (4, 2)),
         (2, "mean", (2, 4)),
+        (2, "stock_mean", (3, 3)),  # TorchRec has no means of no samples, so no rank may need any
         (3, "hot_cold", COUNTS[3][0]),
     ]
     for num_micro_batches in (1, 4)

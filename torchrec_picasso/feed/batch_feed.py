@@ -65,6 +65,9 @@ class BatchFeed:
         self._kept: Fetched | None = None
         self.has_ended = False
         """Whether it is known that no rank has any more, until :meth:`first` finds otherwise."""
+        self.asks_ahead = False
+        """Whether ranks ask each other for every batch, as where a batch of no samples cannot go
+        the way of others just to learn that there is no more; a small all-reduce a step."""
 
     def first(self, pg: dist.ProcessGroup, batches: Iterator[Any]) -> Fetched:
         """A batch when none is in flight. Collective.
@@ -113,12 +116,13 @@ class BatchFeed:
         return following
 
     def _following(self, pg: dist.ProcessGroup, mine: Fetched | None, last: Any) -> Fetched | None:
-        everywhere = self._execute_all_batches or (
-            take_census(pg, self._device, mine is not None).all_have_data
-        )
-        if not everywhere:
-            self._kept = mine
-            raise StopIteration
+        if self.asks_ahead or not self._execute_all_batches:
+            census = take_census(pg, self._device, mine is not None)
+            if not census.all_have_data and not self._execute_all_batches:
+                self._kept = mine
+                raise StopIteration
+            if census.first_with_data is None:
+                return None
         if mine is not None or pg.size() == 1:
             return mine
         context = self._create_context()

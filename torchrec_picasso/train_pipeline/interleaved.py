@@ -446,6 +446,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self.detach()
             raise
         found.join_splits()
+        self._feed.asks_ahead = found.has_stock_means
         self._operations, self._cut_check = self._operating(found), self._checking(found)
         self._taken = found
 

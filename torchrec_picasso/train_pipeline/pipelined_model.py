@@ -113,6 +113,15 @@ class PipelinedModel:
         """Waves that the plan cut the packs into."""
         return max((module.num_waves for module in self.interleaved.values()), default=1)
 
+    @property
+    def has_stock_means(self) -> bool:
+        """Whether TorchRec divides outputs after the exchange, which it cannot without samples."""
+        return any(
+            getattr(inner, "_has_mean_pooling_callback", False)
+            for module in self.plain.values()
+            for inner in module.modules()
+        )
+
     def samples_of(self, batch: Any, context: TrainPipelineContext) -> dict[str, int | None]:
         """Of each interleaved module, how many samples its features have.
 
