@@ -14,7 +14,7 @@ from torchrec_picasso.cost.curve import Curve
 from torchrec_picasso.cost.hot_cold import hot_cold_cost, hot_cold_totals
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
-from torchrec_picasso.planner.choice import TableQuestion, best_hot_counts, choose
+from torchrec_picasso.planner.choice import TableQuestion, _best_size, best_hot_counts, choose
 
 ROWS = 20_000
 BATCH = 1024
@@ -146,3 +146,19 @@ def test_the_order_of_tables_changes_nothing_but_the_order(seed: int) -> None:
     second = choose(ask([works[i] for i in order]), curves(), 2)
     assert [first.num_hot[i] for i in order] == list(second.num_hot)
     assert [first.hot_cold[i] for i in order] == list(second.hot_cold)
+
+
+@pytest.mark.parametrize(
+    ("plans_ms", "expected"),
+    [
+        ({0: 100, 5: 90, 10: 120}, 0),  # a mixture must win clearly
+        ({0: 100, 5: 70, 10: 120}, 5),
+        ({0: 100, 5: 90, 10: 95}, 10),  # all of one kind need not
+        ({0: 100, 5: 110, 10: 99}, 0),
+        ({0: 100, 5: 99, 10: 90}, 10),
+        ({3: 100, 5: 70, 10: 60}, 10),
+        ({4: 100}, 4),
+    ],
+)
+def test_a_mixed_plan_must_win_clearly(plans_ms: dict[int, float], expected: int) -> None:
+    assert _best_size(plans_ms) == expected
