@@ -29,11 +29,11 @@ from benchmarks.cluster import run_on_hosts, why_unavailable
 from torchrec_picasso.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.stock import max_over_mean, stock_cost, stock_totals
+from torchrec_picasso.decision.decision import decide
 from torchrec_picasso.exchange.meter import WireMeter
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.launch.environment import describe_environment
 from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.planner.decision import decide
 from torchrec_picasso.planner.table_facts import facts_of_model
 from torchrec_picasso.runs.exchange_step import ExchangeStep, bag_collection, one_hot_batch
 from torchrec_picasso.runs.placements import make_placement

@@ -23,7 +23,7 @@ ROWS = (
     ("ops", "_torchrec"),
     ("placement", "frequency", "exchange", "batches", "launch"),
     ("cost", "storage"),
-    ("rows", "schedule", "comparison", "feed"),
+    ("rows", "schedule", "comparison", "feed", "decision"),
     ("sharding", "planner"),
     ("train_pipeline",),
     ("timeline", "zoo"),

@@ -27,7 +27,7 @@ from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
     hot_cold_planner,
 )
-from torchrec_picasso.planner.explain import summarize
+from torchrec_picasso.decision.explain import summarize
 from torchrec_picasso.runs.placements import AnyTypeSharder, Placement
 
 __all__ = ["Planned", "deal_by_size", "plan_hot_cold", "plan_stock", "plan_table_wise"]

@@ -13,12 +13,12 @@ from torchrec_picasso.cli.plan_report import draw_plan, draw_sweep, print_plan, 
 from torchrec_picasso.cli.plan_report import write_plan_json as write_json
 from torchrec_picasso.config import load_config
 from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.decision.explain import explain, summarize
+from torchrec_picasso.decision.what_if import sweep
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.frequency import FrequencyStats
-from torchrec_picasso.planner.explain import explain, summarize
 from torchrec_picasso.planner.planner import hot_cold_planner
 from torchrec_picasso.planner.table_facts import assumed_curves, facts_of_model
-from torchrec_picasso.planner.what_if import sweep
 from torchrec_picasso.runs.trainer import unsharded_model
 from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionSharder
 from torchrec_picasso.zoo.registry import make_source

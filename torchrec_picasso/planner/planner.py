@@ -27,12 +27,12 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.decision.decision import Decision
+from torchrec_picasso.decision.explain import explain
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.planner.capacity import explain_shortage
-from torchrec_picasso.planner.decision import Decision
 from torchrec_picasso.planner.enumerator import HotColdEnumerator
-from torchrec_picasso.planner.explain import explain
 from torchrec_picasso.planner.search import PlanSearch
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         """One line per table: what was chosen, what it costs, and why.
 
         Returns:
-            See :func:`torchrec_picasso.planner.explain.explain` for the columns.
+            See :func:`torchrec_picasso.decision.explain.explain` for the columns.
 
         Raises:
             PlanError: If there is no plan yet.

@@ -13,8 +13,8 @@ from torchrec.distributed.planner.types import Perf, ShardingOption
 from torchrec_picasso.cost.marginal import marginal_hot_cold_costs, marginal_stock_costs
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.stock import STOCK_TYPES
+from torchrec_picasso.decision.decision import Decision
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.planner.decision import Decision
 
 __all__ = ["Prices", "make_prices", "price_options"]
 

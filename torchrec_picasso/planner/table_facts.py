@@ -14,10 +14,10 @@ from torchrec_picasso._torchrec import optimizer_multiplier
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.cost.table_work import TableLoad
+from torchrec_picasso.decision.decision import TableFacts
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.planner.decision import TableFacts
 from torchrec_picasso.planner.refusals import TableRefusals
 
 __all__ = ["assumed_curves", "config_of", "facts_of_model", "facts_of_options", "stock_types_of"]

@@ -11,9 +11,9 @@ import torch
 from tests.frequency.test_criteo import FEATURES, ROWS
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.table_work import TableLoad
+from torchrec_picasso.decision.decision import Decision, TableFacts, decide
 from torchrec_picasso.frequency import FrequencyStats, ModelTable
 from torchrec_picasso.frequency.accumulate import CountAccumulator
-from torchrec_picasso.planner.decision import Decision, TableFacts, decide
 from torchrec_picasso.zoo.criteo import hash_ids
 from torchrec_picasso.zoo.criteo_files import read_criteo
 

@@ -8,7 +8,7 @@ from torchrec_picasso.cost.hot_cold import hot_cold_memory_bytes
 from torchrec_picasso.cost.marginal import marginal_hot_cold_costs, marginal_stock_costs
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.stock import STOCK_TYPES, stock_memory_bytes
-from torchrec_picasso.planner.decision import Decision
+from torchrec_picasso.decision.decision import Decision
 
 if TYPE_CHECKING:
     import pandas as pd

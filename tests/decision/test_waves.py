@@ -10,12 +10,12 @@ from torchrec.distributed.planner.types import ParameterConstraints
 
 from tests.planner.samples import AbleSharder, Model, stats, topology
 from torchrec_picasso.cost.table_work import TableLoad
+from torchrec_picasso.decision.decision import TableFacts, decide
+from torchrec_picasso.decision.waves import TableVolume, balance_waves
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
-from torchrec_picasso.planner.decision import TableFacts, decide
 from torchrec_picasso.planner.table_facts import assumed_curves
-from torchrec_picasso.planner.waves import TableVolume, balance_waves
 
 VOLUMES = st.lists(
     st.builds(TableVolume, group=st.integers(0, 3), elements=st.floats(0, 1e6)), max_size=30

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
+from torchrec_picasso.decision.choice import Choice, TableQuestion, choose, given_choice
+from torchrec_picasso.decision.home_blocks import HomeBlocks, RowLoads, balance_homes
+from torchrec_picasso.decision.waves import TableVolume, balance_waves
 from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
-from torchrec_picasso.planner.choice import Choice, TableQuestion, choose, given_choice
-from torchrec_picasso.planner.home_blocks import HomeBlocks, RowLoads, balance_homes
-from torchrec_picasso.planner.waves import TableVolume, balance_waves
 
 __all__ = ["Decision", "TableFacts", "decide", "given_hot_sets"]
 

@@ -13,8 +13,8 @@ from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curve import Curve
 from torchrec_picasso.cost.hot_cold import hot_cold_cost, hot_cold_totals
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
+from torchrec_picasso.decision.choice import TableQuestion, _best_size, best_hot_counts, choose
 from torchrec_picasso.frequency.spectrum import CountSpectrum
-from torchrec_picasso.planner.choice import TableQuestion, _best_size, best_hot_counts, choose
 
 ROWS = 20_000
 BATCH = 1024

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torchrec_picasso.cost.curves import CommCurves
+from torchrec_picasso.decision.decision import TableFacts, decide
+from torchrec_picasso.decision.explain import summarize
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
-from torchrec_picasso.planner.decision import TableFacts, decide
-from torchrec_picasso.planner.explain import summarize
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,7 +38,7 @@ def sweep(
 
     Returns:
         One line per pair, with ``bandwidth`` and the entries of
-        :func:`torchrec_picasso.planner.explain.summarize`, without ``memory_bytes``.
+        :func:`torchrec_picasso.decision.explain.summarize`, without ``memory_bytes``.
 
     Raises:
         PlanError: If a world size or a bandwidth cannot be.
