@@ -23,7 +23,7 @@ from tests.train_pipeline.runs import (
     plain_steps,
     run_to_the_end,
 )
-from torchrec_picasso.errors import CompatError
+from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.launch.run_ranks import run_ranks
 
 JOB = Job(placement={"*": 2}, tables=PLAIN)
@@ -168,3 +168,27 @@ def _unpipelined(rank: int, world_size: int) -> list[Run]:
 def test_a_module_that_is_not_pipelined_is_trained_whole() -> None:
     by_rank = run_ranks(_unpipelined, 2, timeout_s=60)
     assert_same_runs([mine for _, mine in by_rank], [plain for plain, _ in by_rank])
+
+
+def _wrong_lengths(rank: int, world_size: int, num_micro_batches: int) -> str:
+    """Trains batches, of which one of rank 1's has lengths that do not fit; returns the error."""
+    model = build(JOB, rank, world_size)
+    batches = batches_of(JOB, rank, range(4))
+    if rank == 1:
+        features = batches[2].sparse_features
+        lengths = features.lengths().clone()
+        lengths[-1] += 2
+        batches[2].sparse_features = KeyedJaggedTensor(
+            keys=features.keys(), values=features.values(), lengths=lengths
+        )
+    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
+    with pytest.raises(InputError) as caught:
+        run_to_the_end(pipeline, iter(batches))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_lengths_that_do_not_fit_end_all_ranks(num_micro_batches: int) -> None:
+    told_0, told_1 = run_ranks(_wrong_lengths, 2, num_micro_batches, timeout_s=60)
+    assert "rank 1 holds lengths that do not sum to its values" in told_0
+    assert "has lengths that sum to" in told_1

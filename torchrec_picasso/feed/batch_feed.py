@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.errors import CompatError
+from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.feed.end_of_data import (
     SplitBatch,
     empty_batch,
@@ -30,8 +30,8 @@ class Fetched:
     context: TrainPipelineContext
     has_data: bool = True
     """Whether the batch comes from this rank's data; else it stands in for data that has ended."""
-    refusal: CompatError | None = None
-    """Why the stand-in is no empty batch: nothing can be trained on it."""
+    refusal: PicassoError | None = None
+    """Why nothing can be trained on it: it could not be cut, or is no empty batch to stand in."""
 
 
 class BatchFeed:

@@ -15,6 +15,7 @@ from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.features import LaidOutFeatures, layout_of
 from torchrec_picasso.sharding.in_backward import InBackwardDriver
 from torchrec_picasso.storage.hot_homes import HotHomes
+from torchrec_picasso.storage.row_storage import RowStorage
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 
 __all__ = ["HotColdLookup"]
@@ -52,7 +53,8 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
         self, config: GroupedEmbeddingConfig, device: torch.device | None, *_: object
     ) -> BaseEmbedding:
         hot_homes = self._hot_homes_P[len(self._emb_modules)]
-        return HotColdKernel(config, hot_homes, self._ranks, device or torch.device("cpu"))
+        rows = RowStorage(config, hot_homes, self._ranks, device or torch.device("cpu"))
+        return HotColdKernel(config, rows, self._ranks)
 
     def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
         """Starts fetching the rows of a batch. Collective.

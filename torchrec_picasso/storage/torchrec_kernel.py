@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 
@@ -25,7 +24,6 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["HotColdKernel"]
@@ -35,27 +33,17 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
     """One pack on this rank as TorchRec sees it.
 
     Args:
-        config: The pack's tables on this rank, of one dim, compute kernel and optimizer setting.
-        hot_homes: Where the hot rows of the pack are at home.
-        ranks: Who has the other homes and replicas.
-        device: Where the rows go.
-
-    Raises:
-        CompatError: If the kernel, the optimizer or the dim cannot be trained exactly.
+        config: The pack's tables on this rank.
+        rows: Their homes and replicas.
+        ranks: Who has the other homes, for the state dict's metadata.
     """
 
-    def __init__(
-        self,
-        config: GroupedEmbeddingConfig,
-        hot_homes: HotHomes,
-        ranks: Ranks,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: GroupedEmbeddingConfig, rows: RowStorage, ranks: Ranks) -> None:
         super().__init__()
         self._config = config
         self._ranks = ranks
         self._dim = config.embedding_tables[0].local_cols
-        self.rows = RowStorage(config, hot_homes, ranks, device)
+        self.rows = rows
         self._init_parameters()
         self.rows.accept_writes()
         self._optim = _FlushedFusedOptimizer(self.rows, **self._optimizer_views())

@@ -24,7 +24,7 @@ from torchrec_picasso._torchrec import (
 from torchrec_picasso.batches.join import join_outputs as join_known_outputs
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.batches.split import split_batch as split_known_batch
-from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
+from torchrec_picasso.errors import CompatError, ConfigError, InputError, PicassoError
 from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.feed.id_stream import IdStream
@@ -415,7 +415,10 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             # of no samples, every micro-batch is the batch itself
             parts_K = [batch] * len(sizes_K)
             if len(sizes_K) > 1 and num_samples:
-                parts_K = list(self._split_batch(batch, sizes_K))
+                try:
+                    parts_K = list(self._split_batch(batch, sizes_K))
+                except InputError as error:  # the header may tell all ranks why, and stop them
+                    fetched = replace(fetched, refusal=error)
         return Flight(fetched, setting, sizes_K, parts_K)
 
     def _rewrite(self, batch: In, context: TrainPipelineContext) -> None:
