@@ -28,7 +28,7 @@ from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.rows.request import RowRequest
 
-PROPERTY = settings(max_examples=6, deadline=None, derandomize=True, database=None)
+PROPERTY = settings(max_examples=4, deadline=None, derandomize=True, database=None)
 NUM_STEPS = 2
 
 Bags = list[list[list[int]]]
