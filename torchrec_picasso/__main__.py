@@ -1,7 +1,17 @@
 """``python -m torchrec_picasso``: the command line."""
 
+import os
 import sys
 
+from torchrec_picasso.cli.launcher import under_torchrun
 from torchrec_picasso.cli.main import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    exit_code = main()
+    if under_torchrun():
+        # at once: threads of gloo may outlive their group, and an interpreter that ends beside
+        # them may abort, which torchrun would take for a failed run
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)

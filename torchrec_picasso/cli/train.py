@@ -60,5 +60,6 @@ def run(args: argparse.Namespace) -> None:
     device = join_torchrun(config.timeout_s)
     try:
         train_on_rank(dist.get_rank(), world_size, config, args.resume, device)
+        dist.barrier()  # no rank leaves while another still works with it
     finally:
         dist.destroy_process_group()
