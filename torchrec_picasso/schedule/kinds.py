@@ -81,10 +81,13 @@ class Kind:
     needs: tuple[Need, ...] = ()
 
 
+def _share_packs(op: Op, other: Op) -> bool:
+    return op.wave is None or other.wave is None or op.wave == other.wave
+
+
 def _of_batch(op: Op, other: Op) -> bool:
     """Of the same batch, and of packs that both are for."""
-    share_packs = op.wave is None or other.wave is None or op.wave == other.wave
-    return op.batch == other.batch and share_packs
+    return op.batch == other.batch and _share_packs(op, other)
 
 
 def _of_part(op: Op, other: Op) -> bool:
@@ -109,8 +112,7 @@ def _if_first(op: Op, other: Op) -> bool:
 
 def _of_batch_before(op: Op, other: Op) -> bool:
     """Of an earlier batch in flight; the first one's is over before the schedule begins."""
-    share_packs = op.wave is None or other.wave is None or op.wave == other.wave
-    return op.batch > other.batch and share_packs
+    return op.batch > other.batch and _share_packs(op, other)
 
 
 def _all(*kinds: str) -> tuple[Need, ...]:
