@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     count(GreedyPerfPartitioner, "partition", lambda *args, **kwargs: 1)
     count(EmbeddingStorageEstimator, "estimate", lambda self, options, **kwargs: len(options))
-    count(split, "_after_hold_out", lambda *args: 1)
+    count(split.WinnersCurse, "of", lambda *args: 1)
     return counted
 
 
@@ -53,7 +53,7 @@ def test_expensive_calls_grow_with_the_tables_alone(
         plan_ours(workload, workload.stats(), hot_rows=hot_rows)
         assert 1 <= calls["partition"] <= 2
         assert calls["estimate"] <= 10 * num_tables
-        assert 0 < calls["_after_hold_out"] <= 20 * num_tables
+        assert 0 < calls["of"] <= 20 * num_tables
         found.append(dict(calls))
     assert found[1]["estimate"] <= 4 * found[0]["estimate"]
 

@@ -143,26 +143,17 @@ class TableWork:
 
 
 class _LuckCurve:
-    """The winner's curse by numbers of hot rows: interpolated between points that are computed, in
-    some ms each, when they are asked for."""
+    """The winner's curse by numbers of hot rows, interpolated between a few."""
 
     def __init__(self, spectrum: CountSpectrum, lookups: float) -> None:
-        self._curse = WinnersCurse(spectrum, lookups)
+        curse = WinnersCurse(spectrum, lookups)  # not kept: it is large
         points_X = np.geomspace(1, max(2.0, float(spectrum.rows_K.sum())), _LUCK_POINTS)
         self._hot_X = np.concatenate([[0.0], points_X])
-        self._luck_X = {0: 0.0}
+        self._luck_X = np.array([0.0, *(max(0.0, curse.of(float(hot))) for hot in points_X)])
 
     def at(self, num_hot: float) -> float:
         """The curse of ``num_hot`` hot rows; that of the last point beyond it."""
-        right = int(np.searchsorted(self._hot_X, num_hot, side="right"))
-        points = range(max(0, right - 1), min(right + 1, len(self._hot_X)))
-        ends = [self._point(point) for point in points]
-        return float(np.interp(num_hot, self._hot_X[points.start : points.stop], ends))
-
-    def _point(self, point: int) -> float:
-        if point not in self._luck_X:
-            self._luck_X[point] = max(0.0, self._curse.of(float(self._hot_X[point])))
-        return self._luck_X[point]
+        return float(np.interp(num_hot, self._hot_X, self._luck_X))
 
 
 @lru_cache(maxsize=1 << 14)

@@ -235,7 +235,7 @@ def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoad
     used = torch.from_numpy(work.used_K[::-1].copy())
     place_U = torch.searchsorted(ascending, counts_U.double()).clamp(max=used.numel() - 1)
     load_U = used[place_U] if used.numel() else counts_U.double()
-    load_U = torch.where(torch.isin(rows_U, hot_H), torch.zeros_like(load_U), load_U)
+    load_U = load_U.masked_fill(_are_among(rows_U, hot_H), 0.0)
     cold = work.split(hot_H.numel()).cold_used
     dim = float(work.load.dim)
     return RowLoads(
@@ -244,3 +244,11 @@ def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoad
         load_U=load_U.numpy() * dim,
         spread_load=max(0.0, cold - float(load_U.sum())) * dim,
     )
+
+
+def _are_among(rows_U: Tensor, others_H: Tensor) -> Tensor:
+    """Which of some rows are among others; both ascend, which saves sorting."""
+    if not others_H.numel():
+        return torch.zeros_like(rows_U, dtype=torch.bool)
+    place_U = torch.searchsorted(others_H, rows_U).clamp_(max=others_H.numel() - 1)
+    return others_H.index_select(0, place_U) == rows_U

@@ -89,11 +89,8 @@ def _over_all_tables(
 ) -> dict[str, Tensor]:
     # rows of all tables side by side, in table order: (U,) over all tables
     counts_U = torch.cat([stats.tables[name].counts_U for name in tables])
-    hottest = counts_U.sort(descending=True, stable=True).indices[:total]
-    is_hot_U = torch.zeros(counts_U.numel(), dtype=torch.bool)
-    is_hot_U[hottest] = True
-
-    chosen, start, missing = {}, 0, total - hottest.numel()
+    is_hot_U = _are_largest(counts_U, total)
+    chosen, start, missing = {}, 0, max(0, total - counts_U.numel())
     for name, num_rows in tables.items():
         seen = stats.tables[name].rows_U
         hot = seen[is_hot_U[start : start + seen.numel()]]
@@ -102,6 +99,17 @@ def _over_all_tables(
         start += seen.numel()
         missing -= unseen.numel()
     return chosen
+
+
+def _are_largest(counts_U: Tensor, total: int) -> Tensor:
+    """Which of some numbers are the ``total`` largest; of equal ones the first. O(U) time."""
+    if total >= counts_U.numel():
+        return torch.ones(counts_U.numel(), dtype=torch.bool)
+    least = counts_U.kthvalue(counts_U.numel() - total + 1).values
+    are_largest_U = counts_U > least
+    equal = (counts_U == least).nonzero().flatten()
+    are_largest_U[equal[: total - int(are_largest_U.sum())]] = True
+    return are_largest_U
 
 
 def _first_unseen(seen: Tensor, num_rows: int, count: int) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 __all__ = ["CountSpectrum"]
 
+_FEW_BINS = 1 << 16
 _EXACT_UP_TO = 1e6
 """Lookups up to which log-gammas keep enough digits."""
 
@@ -61,13 +62,18 @@ class CountSpectrum:
             tail_rows_per_sampled: Rows that each sampled row stands for.
             num_lookups: Lookups in all; ``None`` = the sum over the rows.
         """
-        tail_V = counts_U.new_empty(0) if tail_counts_V is None else tail_counts_V
-        counts, inverse = torch.unique(
-            torch.cat([counts_U.double(), tail_V.double()]), return_inverse=True
-        )
-        weights = torch.ones(inverse.numel(), dtype=torch.float64)
-        weights[counts_U.numel() :] = tail_rows_per_sampled
-        rows = torch.zeros_like(counts).index_add_(0, inverse, weights)
+        if tail_counts_V is None and _is_soon_counted(counts_U):
+            rows = torch.bincount(counts_U)
+            counts = rows.nonzero().flatten()
+            counts, rows = counts.double(), rows[counts].double()
+        else:
+            tail_V = counts_U.new_empty(0) if tail_counts_V is None else tail_counts_V
+            counts, inverse = torch.unique(
+                torch.cat([counts_U.double(), tail_V.double()]), return_inverse=True
+            )
+            weights = torch.ones(inverse.numel(), dtype=torch.float64)
+            weights[counts_U.numel() :] = tail_rows_per_sampled
+            rows = torch.zeros_like(counts).index_add_(0, inverse, weights)
         total = float((counts * rows).sum()) if num_lookups is None else float(num_lookups)
         return CountSpectrum(
             counts_K=counts.flip(0),
@@ -153,6 +159,13 @@ class CountSpectrum:
 
     def _rows_with_count(self, count: int) -> float:
         return float(self.rows_K[(self.counts_K - count).abs() < 0.5].sum())
+
+
+def _is_soon_counted(counts_U: Tensor) -> bool:
+    """Whether a bin for each number up to the largest is less work than sorting."""
+    if counts_U.is_floating_point() or not counts_U.numel():
+        return False
+    return int(counts_U.max()) <= 8 * counts_U.numel() + _FEW_BINS
 
 
 def _log_absent(total: float, counts_K: Tensor, drawn: float) -> Tensor:

@@ -16,6 +16,7 @@ Shape letters: K distinct counts, N of them near the cut, J lookups that a row l
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -100,10 +101,11 @@ class WinnersCurse:
             num_lookups / float((self._counts_K * self._rows_K).sum()), _LARGEST_SHARE_HELD_OUT
         )
         # ascending: rows of at least a count are the last ones
-        self._rising_K = self._counts_K.flip(0).numpy()
-        self._surely_kept_K = _least_kept(self._counts_K.flip(0), self._share).numpy()
-        self._rows_from_K1 = np.concatenate([self._rows_K.cumsum(0).flip(0).numpy(), np.zeros(1)])
-        self._num_kept_C = self._survey()
+        self._rising_K = self._counts_K[::-1]
+        self._surely_kept_K = _least_kept(self._rising_K, self._share)
+        self._rows_from_K1 = np.concatenate([self._rows_K.cumsum()[::-1], np.zeros(1)])
+        self._present_K = 1 - (1 - self._share) ** self._counts_K
+        self._survey = _Survey.of(self._counts_K, self._rows_K, self._share)
 
     def of(self, num_hot: float) -> float:
         """Cold rows of a held-out batch, less those of a batch that helped to choose the hot set.
@@ -111,78 +113,122 @@ class WinnersCurse:
         Args:
             num_hot: The table's most frequent rows, which are hot.
         """
-        counts_K, rows_K, share = self._counts_K, self._rows_K, self._share
+        counts_K, rows_K = self._counts_K, self._rows_K
         cut = self._cut(num_hot)
-        if cut * share > _SURELY_PRESENT:
+        if cut * self._share > _SURELY_PRESENT:
             return 0.0
-        below_K, at_K = _after_hold_out(counts_K, share, cut)
+        below_K, at_K = self._after_hold_out(cut)
         above = float((rows_K * (1 - below_K - at_K)).sum())
         at_cut = float((rows_K * at_K).sum()) if cut else self._num_embeddings - above
         hot_share = min(1.0, max(0.0, (num_hot - above) / at_cut)) if at_cut else 0.0
 
-        present_K = 1 - (1 - share) ** counts_K
         # up to the cut a row is cold whatever it loses; above it, when it loses enough
-        cold_K = torch.where(counts_K > cut, below_K + (1 - hot_share) * at_K, present_K)
-        as_sampled_K = (rows_K - _taken(rows_K, num_hot)) * present_K
-        return float((rows_K * cold_K - as_sampled_K).sum())
+        cold_K = np.where(counts_K > cut, below_K + (1 - hot_share) * at_K, self._present_K)
+        taken_K = np.minimum(np.maximum(num_hot - (rows_K.cumsum() - rows_K), 0), rows_K)
+        return float((rows_K * cold_K - (rows_K - taken_K) * self._present_K).sum())
+
+    def _after_hold_out(self, cut: int) -> tuple[np.ndarray, np.ndarray]:
+        """Chances that a row of each count keeps less than ``cut`` lookups, and that many."""
+        if self._survey is not None and cut < len(self._survey.num_kept_C):
+            return self._survey.after_hold_out(self._counts_K, cut)
+        return _after_hold_out(self._counts_K, self._share, cut)
 
     def _cut(self, num_hot: float) -> int:
         """Largest count that ``num_hot`` rows at least are expected to keep; 0 if there is none."""
+        if self._survey is not None:
+            return self._survey.cut(num_hot)
         low, high = 0, int(self._counts_K[0]) + 1
         while high - low > 1:
             middle = (low + high) // 2
-            if self._keep(middle, num_hot):
+            if self._keep(middle, num_hot * (1 - _ROUNDING)):
                 low = middle
             else:
                 high = middle
         return low
 
-    def _keep(self, cut: int, num_hot: float) -> bool:
-        """Whether ``num_hot`` rows at least are expected to keep ``cut`` lookups.
+    def _keep(self, cut: int, num_rows: float) -> bool:
+        """Whether that many rows at least are expected to keep ``cut`` lookups.
 
-        Far from the answer rows that cannot keep so many, or cannot but keep them, decide alone,
-        and nearer to it the survey; only where that is too close is the cut looked at by itself.
+        Far from the answer rows that cannot keep so many, or cannot but keep them, decide alone.
         """
-        enough, too_few = num_hot * (1 + _ROUNDING), num_hot * (1 - _ROUNDING)
-        if self._rows_from_K1[np.searchsorted(self._rising_K, cut)] < too_few:
+        if self._rows_from_K1[np.searchsorted(self._rising_K, cut)] < num_rows:
             return False
-        if self._rows_from_K1[np.searchsorted(self._surely_kept_K, cut, side="right")] > enough:
+        if self._rows_from_K1[np.searchsorted(self._surely_kept_K, cut, side="right")] > num_rows:
             return True
-        if cut < len(self._num_kept_C):
-            if self._num_kept_C[cut] < too_few:
-                return False
-            if self._num_kept_C[cut] > enough:
-                return True
         below_K, _ = _after_hold_out(self._counts_K, self._share, cut)
-        return float((self._rows_K * (1 - below_K)).sum()) >= num_hot
+        return float((self._rows_K * (1 - below_K)).sum()) >= num_rows
 
-    def _survey(self) -> np.ndarray:
-        """Rows expected to keep each number of lookups at least, for all cuts that luck decides.
 
-        Shape ``(C,)``, in another order of sums than :func:`_after_hold_out`; empty where that
-        would take more memory than it saves time.
+@dataclass(frozen=True)
+class _Survey:
+    """What rows lose when each lookup is lost by chance, for all cuts that luck decides; C cuts.
+
+    Sums are in another order than those of :func:`_after_hold_out`.
+    """
+
+    place_K: np.ndarray
+    """Row of each count below, -1 where luck decides nothing."""
+    chance_NJ: np.ndarray
+    """Chance to lose each number of lookups."""
+    at_most_NJ: np.ndarray
+    """Chance to lose no more."""
+    num_kept_C: np.ndarray
+    """Rows expected to keep each number of lookups at least."""
+
+    @staticmethod
+    def of(counts_K: np.ndarray, rows_K: np.ndarray, share: float) -> _Survey | None:
+        """Surveys a table; ``None`` where that would take more memory than it saves time.
+
+        Args:
+            counts_K: Whole counts, descending.
+            rows_K: Rows of each.
+            share: Chance to lose a lookup.
         """
-        num_cuts = int(min(_SURELY_PRESENT / self._share, float(self._counts_K[0]))) + 1
-        counts = self._counts_K.numpy()
-        near = _least_kept(self._counts_K, self._share).numpy() <= num_cuts
-        counts_N, rows_N = counts[near], self._rows_K.numpy()[near]
+        num_cuts = int(min(_SURELY_PRESENT / share, float(counts_K[0]))) + 2
+        near = _least_kept(counts_K, share) <= num_cuts
+        counts_N, rows_N = counts_K[near], rows_K[near]
         if not counts_N.size or counts_N[0] > _LARGEST_SURVEYED_COUNT:
-            return np.empty(0)
-        mean = counts_N[0] * self._share
+            return None
+        mean = counts_N[0] * share
         most_lost = min(counts_N[0], mean + 8 * mean**0.5 + 20)
         lost_J = np.arange(int(most_lost) + 1)
         # a row of count n loses j lookups (n - j + 1) / j x odds times as likely as j - 1
-        odds = self._share / (1 - self._share)
+        odds = share / (1 - share)
         left_NJ = np.maximum(counts_N[:, None] - lost_J + 1, 0)
         with np.errstate(divide="ignore"):
             log_NJ = np.log(left_NJ * (odds / np.maximum(lost_J, 1)))
-        log_NJ[:, 0] = counts_N * math.log1p(-self._share)
-        rows_NJ = np.exp(np.cumsum(log_NJ, axis=1)) * rows_N[:, None]
+        log_NJ[:, 0] = counts_N * math.log1p(-share)
+        chance_NJ = np.exp(np.cumsum(log_NJ, axis=1))
         kept_NJ = np.maximum(counts_N[:, None] - lost_J, 0).astype(np.int64)
+        rows_NJ = chance_NJ * rows_N[:, None]
         by_kept = np.bincount(kept_NJ.ravel(), rows_NJ.ravel(), minlength=num_cuts)
-        always_kept = float(self._rows_K.numpy()[~near].sum())
-        result: np.ndarray = always_kept + by_kept[::-1].cumsum()[::-1][:num_cuts]
-        return result
+        always_kept = float(rows_K[~near].sum())
+        return _Survey(
+            place_K=np.where(near, near.cumsum() - 1, -1),
+            chance_NJ=chance_NJ,
+            at_most_NJ=chance_NJ.cumsum(axis=1),
+            num_kept_C=always_kept + by_kept[::-1].cumsum()[::-1][:num_cuts],
+        )
+
+    def cut(self, num_hot: float) -> int:
+        """Largest cut that ``num_hot`` rows at least are expected to keep, up to rounding.
+
+        The last one if it is beyond, where luck evens out.
+        """
+        enough = num_hot * (1 - _ROUNDING)
+        return max(0, int(np.searchsorted(-self.num_kept_C, -enough, side="right")) - 1)
+
+    def after_hold_out(self, counts_K: np.ndarray, cut: int) -> tuple[np.ndarray, np.ndarray]:
+        """As :func:`_after_hold_out`, for a cut that was surveyed."""
+        below_K, at_K = (counts_K < cut).astype(np.float64), np.zeros_like(counts_K)
+        is_known_K = (counts_K >= cut) & (self.place_K >= 0)
+        place_n = self.place_K[is_known_K]
+        lost_n = (counts_K[is_known_K] - cut).astype(np.int64)
+        is_likely_n = lost_n < self.chance_NJ.shape[1]
+        lost_n = np.minimum(lost_n, self.chance_NJ.shape[1] - 1)
+        at_K[is_known_K] = self.chance_NJ[place_n, lost_n] * is_likely_n
+        below_K[is_known_K] = np.maximum(1 - self.at_most_NJ[place_n, lost_n], 0)
+        return below_K, at_K
 
 
 def _taken(rows_K: Tensor, num_rows: float) -> Tensor:
@@ -191,32 +237,36 @@ def _taken(rows_K: Tensor, num_rows: float) -> Tensor:
     return (num_rows - before_K).clamp(min=0).minimum(rows_K)
 
 
-def _whole_counts(spectrum: CountSpectrum) -> tuple[Tensor, Tensor]:
+def _whole_counts(spectrum: CountSpectrum) -> tuple[np.ndarray, np.ndarray]:
     """Counts and rows with the counts rounded, to 1 at least: decayed ones are no whole numbers."""
-    counts, inverse = torch.unique(spectrum.counts_K.round().clamp(min=1), return_inverse=True)
-    rows = torch.zeros_like(counts).index_add_(0, inverse, spectrum.rows_K)
-    return counts.flip(0), rows.flip(0)
+    counts_K, rows_K = spectrum.counts_K.numpy(), spectrum.rows_K.numpy()
+    whole_K = np.maximum(counts_K.round(), 1)
+    if np.array_equal(whole_K, counts_K):
+        return counts_K, rows_K
+    counts, inverse = np.unique(whole_K, return_inverse=True)
+    return counts[::-1], np.bincount(inverse, rows_K)[::-1]
 
 
-def _least_kept(counts_K: Tensor, share: float) -> Tensor:
+def _least_kept(counts_K: np.ndarray, share: float) -> np.ndarray:
     """Cuts below which a row of each count surely stays, when it loses lookups by chance."""
     mean_K = counts_K * (1 - share)
-    return mean_K - 9 * (mean_K * share).sqrt() - 20
+    result: np.ndarray = mean_K - 9 * np.sqrt(mean_K * share) - 20
+    return result
 
 
-def _after_hold_out(counts_K: Tensor, share: float, cut: int) -> tuple[Tensor, Tensor]:
+def _after_hold_out(counts_K: np.ndarray, share: float, cut: int) -> tuple[np.ndarray, np.ndarray]:
     """Chances that a row keeps less than ``cut`` lookups, and exactly that many.
 
     A row loses each lookup with chance ``share``.
     """
-    below_K, at_K = (counts_K < cut).double(), torch.zeros_like(counts_K)
+    below_K, at_K = (counts_K < cut).astype(np.float64), np.zeros_like(counts_K)
     mean_K = counts_K * (1 - share)
     if cut * share > _SURELY_PRESENT:  # luck evens out
-        return (mean_K < cut).double(), at_K
+        return (mean_K < cut).astype(np.float64), at_K
     near_K = (counts_K >= cut) & (_least_kept(counts_K, share) <= cut)
     if not near_K.any():
         return below_K, at_K
-    counts_N = counts_K[near_K]
+    counts_N = torch.from_numpy(counts_K[near_K])
     lost_J = torch.arange(int(counts_N[0]) - cut + 1, dtype=torch.float64)
     log_NJ = (
         torch.lgamma(counts_N + 1)[:, None]
@@ -227,6 +277,7 @@ def _after_hold_out(counts_K: Tensor, share: float, cut: int) -> tuple[Tensor, T
     )
     chance_NJ = torch.where(lost_J <= counts_N[:, None], log_NJ.exp(), 0.0)
     to_cut_N1 = (counts_N - cut).long()[:, None]
-    at_K[near_K] = chance_NJ.gather(1, to_cut_N1).flatten()
-    below_K[near_K] = (1 - chance_NJ.cumsum(1).gather(1, to_cut_N1).flatten()).clamp(min=0)
+    at_K[near_K] = chance_NJ.gather(1, to_cut_N1).flatten().numpy()
+    below_N = (1 - chance_NJ.cumsum(1).gather(1, to_cut_N1).flatten()).clamp(min=0)
+    below_K[near_K] = below_N.numpy()
     return below_K, at_K

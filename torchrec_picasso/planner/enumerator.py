@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, T
 from torchrec.distributed.types import ModuleSharder
 
 from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.decision.decision import Decision, TableFacts, decide, given_hot_sets
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
@@ -132,8 +133,9 @@ class HotColdEnumerator(EmbeddingEnumerator):
             elif not isinstance(self._hot_rows, Mapping):
                 options = self._stock_options(options)
             space.extend(options)
-        if self._decision is not None and self._has_prices:
-            self._prices = make_prices(self._decision)
+        if self._decision is not None:
+            # hot/cold tables are on all ranks alike: what they take decides nothing
+            self._prices = make_prices(self._decision, STOCK_TYPES if self._has_prices else ())
         self.populate_estimates(space)
         self._hot_cold_space = copy_options(space)
         return space

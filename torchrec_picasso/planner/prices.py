@@ -6,7 +6,7 @@ the input dist, so its cost goes with the forward exchange.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torchrec.distributed.planner.types import Perf, ShardingOption
 
@@ -22,13 +22,20 @@ Prices = Mapping[tuple[str, str], StepCost]
 """What a table adds to a step, by (table, kind); kind is ``"hot_cold"`` or a sharding type."""
 
 
-def make_prices(decision: Decision) -> dict[tuple[str, str], StepCost]:
-    """Marginal costs of every table under every kind of placement."""
+def make_prices(
+    decision: Decision, stock_types: Collection[str] = STOCK_TYPES
+) -> dict[tuple[str, str], StepCost]:
+    """Marginal costs of every table, hot/cold and under kinds of stock placement.
+
+    Args:
+        decision: The tables and where they go.
+        stock_types: Those to price; others are TorchRec's to estimate.
+    """
     names = [work.load.name for work in decision.works]
     curves, world_size = decision.curves, decision.world_size
     ours = marginal_hot_cold_costs(decision.works, decision.choice.num_hot, curves, world_size)
     prices = {(name, "hot_cold"): cost for name, cost in zip(names, ours)}
-    for kind in STOCK_TYPES:
+    for kind in stock_types:
         stock = marginal_stock_costs(kind, decision.works, curves, world_size)
         prices |= {(name, kind): cost for name, cost in zip(names, stock)}
     return prices

@@ -25,6 +25,9 @@ from torchrec_picasso.runs.placements import make_placement
 __all__ = ["PROBES", "measure_local_costs"]
 
 _WARMUP_STEPS, _TIMED_STEPS = 2, 5
+_WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW = 1, 2
+_SLOW_STEP_S = 1.0
+"""A step that the wire makes last longer is taken less often: it adds waiting, no knowledge."""
 _BUSY_S = 0.3
 _TABLES_BYTES = 1 << 29  # far beyond what caches and their page tables reach
 _ELEMENT_BYTES = 4
@@ -106,6 +109,13 @@ def _slowdown_by_sharing() -> float:
     return max(1.0, float(ratio) / dist.get_world_size())
 
 
+def _on_any_rank(is_here: bool) -> bool:
+    """Whether something holds on any rank. Collective."""
+    anywhere = torch.tensor(is_here, dtype=torch.int32)
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+    return bool(anywhere)
+
+
 def _probe(
     side: str,
     probe: _Probe,
@@ -124,14 +134,20 @@ def _probe(
     generator = torch.Generator().manual_seed(dist.get_rank())
     times: list[list[float]] = []
     unique = 0.0
-    for index in range(_WARMUP_STEPS + _TIMED_STEPS):
+    num_warmup, num_timed = _WARMUP_STEPS, _TIMED_STEPS
+    index = 0
+    while index < num_warmup + num_timed:
         ids_TB = torch.randint(used, (probe.tables, probe.batch_size), generator=generator)
         ids_TB *= rows // used  # rows in use lie scattered, as real ones do
         dist.barrier()
+        start_s = time.perf_counter()
         taken = step.run(one_hot_batch(ids_TB).to(device))
-        if index >= _WARMUP_STEPS:
+        if index == 0 and _on_any_rank(time.perf_counter() - start_s > _SLOW_STEP_S):
+            num_warmup, num_timed = _WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW
+        if index >= num_warmup:
             times.append([getattr(taken, f"{phase}_ms") for phase in PHASES])
-            unique += sum(ids_B.unique().numel() for ids_B in ids_TB) / _TIMED_STEPS
+            unique += sum(ids_B.unique().numel() for ids_B in ids_TB) / num_timed
+        index += 1
     del step
     gc.collect()
     lookups = float(probe.tables * probe.batch_size)
