@@ -32,20 +32,24 @@ from tests.support.upstream import (
 from torchrec_picasso import _torchrec
 
 INHERITED: dict[str, set[str]] = {
+    "BaseRwEmbeddingSharding": {
+        *("_device", "_pg", "_rank", "_shard", "enable_embedding_update"),
+        *("_grouped_embedding_configs", "_grouped_embedding_configs_per_rank"),
+    },
     "EmbeddingBagCollectionSharder": {
         *("_sharded_module_order_overwrite", "fused_params", "qcomm_codecs_registry"),
+    },
+    "EmbeddingCollectionSharder": {
+        *("_use_index_dedup", "fused_params", "qcomm_codecs_registry"),
     },
     "EmbeddingEnumerator": {
         *("_batch_size", "_compute_device", "_constraints", "sharder_map"),
         *("_estimators", "_last_stored_module"),
     },
     "EmbeddingShardingPlanner": {"_enumerator", "_topology"},
+    "GroupedEmbeddingsLookup": {"_emb_modules"},
     "GroupedPooledEmbeddingsLookup": {"_emb_modules"},
     "PipelinedForward": {"_module", "_name"},
-    "RwPooledEmbeddingSharding": {
-        *("_device", "_pg", "_rank", "_shard"),
-        *("_grouped_embedding_configs", "_grouped_embedding_configs_per_rank"),
-    },
     "ShardedEmbeddingBagCollection": {
         *("_embedding_shardings", "module_sharding_plan"),
         *("_create_input_dist", "_features_order", "_has_features_permute"),
@@ -53,6 +57,10 @@ INHERITED: dict[str, set[str]] = {
         "get_buffer",
         *("_has_mean_pooling_callback", "_pooling_type_to_rs_features"),
         "sharding_type_to_sharding_infos",
+    },
+    "ShardedEmbeddingCollection": {
+        *("_embedding_names_per_sharding", "_features_order", "_lookups", "_need_indices"),
+        *("_output_dists", "_sharding_type_to_sharding", "_use_index_dedup", "get_buffer"),
     },
     "TrainPipelineSparseDist": {
         *("_batch_count", "_create_context", "_device", "_model", "_model_attached", "_optimizer"),
@@ -113,6 +121,7 @@ SIGNATURES: dict[str, str] = {
         "multipass_prefetch_config"
     ),
     "EmbeddingBagCollectionSharder.shard": "module, params, env, device, module_fqn",
+    "EmbeddingCollectionSharder.shard": "module, params, env, device, module_fqn",
     "EmbeddingEnumerator.__init__": (
         "topology, batch_size, constraints, estimator, use_exact_enumerate_order"
     ),
@@ -122,8 +131,14 @@ SIGNATURES: dict[str, str] = {
         "config, emb_module, pg, create_for_table, param_weight_for_table, "
         "embedding_weights_by_table, all_optimizer_states"
     ),
+    "EmbeddingSharding.create_input_dist": "device",
+    "EmbeddingSharding.create_lookup": "device, fused_params, feature_processor",
+    "EmbeddingSharding.create_output_dist": "device",
     "EmbeddingShardingPlanner.collective_plan": "module, sharders, pg",
     "EmbeddingShardingPlanner.plan": "module, sharders",
+    "GroupedEmbeddingsLookup.__init__": "grouped_configs, pg, device, env",
+    "GroupedEmbeddingsLookup._create_embedding_kernel": "config, pg, device, env",
+    "GroupedEmbeddingsLookup.forward": "sparse_features",
     "GroupedPooledEmbeddingsLookup.__init__": (
         "grouped_configs, device, pg, feature_processor, scale_weight_gradients, sharding_type, env"
     ),
@@ -132,13 +147,11 @@ SIGNATURES: dict[str, str] = {
     ),
     "GroupedPooledEmbeddingsLookup.forward": "sparse_features",
     "KeyedJaggedTensor.record_stream": "stream",
+    "LazyAwaitable.__init__": "",
     "PipelinedForward.__call__": "*input, **kwargs",
     "Proposer.feedback": "partitionable, plan, perf_rating, storage_constraint",
     "Proposer.load": "search_space, enumerator",
     "Proposer.propose": "",
-    "RwPooledEmbeddingSharding.create_input_dist": "device",
-    "RwPooledEmbeddingSharding.create_lookup": "device, fused_params, feature_processor",
-    "RwPooledEmbeddingSharding.create_output_dist": "device",
     "ShardedEmbeddingBagCollection.__init__": (
         "module, table_name_to_parameter_sharding, env, fused_params, device, "
         "qcomm_codecs_registry, module_fqn, sharded_module_order_overwrite"
@@ -153,6 +166,17 @@ SIGNATURES: dict[str, str] = {
     "ShardedEmbeddingBagCollection.compute_and_output_dist": "ctx, input",
     "ShardedEmbeddingBagCollection.create_context": "",
     "ShardedEmbeddingBagCollection.update_shards": "changed_sharding_params, env, device",
+    "ShardedEmbeddingCollection.__init__": (
+        "module, table_name_to_parameter_sharding, env, fused_params, device, "
+        "qcomm_codecs_registry, use_index_dedup, module_fqn"
+    ),
+    "ShardedEmbeddingCollection.compute_and_output_dist": "ctx, input",
+    "ShardedEmbeddingCollection.create_embedding_sharding": (
+        "sharding_type, sharding_infos, env, device, qcomm_codecs_registry"
+    ),
+    "ShardedEmbeddingCollection.create_grouped_sharding_infos": (
+        "module, table_name_to_parameter_sharding, fused_params"
+    ),
     "TrainPipelineSparseDist.__init__": (
         "model, optimizer, device, execute_all_batches, apply_jit, context_type, "
         "pipeline_postproc, custom_model_fwd, dmp_collection_sync_interval_batches, "

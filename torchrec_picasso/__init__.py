@@ -18,7 +18,10 @@ from torchrec_picasso.errors import (
 from torchrec_picasso.frequency.stats import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.planner import hot_cold_planner
-from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionSharder
+from torchrec_picasso.sharding.sharder import (
+    HotColdEmbeddingBagCollectionSharder,
+    HotColdEmbeddingCollectionSharder,
+)
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
 from torchrec_picasso.version import __version__
 
@@ -28,6 +31,7 @@ __all__ = [
     "ConfigError",
     "FrequencyStats",
     "HotColdEmbeddingBagCollectionSharder",
+    "HotColdEmbeddingCollectionSharder",
     "HotColdParams",
     "InputError",
     "InterleavedTrainPipeline",

@@ -14,7 +14,10 @@ from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimize
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.distributed.embedding_kernel import BaseEmbedding, get_state_dict
-from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embedding_lookup import (
+    GroupedEmbeddingsLookup,
+    GroupedPooledEmbeddingsLookup,
+)
 from torchrec.distributed.embedding_sharding import (
     BaseEmbeddingDist,
     BaseSparseFeaturesDist,
@@ -24,7 +27,7 @@ from torchrec.distributed.embedding_sharding import (
 from torchrec.distributed.planner.shard_estimators import (
     _get_optimizer_multipler as optimizer_multiplier,
 )
-from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding
 from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
 from torchrec.distributed.train_pipeline.postproc import PipelinedPostproc
 from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
@@ -43,6 +46,7 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 __all__ = [
     "BaseEmbedding",
     "BaseEmbeddingDist",
+    "BaseRwEmbeddingSharding",
     "BaseSparseFeaturesDist",
     "ComputeDevice",
     "EmbOptimType",
@@ -52,13 +56,13 @@ __all__ = [
     "EmbeddingShardingInfo",
     "EmptyFusedOptimizer",
     "FusedOptimizerModule",
+    "GroupedEmbeddingsLookup",
     "GroupedPooledEmbeddingsLookup",
     "PipelinedForward",
     "PipelinedPostproc",
     "PoolingMode",
     "QuantizedCommCodec",
     "QuantizedCommCodecs",
-    "RwPooledEmbeddingSharding",
     "ShardingEnv2D",
     "SplitTableBatchedEmbeddingBagsCodegen",
     "TableBatchedEmbeddingSlice",

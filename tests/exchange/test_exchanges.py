@@ -101,7 +101,7 @@ def _headers(rank: int, world_size: int) -> int:
         hot_P = [7 + p for p in range(num_packs)]
         words = HeaderWords(
             counts_PQ=torch.tensor([[h, *c] for h, c in zip(hot_P, counts[rank])]),
-            lookups_MK=torch.arange(3 * num_chunks) + 100 * rank,
+            lookups_J=torch.arange(5 * num_chunks) + 100 * rank,
             touched_H=touched_WH[rank],
             hot_start_P1=hot_start_P1,
             outside_ids=torch.tensor(5 if rank == bad_rank else 0),
@@ -120,9 +120,7 @@ def _headers(rank: int, world_size: int) -> int:
             ]
             for p in range(num_packs)
         ]
-        assert header.lookups_MK == [
-            [m * num_chunks + k + 100 * rank for k in range(num_chunks)] for m in range(3)
-        ]
+        assert header.lookups_J == [run + 100 * rank for run in range(5 * num_chunks)]
         assert header.outside_ids_W == [5 if r == bad_rank else 0 for r in range(world_size)]
         assert header.bad_weights_W == list(range(world_size))
         assert header.bad_lengths_W == [r == bad_rank for r in range(world_size)]

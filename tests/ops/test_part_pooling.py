@@ -53,19 +53,21 @@ def test_equals_each_part_alone(
         touched_H=order_U,
     )
     bags_MK = [[features * size for size in sizes_K] for features in features_M]
-    lookups_MK = count_lookups(bags, bags_MK)
+    lookups_J = count_lookups(bags, [num for bags_K in bags_MK for num in bags_K])
     num_parts = len(sizes_K)
+    part_J = [*range(num_parts)] * len(features_M)
     several = num_parts > 1
     pooling_KM = cut_pooling(
         bags,
         rows,
         located,
         torch.arange(len(rows.ids_U)),  # fetched in the order of ids
-        part_N=part_of_lookup(lookups_MK, num_parts, len(ids)) if several else None,
+        part_N=part_of_lookup(lookups_J, part_J, len(ids)) if several else None,
         bags_MK=bags_MK,
-        lookups_MK=lookups_MK.view(-1, num_parts).tolist(),
+        lookups_MK=lookups_J.view(-1, num_parts).tolist(),
         rows_M=rows_M,
         mean_MK=[[None] * num_parts for _ in features_M],
+        is_sequence_M=[False for _ in features_M],
     )
     assert len(pooling_KM) == len(sizes_K)
 

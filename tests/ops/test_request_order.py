@@ -212,7 +212,7 @@ def test_bags_come_sample_by_sample(data: st.DataObject) -> None:
     num_bags = sum(features_M) * batch_size
     lengths = data.draw(st.lists(st.integers(0, 3), min_size=num_bags, max_size=num_bags))
     ids_N = torch.arange(sum(lengths)) * 10
-    order_S = bag_order(features_M, batch_size, CPU)
+    order_S = bag_order(features_M, [False] * len(features_M), [batch_size], CPU)
     bags = reorder_bags(ids_N, torch.tensor(lengths, dtype=torch.int64), order_S, keep_source=True)
     by_bag = list(ids_N.split(lengths)) if lengths else []
     expected, first = [], 0

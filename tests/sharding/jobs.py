@@ -7,7 +7,7 @@ weights and sees the same batches, so two results can be compared number by numb
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from tests.support.layouts import layout_in_tables
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
+from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenceLookup
+from torchrec_picasso.storage.row_storage import RowStorage
 
 CPU = torch.device("cpu")
 OPTIMIZERS: Mapping[str, Any] = {
@@ -312,18 +314,29 @@ def local_shards(value: Any) -> list[tuple[tuple[int, ...], Tensor]]:
 
 def result_of(model: DistributedModelParallel, losses: list[float]) -> Result:
     """Reads out everything that two placements must agree on."""
+    return result_of_module(model, losses, ("ebc",))
+
+
+def result_of_module(
+    model: DistributedModelParallel, losses: list[float], sharded: Sequence[str]
+) -> Result:
+    """The same of a model whose sharded modules have these names."""
+
+    def is_table(name: str) -> bool:
+        return any(part in sharded for part in name.split("."))
+
     state = model.state_dict()
     optimizer_state = model.fused_optimizer.state_dict()["state"]
     result = Result(
         losses=losses,
-        weights={name: local_shards(v) for name, v in state.items() if "ebc" in name},
+        weights={name: local_shards(v) for name, v in state.items() if is_table(name)},
         states={
             f"{name}/{key}": local_shards(v)
             for name, states in optimizer_state.items()
             for key, v in states.items()
             if isinstance(v, (Tensor, ShardedTensor))
         },
-        dense={name: v.detach().clone() for name, v in state.items() if "ebc" not in name},
+        dense={name: v.detach().clone() for name, v in state.items() if not is_table(name)},
         replicas=replicas_of(model),
     )
     return result
@@ -333,11 +346,17 @@ def replicas_of(model: nn.Module) -> list[Tensor]:
     """Replicas of every per-row tensor, read from the storages themselves."""
     return [
         rows.replicas.clone()
-        for lookup in getattr(model.module.ebc, "_lookups", [])
-        for storage in getattr(lookup, "_storages", [])
+        for lookup in model.modules()
+        if isinstance(lookup, (HotColdPooledLookup, HotColdSequenceLookup))
+        for storage in storages_of(lookup)
         if storage._hot_homes.num_hot_rows
         for rows in storage._tables.per_row()
     ]
+
+
+def storages_of(lookup: HotColdPooledLookup | HotColdSequenceLookup) -> Sequence[RowStorage]:
+    """Homes and replicas behind a lookup of ours."""
+    return lookup._packs.group.storages
 
 
 def run_jobs(rank: int, world_size: int, jobs: Mapping[str, Job]) -> dict[str, Result]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.sharding.jobs import PLAIN, Job, build, make_batch
+from tests.sharding.jobs import PLAIN, Job, build, make_batch, storages_of
 from tests.train_pipeline.stream_races import RaceDetector
 from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.storage.row_storage import RowStorage
@@ -44,7 +44,7 @@ def _train(rank: int, world_size: int, job: Job, order: type[WriteOrder]) -> set
     model = build(job, rank, world_size)
     detector = RaceDetector()
     (lookup,) = model.module.ebc._lookups
-    for storage in lookup._storages:
+    for storage in storages_of(lookup):
         storage._order = order(torch.device("cuda"))
         _watch_writes(detector, storage)
     batches = [make_batch(job, rank, step) for step in range(3)]  # ids are not the matter

@@ -31,7 +31,7 @@ class TableLoad:
         num_embeddings: Rows.
         dim: Columns.
         lookups: Lookups per rank and step: samples x pooling factor, over all its features.
-        bags: Bags per rank and step: samples x features.
+        bags: Bags per rank and step: samples x features; of sequences, lookups.
         num_features: Features that look it up.
         spectrum: How its lookups spread over rows; ``None`` = evenly.
         element_bytes: Bytes of a stored element.

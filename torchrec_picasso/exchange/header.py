@@ -9,7 +9,7 @@ nobody is left waiting.
 It costs one collective of ``8 * (P K + 3) + H / 8`` bytes per pair and the step's only planned host
 sync.
 
-Shape letters: P packs, K chunks and parts, M matrices, W ranks, H hot slots, X words of a message.
+Shape letters: P packs, K chunks, J runs of bags, W ranks, H hot slots, X words of a message.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class HeaderWords:
 
     counts_PQ: Tensor
     """Unique rows of each pack: hot, then cold by chunk and home; int64, ``(P, 1 + K W)``."""
-    lookups_MK: Tensor
-    """Lookups that only this rank asks for on its host, int64, shape ``(M * K,)``."""
+    lookups_J: Tensor
+    """Lookups of each run of bags, which only this rank asks for on its host, int64, ``(J,)``."""
     touched_H: Tensor
     """Which hot slots this rank's batch uses, bool, shape ``(H,)``."""
     hot_start_P1: Sequence[int]
@@ -77,7 +77,7 @@ class Header:
     """Cold rows that this rank asks of each home, per pack and chunk."""
     asked_PKW: list[list[list[int]]]
     """Cold rows that each rank asks of this home, per pack and chunk."""
-    lookups_MK: list[list[int]]
+    lookups_J: list[int]
     """Lookups of this rank's batch, as they were given, on the host now."""
     outside_ids_W: list[int]
     """Lookups outside their table on each rank."""
@@ -116,9 +116,9 @@ class HeaderExchange:
     def wait(self) -> Header:
         """Finishes the exchange and brings it to the host (one sync on CUDA)."""
         wait_for(self._work)
-        counts_PQ, lookups_MK = self._words.counts_PQ, self._words.lookups_MK
-        sizes = counts_PQ.numel(), lookups_MK.numel(), self._received_WX.numel()
-        host = torch.cat([counts_PQ.reshape(-1), lookups_MK, self._received_WX.view(-1)]).cpu()
+        counts_PQ, lookups_J = self._words.counts_PQ, self._words.lookups_J
+        sizes = counts_PQ.numel(), lookups_J.numel(), self._received_WX.numel()
+        host = torch.cat([counts_PQ.reshape(-1), lookups_J, self._received_WX.view(-1)]).cpu()
         counts, lookups, received = host.split(sizes)
         world_size, num_packs = self._world_size, counts_PQ.size(0)
         counts_PQ = counts.view(num_packs, -1)
@@ -133,7 +133,7 @@ class HeaderExchange:
             hot_P=counts_PQ[:, 0].tolist(),
             mine_PKW=mine_PKW.tolist(),
             asked_PKW=asked_PKW.tolist(),
-            lookups_MK=lookups.view(-1, num_chunks).tolist(),
+            lookups_J=lookups.tolist(),
             outside_ids_W=[outside for outside, *_ in flags_W3],
             bad_weights_W=[bad for _, bad, _ in flags_W3],
             bad_lengths_W=[bool(state & _BAD_LENGTHS) for state in states_W],

@@ -3,7 +3,8 @@
 A KeyedJaggedTensor keeps bags feature by feature; a pooled output ``(B, F * D)`` keeps them sample
 by sample. Reordering the lookups (integers) before the gather costs 1 ms where transposing the
 pooled rows (B * F * D floats) would cost a pass over 54 MB at B=4,096, F=26, D=128. With a
-different batch size per feature the output is flat and feature-major, so the order stays.
+different batch size per feature the output is flat and feature-major, so the order stays. Sequences
+stay feature by feature as well, in each part of a batch that is cut.
 """
 
 from __future__ import annotations
@@ -29,20 +30,34 @@ class Bags:
     """Index in KeyedJaggedTensor order of each lookup, int64; ``None`` when nobody needs it."""
 
 
-def bag_order(features_M: Sequence[int], batch_size: int, device: torch.device) -> Tensor:
-    """Gives the permutation from feature-major bags to matrix-major, then sample-major bags.
+def bag_order(
+    features_M: Sequence[int],
+    is_sequence_M: Sequence[bool],
+    sizes_K: Sequence[int],
+    device: torch.device,
+) -> Tensor:
+    """Gives the permutation from feature-major bags to matrix-major ones, in each sample-major.
+
+    Those of a matrix of sequences are part-major, then feature-major.
 
     Args:
         features_M: Number of features of each matrix, in feature order.
-        batch_size: Samples per feature.
+        is_sequence_M: Which matrices are of sequences.
+        sizes_K: Samples of each part.
         device: Where the permutation goes.
 
     Returns:
         For each bag in the new order its old index, int32, shape ``(F * B,)``.
     """
-    order_FB = torch.arange(sum(features_M) * batch_size, dtype=torch.int32, device=device)
-    per_matrix = order_FB.view(sum(features_M), batch_size).split(list(features_M))
-    return torch.cat([bags_FB.t().reshape(-1) for bags_FB in per_matrix])
+    num_features, sizes = sum(features_M), list(sizes_K)
+    order_FB = torch.arange(num_features * sum(sizes), dtype=torch.int32, device=device)
+    ordered = []
+    for bags_FB, is_sequence in zip(
+        order_FB.view(num_features, -1).split(list(features_M)), is_sequence_M
+    ):
+        pieces = bags_FB.split(sizes, dim=1) if is_sequence else [bags_FB.t()]
+        ordered += [piece.reshape(-1) for piece in pieces]
+    return torch.cat(ordered)
 
 
 def reorder_bags(

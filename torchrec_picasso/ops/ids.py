@@ -33,6 +33,7 @@ class PackedTable:
         hot_rows_H: Rows with a replica on every rank, ascending int64, shape ``(H_t,)``.
         feature_names: Features that look up this table, in lookup order.
         mean: Whether bags are averaged instead of summed.
+        is_sequence: Whether every lookup is an output of its own, and nothing is pooled.
     """
 
     name: str
@@ -42,6 +43,7 @@ class PackedTable:
     hot_rows_H: Tensor
     feature_names: tuple[str, ...]
     mean: bool = False
+    is_sequence: bool = False
     wave: int = 0
 
     @property

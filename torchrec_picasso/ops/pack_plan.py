@@ -2,7 +2,8 @@
 
 A pack is what one FBGEMM table holds: tables of one dim, compute kernel and wave. Packs of a wave
 share an exchange where a schedule staggers waves. Neighbouring packs of one dim share a *matrix*:
-their rows are fetched into it, and one operator pools it.
+their rows are fetched into it, and one operator pools it, or gathers it where tables are looked up
+as sequences.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +35,8 @@ class PackPlan:
     """Number of features of each matrix."""
     mean_MF: tuple[Tensor | None, ...]
     """Which features of each matrix are averaged, bool; ``None`` = none."""
+    is_sequence_M: tuple[bool, ...]
+    """Matrices of which every lookup is an output of its own, instead of every bag."""
 
     @staticmethod
     def build(tables: Sequence[PackedTable], device: torch.device) -> PackPlan:
@@ -44,7 +48,7 @@ class PackPlan:
         """
         waves = [table.wave for table in tables]
         assert waves == sorted(waves), "packs of one wave must be side by side"
-        matrices = _runs([(table.pack, table.dim) for table in tables])
+        matrices = _runs([(table.pack, (table.dim, table.is_sequence)) for table in tables])
         tables_M = [[t for t in tables if m.start <= t.pack < m.stop] for m in matrices]
         means_M = [[t.mean for t in tables for _ in t.feature_names] for tables in tables_M]
         return PackPlan(
@@ -55,7 +59,13 @@ class PackPlan:
             mean_MF=tuple(
                 torch.tensor(means, device=device) if any(means) else None for means in means_M
             ),
+            is_sequence_M=tuple(tables[0].is_sequence for tables in tables_M),
         )
+
+    @property
+    def has_bags(self) -> bool:
+        """Whether anything is pooled; else per-sample weights mean nothing."""
+        return not all(self.is_sequence_M)
 
     def packs_of(self, wave: int | None) -> slice:
         """The packs of a wave, none if there are fewer waves; ``None`` = all packs."""
@@ -65,9 +75,9 @@ class PackPlan:
         return self.waves[wave] if wave < len(self.waves) else slice(num_packs, num_packs)
 
 
-def _runs(of_tables: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+def _runs(of_tables: Sequence[tuple[int, Any]]) -> tuple[slice, ...]:
     """Neighbouring packs with something in common, from (pack, what) of every table."""
     what_P = [what for _, what in sorted(set(of_tables))]
-    assert len(what_P) == len({pack for pack, _ in of_tables}), "a pack has one dim and one wave"
+    assert len(what_P) == len({pack for pack, _ in of_tables}), "tables of a pack are alike"
     ends = [*accumulate(len(list(run)) for _, run in groupby(what_P))]
     return tuple(map(slice, [0, *ends], ends))

@@ -1,9 +1,9 @@
 """How the bags of each part of a batch sum rows, cut out of the maps of the whole batch.
 
-Bags are in sample order, so a part's lookups are one slice of each matrix's: forward only has to
-cut. Backward wants them grouped by row. The batch was sorted by id already. Of one part, the groups
-are put in request order, which is the order that gradients travel in. Of several, lookups by row
-are dealt out to the parts by one stable sort of small integers, where each part sorting its own
+Bags are in the order of parts, so a part's lookups are one slice of each matrix's: forward only has
+to cut. Backward wants them grouped by row. The batch was sorted by id already. Of one part, the
+groups are put in request order, which is the order that gradients travel in. Of several, lookups by
+row are dealt out to the parts by one stable sort of small integers, where each part sorting its own
 rows would cost K comparison sorts.
 
 Shape letters: K parts, M matrices, N lookups, S bags, U unique rows, G (part, row) pairs.
@@ -47,35 +47,34 @@ class PartPooling:
         yield from self.index.tensors()
 
 
-def count_lookups(bags: Bags, bags_MK: Counts) -> Tensor:
-    """Lookups of each part of each matrix.
+def count_lookups(bags: Bags, bags_J: Sequence[int]) -> Tensor:
+    """Lookups of each run of bags.
 
     Args:
-        bags: Lookups of the whole batch, matrix by matrix, in each sample by sample.
-        bags_MK: Bags of each part of each matrix.
+        bags: Lookups of the whole batch in bag order.
+        bags_J: Bags of each run, one after the other, J runs in all.
 
     Returns:
-        int64, shape ``(M * K,)``, on the device of the batch.
+        int64, shape ``(J,)``, on the device of the batch.
     """
     # copied without a host sync
-    edges = torch.tensor(_edges(bags_MK)).to(bags.ids_N.device, non_blocking=True)
+    edges = torch.tensor([0, *accumulate(bags_J)]).to(bags.ids_N.device, non_blocking=True)
     return torch.diff(bags.offsets_S1.index_select(0, edges))
 
 
-def part_of_lookup(lookups_MK: Tensor, num_parts: int, num_lookups: int) -> Tensor:
+def part_of_lookup(lookups_J: Tensor, part_J: Sequence[int], num_lookups: int) -> Tensor:
     """Part of each lookup in bag order.
 
     Args:
-        lookups_MK: Result of :func:`count_lookups`.
-        num_parts: Parts K.
+        lookups_J: Result of :func:`count_lookups`.
+        part_J: Part of each run.
         num_lookups: Lookups of the whole batch, N.
 
     Returns:
         int64, shape ``(N,)``.
     """
-    parts_K = torch.arange(num_parts, device=lookups_MK.device)
-    parts_MK = parts_K.repeat(lookups_MK.numel() // num_parts)
-    return torch.repeat_interleave(parts_MK, lookups_MK, output_size=num_lookups)
+    parts = torch.tensor(part_J).to(lookups_J.device, non_blocking=True)
+    return torch.repeat_interleave(parts, lookups_J, output_size=num_lookups)
 
 
 def cut_pooling(
@@ -89,11 +88,12 @@ def cut_pooling(
     lookups_MK: Counts,
     rows_M: Sequence[int],
     mean_MK: Sequence[Sequence[Tensor | None]],
+    is_sequence_M: Sequence[bool],
 ) -> list[list[PartPooling]]:
     """Cuts the pooling of a batch into that of its parts.
 
     Args:
-        bags: Lookups of the whole batch, matrix by matrix, in each sample by sample.
+        bags: Lookups of the whole batch in bag order.
         rows: Its unique rows, matrix by matrix.
         located: The same in request order.
         row_place_U: Where each unique row is among the fetched rows, int64.
@@ -102,6 +102,7 @@ def cut_pooling(
         lookups_MK: Lookups of each part of each matrix, on the host.
         rows_M: Rows of each matrix.
         mean_MK: Which bags of each part of each matrix are averaged, bool; ``None`` = none.
+        is_sequence_M: Which matrices are of sequences.
 
     Returns:
         By part and matrix.
@@ -110,12 +111,7 @@ def cut_pooling(
         O(N) for one part. For several one stable sort of N small integers, and two host syncs on
         CUDA: for G, and for where each group begins.
     """
-    num_lookups, offsets_S1 = bags.ids_N.numel(), bags.offsets_S1
-    bag_of_lookup_N = torch.repeat_interleave(
-        torch.arange(offsets_S1.numel() - 1, device=offsets_S1.device),
-        torch.diff(offsets_S1),
-        output_size=num_lookups,
-    )
+    offsets_S1 = bags.offsets_S1
     row_of_lookup_N = row_place_U.index_select(0, rows.row_of_lookup_N)
     if part_N is None:
         grouped = _group_whole(rows, located)
@@ -123,7 +119,7 @@ def cut_pooling(
     else:
         starts_KM = [list(counts) for counts in zip(*lookups_MK)]
         grouped, groups_KM = _group_by_part(rows, located, part_N, starts_KM)
-    bags_by_row_N = bag_of_lookup_N.index_select(0, grouped.lookups_N)
+    bags_by_row_N = None if all(is_sequence_M) else _bags_of(grouped.lookups_N, offsets_S1)
     bag_at, lookup_at = _edges(bags_MK), _edges(lookups_MK)
     row_at = [0, *accumulate(rows_M)]
     group_at, grouped_at = _edges(groups_KM), _edges(starts_KM)
@@ -140,20 +136,36 @@ def cut_pooling(
         gradient_place_U = None
         if grouped.gradient_place_G is not None:
             gradient_place_U = _shift(grouped.gradient_place_G[groups], row_at[matrix])
+        lookups_by_row_N = _shift(grouped.lookups_N[by_row], low)
+        bag_offsets_S1, part_bags_by_row_N = None, lookups_by_row_N
+        if not is_sequence_M[matrix]:
+            assert bags_by_row_N is not None
+            bag_offsets_S1 = _shift(offsets_S1[first_bag : end_bag + 1], low)
+            part_bags_by_row_N = _shift(bags_by_row_N[by_row], first_bag)
         return PartPooling(
             lookups=slice(low, high),
             gradient_place_U=gradient_place_U,
             index=PoolingIndex(
                 row_of_lookup_N=_shift(row_of_lookup_N[low:high], row_at[matrix]),
-                bag_offsets_S1=_shift(offsets_S1[first_bag : end_bag + 1], low),
-                bags_by_row_N=_shift(bags_by_row_N[by_row], first_bag),
-                lookups_by_row_N=_shift(grouped.lookups_N[by_row], low),
+                bag_offsets_S1=bag_offsets_S1,
+                bags_by_row_N=part_bags_by_row_N,
+                lookups_by_row_N=lookups_by_row_N,
                 row_offsets_U1=_shift(offsets_U1, by_row.start),
                 mean_S=mean_MK[matrix][part],
             ),
         )
 
     return [[cut(part, matrix) for matrix in range(num_matrices)] for part in range(num_parts)]
+
+
+def _bags_of(lookups_n: Tensor, offsets_S1: Tensor) -> Tensor:
+    """The bag of each of some lookups, N in all."""
+    bag_of_lookup_N = torch.repeat_interleave(
+        torch.arange(offsets_S1.numel() - 1, device=offsets_S1.device),
+        torch.diff(offsets_S1),
+        output_size=lookups_n.numel(),
+    )
+    return bag_of_lookup_N.index_select(0, lookups_n)
 
 
 @dataclass(frozen=True)

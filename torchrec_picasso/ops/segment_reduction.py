@@ -32,12 +32,13 @@ class PoolingIndex:
     """Which rows each bag sums, and which bags each row is summed into, of one matrix.
 
     Bags read rows of a matrix of R rows; gradients are those of the U rows that some bag reads.
+    Of sequences every lookup is a bag, so S is N.
     """
 
     row_of_lookup_N: Tensor
     """Row of the matrix of each lookup, lookups in bag order, int64, shape ``(N,)``."""
-    bag_offsets_S1: Tensor
-    """First lookup of each bag, and N, int64, shape ``(S + 1,)``."""
+    bag_offsets_S1: Tensor | None
+    """First lookup of each bag, and N, int64, shape ``(S + 1,)``; ``None`` = sequences."""
     bags_by_row_N: Tensor
     """Bag of each lookup, lookups grouped by row, int64, shape ``(N,)``."""
     lookups_by_row_N: Tensor
@@ -51,6 +52,12 @@ class PoolingIndex:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
         yield from (tensor for tensor in vars(self).values() if tensor is not None)
+
+    @property
+    def lookups_per_bag(self) -> Tensor:
+        """Lookups of each bag; there are bags."""
+        assert self.bag_offsets_S1 is not None, "sequences have no bags"
+        return torch.diff(self.bag_offsets_S1)
 
 
 def mean_weights(weights_N: Tensor | None, index: PoolingIndex) -> Tensor | None:
@@ -68,8 +75,7 @@ def mean_weights(weights_N: Tensor | None, index: PoolingIndex) -> Tensor | None
     """
     if index.mean_S is None:
         return weights_N
-    lookups_S = torch.diff(index.bag_offsets_S1)
-    num_lookups = index.row_of_lookup_N.numel()
+    lookups_S, num_lookups = index.lookups_per_bag, index.row_of_lookup_N.numel()
     if weights_N is None:
         divisor_S = lookups_S.float()
     else:
@@ -94,11 +100,13 @@ def pool_rows(rows_RD: Tensor, weights_N: Tensor | None, index: PoolingIndex) ->
         index: Which rows each bag sums.
 
     Returns:
-        Sums, shape ``(S, D)``; zero for an empty bag.
+        Sums, shape ``(S, D)``; zero for an empty bag. Of sequences the row of each lookup.
 
     Cost:
         Reads N * D and writes S * D floats.
     """
+    if index.bag_offsets_S1 is None:
+        return rows_RD.index_select(0, index.row_of_lookup_N)
     return _gather_sum(rows_RD, index.row_of_lookup_N, index.bag_offsets_S1, weights_N)
 
 
@@ -135,9 +143,8 @@ def gradient_of_weights(grad_SD: Tensor, rows_RD: Tensor, index: PoolingIndex) -
     Returns:
         Gradients, shape ``(N,)``, in bag order.
     """
-    lookups_S = torch.diff(index.bag_offsets_S1)
     num_lookups = index.row_of_lookup_N.numel()
-    grad_ND = torch.repeat_interleave(grad_SD, lookups_S, 0, output_size=num_lookups)
+    grad_ND = torch.repeat_interleave(grad_SD, index.lookups_per_bag, 0, output_size=num_lookups)
     return (rows_RD.index_select(0, index.row_of_lookup_N) * grad_ND).sum(1)
 
 

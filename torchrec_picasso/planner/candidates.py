@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torchrec.distributed.planner.types import ShardingOption
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
@@ -62,7 +63,8 @@ def hot_cold_candidates(
         raise PlanError(
             "no table can be hot/cold: none of the sharders "
             f"{sorted({type(sharder).__name__ for sharder in sharders})} supports it for "
-            "a module of this model; pass HotColdEmbeddingBagCollectionSharder() in sharders"
+            "a module of this model; pass HotColdEmbeddingBagCollectionSharder() or "
+            "HotColdEmbeddingCollectionSharder() in sharders"
         )
     for key, of_table in refusals.items():
         _check_wish(options_by_path[key], of_table, hot_rows)
@@ -79,11 +81,13 @@ def hot_cold_candidates(
 def _refuse_elsewhere(option: ShardingOption, sharders: Sequence[Any]) -> None:
     path, module = option.module
     (sharder,) = (s for s in sharders if s.module_type is type(module))
+    able = "HotColdEmbeddingBagCollectionSharder"
+    if isinstance(module, EmbeddingCollection):
+        able = "HotColdEmbeddingCollectionSharder"
     raise PlanError(
         f"hot_rows names table {option.name!r} of module {path!r} "
         f"({type(module).__name__}), whose sharder {type(sharder).__name__} cannot place "
-        "hot rows; leave the table out, or pass a sharder that can, such as "
-        "HotColdEmbeddingBagCollectionSharder"
+        f"hot rows; leave the table out, or pass a sharder that can, such as {able}"
     )
 
 

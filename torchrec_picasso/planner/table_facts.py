@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_picasso._torchrec import optimizer_multiplier
@@ -87,7 +87,7 @@ def stock_types_of(
 def facts_of_model(
     model: nn.Module, stats: FrequencyStats | None, batch_size: int
 ) -> list[TableFacts]:
-    """Facts of an unsharded model's pooled tables, without TorchRec's planner.
+    """Facts of an unsharded model's tables, without TorchRec's planner.
 
     Args:
         model: May be on the meta device.
@@ -96,11 +96,14 @@ def facts_of_model(
     """
     facts = []
     for path, module in model.named_modules():
-        if not isinstance(module, EmbeddingBagCollection):
+        if not isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
             continue
-        parameters = dict(module.named_parameters())
-        for config in module.embedding_bag_configs():
-            tensor = parameters[f"embedding_bags.{config.name}.weight"]
+        parameters = {
+            name.removesuffix(".weight").rpartition(".")[2]: parameter
+            for name, parameter in module.named_parameters()
+        }
+        for config in _configs(module):
+            tensor = parameters[config.name]
             optimizer = getattr(tensor, "_optimizer_classes", [None])[0]
             facts.append(
                 TableFacts(
@@ -150,12 +153,16 @@ def _load(
         spectrum = counts.spectrum()
         if stats.num_samples:
             lookups_per_sample = spectrum.num_lookups / stats.num_samples
+    # of sequences every lookup is sent back, as a bag of its own
+    outputs_per_sample = lookups_per_sample
+    if isinstance(config, EmbeddingBagConfig):
+        outputs_per_sample = float(len(config.feature_names))
     return TableLoad(
         name=config.name,
         num_embeddings=config.num_embeddings,
         dim=config.embedding_dim,
         lookups=batch_size * lookups_per_sample,
-        bags=float(batch_size * len(config.feature_names)),
+        bags=batch_size * outputs_per_sample,
         num_features=len(config.feature_names),
         spectrum=spectrum,
         element_bytes=element_bytes,

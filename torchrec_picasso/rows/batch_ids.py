@@ -3,7 +3,7 @@
 Bad input is counted here and made harmless, so that every rank reaches the header, in which all
 learn of it.
 
-Shape letters: F features, K parts, M matrices, N lookups, S bags, U unique rows.
+Shape letters: F features, K parts, N lookups, J runs of bags, S bags, U unique rows.
 
 Host syncs per batch on CUDA: the number of unique rows.
 """
@@ -33,6 +33,8 @@ class BatchIds:
     """A batch made unique, in request order."""
 
     features: KeyedJaggedTensor
+    weights_N: Tensor | None
+    """Its per-sample weights, where anything is pooled."""
     cut: BatchCut
     bags: Bags
     rows: UniqueRows
@@ -63,24 +65,26 @@ class BatchIds:
         """
         space, hot = group.space, group.hot
         cut = BatchCut.of(features, group.plan, sizes_K)
-        lengths_S, offsets_S1, bad_lengths = _sound_lengths(features)
+        weights_N = features.weights_or_none() if group.plan.has_bags else None
+        lengths_S, offsets_S1, bad_lengths = _sound_lengths(features, weights_N)
         lookups_F = _lookups_per_feature(features, offsets_S1)
         packed_N, outside_N = space.pack_ids(features.values(), lookups_F)
         bags = reorder_bags(
             packed_N,
             lengths_S,
-            None if cut.sizes_K[0] is None else group.bag_order(features.stride()),
-            keep_source=features.weights_or_none() is not None,
+            group.bag_order(cut.sizes_K),
+            keep_source=weights_N is not None,
         )
         rows = unique_rows(bags.ids_N)
-        lookups_MK = count_lookups(bags, cut.bags_MK)
+        lookups_J = count_lookups(bags, cut.bags_by_run)
         part_N = chunk_U = None
         if cut.num_parts > 1:
-            part_N = part_of_lookup(lookups_MK, cut.num_parts, packed_N.numel())
+            part_N = part_of_lookup(lookups_J, cut.part_by_run, packed_N.numel())
             chunk_U = first_use_chunks(rows, part_N, cut.num_parts)
         located = locate_rows(rows.ids_U, space, hot, chunk_U, cut.num_parts)
         return BatchIds(
             features=features,
+            weights_N=weights_N,
             cut=cut,
             bags=bags,
             rows=rows,
@@ -89,11 +93,11 @@ class BatchIds:
             hot_epoch=hot.epoch,
             words=HeaderWords(
                 counts_PQ=located.counts_PQ,
-                lookups_MK=lookups_MK,
+                lookups_J=lookups_J,
                 touched_H=located.touched_H,
                 hot_start_P1=hot.start_P1,
                 outside_ids=outside_N.sum(),
-                bad_weights=_count_bad_weights(features),
+                bad_weights=_count_bad_weights(weights_N, packed_N.device),
                 bad_lengths=bad_lengths,
                 homes_written=group.replicas_stale(),
                 has_data=has_data,
@@ -101,12 +105,14 @@ class BatchIds:
         )
 
 
-def _sound_lengths(features: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | bool]:
+def _sound_lengths(
+    features: KeyedJaggedTensor, weights_N: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | bool]:
     """Lengths and offsets that sum to the number of values, and whether the given ones do not.
 
     Known on the host without a sync on the CPU only; elsewhere offsets are mended in any case.
     """
-    values_N, weights_N = features.values(), features.weights_or_none()
+    values_N = features.values()
     num_lookups, offsets_S1 = values_N.numel(), features.offsets()
     few_weights = weights_N is not None and weights_N.numel() != num_lookups
     is_off = few_weights | (offsets_S1[-1] != num_lookups)
@@ -125,8 +131,7 @@ def _lookups_per_feature(features: KeyedJaggedTensor, offsets_S1: Tensor) -> Ten
     return torch.diff(end_lookup_F, prepend=end_lookup_F.new_zeros(1))
 
 
-def _count_bad_weights(features: KeyedJaggedTensor) -> Tensor:
-    weights_N = features.weights_or_none()
+def _count_bad_weights(weights_N: Tensor | None, device: torch.device) -> Tensor:
     if weights_N is None:
-        return torch.zeros((), dtype=torch.int64, device=features.values().device)
+        return torch.zeros((), dtype=torch.int64, device=device)
     return torch.isfinite(weights_N).logical_not().sum()

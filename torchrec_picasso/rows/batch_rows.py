@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
@@ -149,7 +150,10 @@ class BatchRows:
         if weights_N is not None:
             assert self.layout.source_N is not None, "the batch came without weights"
             source_M = [self.layout.source_N[pooling.lookups] for pooling in pooling_M]
-            weights_M = [weights_N.float().index_select(0, source) for source in source_M]
+            weights_M = [
+                None if is_sequence else weights_N.float().index_select(0, source)
+                for source, is_sequence in zip(source_M, self._group.plan.is_sequence_M)
+            ]
         return PartRows(
             rows=self,
             part=part,
@@ -192,6 +196,11 @@ class PartRows:
     """Samples per feature, or ``None`` when each feature has its own."""
     sink: GradientSink
     once: bool
+
+    @property
+    def features(self) -> KeyedJaggedTensor:
+        """The part's own features, in the order of the tables; all of sequences."""
+        return self.rows.layout.part_features(self.part)
 
     def arrive(self) -> Iterator[Tensor]:
         """Waits for the rows; gives those of one matrix after the other."""

@@ -3,7 +3,10 @@
 A schedule cuts by samples. Where nothing cuts, the batch is one part; then, and only then, every
 feature may have a batch size of its own.
 
-Shape letters: B samples, F features, K parts, M matrices, S bags.
+The lookups of a matrix's part are one run, in the order of its bags. Of sequences they are a run
+for each feature, since each is an output of its own, whose length the host has to know.
+
+Shape letters: B samples, F features, K parts, M matrices, J runs, S bags.
 """
 
 from __future__ import annotations
@@ -27,10 +30,10 @@ class BatchCut:
 
     sizes_K: Sequence[int | None]
     """Samples of each part, ``None`` where every feature has its own number."""
-    bags_MK: Sequence[Sequence[int]]
-    """Bags of each part of each matrix."""
+    runs_MK: Sequence[Sequence[Sequence[int]]]
+    """Bags of each run of each part of each matrix."""
     mean_MK: Sequence[Sequence[Tensor | None]]
-    """Which of them are averaged, bool, in their order; ``None`` = none."""
+    """Which bags of each part are averaged, bool, in their order; ``None`` = none."""
 
     @staticmethod
     def of(
@@ -49,7 +52,10 @@ class BatchCut:
         sizes_K = [features.stride()] if sizes_K is None else sizes_K
         return BatchCut(
             sizes_K=sizes_K,
-            bags_MK=[[num * size for size in sizes_K] for num in plan.features_M],
+            runs_MK=[
+                [[size] * num if is_sequence else [num * size] for size in sizes_K]
+                for num, is_sequence in zip(plan.features_M, plan.is_sequence_M)
+            ],
             mean_MK=[
                 [None if mean_F is None else mean_F.repeat(size) for size in sizes_K]
                 for mean_F in plan.mean_MF
@@ -63,7 +69,10 @@ class BatchCut:
         ]
         return BatchCut(
             sizes_K=[None],
-            bags_MK=[[sum(strides_F)] for strides_F in strides_MF],
+            runs_MK=[
+                [list(strides_F) if is_sequence else [sum(strides_F)]]
+                for strides_F, is_sequence in zip(strides_MF, plan.is_sequence_M)
+            ],
             mean_MK=[
                 [
                     None
@@ -78,3 +87,23 @@ class BatchCut:
     def num_parts(self) -> int:
         """Parts K."""
         return len(self.sizes_K)
+
+    @property
+    def bags_by_part(self) -> list[list[int]]:
+        """Bags of each part of each matrix."""
+        return [[sum(runs) for runs in runs_K] for runs_K in self.runs_MK]
+
+    @property
+    def bags_by_run(self) -> list[int]:
+        """Bags of each run, one after the other."""
+        return [bags for runs_K in self.runs_MK for runs in runs_K for bags in runs]
+
+    @property
+    def part_by_run(self) -> list[int]:
+        """Part of each run."""
+        return [part for runs_K in self.runs_MK for part, runs in enumerate(runs_K) for _ in runs]
+
+    def by_part(self, numbers_J: Sequence[int]) -> list[list[list[int]]]:
+        """A number of each run, by matrix and part."""
+        numbers = iter(numbers_J)
+        return [[[next(numbers) for _ in runs] for runs in runs_K] for runs_K in self.runs_MK]

@@ -46,14 +46,27 @@ class RowGroup:
         self.ranks = ranks
         self.device = device
         self.buffers_M = [RowBuffers(dim, device) for dim in plan.dim_M]
-        self._order_of_batch_size: tuple[int, Tensor] | None = None
+        self._order_of_sizes: tuple[tuple[int, ...], Tensor] | None = None
 
-    def bag_order(self, batch_size: int) -> Tensor:
-        """The order of bags by matrix and sample, as :func:`bag_order` gives it."""
-        if self._order_of_batch_size is None or self._order_of_batch_size[0] != batch_size:
-            order_S = bag_order(self.plan.features_M, batch_size, self.device)
-            self._order_of_batch_size = (batch_size, order_S)
-        return self._order_of_batch_size[1]
+    def bag_order(self, sizes_K: Sequence[int | None]) -> Tensor | None:
+        """The order of bags by matrix and sample, as :func:`bag_order` gives it.
+
+        Args:
+            sizes_K: Samples of each part; ``None`` where every feature has its own number.
+
+        Returns:
+            ``None`` where bags stay as they come.
+        """
+        sizes = tuple(size for size in sizes_K if size is not None)
+        if not sizes or (not self.plan.has_bags and len(sizes) == 1):
+            return None
+        if not any(self.plan.is_sequence_M):
+            sizes = (sum(sizes),)  # pooled bags are in the same order however the batch is cut
+        if self._order_of_sizes is None or self._order_of_sizes[0] != sizes:
+            plan = self.plan
+            order_S = bag_order(plan.features_M, plan.is_sequence_M, sizes, self.device)
+            self._order_of_sizes = (sizes, order_S)
+        return self._order_of_sizes[1]
 
     def replicas_stale(self) -> bool:
         """Whether this rank's homes were written from outside since its replicas were filled."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder
 from torchrec_picasso.ops.part_pooling import PartPooling
@@ -56,6 +58,8 @@ class PackLayout:
 class RowLayout:
     """The rows of a batch."""
 
+    features: KeyedJaggedTensor
+    """The batch, in the order of the tables."""
     sizes_K: Sequence[int | None]
     """Samples of each part, ``None`` where every feature has its own number."""
     homes_written: bool
@@ -66,13 +70,37 @@ class RowLayout:
     rows_M: Sequence[int]
     """Rows of each matrix that this rank uses."""
     pooling_KM: Sequence[Sequence[PartPooling]]
+    lookups_MKJ: Sequence[Sequence[Sequence[int]]]
+    """Lookups of each part of each matrix; where it is of sequences, of each feature."""
     source_N: Tensor | None
     """KeyedJaggedTensor position of each lookup in bag order, where there are weights."""
     weights_N: Tensor | None
     """Per-sample weights as the batch came with them, in KeyedJaggedTensor order."""
 
+    def part_features(self, part: int) -> KeyedJaggedTensor:
+        """The features of one part of a batch of sequences, lengths known on the host.
+
+        Args:
+            part: Which.
+        """
+        (lookups_KF,) = self.lookups_MKJ
+        sizes_K = [size for size in self.sizes_K if size is not None]
+        assert sizes_K, "sequences have one batch size"
+        low, batch_size = sum(sizes_K[:part]), sizes_K[part]
+        lengths_FB = self.features.lengths().view(len(lookups_KF[part]), sum(sizes_K))
+        # feature by feature, part by part in each
+        by_part = list(zip(*lookups_KF))
+        pieces = self.features.values().split([n for of_feature in by_part for n in of_feature])
+        return KeyedJaggedTensor(
+            keys=self.features.keys(),
+            values=torch.cat(pieces[part :: len(sizes_K)]),
+            lengths=lengths_FB[:, low : low + batch_size].reshape(-1),
+            stride=batch_size,
+            length_per_key=list(lookups_KF[part]),
+        )
+
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held, for stream bookkeeping."""
+        """Every tensor held, for stream bookkeeping; not those of the features."""
         for pack in self.packs:
             yield from (pack.hot_slots, pack.touched_slots)
             yield from (pack.asked_rows, pack.asked_rows_by_fetch)

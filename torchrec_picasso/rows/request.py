@@ -118,9 +118,12 @@ class RowRequest:
         mine_P = _fetch_orders(self._mine_P, self._dirty_mine_P)
         asked_P = _fetch_orders(self._asked_P, self._dirty_asked_P)
         rows_P = [hot + mine.num_rows for hot, mine in zip(header.hot_P, self._mine_P)]
-        rows_M = [sum(rows_P[packs]) for packs in self._group.plan.matrices]
+        plan, cut = self._group.plan, batch.cut
+        rows_M = [sum(rows_P[packs]) for packs in plan.matrices]
+        lookups_MKJ = cut.by_part(header.lookups_J)
         return RowLayout(
-            sizes_K=batch.cut.sizes_K,
+            features=batch.features,
+            sizes_K=cut.sizes_K,
             homes_written=header.homes_written,
             hot_epoch=batch.hot_epoch,
             packs=self._pack_layouts(mine_P, asked_P, rows_P),
@@ -131,13 +134,15 @@ class RowRequest:
                 batch.located,
                 fetch_places(batch.located, header.hot_P, mine_P),
                 part_N=batch.part_N,
-                bags_MK=batch.cut.bags_MK,
-                lookups_MK=header.lookups_MK,
+                bags_MK=cut.bags_by_part,
+                lookups_MK=[[sum(runs) for runs in runs_K] for runs_K in lookups_MKJ],
                 rows_M=rows_M,
-                mean_MK=batch.cut.mean_MK,
+                mean_MK=cut.mean_MK,
+                is_sequence_M=plan.is_sequence_M,
             ),
+            lookups_MKJ=lookups_MKJ,
             source_N=batch.bags.source_N,
-            weights_N=batch.features.weights_or_none(),
+            weights_N=batch.weights_N,
         )
 
     def _pack_layouts(

@@ -1,11 +1,17 @@
-"""TorchRec's lookup of one sharded module: its storages, and the start of a fetch."""
+"""TorchRec's lookups of one sharded module: its storages, and the start of a fetch."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 
-from torchrec_picasso._torchrec import BaseEmbedding, GroupedPooledEmbeddingsLookup
+from torchrec_picasso._torchrec import (
+    BaseEmbedding,
+    GroupedEmbeddingsLookup,
+    GroupedPooledEmbeddingsLookup,
+)
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.hot_slots import HotSlots
 from torchrec_picasso.ops.ids import IdSpace
@@ -18,11 +24,11 @@ from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_storage import RowStorage
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 
-__all__ = ["HotColdLookup"]
+__all__ = ["HotColdPooledLookup", "HotColdSequenceLookup", "Packs"]
 
 
-class HotColdLookup(GroupedPooledEmbeddingsLookup):
-    """All packs of one sharded module on this rank.
+class Packs:
+    """All packs of one sharded module, which TorchRec's lookup makes one kernel each of.
 
     Args:
         configs: One per pack.
@@ -42,19 +48,32 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
         ranks: Ranks,
         device: torch.device,
     ) -> None:
-        self._ranks = ranks
-        self._hot_homes_P = list(HotHomes.of_packs(space, hot, ranks.rank))
-        super().__init__(grouped_configs=configs, device=device, pg=ranks.pg)
-        self._storages = [kernel.rows for kernel in self._emb_modules]
-        self.group = RowGroup(space, hot, plan, self._storages, ranks, device)
-        self._driver = InBackwardDriver(self.group)
+        self.configs, self.ranks, self.device = configs, ranks, device
+        homes_P = HotHomes.of_packs(space, hot, ranks.rank)
+        storages = [
+            RowStorage(config, homes, ranks, device) for config, homes in zip(configs, homes_P)
+        ]
+        self.group = RowGroup(space, hot, plan, storages, ranks, device)
 
-    def _create_embedding_kernel(
-        self, config: GroupedEmbeddingConfig, device: torch.device | None, *_: object
-    ) -> BaseEmbedding:
-        hot_homes = self._hot_homes_P[len(self._emb_modules)]
-        rows = RowStorage(config, hot_homes, self._ranks, device or torch.device("cpu"))
-        return HotColdKernel(config, rows, self._ranks)
+    def kernel(self, pack: int) -> HotColdKernel:
+        """Homes and replicas of one as TorchRec sees them."""
+        return HotColdKernel(self.configs[pack], self.group.storages[pack], self.ranks)
+
+
+class HotColdPooledLookup(GroupedPooledEmbeddingsLookup):
+    """This rank's part of a sharded EmbeddingBagCollection.
+
+    Args:
+        packs: Its packs.
+    """
+
+    def __init__(self, packs: Packs) -> None:
+        self._packs = packs
+        super().__init__(grouped_configs=packs.configs, device=packs.device, pg=packs.ranks.pg)
+        self._driver = InBackwardDriver(packs.group)
+
+    def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:
+        return self._packs.kernel(len(self._emb_modules))
 
     def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
         """Starts fetching the rows of a batch. Collective.
@@ -65,3 +84,34 @@ class HotColdLookup(GroupedPooledEmbeddingsLookup):
             return sparse_features
         weights_N = sparse_features.weights_or_none()
         return self._driver.fetch(layout_of(sparse_features), weights_N)
+
+
+@dataclass(frozen=True)
+class _UnshapedRows:
+    """Rows on their way, where TorchRec shapes what a lookup gives into a matrix."""
+
+    rows: PartRows
+
+    def view(self, *_: int) -> PartRows:
+        """The rows; they are a matrix when they arrive."""
+        return self.rows
+
+
+class HotColdSequenceLookup(GroupedEmbeddingsLookup):
+    """This rank's part of a sharded EmbeddingCollection.
+
+    Args:
+        packs: Its packs.
+    """
+
+    def __init__(self, packs: Packs) -> None:
+        self._packs = packs
+        super().__init__(grouped_configs=packs.configs, device=packs.device, pg=packs.ranks.pg)
+        self._driver = InBackwardDriver(packs.group)
+
+    def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:
+        return self._packs.kernel(len(self._emb_modules))
+
+    def forward(self, sparse_features: LaidOutFeatures) -> _UnshapedRows:
+        """Starts fetching the rows of a batch. Collective."""
+        return _UnshapedRows(self._driver.fetch(layout_of(sparse_features), None))

@@ -1,12 +1,13 @@
 """Rows arrive and are pooled where the batch is; in backward their gradients leave from here.
 
+Of sequences nothing is pooled: each lookup gets its row.
+
 The autograd graph holds no optimizer: its leaf is an anchor, and what hangs on it only fetches and
 pools rows; its backward hands the rows' gradients to whoever drives the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.autograd import Function
 from torchrec.distributed.types import Awaitable
 
 from torchrec_picasso._torchrec import BaseEmbeddingDist, EmbeddingShardingContext
+from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.segment_reduction import (
     gradient_of_rows,
     gradient_of_weights,
@@ -23,35 +25,43 @@ from torchrec_picasso.ops.segment_reduction import (
 )
 from torchrec_picasso.rows.batch_rows import PartRows
 
-__all__ = ["PooledOutputDist"]
+__all__ = ["HotColdOutputDist"]
 
 
-class PooledOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Tensor]):
-    """Pools fetched rows into the module's output.
+class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Tensor]):
+    """Makes fetched rows a module's output.
 
     Args:
-        features_M: Number of features of each matrix of rows.
+        plan: Matrices of rows and the features of each.
         device: Device of the rows.
     """
 
-    def __init__(self, features_M: Sequence[int], device: torch.device) -> None:
+    def __init__(self, plan: PackPlan, device: torch.device) -> None:
         super().__init__()
-        self._features_M = features_M
+        self._plan = plan
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     def forward(
         self, local_embs: PartRows, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
-        """Gives the awaitable of the pooled output: ``(B, sum of F_m * D_m)``, or flat, feature by
-        feature, when every feature has its own batch size."""
-        return _PooledAwaitable(local_embs, self._features_M, self._anchor)
+        """Gives the awaitable of the output.
+
+        Pooled: ``(B, sum of F_m * D_m)``, or flat, feature by feature, when every feature has its
+        own batch size. Sequences: the row of each lookup ``(N, D)``, feature by feature.
+        """
+        return _OutputAwaitable(local_embs, self._plan, self._anchor)
 
 
-class _PooledAwaitable(Awaitable[Tensor]):
-    def __init__(self, rows: PartRows, features_M: Sequence[int], anchor: Tensor) -> None:
+class _OutputAwaitable(Awaitable[Tensor]):
+    def __init__(
+        self,
+        rows: PartRows,
+        plan: PackPlan,
+        anchor: Tensor,
+    ) -> None:
         super().__init__()
         self._rows = rows
-        self._features_M = features_M
+        self._plan = plan
         self._anchor = anchor
         self._needs_grad = torch.is_grad_enabled()  # of the call; it is waited for at the first use
 
@@ -63,12 +73,15 @@ class _PooledAwaitable(Awaitable[Tensor]):
         rows = self._rows
         scales_M = [mean_weights(w, p.index) for w, p in zip(rows.weights_M, rows.pooling_M)]
         pooled_M = _PoolArrivals.apply(self._anchor, rows, *scales_M)
+        if not self._plan.has_bags:
+            (rows_ND,) = pooled_M  # tables of one collection have one dim
+            return rows_ND
         if rows.batch_size is None:
             return torch.cat([pooled.view(-1) for pooled in pooled_M])
         # (B * F_m, D_m) -> (B, F_m * D_m)
         outputs = [
             pooled.view(rows.batch_size, num_features * pooled.size(1))
-            for pooled, num_features in zip(pooled_M, self._features_M)
+            for pooled, num_features in zip(pooled_M, self._plan.features_M)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 

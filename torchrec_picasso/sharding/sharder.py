@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
+from torchrec_picasso.sharding.sharded_ec import ShardedHotColdEmbeddingCollection
 
-__all__ = ["HotColdEmbeddingBagCollectionSharder"]
+__all__ = ["HotColdEmbeddingBagCollectionSharder", "HotColdEmbeddingCollectionSharder"]
 
 
 class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
@@ -56,3 +58,44 @@ class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     def sharded_module_type(self) -> type[ShardedHotColdEmbeddingBagCollection]:
         """The class that ``shard`` makes."""
         return ShardedHotColdEmbeddingBagCollection
+
+
+class HotColdEmbeddingCollectionSharder(EmbeddingCollectionSharder):
+    """Shards EmbeddingCollections; drop-in for TorchRec's ``EmbeddingCollectionSharder``.
+
+    Tables without :class:`HotColdParams` in the plan are sharded as by the parent. Hot/cold tables
+    send each row once, on CPU too, whatever ``use_index_dedup`` says.
+
+    Args:
+        fused_params: As the parent's.
+        qcomm_codecs_registry: As the parent's.
+        use_index_dedup: As the parent's, for stock tables; it has no CPU kernel.
+    """
+
+    supports_hot_cold = True
+    """Tells the planner that tables of this sharder's modules may be hot/cold."""
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedHotColdEmbeddingCollection:
+        """Shards one module by the plan. Collective."""
+        return self.sharded_module_type(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            use_index_dedup=self._use_index_dedup,
+            module_fqn=module_fqn,
+        )
+
+    @property
+    def sharded_module_type(self) -> type[ShardedHotColdEmbeddingCollection]:
+        """The class that ``shard`` makes."""
+        return ShardedHotColdEmbeddingCollection

@@ -27,10 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.types import Awaitable
-from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_picasso.batches.copy import copy_batch
+from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.comparison.difference import (
     Tolerance,
@@ -176,13 +175,10 @@ class CutCheck:
             with torch.no_grad():
                 for index, size in enumerate(flight.sizes_K):
                     if size or not (index or flight.num_samples):
-                        rows = flight.rows[name].hand_out(index, lambda _: None)
-                        module.forward.take(rows, lambda: None)
-                        part = module.forward()
-                        parts.append(part.wait() if isinstance(part, Awaitable) else part)
-            values_BD = torch.cat([part.values() for part in parts]).requires_grad_()
-            pooled = KeyedTensor(parts[0].keys(), parts[0].length_per_key(), values_BD)
-            outputs[name] = WholeOutput(pooled, name)
+                        module.forward.take(flight.rows[name].hand_out(index, lambda _: None))
+                        parts.append((module.forward(), size))
+            whole = join_outputs(*zip(*parts))
+            outputs[name] = WholeOutput(whole, name, always_leaves=True)
         return outputs
 
     def _run(

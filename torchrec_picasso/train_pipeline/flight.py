@@ -69,6 +69,19 @@ class Flight:
         """Samples of the whole batch on this rank."""
         return sum(self.sizes_K)
 
+    def take_gradients(self, name: str, index: int, grads_M: Sequence[Tensor]) -> None:
+        """Takes the gradients of the rows that a micro-batch uses, in its backward.
+
+        The model may run a module without gradients, or let none through: then nobody calls.
+
+        Args:
+            name: Of the module.
+            index: Of the micro-batch.
+            grads_M: ``(n, D_m)`` by matrix.
+        """
+        self.trained.add(name)
+        self.gradients[name].add(index, grads_M)
+
     def share(self, index: int, losses_are_means: bool) -> float:
         """What a micro-batch's loss counts in the batch's; nothing without samples."""
         return share_of(index, self.sizes_K, losses_are_means)

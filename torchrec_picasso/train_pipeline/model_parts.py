@@ -17,13 +17,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.comparison.dense_part import outside_of_sharded
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.data_parallel import reduced_elsewhere, wrapper_of
 
 __all__ = [
@@ -101,7 +101,7 @@ def unpipelined_modules(
 
 def why_computed_once(module: ShardedModule) -> str:
     """Why a pipelined module is not interleaved."""
-    if not isinstance(module, ShardedEmbeddingBagCollection):
+    if not isinstance(module, HotColdModule):
         return f"it is a {type(module).__name__}, with TorchRec's exchange"
     sharding = module.module_sharding_plan.values()
     num_stock = sum(not isinstance(s.cache_params, HotColdParams) for s in sharding)

@@ -147,10 +147,9 @@ class Operations:
         if flight.num_samples and not flight.sizes_K[index]:
             return  # nothing to learn from no samples
         for name, module in self._interleaved.items():
-            sink = partial(flight.gradients[name].add, index)
+            sink = partial(flight.take_gradients, name, index)
             is_last = index == len(flight.sizes_K) - 1
-            rows = flight.rows[name].hand_out(index, sink, once=is_last)
-            module.forward.take(rows, partial(flight.trained.add, name))
+            module.forward.take(flight.rows[name].hand_out(index, sink, once=is_last))
         flight.compute_wholes(self._plain)
         for name, module in self._plain.items():
             module.forward.give(flight.wholes[name].part(flight.sizes_K, index))

@@ -19,7 +19,7 @@ from torchrec_picasso._torchrec import (
 from torchrec_picasso.batches.split import SPLIT_ADVICE, num_samples
 from torchrec_picasso.comparison.model_memory import without_a_trace
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
+from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward
 from torchrec_picasso.train_pipeline.model_parts import (
@@ -99,8 +99,7 @@ class PipelinedModel:
         self._why_plain: dict[str, str] = {}
         for module in self.pipelined:
             name = module.forward.name
-            is_hot_cold = isinstance(module, ShardedHotColdEmbeddingBagCollection)
-            if is_hot_cold and module.can_interleave:
+            if isinstance(module, HotColdModule) and module.can_interleave:
                 self.interleaved[name] = module
             else:
                 self.plain[name] = module

@@ -27,10 +27,12 @@ class WholeOutput:
     Args:
         output: What the module returned, awaitable or not.
         name: Of the module, for messages.
+        always_leaves: Whether values are leaves even without a graph.
     """
 
-    def __init__(self, output: Any, name: str) -> None:
+    def __init__(self, output: Any, name: str, *, always_leaves: bool = False) -> None:
         self._name = name
+        self._always_leaves = always_leaves
         self._values_and_leaves: list[tuple[Tensor, Tensor]] = []
         self._output = self._off_graph(output)
         self._parts: dict[tuple[int, ...], Sequence[Any]] = {}
@@ -102,7 +104,7 @@ class WholeOutput:
         return rebuild(value, found, f"output of {self._name}", "use TrainPipelineSparseDist")
 
     def _leaf(self, values: Tensor) -> Tensor:
-        if not values.requires_grad:
+        if not values.requires_grad and not self._always_leaves:
             return values
         leaf = values.detach().requires_grad_()
         self._values_and_leaves.append((values, leaf))

@@ -3,7 +3,7 @@
 Subclassing TorchRec's row-wise sharding keeps shards, names and state-dict metadata its own; only
 the three factories (input dist, lookup, output dist) differ, and tables are grouped by dim and
 compute kernel as well, because a pack is one FBGEMM table in one memory, and by wave, because a
-pack travels in one.
+pack travels in one. Pooled and sequence tables differ in the output dist alone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import PoolingType
 
 from torchrec_picasso._torchrec import (
+    BaseRwEmbeddingSharding,
     EmbeddingShardingInfo,
     QuantizedCommCodecs,
-    RwPooledEmbeddingSharding,
     ShardingEnv2D,
 )
 from torchrec_picasso.errors import CompatError
@@ -31,17 +31,18 @@ from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.input_dist import RequestDist
-from torchrec_picasso.sharding.lookup import HotColdLookup
-from torchrec_picasso.sharding.output_dist import PooledOutputDist
+from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenceLookup, Packs
+from torchrec_picasso.sharding.output_dist import HotColdOutputDist
 
-__all__ = ["HotColdPooledEmbeddingSharding"]
+__all__ = ["HotColdEmbeddingSharding"]
 
 
-class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
-    """Shards pooled tables row-wise with hot replicas and one packed unique exchange.
+class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
+    """Shards tables row-wise with hot replicas and one packed unique exchange.
 
     Args:
-        sharding_infos: Tables whose ``cache_params`` is a :class:`HotColdParams`.
+        sharding_infos: Tables whose ``cache_params`` is a :class:`HotColdParams`; all pooled, or
+            all looked up as sequences.
         env: Sharding environment, one-dimensional.
         device: Where the tables go.
         qcomm_codecs_registry: Wire precision; rows and gradients use the codecs of
@@ -72,7 +73,14 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
         for info in sharding_infos:
             name = info.embedding_config.name
             params[name].check(name, info.embedding_config.num_embeddings)
+        pooling = {info.embedding_config.pooling for info in sharding_infos}
+        self._is_sequence = pooling == {PoolingType.NONE}
         super().__init__(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
+        if self.enable_embedding_update:
+            raise CompatError(
+                "hot/cold tables do not support enable_embedding_update; place these tables "
+                "without HotColdParams"
+            )
         # TorchRec's grouping, made finer; its own methods read names and shards off these
         waves = {name: table_params.wave for name, table_params in params.items()}
         self._grouped_embedding_configs_per_rank = [
@@ -89,22 +97,22 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
         self._hot = HotSlots.build(tables, self._device)
         self._plan = PackPlan.build(tables, self._device)
         self._ranks = Ranks(self._pg, qcomm_codecs_registry)
-        self._lookup: HotColdLookup | None = None
+        self._packs: Packs | None = None
 
     @property
     def group(self) -> RowGroup:
         """The tables, once TorchRec has made the lookup."""
-        assert self._lookup is not None, "TorchRec creates lookups before input dists"
-        return self._lookup.group
+        assert self._packs is not None, "TorchRec creates lookups before input dists"
+        return self._packs.group
 
     def create_lookup(
         self,
         device: torch.device | None = None,
         fused_params: dict[str, Any] | None = None,
         feature_processor: Any = None,
-    ) -> HotColdLookup:
+    ) -> HotColdPooledLookup | HotColdSequenceLookup:
         """Makes this rank's homes and replicas."""
-        self._lookup = HotColdLookup(
+        self._packs = Packs(
             self._grouped_embedding_configs,
             self._space,
             self._hot,
@@ -112,15 +120,16 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
             self._ranks,
             device or self._device,
         )
-        return self._lookup
+        lookup = HotColdSequenceLookup if self._is_sequence else HotColdPooledLookup
+        return lookup(self._packs)
 
     def create_input_dist(self, device: torch.device | None = None) -> RequestDist:
         """Makes the request for a batch's rows."""
         return RequestDist(self.group)
 
-    def create_output_dist(self, device: torch.device | None = None) -> PooledOutputDist:
-        """Makes the pooling of fetched rows."""
-        return PooledOutputDist(self._plan.features_M, device or self._device)
+    def create_output_dist(self, device: torch.device | None = None) -> HotColdOutputDist:
+        """Makes what turns fetched rows into the module's output."""
+        return HotColdOutputDist(self._plan, device or self._device)
 
     def _shard(
         self, sharding_infos: list[EmbeddingShardingInfo]
@@ -129,7 +138,8 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
         for tables in tables_per_rank:
             for table in tables:
                 # means are weighted sums here, so tables of both kinds share a pack
-                table.pooling = PoolingType.SUM
+                if not self._is_sequence:
+                    table.pooling = PoolingType.SUM
         return tables_per_rank
 
     def _packed_tables(
@@ -146,6 +156,7 @@ class HotColdPooledEmbeddingSharding(RwPooledEmbeddingSharding):
                 hot_rows_H=params[table.name].hot_rows,
                 feature_names=tuple(table.feature_names),
                 mean=table.name in means,
+                is_sequence=self._is_sequence,
                 wave=params[table.name].wave,
             )
             for pack, config in enumerate(self._grouped_embedding_configs)

@@ -1,0 +1,256 @@
+"""A model that looks up sequences beside bags, trained under any placement of its tables.
+
+A target attends over a history of the same table; a second sequence table and a pooled one stand
+beside. Every placement starts from the same weights and sees the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+)
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+from tests.sharding.jobs import CPU, OPTIMIZERS, Result, load_whole, result_of_module
+from torchrec_picasso import (
+    HotColdEmbeddingBagCollectionSharder,
+    HotColdEmbeddingCollectionSharder,
+    HotColdParams,
+)
+
+DIM = 8
+MAX_LENGTH = 5
+SEQUENCE_TABLES = {"item": (40, ("history", "target")), "shop": (3, ("shops",))}
+"""Rows and features; the history comes before the target, and in the batch after it."""
+POOLED_TABLES = {"user": (17, ("user",)), "tag": (5, ("tags", "more_tags"))}
+FEATURES = ("target", "tags", "history", "user", "shops", "more_tags")
+
+Driver = Callable[[DistributedModelParallel, list[Batch]], list[Tensor]]
+"""Trains a model on batches; gives the predictions of each."""
+
+Place = str | int
+"""``table_wise``, ``row_wise`` or a number of hot rows."""
+
+
+@dataclass(frozen=True)
+class SequenceJob:
+    """One training run; ``"*"`` stands for all tables that are not named."""
+
+    placement: Mapping[str, Place]
+    optimizer: str = "rowwise_adagrad"
+    optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1, "eps": 1e-2})
+    num_steps: int = 6
+    batch_sizes: tuple[int, ...] = (6,)
+    need_indices: bool = False
+    weighted: bool = False
+    """Whether the batch has per-sample weights, which sequences ignore."""
+    waves: Mapping[str, int] = field(default_factory=dict)
+    wire: str | None = None
+    seed: int = 0
+
+    def batch_size(self, rank: int) -> int:
+        return self.batch_sizes[rank % len(self.batch_sizes)]
+
+
+class SequenceModel(nn.Module):
+    """Returns (loss, prediction) as pipelines expect."""
+
+    def __init__(self, job: SequenceJob) -> None:
+        super().__init__()
+        torch.manual_seed(job.seed)
+        self.ec = EmbeddingCollection(
+            device=CPU,
+            need_indices=job.need_indices,
+            tables=[
+                EmbeddingConfig(
+                    name=name,
+                    embedding_dim=DIM,
+                    num_embeddings=rows,
+                    feature_names=list(features),
+                )
+                for name, (rows, features) in SEQUENCE_TABLES.items()
+            ],
+        )
+        self.ebc = EmbeddingBagCollection(
+            device=CPU,
+            is_weighted=job.weighted,
+            tables=[
+                EmbeddingBagConfig(
+                    name=name,
+                    embedding_dim=2 * DIM,
+                    num_embeddings=rows,
+                    feature_names=list(features),
+                )
+                for name, (rows, features) in POOLED_TABLES.items()
+            ],
+        )
+        self.over = nn.Linear(3 * DIM + 3 * 2 * DIM, 1)
+        self.need_indices = job.need_indices
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        found = self.ec(batch.sparse_features)
+        pooled = self.ebc(batch.sparse_features)
+        target_BD = found["target"].values()
+        history_BLD = _padded(found["history"])
+        scores_BL = torch.softmax((history_BLD * target_BD.unsqueeze(1)).sum(2), dim=1)
+        attended_BD = (scores_BL.unsqueeze(2) * history_BLD).sum(1)
+        shops_BD = _padded(found["shops"]).sum(1)
+        keys = [f for _, features in POOLED_TABLES.values() for f in features]
+        bags = [pooled[key] for key in keys]
+        out = self.over(torch.cat([target_BD, attended_BD, shops_BD, *bags], dim=1)).squeeze(1)
+        if self.need_indices:  # ids belong to their embeddings, else the loss shows it
+            out = out + 0.01 * _padded_ids(found["history"]).sum(1)
+        loss = ((out - batch.labels) ** 2).sum() / 6
+        return loss, out.detach()
+
+
+def _padded(sequence: JaggedTensor) -> Tensor:
+    return sequence.to_padded_dense(MAX_LENGTH)
+
+
+def _padded_ids(sequence: JaggedTensor) -> Tensor:
+    ids = sequence.weights().float().unsqueeze(1)
+    return _padded(JaggedTensor(values=ids, lengths=sequence.lengths())).squeeze(2)
+
+
+def make_sequence_batch(job: SequenceJob, rank: int, step: int) -> Batch:
+    """Histories of 0 to 4 items, skewed to low ids, one target per sample."""
+    generator = torch.Generator().manual_seed(100_000 * job.seed + 1000 * step + rank)
+    batch_size = job.batch_size(rank)
+    rows_of = {
+        f: rows for rows, fs in (*SEQUENCE_TABLES.values(), *POOLED_TABLES.values()) for f in fs
+    }
+    lengths = [
+        torch.ones(batch_size, dtype=torch.int64)
+        if name == "target"
+        else torch.randint(0, MAX_LENGTH, (batch_size,), generator=generator)
+        for name in FEATURES
+    ]
+    values = [
+        (torch.rand(int(length.sum()), generator=generator) ** 3 * rows_of[name]).long()
+        for name, length in zip(FEATURES, lengths)
+    ]
+    num_lookups = sum(v.numel() for v in values)
+    return Batch(
+        dense_features=torch.zeros(batch_size, 1),
+        sparse_features=KeyedJaggedTensor(
+            keys=list(FEATURES),
+            values=torch.cat(values),
+            lengths=torch.cat(lengths),
+            weights=torch.rand(num_lookups, generator=generator) if job.weighted else None,
+        ),
+        labels=torch.randn(batch_size, generator=generator),
+    )
+
+
+class RowWiseOnCpuSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's own sharder, which leaves row-wise out on CPU, with it put back."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [*super().sharding_types(compute_device_type), "row_wise"]
+
+
+def build_sequences(job: SequenceJob, world_size: int) -> DistributedModelParallel:
+    """Shards the job's model, with the weights that the unsharded model starts from."""
+    model = SequenceModel(job)
+    start = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    tables = {**SEQUENCE_TABLES, **POOLED_TABLES}
+    places = {name: job.placement.get(name, job.placement.get("*")) for name in tables}
+    is_ours = any(isinstance(place, int) for place in places.values())
+    registry = None
+    if job.wire is not None:
+        precision = CommType(job.wire)
+        config = QCommsConfig(forward_precision=precision, backward_precision=precision)
+        registry = get_qcomm_codecs_registry(config, device=CPU)
+    sharders: dict[str, Any] = {
+        "ec": EmbeddingCollectionSharder(qcomm_codecs_registry=registry),
+        "ebc": RowWiseOnCpuSharder(qcomm_codecs_registry=registry),
+    }
+    if is_ours:
+        sharders = {
+            "ec": HotColdEmbeddingCollectionSharder(qcomm_codecs_registry=registry),
+            "ebc": HotColdEmbeddingBagCollectionSharder(qcomm_codecs_registry=registry),
+        }
+    plans = {}
+    for path, sharder in sharders.items():
+        module = model.get_submodule(path)
+        own = SEQUENCE_TABLES if path == "ec" else POOLED_TABLES
+        apply_optimizer_in_backward(
+            OPTIMIZERS[job.optimizer], module.parameters(), dict(job.optimizer_kwargs)
+        )
+        plan = construct_module_sharding_plan(
+            module,
+            {
+                name: table_wise(rank=i % world_size)
+                if places[name] == "table_wise"
+                else row_wise()
+                for i, name in enumerate(own)
+            },
+            sharder=sharder,
+            local_size=world_size,
+            world_size=world_size,
+            device_type="cpu",
+        )
+        for name, (rows, _) in own.items():
+            place = places[name]
+            if isinstance(place, int):
+                hot = sorted(range(rows), key=lambda row: (row % 3, row))[:place]
+                plan[name].cache_params = HotColdParams(hot_rows=hot, wave=job.waves.get(name, 0))
+        plans[path] = plan
+    sharded = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=CPU,
+        plan=ShardingPlan(plan=plans),
+        sharders=list(sharders.values()),
+    )
+    load_whole(sharded, start)
+    return sharded
+
+
+def dense_of(model: DistributedModelParallel) -> torch.optim.Optimizer:
+    parameters = [p for name, p in model.named_parameters() if "over" in name]
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def train_sequences(
+    model: DistributedModelParallel,
+    job: SequenceJob,
+    rank: int,
+    drive: Driver,
+) -> Result:
+    """Trains; losses by the model's own formula."""
+    batches = [make_sequence_batch(job, rank, step) for step in range(job.num_steps)]
+    outputs = drive(model, batches)
+    losses = [
+        float(((output - batch.labels) ** 2).sum() / 6)
+        for output, batch in zip(outputs, batches, strict=True)
+    ]
+    return result_of_module(model, losses, ("ec", "ebc"))

@@ -1,0 +1,119 @@
+"""A sharded EmbeddingCollection in which marked tables are hot/cold and the others stock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
+from torchrec_picasso.rows.batch_rows import PartRows
+from torchrec_picasso.sharding.sharded_module import GROUP, HotColdModule, apart_from_stock
+from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
+
+__all__ = ["ShardedHotColdEmbeddingCollection"]
+
+
+class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollection):
+    """TorchRec's sharded module with one more way to shard a table.
+
+    Tables whose plan carries :class:`HotColdParams` form one group with one packed unique
+    exchange, in which a row travels once however often the batch looks it up; every other table
+    takes TorchRec's own path. Names, state dict and fused optimizer are TorchRec's.
+    """
+
+    def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
+        if self.can_interleave:
+            self._use_index_dedup = False  # the exchange does it, on every device
+
+    @classmethod
+    def create_grouped_sharding_infos(
+        cls, *args: Any, **kwargs: Any
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
+        """Groups tables by sharding type, marked ones in a group of their own."""
+        return apart_from_stock(super().create_grouped_sharding_infos(*args, **kwargs))
+
+    @classmethod
+    def create_embedding_sharding(
+        cls,
+        sharding_type: str,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> Any:
+        """Makes the sharding of one group."""
+        if sharding_type != GROUP:
+            return super().create_embedding_sharding(
+                sharding_type, sharding_infos, env, device, qcomm_codecs_registry
+            )
+        return HotColdEmbeddingSharding(sharding_infos, env, device, qcomm_codecs_registry)
+
+    def table_shardings(self) -> Sequence[Any]:
+        """TorchRec's shardings, one per way to place tables."""
+        return list(self._sharding_type_to_sharding.values())
+
+    def in_table_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Features in the order of the tables, once input dists are made."""
+        if not self._features_order:
+            return features
+        order_tensor = self.get_buffer("_features_order_tensor")
+        return features.permute(self._features_order, order_tensor)
+
+    def compute_and_output_dist(
+        self, ctx: EmbeddingCollectionContext, input: KJTList
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Looks the batch up. Collective.
+
+        TorchRec's own way cannot do without samples, so it is left to the modules that need it:
+        with stock tables, or with a batch size per feature.
+        """
+        if not self.can_interleave or ctx.seq_vbe_ctx:
+            return super().compute_and_output_dist(ctx, input)
+        ((lookup, features),) = zip(self._lookups, input)
+        return self.output(lookup(features).rows)
+
+    def output(self, rows: PartRows) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """The module's output for one part of a batch."""
+        (names,) = self._embedding_names_per_sharding
+        (output_dist,) = self._output_dists
+        return _Sequences(output_dist(rows), rows.features, names, self._need_indices)
+
+
+class _Sequences(LazyAwaitable[dict[str, JaggedTensor]]):
+    """Rows of all lookups, cut into features."""
+
+    def __init__(
+        self,
+        rows: Awaitable[Tensor],
+        features: KeyedJaggedTensor,
+        names: Sequence[str],
+        need_indices: bool,
+    ) -> None:
+        super().__init__()
+        self._rows = rows
+        self._features = features
+        self._names = names
+        self._need_indices = need_indices
+
+    def _wait_impl(self) -> dict[str, JaggedTensor]:
+        features, names = self._features, self._names
+        lookups_F = features.length_per_key()
+        ids_F = features.values().split(lookups_F) if self._need_indices else [None] * len(names)
+        return {
+            name: JaggedTensor(values=rows, lengths=lengths, weights=ids)
+            for name, rows, lengths, ids in zip(
+                names,
+                self._rows.wait().split(lookups_F),
+                features.lengths().view(len(names), features.stride()),
+                ids_F,
+            )
+        }

@@ -1,0 +1,103 @@
+"""What sharded modules of both kinds give a schedule: the request for a batch, and their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torchrec.distributed.types import ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from torchrec_picasso._torchrec import EmbeddingShardingInfo
+from torchrec_picasso.errors import PlanError
+from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.rows.batch_ids import BatchIds
+from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.request import RowRequest
+from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
+
+__all__ = ["GROUP", "HotColdModule", "apart_from_stock", "is_hot_cold"]
+
+GROUP = "hot_cold"
+"""The name of the hot/cold tables where TorchRec groups tables by sharding type."""
+
+
+class HotColdModule:
+    """A sharded module of TorchRec's in which marked tables are hot/cold."""
+
+    _has_uninitialized_input_dist: bool
+    _create_input_dist: Callable[..., None]
+    module_sharding_plan: Any
+
+    def table_shardings(self) -> Sequence[Any]:
+        """TorchRec's shardings, one per way to place tables."""
+        raise NotImplementedError
+
+    def in_table_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Features in the order of the tables, once input dists are made."""
+        raise NotImplementedError
+
+    @property
+    def can_interleave(self) -> bool:
+        """Whether all tables are hot/cold, so that a schedule may drive the whole exchange."""
+        shardings = self.table_shardings()
+        return len(shardings) == 1 and isinstance(shardings[0], HotColdEmbeddingSharding)
+
+    @property
+    def group(self) -> RowGroup:
+        """The tables of a module that can be interleaved."""
+        (sharding,) = self.table_shardings()
+        group: RowGroup = sharding.group
+        return group
+
+    @property
+    def num_waves(self) -> int:
+        """Waves that its packs travel in where a schedule staggers them."""
+        return len(self.group.plan.waves)
+
+    def request(self, sizes_K: Sequence[int], features: Any, has_data: bool = True) -> RowRequest:
+        """Starts asking for the rows of a batch whose exchange a schedule drives. Collective.
+
+        Args:
+            sizes_K: Samples of each part.
+            features: As for TorchRec's ``input_dist``.
+            has_data: Whether the batch comes from this rank's data.
+        """
+        features = maybe_td_to_kjt(features, None)
+        if self._has_uninitialized_input_dist:
+            self._create_input_dist(features.keys())
+            self._has_uninitialized_input_dist = False
+        with torch.no_grad():
+            features = self.in_table_order(features)
+            batch = BatchIds.read(features, self.group, sizes_K, has_data)
+            return RowRequest(self.group, batch)
+
+
+def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
+    """Whether the plan marks a table.
+
+    Raises:
+        PlanError: If it places a marked one in another way.
+    """
+    sharding = info.param_sharding
+    if not isinstance(sharding.cache_params, HotColdParams):
+        return False
+    if sharding.sharding_type != ShardingType.ROW_WISE.value:
+        raise PlanError(
+            f"table {info.embedding_config.name!r} carries HotColdParams but is placed "
+            f"{sharding.sharding_type!r}; hot/cold tables are placed 'row_wise'"
+        )
+    return True
+
+
+def apart_from_stock(
+    stock_groups: dict[str, list[EmbeddingShardingInfo]],
+) -> dict[str, list[EmbeddingShardingInfo]]:
+    """TorchRec's groups of tables by sharding type, marked ones in a group of their own."""
+    groups: dict[str, list[EmbeddingShardingInfo]] = {}
+    for sharding_type, infos in stock_groups.items():
+        for info in infos:
+            groups.setdefault(GROUP if is_hot_cold(info) else sharding_type, []).append(info)
+    return groups
