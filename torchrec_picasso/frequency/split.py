@@ -29,7 +29,7 @@ __all__ = ["WinnersCurse", "coverage", "expected_unique_cold", "winners_curse"]
 # Where a row at the cut loses more lookups than this, no row near it is absent from any batch.
 _SURELY_PRESENT = 48.0
 _LARGEST_SHARE_HELD_OUT = 0.5
-_ROUNDING = 1e-8
+_ROUNDING = 1e-10
 _LARGEST_SURVEYED_COUNT = 100_000
 
 
