@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import (
+    LazyAwaitable,
+    LazyGetItemMixin,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingType,
+)
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_picasso._torchrec import (
     EmbeddingShardingContext,
@@ -25,6 +33,7 @@ from torchrec_picasso.sharding.sharded_module import (
     HotColdModule,
     apart_from_stock,
     is_hot_cold,
+    twin_of,
 )
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
@@ -105,6 +114,32 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
         order_tensor = self.get_buffer("_features_order_tensor")
         return features.permute(self._features_order, order_tensor)
 
+    def with_shardings(self, positions: Sequence[int]) -> ShardedHotColdEmbeddingBagCollection:
+        """The same module with some of its shardings; it shares their rows."""
+        part: ShardedHotColdEmbeddingBagCollection = twin_of(self)
+        for name in ("_embedding_shardings", "_lookups", "_sharding_types"):
+            whole = getattr(self, name)
+            setattr(part, name, [whole[position] for position in positions])
+        part._has_uninitialized_input_dist = part._has_features_permute = True
+        for name in ("_input_dists", "_output_dists", "_feature_splits", "_features_order"):
+            setattr(part, name, [])
+        part._embedding_names, part._uncombined_embedding_names = [], []
+        part._embedding_dims, part._uncombined_embedding_dims = [], []
+        part._create_output_dist()
+        part._kjt_key_indices = {}
+        features = {name for of in part._embedding_shardings for name in of.feature_names()}
+        part._pooling_type_to_rs_features = defaultdict(list)
+        for pooling, names in self._pooling_type_to_rs_features.items():
+            part._pooling_type_to_rs_features[pooling] = [n for n in names if n in features]
+        part._has_mean_pooling_callback = bool(
+            part._pooling_type_to_rs_features[PoolingType.MEAN.value]
+        )
+        return part
+
+    def join(self, parts: Sequence[LazyAwaitable[KeyedTensor]]) -> LazyAwaitable[KeyedTensor]:
+        """The module's output from those of its parts, in the order of :meth:`apart`."""
+        return _Joined(parts, self._embedding_names, self._embedding_dims)
+
     def output(self, rows: PartRows) -> Any:
         """The module's output for one part of a batch whose exchange a schedule drives."""
         context = self.create_context()
@@ -119,3 +154,25 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
                 "checkpoint and load it under the new plan"
             )
         super().update_shards(*args, **kwargs)
+
+
+class _Joined(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
+    """Outputs of a module's parts, side by side."""
+
+    def __init__(
+        self, parts: Sequence[LazyAwaitable[KeyedTensor]], keys: Sequence[str], dims: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self._parts = parts
+        self._keys = list(keys)
+        self._dims = list(dims)
+
+    def _wait_impl(self) -> KeyedTensor:
+        found: dict[str, Tensor] = {}
+        for part in self._parts:
+            pooled = part.wait()
+            split = pooled.values().split(pooled.length_per_key(), dim=1)
+            found |= dict(zip(pooled.keys(), split))
+        return KeyedTensor(
+            self._keys, self._dims, torch.cat([found[key] for key in self._keys], dim=1)
+        )

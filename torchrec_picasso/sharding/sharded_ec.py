@@ -15,7 +15,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
 from torchrec_picasso.rows.batch_rows import PartRows
-from torchrec_picasso.sharding.sharded_module import GROUP, HotColdModule, apart_from_stock
+from torchrec_picasso.sharding.sharded_module import (
+    GROUP,
+    HotColdModule,
+    apart_from_stock,
+    twin_of,
+)
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
 __all__ = ["ShardedHotColdEmbeddingCollection"]
@@ -31,7 +36,7 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
 
     def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
-        if self.can_interleave:
+        if self.is_all_hot_cold:
             self._use_index_dedup = False  # the exchange does it, on every device
 
     @classmethod
@@ -68,6 +73,28 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         order_tensor = self.get_buffer("_features_order_tensor")
         return features.permute(self._features_order, order_tensor)
 
+    def with_shardings(self, positions: Sequence[int]) -> ShardedHotColdEmbeddingCollection:
+        """The same module with some of its shardings; it shares their rows."""
+        part: ShardedHotColdEmbeddingCollection = twin_of(self)
+        for name in ("_lookups", "_sharding_types", "_embedding_names_per_sharding"):
+            whole = getattr(self, name)
+            setattr(part, name, [whole[position] for position in positions])
+        shardings = list(self._sharding_type_to_sharding.items())
+        part._sharding_type_to_sharding = dict(shardings[position] for position in positions)
+        part._has_uninitialized_input_dist = True
+        for name in ("_input_dists", "_output_dists", "_feature_splits", "_features_order"):
+            setattr(part, name, [])
+        part._create_output_dist()
+        part._use_index_dedup = self._use_index_dedup and not part.is_all_hot_cold
+        return part
+
+    def join(
+        self, parts: Sequence[LazyAwaitable[dict[str, JaggedTensor]]]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """The module's output from those of its parts, in the order of :meth:`apart`."""
+        names = [name for of in self._embedding_names_per_sharding for name in of]
+        return _Joined(parts, names)
+
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
@@ -76,7 +103,7 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         TorchRec's own way cannot do without samples, so it is left to the modules that need it:
         with stock tables, or with a batch size per feature.
         """
-        if not self.can_interleave or ctx.seq_vbe_ctx:
+        if not self.is_all_hot_cold or ctx.seq_vbe_ctx:
             return super().compute_and_output_dist(ctx, input)
         ((lookup, features),) = zip(self._lookups, input)
         return self.output(lookup(features).rows)
@@ -117,3 +144,20 @@ class _Sequences(LazyAwaitable[dict[str, JaggedTensor]]):
                 ids_F,
             )
         }
+
+
+class _Joined(LazyAwaitable[dict[str, JaggedTensor]]):
+    """Outputs of a module's parts, in the order of its tables."""
+
+    def __init__(
+        self, parts: Sequence[LazyAwaitable[dict[str, JaggedTensor]]], names: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self._parts = parts
+        self._names = names
+
+    def _wait_impl(self) -> dict[str, JaggedTensor]:
+        found: dict[str, JaggedTensor] = {}
+        for part in self._parts:
+            found |= part.wait()
+        return {name: found[name] for name in self._names}

@@ -1,12 +1,19 @@
-"""What sharded modules of both kinds give a schedule: the request for a batch, and their tables."""
+"""What sharded modules of both kinds give a schedule: the request for a batch, and their tables.
+
+A schedule drives the exchange of hot/cold tables. Where a module has stock tables beside them, it
+comes :meth:`apart <HotColdModule.apart>`: two modules over the same rows, one of each kind, whose
+outputs are put together again.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torchrec.distributed.types import ShardingType
+from torch import nn
+from torchrec.distributed.types import LazyAwaitable, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -18,7 +25,7 @@ from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
-__all__ = ["GROUP", "HotColdModule", "apart_from_stock", "is_hot_cold"]
+__all__ = ["GROUP", "HotColdModule", "apart_from_stock", "is_hot_cold", "twin_of"]
 
 GROUP = "hot_cold"
 """The name of the hot/cold tables where TorchRec groups tables by sharding type."""
@@ -30,6 +37,7 @@ class HotColdModule:
     _has_uninitialized_input_dist: bool
     _create_input_dist: Callable[..., None]
     module_sharding_plan: Any
+    forward: Any
 
     def table_shardings(self) -> Sequence[Any]:
         """TorchRec's shardings, one per way to place tables."""
@@ -39,15 +47,47 @@ class HotColdModule:
         """Features in the order of the tables, once input dists are made."""
         raise NotImplementedError
 
+    def with_shardings(self, positions: Sequence[int]) -> HotColdModule:
+        """The same module with some of its shardings; it shares their rows.
+
+        Input dists are made anew, with the first batch.
+
+        Args:
+            positions: Which, ascending.
+        """
+        raise NotImplementedError
+
+    def join(self, parts: Sequence[LazyAwaitable[Any]]) -> LazyAwaitable[Any]:
+        """The module's output from those of its parts, in the order of :meth:`apart`."""
+        raise NotImplementedError
+
     @property
-    def can_interleave(self) -> bool:
-        """Whether all tables are hot/cold, so that a schedule may drive the whole exchange."""
-        shardings = self.table_shardings()
-        return len(shardings) == 1 and isinstance(shardings[0], HotColdEmbeddingSharding)
+    def has_hot_cold(self) -> bool:
+        """Whether any table is hot/cold."""
+        return bool(self._positions(hot_cold=True))
+
+    @property
+    def is_all_hot_cold(self) -> bool:
+        """Whether all tables are hot/cold, so that no exchange is TorchRec's."""
+        return self.has_hot_cold and len(self.table_shardings()) == 1
+
+    def apart(self) -> tuple[HotColdModule, HotColdModule]:
+        """Hot/cold tables and stock ones, each as a module of its own; both kinds are there."""
+        hot_cold, stock = (
+            self.with_shardings(self._positions(hot_cold=kind)) for kind in (True, False)
+        )
+        return hot_cold, stock
+
+    def _positions(self, *, hot_cold: bool) -> list[int]:
+        return [
+            position
+            for position, sharding in enumerate(self.table_shardings())
+            if isinstance(sharding, HotColdEmbeddingSharding) == hot_cold
+        ]
 
     @property
     def group(self) -> RowGroup:
-        """The tables of a module that can be interleaved."""
+        """The tables of a module that has hot/cold ones only."""
         (sharding,) = self.table_shardings()
         group: RowGroup = sharding.group
         return group
@@ -73,6 +113,14 @@ class HotColdModule:
             features = self.in_table_order(features)
             batch = BatchIds.read(features, self.group, sizes_K, has_data)
             return RowRequest(self.group, batch)
+
+
+def twin_of(module: nn.Module) -> Any:
+    """A module of the same parts, to which other parts may be given without a change to it."""
+    twin = copy.copy(module)
+    # what assigning to a module writes into
+    vars(twin).update(_buffers=dict(module._buffers), _modules=dict(module._modules))
+    return twin
 
 
 def is_hot_cold(info: EmbeddingShardingInfo) -> bool:

@@ -66,8 +66,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     """Trains like TorchRec's ``TrainPipelineSparseDist``, with the exchange hidden.
 
     ``progress(iterator)`` takes one step and returns the model's output for the whole batch, and
-    raises ``StopIteration`` after the last batch. Modules that are wholly hot/cold are interleaved;
-    others are trained as by TorchRec's pipeline and listed by :meth:`summary`, with the reason.
+    raises ``StopIteration`` after the last batch. Hot/cold tables are interleaved; others, in the
+    same module or not, are trained as by TorchRec's pipeline and listed by :meth:`summary`, with the
+    reason.
 
     How a batch is interleaved is chosen by trying on the first 30 training steps. Before a model is
     trained in micro-batches, and again in steps 2, 4, 8, ..., it is compared whether they give what

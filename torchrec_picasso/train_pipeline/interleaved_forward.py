@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchrec.distributed.types import LazyNoWait
+from torchrec.distributed.types import LazyAwaitable, LazyNoWait
 
 from torchrec_picasso._torchrec import PipelinedForward
-from torchrec_picasso.rows.batch_rows import PartRows
 
 __all__ = ["InterleavedForward"]
 
@@ -18,10 +17,36 @@ class InterleavedForward(PipelinedForward):
     """Stands in for a sharded module's forward while a micro-batch runs."""
 
     _taken: Callable[[], Any] | None = None
+    _parts: Sequence[InterleavedForward] = ()
+    _join: Callable[[Sequence[LazyAwaitable[Any]]], LazyAwaitable[Any]] | None = None
 
-    def take(self, rows: PartRows) -> None:
-        """The next call gives the module's output from these rows, of the micro-batch."""
-        self._taken = partial(self._module.output, rows)
+    def of_part(self, module: Any, name: str) -> InterleavedForward:
+        """The forward of a part of the module, on the same input.
+
+        Args:
+            module: The part.
+            name: Of the part.
+        """
+        part = copy.copy(self)
+        part._module, part._name = module, name
+        module.forward = part
+        return part
+
+    def put_together(
+        self,
+        parts: Sequence[InterleavedForward],
+        join: Callable[[Sequence[LazyAwaitable[Any]]], LazyAwaitable[Any]],
+    ) -> None:
+        """From now on a call gives what calls of the parts give, joined."""
+        self._parts, self._join = parts, join
+
+    def undivided(self) -> None:
+        """From now on a call is of the module as a whole again."""
+        self._parts, self._join = (), None
+
+    def take(self, output: Callable[[], Any]) -> None:
+        """The next call gives what this gives then."""
+        self._taken = output
 
     def give(self, output: Any) -> None:
         """The next call returns this output."""
@@ -33,6 +58,8 @@ class InterleavedForward(PipelinedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gives what the micro-batch asks for."""
+        if self._join is not None:
+            return self._join([part() for part in self._parts])
         taken, self._taken = self._taken, None
         assert taken is not None, f"{self._name} is called twice in one forward"
         return taken()

@@ -1,8 +1,9 @@
 """Which parts of a model are sharded and which are dense, and what cannot be micro-batched.
 
-Whatever TorchRec's pipeline trains is trained. A sharded module is one of three:
+Whatever TorchRec's pipeline trains is trained. A sharded module is one of three, or has tables of
+the first two kinds:
 
-- *interleaved*: all its tables are hot/cold, a schedule drives its exchange;
+- *interleaved*: its tables are hot/cold, a schedule drives its exchange;
 - *computed once* per batch: its ids are exchanged early, as in TorchRec's pipeline, and its output
   is handed out to micro-batches in parts;
 - *not pipelined*: TorchRec cannot find its input without running the model. It runs inside the

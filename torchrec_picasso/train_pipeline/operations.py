@@ -149,7 +149,8 @@ class Operations:
         for name, module in self._interleaved.items():
             sink = partial(flight.take_gradients, name, index)
             is_last = index == len(flight.sizes_K) - 1
-            module.forward.take(flight.rows[name].hand_out(index, sink, once=is_last))
+            rows = flight.rows[name].hand_out(index, sink, once=is_last)
+            module.forward.take(partial(module.output, rows))
         flight.compute_wholes(self._plain)
         for name, module in self._plain.items():
             module.forward.give(flight.wholes[name].part(flight.sizes_K, index))

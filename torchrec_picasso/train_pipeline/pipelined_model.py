@@ -92,20 +92,35 @@ class PipelinedModel:
                 )
             )
         self.original_dist_forwards: list[Callable[..., Any]] = []
+        self._splits_are_joined = False
         self.interleaved: dict[str, Any] = {}
         """Modules whose exchange a schedule drives, by name."""
         self.plain: dict[str, Any] = {}
         """Modules computed once per batch, by name."""
         self._why_plain: dict[str, str] = {}
+        self._stock_parts: dict[str, str] = {}
+        """Name of the stock part of a module that has tables of both kinds, by the module's."""
         for module in self.pipelined:
             name = module.forward.name
-            if isinstance(module, HotColdModule) and module.can_interleave:
-                self.interleaved[name] = module
-            else:
+            if not isinstance(module, HotColdModule) or not module.has_hot_cold:
                 self.plain[name] = module
                 self._why_plain[name] = why_computed_once(module)
+            elif module.is_all_hot_cold:
+                self.interleaved[name] = module
+            else:
+                self._take_apart(name, module)
         self._unpipelined = unpipelined_modules(self.inner, self.pipelined, changed)
         self.postprocs = Postprocs(self.postproc_modules)
+
+    def _take_apart(self, name: str, module: HotColdModule) -> None:
+        """Interleaves the hot/cold tables of a module; its stock tables are computed once."""
+        forward, stock_name = module.forward, f"{name} (stock tables)"
+        hot_cold, stock = module.apart()
+        parts = [forward.of_part(hot_cold, name), forward.of_part(stock, stock_name)]
+        forward.put_together(parts, module.join)
+        self.interleaved[name], self.plain[stock_name] = hot_cold, stock
+        self._stock_parts[name] = stock_name
+        self._why_plain[stock_name] = why_computed_once(module)
 
     @property
     def num_waves(self) -> int:
@@ -184,8 +199,13 @@ class PipelinedModel:
 
     def compute_once(self, names: Collection[str]) -> None:
         """Interleaves modules no more whose features have other samples than the batch."""
+        whole = {module.forward.name: module for module in self.pipelined}
         for name in names:
-            self.plain[name] = self.interleaved.pop(name)
+            del self.interleaved[name]
+            if name in self._stock_parts:
+                del self.plain[self._stock_parts.pop(name)]
+                whole[name].forward.undivided()
+            self.plain[name] = whole[name]
             self._why_plain[name] = ODD_BATCH
 
     def why_whole_batches(self) -> str | None:
@@ -205,8 +225,16 @@ class PipelinedModel:
             for module in plain
             for inside in module.modules()
         )
-        if plain and made and not self.original_dist_forwards:
-            self.original_dist_forwards += override_input_dist_forwards(plain)
+        if not plain or not made or self._splits_are_joined:
+            return
+        self._splits_are_joined = True
+        for module in self.pipelined:  # in this order TorchRec gives them back
+            name = module.forward.name
+            if name in self._stock_parts:
+                override_input_dist_forwards([self.plain[self._stock_parts[name]]])
+                self.original_dist_forwards += _dist_forwards(module)
+            elif name in self.plain:
+                self.original_dist_forwards += override_input_dist_forwards([module])
 
     def lines(self) -> list[str]:
         """A line per module."""
@@ -223,6 +251,15 @@ class PipelinedModel:
             ),
             *(f"{name}: not pipelined: {reason}" for name, reason in self._unpipelined.items()),
         ]
+
+
+def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:
+    """Forwards of a module's input dists that TorchRec's detach gives back."""
+    return [
+        input_dist._dist.forward
+        for input_dist in getattr(module, "_input_dists", [])
+        if hasattr(input_dist, "_dist")
+    ]
 
 
 def count_samples(batch: Any) -> int | None:
