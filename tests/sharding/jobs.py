@@ -346,7 +346,8 @@ def replicas_of(model: nn.Module) -> list[Tensor]:
     """Replicas of every per-row tensor, read from the storages themselves."""
     return [
         rows.replicas.clone()
-        for lookup in model.modules()
+        for module in model.modules()
+        for lookup in getattr(module, "_lookups", [])
         if isinstance(lookup, (HotColdPooledLookup, HotColdSequenceLookup))
         for storage in storages_of(lookup)
         if storage._hot_homes.num_hot_rows
