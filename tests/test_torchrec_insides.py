@@ -56,11 +56,13 @@ INHERITED: dict[str, set[str]] = {
         *("_has_uninitialized_input_dist", "compute_and_output_dist", "create_context"),
         "get_buffer",
         *("_has_mean_pooling_callback", "_pooling_type_to_rs_features"),
+        *("_embedding_dims", "_embedding_names", "_lookups", "_sharding_types"),
         "sharding_type_to_sharding_infos",
     },
     "ShardedEmbeddingCollection": {
         *("_embedding_names_per_sharding", "_features_order", "_lookups", "_need_indices"),
         *("_output_dists", "_sharding_type_to_sharding", "_use_index_dedup", "get_buffer"),
+        "_sharding_types",
     },
     "TrainPipelineSparseDist": {
         *("_batch_count", "_create_context", "_device", "_model", "_model_attached", "_optimizer"),
@@ -76,9 +78,11 @@ FOREIGN: dict[str, set[str]] = {
     "torchrec.distributed.model_parallel.DistributedModelParallel": {
         *("_data_parallel_wrapper", "_dmp_wrapped_module", "_env"),
     },
+    "torchrec.distributed.embedding.ShardedEmbeddingCollection": {"_create_output_dist"},
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": {
-        "_has_uninitialized_input_dist",
+        *("_create_output_dist", "_has_uninitialized_input_dist"),
     },
+    "torchrec.distributed.sharding.tw_sharding.TwSparseFeaturesDist": {"_dist"},
     "torch": {"_C"},
     "torch._C": {"_current_graph_task_id"},
     "torch.Tensor": {"_base", "_version"},

@@ -68,7 +68,7 @@ def _world() -> World:
 
 def _request(world: World, bags_W: Sequence[Any]) -> tuple[list[BatchIds], list[RowRequest]]:
     batches = [
-        BatchIds.read(features_of(world, bags), group, [1] * NUM_PARTS)
+        BatchIds.read([features_of(world, bags)], group, [1] * NUM_PARTS)
         for group, bags in zip(world.groups, bags_W)
     ]
     requests = [RowRequest(group, batch) for group, batch in zip(world.groups, batches)]

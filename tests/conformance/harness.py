@@ -140,7 +140,8 @@ class _Step:
             lookahead=self._case.lookahead,
         )
         pipeline.progress(iter([batch]))
-        assert (": interleaved" in pipeline.summary()) == (not self._case.stock_tables)
+        assert ": interleaved" in pipeline.summary()
+        assert ("(stock tables): " in pipeline.summary()) == bool(self._case.stock_tables)
         pipeline.detach()
         with torch.no_grad():
             model.train(False)

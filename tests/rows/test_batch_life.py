@@ -59,7 +59,7 @@ def _everywhere(values: Sequence[Any], what: Callable[..., Any], *args: Any) -> 
 
 def _request(world: World, of_ranks: Sequence[tuple[Bags, list[int]]]) -> list[RowRequest]:
     requests = [
-        RowRequest(group, BatchIds.read(features_of(world, bags), group, sizes_K))
+        RowRequest(group, BatchIds.read([features_of(world, bags)], group, sizes_K))
         for group, (bags, sizes_K) in zip(world.groups, of_ranks)
     ]
     assert all(_everywhere(requests, RowRequest.send_ids))
@@ -195,7 +195,7 @@ def _bad(world: World, rank: int) -> list[RowRequest]:
         if group.ranks.rank == rank:
             features._lengths[-1] += 2
             features._offsets = None
-        requests.append(RowRequest(group, BatchIds.read(features, group)))
+        requests.append(RowRequest(group, BatchIds.read([features], group)))
     return requests
 
 
@@ -211,7 +211,7 @@ def test_rows_of_another_hot_set_are_never_served() -> None:
     world = make_world(1)
     group = world.groups[0]
     bags = [[[0]] for t in world.tables for _ in t.feature_names]
-    request = RowRequest(group, BatchIds.read(features_of(world, bags), group))
+    request = RowRequest(group, BatchIds.read([features_of(world, bags)], group))
     request.send_ids()
     request.receive_ids()
     group.hot = type(group.hot)(group.hot.ids_H, group.hot.start_P1, epoch=1)

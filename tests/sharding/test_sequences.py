@@ -88,10 +88,10 @@ def _interleaved(k: int, lookahead: bool) -> Driver:
         )
         outputs = run_to_the_end(pipeline, iter(batches))
         lines = pipeline.summary().splitlines()
-        assert [line.split(" in ")[0] for line in lines[:2]] == [
+        assert {line.split(" in ")[0] for line in lines[:2]} == {
             "ec: interleaved",
             "ebc: interleaved",
-        ]
+        }
         return outputs
 
     return drive

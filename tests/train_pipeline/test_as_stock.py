@@ -188,7 +188,10 @@ CASES = {
     "frozen": _Case(_Frozen, build=DECAYING, told=["still: interleaved", "off: interleaved"]),
     "mixed": _Case(
         stock=[Stock("ebc", frozenset({"t_f"}))],
-        told=[f"ebc: {ONCE}1 of its 3 tables are not hot/cold"],
+        told=[
+            "ebc: interleaved",
+            f"ebc (stock tables): {ONCE}1 of its 3 tables are not hot/cold",
+        ],
     ),
     "stock": _Case(stock=[Stock("ebc")], told=[f"ebc: {ONCE}none of its tables is hot/cold"]),
     "changed": _Case(

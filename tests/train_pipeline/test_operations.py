@@ -17,12 +17,17 @@ from torchrec_picasso.train_pipeline.operations import Operations
 class _Step:
     num_updates = 0
 
-    def update(self, wave: int | None) -> bool:
-        self.num_updates += 1
+    def update(self, wave: int | None, untrained: set[int]) -> bool:
+        self.num_updates += 0 not in untrained
         return True
 
     def release(self) -> None:
         self.is_released = True
+
+
+class _Group:
+    def __init__(self, name: str) -> None:
+        self.modules = {name: None}
 
 
 class _Reduction:
@@ -37,6 +42,7 @@ class _OneRank:
 
 def _operations() -> Operations:
     pg: Any = _OneRank()
+    groups: Any = [_Group("a"), _Group("b")]
     streams: Any = None
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     return Operations(
@@ -46,7 +52,7 @@ def _operations() -> Operations:
         [],
         [],
         optimizer,
-        {},
+        groups,
         {},
         id_stream=streams,
         start_plain=lambda flight: None,
@@ -60,7 +66,7 @@ def _updates(operations: Operations, trained: set[str], num_samples: int) -> dic
     flight = Flight(Fetched(None, context), Setting(1, True), [num_samples], [None])
     steps: dict[str, Any] = {"a": _Step(), "b": _Step()}
     reduction: Any = _Reduction()
-    flight.rows = flight.gradients = steps
+    flight.rows = flight.gradients = list(steps.values())
     flight.trained, flight.dense = trained, reduction
     for op in (Op("backward", index=0), Op("update")):
         operations.run(op, [flight])

@@ -50,6 +50,13 @@ class Ranks:
         """Wire precision of gradients, ``None`` = their own."""
 
     @property
+    def wire(self) -> tuple[torch.dtype, torch.dtype]:
+        """Wire precision of rows, and of gradients."""
+        codecs = self.row_codec, self.gradient_codec
+        rows, gradients = (c.quantized_dtype if c else torch.float32 for c in codecs)
+        return rows, gradients
+
+    @property
     def gradient_divisor(self) -> int:
         """What sums of gradients over ranks are divided by: TorchRec trains with their mean."""
         return self.size if get_gradient_division() else 1

@@ -34,6 +34,7 @@ class PackedTable:
         feature_names: Features that look up this table, in lookup order.
         mean: Whether bags are averaged instead of summed.
         is_sequence: Whether every lookup is an output of its own, and nothing is pooled.
+        module: Which module has the table, where several share an exchange; ascending.
     """
 
     name: str
@@ -44,6 +45,7 @@ class PackedTable:
     feature_names: tuple[str, ...]
     mean: bool = False
     is_sequence: bool = False
+    module: int = 0
     wave: int = 0
 
     @property

@@ -1,9 +1,9 @@
 """Which packs travel together and which are pooled together: waves and matrices.
 
 A pack is what one FBGEMM table holds: tables of one dim, compute kernel and wave. Packs of a wave
-share an exchange where a schedule staggers waves. Neighbouring packs of one dim share a *matrix*:
-their rows are fetched into it, and one operator pools it, or gathers it where tables are looked up
-as sequences.
+share an exchange where a schedule staggers waves. Neighbouring packs of one module and dim share a
+*matrix*: their rows are fetched into it, and one operator pools it, or gathers it where tables are
+looked up as sequences.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class PackPlan:
     """Number of features of each matrix."""
     mean_MF: tuple[Tensor | None, ...]
     """Which features of each matrix are averaged, bool; ``None`` = none."""
+    modules: tuple[slice, ...]
+    """The matrices of each module."""
     is_sequence_M: tuple[bool, ...]
     """Matrices of which every lookup is an output of its own, instead of every bag."""
 
@@ -48,7 +50,8 @@ class PackPlan:
         """
         waves = [table.wave for table in tables]
         assert waves == sorted(waves), "packs of one wave must be side by side"
-        matrices = _runs([(table.pack, (table.dim, table.is_sequence)) for table in tables])
+        kinds = [(table.pack, (table.module, table.dim, table.is_sequence)) for table in tables]
+        matrices = _runs(kinds)
         tables_M = [[t for t in tables if m.start <= t.pack < m.stop] for m in matrices]
         means_M = [[t.mean for t in tables for _ in t.feature_names] for tables in tables_M]
         return PackPlan(
@@ -60,6 +63,7 @@ class PackPlan:
                 torch.tensor(means, device=device) if any(means) else None for means in means_M
             ),
             is_sequence_M=tuple(tables[0].is_sequence for tables in tables_M),
+            modules=_matrices_of_modules([tables[0].module for tables in tables_M]),
         )
 
     @property
@@ -73,6 +77,12 @@ class PackPlan:
         if wave is None:
             return slice(0, num_packs)
         return self.waves[wave] if wave < len(self.waves) else slice(num_packs, num_packs)
+
+
+def _matrices_of_modules(module_M: Sequence[int]) -> tuple[slice, ...]:
+    assert module_M == sorted(module_M), "matrices of one module must be side by side"
+    ends = [*accumulate(len(list(run)) for _, run in groupby(module_M))]
+    return tuple(map(slice, [0, *ends], ends))
 
 
 def _runs(of_tables: Sequence[tuple[int, Any]]) -> tuple[slice, ...]:

@@ -10,7 +10,7 @@ rows, D dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class BatchGradients:
         self._group = group
         self._layout = layout
         self._sums: Matrices | None = None
-        self._sums_M: Sequence[Tensor] | None = None
+        self._sums_M: list[Tensor | None] = [None] * len(layout.rows_M)
         # one matrix per pack: gradients of home rows, then sums for touched replicas, (m + t, D)
         buffers_P = [group.buffers_M[pack.matrix] for pack in layout.packs]
         rows_P = [pack.asked.num_rows + pack.touched_slots.numel() for pack in layout.packs]
@@ -47,15 +47,18 @@ class BatchGradients:
         self._pending_P: list[list[PackedAllToAll | HotReduction]] = [[] for _ in layout.packs]
         self._packs_left = set(range(len(layout.packs)))
 
-    def add(self, part: int, grads_M: Sequence[Tensor]) -> None:
-        """Adds the gradients of the rows that a part uses, ``(n, D_m)`` by matrix."""
+    def add(self, part: int, grads_M: Sequence[Tensor], module: int = 0) -> None:
+        """Adds the gradients of the rows that a part uses, ``(n, D_m)`` by matrix of a module."""
+        matrices = self._group.plan.modules[module]
         if len(self._layout.sizes_K) == 1:  # they are in request order
-            self._sums_M = grads_M
+            self._sums_M[matrices] = grads_M
             return
-        if self._sums_M is None:
+        if self._sums is None:
             self._sums = Matrices(self._group.buffers_M, self._layout.rows_M)
             self._sums_M = [sums.zero_() for sums in self._sums.tensors]
-        for sums, pooling, grads in zip(self._sums_M, self._layout.pooling_KM[part], grads_M):
+        pooling_M = self._layout.pooling_KM[part][matrices]
+        for sums, pooling, grads in zip(self._sums_M[matrices], pooling_M, grads_M):
+            assert sums is not None
             assert pooling.gradient_place_U is not None
             sums.index_add_(0, pooling.gradient_place_U, grads)
 
@@ -104,10 +107,11 @@ class BatchGradients:
 
     def _sums_of(self, pack: PackLayout) -> Tensor:
         """The sums of the pack's matrix; zero where no part ran backward."""
-        if self._sums_M is None:
-            dims = zip(self._layout.rows_M, self._group.plan.dim_M)
-            self._sums_M = [torch.zeros(*shape, device=self._group.device) for shape in dims]
-        return self._sums_M[pack.matrix]
+        sums = self._sums_M[pack.matrix]
+        if sums is None:
+            shape = self._layout.rows_M[pack.matrix], self._group.plan.dim_M[pack.matrix]
+            sums = self._sums_M[pack.matrix] = torch.zeros(*shape, device=self._group.device)
+        return sums
 
     def arrived(self, pack: int) -> tuple[Tensor, Tensor, Tensor]:
         """Waits for all that belongs to a pack.
@@ -123,9 +127,9 @@ class BatchGradients:
         layout = self._layout.packs[pack]
         return layout.asked_rows, layout.touched_slots, self._at_home.tensors[pack]
 
-    def update(self, wave: int | None = None) -> bool:
+    def update(self, wave: int | None = None, untrained: Collection[int] = ()) -> bool:
         """Updates every row that the batch used; see :func:`update_rows`."""
-        return update_rows(self._group, [self], wave)
+        return update_rows(self._group, [self], wave, untrained)
 
     def end(self, pack: int) -> bool:
         """Ends the use of a pack's gradients; with the last one their memory is given back.
@@ -139,12 +143,15 @@ class BatchGradients:
         self._at_home.release()
         if self._sums is not None:
             self._sums.release()
-        self._sums_M = None
+        self._sums_M = [None] * len(self._sums_M)
         return True
 
 
 def update_rows(
-    group: RowGroup, gradients: Sequence[BatchGradients], wave: int | None = None
+    group: RowGroup,
+    gradients: Sequence[BatchGradients],
+    wave: int | None = None,
+    untrained: Collection[int] = (),
 ) -> bool:
     """Waits for gradients and updates every row once, at home and at the replicas.
 
@@ -152,6 +159,7 @@ def update_rows(
         group: The tables.
         gradients: Of one batch, or of all lookups of one backward.
         wave: For its packs only; ``None`` = for all.
+        untrained: Modules whose rows stay as they are.
 
     Returns:
         Whether all packs are updated now.
@@ -160,8 +168,9 @@ def update_rows(
     packs, are_updated = group.plan.packs_of(wave), False
     for pack in range(packs.start, packs.stop):
         arrived = [of_batch.arrived(pack) for of_batch in gradients]
-        rows, slots, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
-        group.storages[pack].update(rows, slots, grads.div_(divisor) if divisor > 1 else grads)
+        if group.module_of_pack(pack) not in untrained:
+            rows, slots, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
+            group.storages[pack].update(rows, slots, grads.div_(divisor) if divisor > 1 else grads)
         for of_batch in gradients:
             are_updated = of_batch.end(pack)
     return are_updated

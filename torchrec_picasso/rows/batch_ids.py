@@ -33,6 +33,9 @@ class BatchIds:
     """A batch made unique, in request order."""
 
     features: KeyedJaggedTensor
+    """Of all modules, one after the other."""
+    features_of: Sequence[KeyedJaggedTensor]
+    """Those of each module."""
     weights_N: Tensor | None
     """Its per-sample weights, where anything is pooled."""
     cut: BatchCut
@@ -49,7 +52,7 @@ class BatchIds:
 
     @staticmethod
     def read(
-        features: KeyedJaggedTensor,
+        features_of: Sequence[KeyedJaggedTensor],
         group: RowGroup,
         sizes_K: Sequence[int] | None = None,
         has_data: bool = True,
@@ -57,13 +60,16 @@ class BatchIds:
         """Makes a batch unique.
 
         Args:
-            features: Of the whole batch, in the group's lookup order.
+            features_of: Of the whole batch, for each module of the group, in its lookup order.
             group: The tables that they look up.
             sizes_K: Samples of each part; ``None`` = one part.
             has_data: Whether the batch comes from this rank's data; else it stands in for data
                 that has ended.
         """
         space, hot = group.space, group.hot
+        features = features_of[0]
+        if len(features_of) > 1:
+            features = KeyedJaggedTensor.concat(list(features_of))
         cut = BatchCut.of(features, group.plan, sizes_K)
         weights_N = features.weights_or_none() if group.plan.has_bags else None
         lengths_S, offsets_S1, bad_lengths = _sound_lengths(features, weights_N)
@@ -84,6 +90,7 @@ class BatchIds:
         located = locate_rows(rows.ids_U, space, hot, chunk_U, cut.num_parts)
         return BatchIds(
             features=features,
+            features_of=features_of,
             weights_N=weights_N,
             cut=cut,
             bags=bags,

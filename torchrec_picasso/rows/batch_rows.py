@@ -48,6 +48,7 @@ class BatchRows:
         self.layout = layout
         self._matrices = Matrices(group.buffers_M, layout.rows_M)
         self._arrivals: list[_Arrival] = []
+        self._modules_left = len(group.plan.modules)
 
     def fetch_clean(self) -> None:
         """Starts fetching the rows that the batch before does not update. Collective."""
@@ -97,8 +98,8 @@ class BatchRows:
     def fetch_again(self) -> None:
         """Fetches all rows again: somebody wrote into homes since. Collective."""
         num_chunks = len(self.layout.sizes_K)
-        for _ in self.arrive(num_chunks - 1):
-            pass
+        for matrix in range(len(self._group.plan.matrices)):
+            self._arrive(num_chunks - 1, matrix)
         self.fetch_clean()
         for chunk in range(num_chunks):
             self.fetch_dirty(chunk)
@@ -109,17 +110,26 @@ class BatchRows:
         """Takes what was fetched as what the storages hold."""
         self._group.accept_writes()
 
-    def arrive(self, part: int) -> Iterator[Tensor]:
+    def arrive(self, part: int, module: int) -> Iterator[Tensor]:
         """Waits for the chunks up to a part's, matrix by matrix.
+
+        Args:
+            part: Which.
+            module: Whose matrices.
 
         Yields:
             All rows of a matrix ``(U_m, D_m)``; dirty ones of later chunks are not filled yet.
         """
-        for matrix, packs in zip(self._matrices.tensors, self._group.plan.matrices):
-            self._wait_for(dirty_exchange(part), packs)
-            if matrix.device.type != "cpu":  # a pipeline may have fetched on another stream
-                matrix.record_stream(torch.get_device_module(matrix.device).current_stream())
-            yield matrix
+        matrices = self._group.plan.modules[module]
+        for matrix in range(matrices.start, matrices.stop):
+            yield self._arrive(part, matrix)
+
+    def _arrive(self, part: int, matrix: int) -> Tensor:
+        rows = self._matrices.tensors[matrix]
+        self._wait_for(dirty_exchange(part), self._group.plan.matrices[matrix])
+        if rows.device.type != "cpu":  # a pipeline may have fetched on another stream
+            rows.record_stream(torch.get_device_module(rows.device).current_stream())
+        return rows
 
     def _wait_for(self, exchange: int, packs: slice) -> None:
         """Waits for what brings rows of some packs, up to an exchange."""
@@ -133,7 +143,12 @@ class BatchRows:
             self._arrivals.remove(arrival)
 
     def hand_out(
-        self, part: int, sink: GradientSink, weights_N: Tensor | None = None, once: bool = False
+        self,
+        part: int,
+        sink: GradientSink,
+        weights_N: Tensor | None = None,
+        once: bool = False,
+        module: int = 0,
     ) -> PartRows:
         """What one part of the batch uses: a lookup result for the output dist.
 
@@ -142,9 +157,11 @@ class BatchRows:
             sink: Takes the rows' gradients.
             weights_N: Per-sample weights in KeyedJaggedTensor order, with their graph; ``None`` =
                 those that the batch came with.
-            once: Whether the rows are done with when the part is pooled.
+            once: Whether the module is done with the rows when the part is pooled.
+            module: Which module of the group pools them.
         """
-        pooling_M = self.layout.pooling_KM[part]
+        matrices = self._group.plan.modules[module]
+        pooling_M = self.layout.pooling_KM[part][matrices]
         weights_M: list[Tensor | None] = [None] * len(pooling_M)
         weights_N = self.layout.weights_N if weights_N is None else weights_N
         if weights_N is not None:
@@ -152,17 +169,28 @@ class BatchRows:
             source_M = [self.layout.source_N[pooling.lookups] for pooling in pooling_M]
             weights_M = [
                 None if is_sequence else weights_N.float().index_select(0, source)
-                for source, is_sequence in zip(source_M, self._group.plan.is_sequence_M)
+                for source, is_sequence in zip(source_M, self._group.plan.is_sequence_M[matrices])
             ]
         return PartRows(
             rows=self,
             part=part,
+            module=module,
             pooling_M=pooling_M,
             weights_M=weights_M,
             batch_size=self.layout.sizes_K[part],
             sink=sink,
             once=once,
         )
+
+    def part_features(self, part: int, module: int) -> KeyedJaggedTensor:
+        """The features of one part of a module of sequences."""
+        return self.layout.part_features(part, module, self._group.plan.modules[module].start)
+
+    def end_module(self) -> None:
+        """Ends the use by one module; the last one's gives the memory back."""
+        self._modules_left -= 1
+        if not self._modules_left:
+            self.release()
 
     def release(self) -> None:
         """Ends the use of the rows' memory."""
@@ -184,10 +212,11 @@ def _overlap(one: slice, other: slice) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PartRows:
-    """The rows that one part of a batch uses."""
+    """The rows that one part of a batch uses, of one module."""
 
     rows: BatchRows
     part: int
+    module: int
     pooling_M: Sequence[PartPooling]
     """Which rows each bag sums."""
     weights_M: Sequence[Tensor | None]
@@ -200,13 +229,13 @@ class PartRows:
     @property
     def features(self) -> KeyedJaggedTensor:
         """The part's own features, in the order of the tables; all of sequences."""
-        return self.rows.layout.part_features(self.part)
+        return self.rows.part_features(self.part, self.module)
 
     def arrive(self) -> Iterator[Tensor]:
         """Waits for the rows; gives those of one matrix after the other."""
-        return self.rows.arrive(self.part)
+        return self.rows.arrive(self.part, self.module)
 
     def end(self) -> None:
-        """Ends the use of the rows, if no other part needs them."""
+        """Ends the use of the rows, if no other part of the module needs them."""
         if self.once:
-            self.rows.release()
+            self.rows.end_module()

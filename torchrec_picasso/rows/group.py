@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.bags import bag_order
 from torchrec_picasso.ops.hot_slots import HotSlots
-from torchrec_picasso.ops.ids import IdSpace
+from torchrec_picasso.ops.ids import IdSpace, PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.storage.row_buffers import RowBuffers
 from torchrec_picasso.storage.row_storage import RowStorage
@@ -46,7 +47,39 @@ class RowGroup:
         self.ranks = ranks
         self.device = device
         self.buffers_M = [RowBuffers(dim, device) for dim in plan.dim_M]
+        self._module_P = {table.pack: table.module for table in space.tables}
         self._order_of_sizes: tuple[tuple[int, ...], Tensor] | None = None
+
+    @staticmethod
+    def of_several(groups: Sequence[RowGroup]) -> RowGroup:
+        """The tables of several modules in one exchange, over the same rows.
+
+        Args:
+            groups: One per module, each of one wave, all with equal ranks and wire.
+        """
+        if len(groups) == 1:
+            return groups[0]
+        assert all(len(group.plan.waves) == 1 for group in groups), "waves are of one module"
+        tables: list[PackedTable] = []
+        for module, group in enumerate(groups):
+            first_pack = tables[-1].pack + 1 if tables else 0
+            tables += [
+                replace(table, module=module, pack=first_pack + table.pack, wave=0)
+                for table in group.space.tables
+            ]
+        first = groups[0]
+        return RowGroup(
+            IdSpace.build(tables, first.device),
+            HotSlots.build(tables, first.device),
+            PackPlan.build(tables, first.device),
+            [storage for group in groups for storage in group.storages],
+            first.ranks,
+            first.device,
+        )
+
+    def module_of_pack(self, pack: int) -> int:
+        """Which module a pack is of."""
+        return self._module_P[pack]
 
     def bag_order(self, sizes_K: Sequence[int | None]) -> Tensor | None:
         """The order of bags by matrix and sample, as :func:`bag_order` gives it.

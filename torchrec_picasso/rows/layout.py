@@ -58,8 +58,8 @@ class PackLayout:
 class RowLayout:
     """The rows of a batch."""
 
-    features: KeyedJaggedTensor
-    """The batch, in the order of the tables."""
+    features_of: Sequence[KeyedJaggedTensor]
+    """The batch as each module looks it up, in the order of its tables."""
     sizes_K: Sequence[int | None]
     """Samples of each part, ``None`` where every feature has its own number."""
     homes_written: bool
@@ -77,22 +77,24 @@ class RowLayout:
     weights_N: Tensor | None
     """Per-sample weights as the batch came with them, in KeyedJaggedTensor order."""
 
-    def part_features(self, part: int) -> KeyedJaggedTensor:
-        """The features of one part of a batch of sequences, lengths known on the host.
+    def part_features(self, part: int, module: int, matrix: int) -> KeyedJaggedTensor:
+        """The features of one part of a module of sequences, lengths known on the host.
 
         Args:
             part: Which.
+            module: Which module.
+            matrix: Its only matrix.
         """
-        (lookups_KF,) = self.lookups_MKJ
         sizes_K = [size for size in self.sizes_K if size is not None]
         assert sizes_K, "sequences have one batch size"
+        features, lookups_KF = self.features_of[module], self.lookups_MKJ[matrix]
         low, batch_size = sum(sizes_K[:part]), sizes_K[part]
-        lengths_FB = self.features.lengths().view(len(lookups_KF[part]), sum(sizes_K))
+        lengths_FB = features.lengths().view(len(lookups_KF[part]), sum(sizes_K))
         # feature by feature, part by part in each
         by_part = list(zip(*lookups_KF))
-        pieces = self.features.values().split([n for of_feature in by_part for n in of_feature])
+        pieces = features.values().split([n for of_feature in by_part for n in of_feature])
         return KeyedJaggedTensor(
-            keys=self.features.keys(),
+            keys=features.keys(),
             values=torch.cat(pieces[part :: len(sizes_K)]),
             lengths=lengths_FB[:, low : low + batch_size].reshape(-1),
             stride=batch_size,

@@ -122,7 +122,7 @@ class RowRequest:
         rows_M = [sum(rows_P[packs]) for packs in plan.matrices]
         lookups_MKJ = cut.by_part(header.lookups_J)
         return RowLayout(
-            features=batch.features,
+            features_of=batch.features_of,
             sizes_K=cut.sizes_K,
             homes_written=header.homes_written,
             hot_epoch=batch.hot_epoch,

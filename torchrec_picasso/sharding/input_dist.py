@@ -35,7 +35,7 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
     ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Starts the request. Collective."""
         with torch.no_grad():
-            request = RowRequest(self._group, BatchIds.read(sparse_features, self._group))
+            request = RowRequest(self._group, BatchIds.read([sparse_features], self._group))
         return _Header(sparse_features, request)
 
 

@@ -117,12 +117,12 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
     def with_shardings(self, positions: Sequence[int]) -> ShardedHotColdEmbeddingBagCollection:
         """The same module with some of its shardings; it shares their rows."""
         part: ShardedHotColdEmbeddingBagCollection = twin_of(self)
-        for name in ("_embedding_shardings", "_lookups", "_sharding_types"):
-            whole = getattr(self, name)
-            setattr(part, name, [whole[position] for position in positions])
+        part._embedding_shardings = [self._embedding_shardings[p] for p in positions]
+        part._lookups = [self._lookups[p] for p in positions]
+        part._sharding_types = [self._sharding_types[p] for p in positions]
         part._has_uninitialized_input_dist = part._has_features_permute = True
-        for name in ("_input_dists", "_output_dists", "_feature_splits", "_features_order"):
-            setattr(part, name, [])
+        part._input_dists, part._output_dists = [], []
+        part._feature_splits, part._features_order = [], []
         part._embedding_names, part._uncombined_embedding_names = [], []
         part._embedding_dims, part._uncombined_embedding_dims = [], []
         part._create_output_dist()

@@ -68,6 +68,14 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
 
     def in_table_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Features in the order of the tables, once input dists are made."""
+        if features.weights_or_none() is not None:  # nothing is pooled
+            features = KeyedJaggedTensor(
+                features.keys(),
+                features.values(),
+                lengths=features.lengths(),
+                offsets=features.offsets_or_none(),
+                stride=features.stride(),
+            )
         if not self._features_order:
             return features
         order_tensor = self.get_buffer("_features_order_tensor")
@@ -76,14 +84,16 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
     def with_shardings(self, positions: Sequence[int]) -> ShardedHotColdEmbeddingCollection:
         """The same module with some of its shardings; it shares their rows."""
         part: ShardedHotColdEmbeddingCollection = twin_of(self)
-        for name in ("_lookups", "_sharding_types", "_embedding_names_per_sharding"):
-            whole = getattr(self, name)
-            setattr(part, name, [whole[position] for position in positions])
         shardings = list(self._sharding_type_to_sharding.items())
-        part._sharding_type_to_sharding = dict(shardings[position] for position in positions)
+        part._sharding_type_to_sharding = dict(shardings[p] for p in positions)
+        part._lookups = [self._lookups[p] for p in positions]
+        part._sharding_types = [self._sharding_types[p] for p in positions]
+        part._embedding_names_per_sharding = [
+            self._embedding_names_per_sharding[p] for p in positions
+        ]
         part._has_uninitialized_input_dist = True
-        for name in ("_input_dists", "_output_dists", "_feature_splits", "_features_order"):
-            setattr(part, name, [])
+        part._input_dists, part._output_dists = [], []
+        part._feature_splits, part._features_order = [], []
         part._create_output_dist()
         part._use_index_dedup = self._use_index_dedup and not part.is_all_hot_cold
         return part

@@ -1,4 +1,4 @@
-"""What sharded modules of both kinds give a schedule: the request for a batch, and their tables.
+"""What sharded modules of both kinds give a schedule: their tables, and what a batch looks up.
 
 A schedule drives the exchange of hot/cold tables. Where a module has stock tables beside them, it
 comes :meth:`apart <HotColdModule.apart>`: two modules over the same rows, one of each kind, whose
@@ -20,9 +20,8 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_picasso._torchrec import EmbeddingShardingInfo
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.rows.batch_ids import BatchIds
+from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
 __all__ = ["GROUP", "HotColdModule", "apart_from_stock", "is_hot_cold", "twin_of"]
@@ -38,6 +37,7 @@ class HotColdModule:
     _create_input_dist: Callable[..., None]
     module_sharding_plan: Any
     forward: Any
+    preprocess_input: Callable[..., Any]
 
     def table_shardings(self) -> Sequence[Any]:
         """TorchRec's shardings, one per way to place tables."""
@@ -45,6 +45,10 @@ class HotColdModule:
 
     def in_table_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Features in the order of the tables, once input dists are made."""
+        raise NotImplementedError
+
+    def output(self, rows: PartRows) -> LazyAwaitable[Any]:
+        """The module's output for one part of a batch whose exchange a schedule drives."""
         raise NotImplementedError
 
     def with_shardings(self, positions: Sequence[int]) -> HotColdModule:
@@ -97,22 +101,18 @@ class HotColdModule:
         """Waves that its packs travel in where a schedule staggers them."""
         return len(self.group.plan.waves)
 
-    def request(self, sizes_K: Sequence[int], features: Any, has_data: bool = True) -> RowRequest:
-        """Starts asking for the rows of a batch whose exchange a schedule drives. Collective.
+    def features_of(self, features: Any) -> KeyedJaggedTensor:
+        """What the module looks up of its input, in the order of its tables.
 
         Args:
-            sizes_K: Samples of each part.
             features: As for TorchRec's ``input_dist``.
-            has_data: Whether the batch comes from this rank's data.
         """
         features = maybe_td_to_kjt(features, None)
         if self._has_uninitialized_input_dist:
             self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False
         with torch.no_grad():
-            features = self.in_table_order(features)
-            batch = BatchIds.read(features, self.group, sizes_K, has_data)
-            return RowRequest(self.group, batch)
+            return self.in_table_order(features)
 
 
 def twin_of(module: nn.Module) -> Any:

@@ -44,6 +44,7 @@ from torchrec_picasso.comparison.model_memory import (
 from torchrec_picasso.comparison.still_randomness import StillRandomness
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.train_pipeline.flight import Flight, share_of
+from torchrec_picasso.train_pipeline.module_group import ModuleGroup
 from torchrec_picasso.train_pipeline.postprocs import Postprocs
 from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 
@@ -80,7 +81,7 @@ class CutCheck:
     Args:
         module: The model inside its wrapper.
         forward: Gives ``(losses, output)`` for a batch.
-        interleaved: Sharded modules whose exchange a schedule drives, by name.
+        groups: Sharded modules whose exchange a schedule drives, those together that travel so.
         plain: Sharded modules computed once per batch, by name.
         split: Cuts a batch.
         join: Joins outputs.
@@ -94,7 +95,7 @@ class CutCheck:
         self,
         module: nn.Module,
         forward: Callable[[Any], tuple[Tensor, Any]],
-        interleaved: Mapping[str, Any],
+        groups: Sequence[ModuleGroup],
         plain: Mapping[str, Any],
         *,
         split: SplitBatch,
@@ -106,7 +107,7 @@ class CutCheck:
     ) -> None:
         self._module = module
         self._forward = forward
-        self._interleaved = interleaved
+        self._groups = groups
         self._plain = plain
         self._split = split
         self._join = join
@@ -170,15 +171,20 @@ class CutCheck:
     def _outputs_of(self, flight: Flight) -> dict[str, WholeOutput]:
         """Of every pipelined module, its output for the whole batch, with leaves of its own."""
         outputs = {name: flight.wholes[name].detached() for name in self._plain}
-        for name, module in self._interleaved.items():
-            parts = []
-            with torch.no_grad():
-                for index, size in enumerate(flight.sizes_K):
-                    if size or not (index or flight.num_samples):
-                        rows = flight.rows[name].hand_out(index, lambda _: None)
-                        parts.append((module.output(rows).wait(), size))
-            whole = join_outputs(*zip(*parts))
-            outputs[name] = WholeOutput(whole, name, always_leaves=True)
+        counted = [
+            (index, size)
+            for index, size in enumerate(flight.sizes_K)
+            if size or not (index or flight.num_samples)
+        ]
+        for group, rows in zip(self._groups, flight.rows):
+            for number, (name, module) in enumerate(group.modules.items()):
+                with torch.no_grad():
+                    parts = [
+                        module.output(rows.hand_out(index, lambda _: None, module=number)).wait()
+                        for index, _ in counted
+                    ]
+                whole = join_outputs(parts, [size for _, size in counted])
+                outputs[name] = WholeOutput(whole, name, always_leaves=True)
         return outputs
 
     def _run(
@@ -190,7 +196,8 @@ class CutCheck:
     ) -> _Run | Exception:
         """Runs forward and backward; gives whatever the model raised."""
         given = {name: whole.detached() for name, whole in wholes.items()}
-        modules = {**self._interleaved, **self._plain}
+        modules = [m for group in self._groups for m in group.modules.items()]
+        modules += self._plain.items()
         with without_a_trace(self._module, self._device), torch.enable_grad():
             if reseed:
                 forget_random_states()
@@ -203,7 +210,7 @@ class CutCheck:
                 for index, size in enumerate(sizes_K):
                     if flight.num_samples and not size:
                         continue
-                    for name, module in modules.items():
+                    for name, module in modules:
                         module.forward.give(given[name].part(sizes_K, index))
                     with self._postprocs.of_part(context, sizes_K, index):
                         loss, output = self._forward(parts_K[index])

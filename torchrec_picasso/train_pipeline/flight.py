@@ -31,12 +31,12 @@ class Flight:
     micro_batches_K: Sequence[Any]
     any_data: AnyData | None = None
     """The question whether any rank has data, where no header carries the answer."""
-    requests: dict[str, RowRequest] = field(default_factory=dict)
-    """By name of the module."""
-    rows: dict[str, BatchRows] = field(default_factory=dict)
-    """By name of the module, once its request has ended."""
-    gradients: dict[str, BatchGradients] = field(default_factory=dict)
-    """By name of the module, likewise."""
+    requests: list[RowRequest] = field(default_factory=list)
+    """By group of modules."""
+    rows: list[BatchRows] = field(default_factory=list)
+    """By group, once its request has ended."""
+    gradients: list[BatchGradients] = field(default_factory=list)
+    """By group, likewise."""
     wholes: dict[str, WholeOutput] = field(default_factory=dict)
     """What modules that are not interleaved gave for the whole batch, by name."""
     losses_K: dict[int, Tensor] = field(default_factory=dict)
@@ -69,18 +69,27 @@ class Flight:
         """Samples of the whole batch on this rank."""
         return sum(self.sizes_K)
 
-    def take_gradients(self, name: str, index: int, grads_M: Sequence[Tensor]) -> None:
+    def take_gradients(
+        self,
+        name: str,
+        gradients: BatchGradients,
+        index: int,
+        number: int,
+        grads_M: Sequence[Tensor],
+    ) -> None:
         """Takes the gradients of the rows that a micro-batch uses, in its backward.
 
         The model may run a module without gradients, or let none through: then nobody calls.
 
         Args:
             name: Of the module.
+            gradients: Of its group.
             index: Of the micro-batch.
+            number: Of the module in its group.
             grads_M: ``(n, D_m)`` by matrix.
         """
         self.trained.add(name)
-        self.gradients[name].add(index, grads_M)
+        gradients.add(index, grads_M, number)
 
     def share(self, index: int, losses_are_means: bool) -> float:
         """What a micro-batch's loss counts in the batch's; nothing without samples."""

@@ -66,9 +66,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     """Trains like TorchRec's ``TrainPipelineSparseDist``, with the exchange hidden.
 
     ``progress(iterator)`` takes one step and returns the model's output for the whole batch, and
-    raises ``StopIteration`` after the last batch. Hot/cold tables are interleaved; others, in the
-    same module or not, are trained as by TorchRec's pipeline and listed by :meth:`summary`, with the
-    reason.
+    raises ``StopIteration`` after the last batch. Hot/cold tables are interleaved, those of all
+    modules in one exchange; others, in the same module or not, are trained as by TorchRec's
+    pipeline and listed by :meth:`summary`, with the reason.
 
     How a batch is interleaved is chosen by trying on the first 30 training steps. Before a model is
     trained in micro-batches, and again in steps 2, 4, 8, ..., it is compared whether they give what
@@ -247,7 +247,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         attached_again = self._taken is None
         if attached_again:
             self._rewrite(flight.batch, flight.context)
-        for rows in flight.rows.values():
+        for rows in flight.rows:
             if attached_again or rows.are_outdated:  # it may have been trained while detached
                 rows.fetch_again()
         while len(self._flights) < NUM_BATCHES and self._follow(dataloader_iter):
@@ -280,6 +280,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """
         if self._num_trainings:
             renew_data_parallel(self._model)
+        if self._taken is not None:
+            self._original_kjt_dist_forwards = self._taken.original_dist_forwards
         self._num_trainings = 0  # whatever is done to it meanwhile, it is looked at anew
         return super().detach()
 
@@ -325,7 +327,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     def _fetch_first(self, flight: Flight) -> None:
         """Brings the rows of a batch that no step comes before. Collective."""
         self._walk(first_batch_schedule(flight.setting, num_waves=self._num_waves))
-        for rows in flight.rows.values():
+        for rows in flight.rows:
             rows.accept_writes()
 
     def _follow(self, dataloader_iter: Iterator[In]) -> bool:
@@ -435,13 +437,13 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         )
         self._pipelined_modules = found.pipelined
         self._original_forwards = found.original_forwards
-        self._original_kjt_dist_forwards = found.original_dist_forwards
         self._pipelined_postprocs = found.postproc_modules
         if not self._flights:  # else those in flight were boarded as the first batch told
             with self._id_stream.working():
                 self._id_stream.take_batch(batch)
                 self._look = found.look_at(batch, context, pg, self._device)
         found.compute_once(self._look.odd)
+        found.join_exchanges(self._look.weighted)
         try:
             self._choice.narrow(self._look.num_samples, bool(found.interleaved))
             for reason in (self._look.why_whole, found.why_whole_batches()):
@@ -464,7 +466,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             dense,
             late,
             self._optimizer,
-            taken.interleaved,
+            taken.groups,
             taken.plain,
             id_stream=self._id_stream,
             start_plain=taken.start_plain,
@@ -477,7 +479,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         return CutCheck(
             taken.inner,
             self._forward,
-            taken.interleaved,
+            taken.groups,
             taken.plain,
             split=self._split_batch,
             join=self._join_outputs,

@@ -29,6 +29,7 @@ from torchrec_picasso.train_pipeline.data_parallel import reduced_elsewhere, wra
 
 __all__ = [
     "dense_parameters",
+    "has_weights",
     "inner_model",
     "process_group_of",
     "samples_of_input",
@@ -156,3 +157,16 @@ def samples_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | No
     if any(kjt.variable_stride_per_key() for kjt in kjts):
         return None
     return max((kjt.stride() for kjt in kjts), default=None)
+
+
+def has_weights(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a module's input has per-sample weights.
+
+    Args:
+        args: Its input for a batch.
+        kwargs: The same.
+    """
+    return any(
+        isinstance(kjt, KeyedJaggedTensor) and kjt.weights_or_none() is not None
+        for kjt in (*args, *kwargs.values())
+    )

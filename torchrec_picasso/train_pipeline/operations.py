@@ -20,6 +20,7 @@ from torchrec_picasso.schedule.kinds import KINDS
 from torchrec_picasso.schedule.schedule import Op
 from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
 from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.module_group import ModuleGroup
 
 __all__ = ["Operations"]
 
@@ -34,7 +35,7 @@ class Operations:
         dense: Parameters whose gradients are averaged over ranks as the last backward runs.
         late: Those whose gradients come only when modules computed once run backward.
         optimizer: Takes the step.
-        interleaved: Sharded modules whose exchange the schedule drives, by name.
+        groups: Sharded modules whose exchange the schedule drives, those together that travel so.
         plain: Sharded modules computed once per batch, by name.
         id_stream: Where ids are made ready.
         start_plain: Starts the input dists of the plain modules.
@@ -50,7 +51,7 @@ class Operations:
         dense: Sequence[nn.Parameter],
         late: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        interleaved: Mapping[str, Any],
+        groups: Sequence[ModuleGroup],
         plain: Mapping[str, Any],
         *,
         id_stream: IdStream,
@@ -62,7 +63,7 @@ class Operations:
         self._device = device
         self._model = model
         self._optimizer = optimizer
-        self._interleaved = interleaved
+        self._groups = groups
         self._plain = plain
         self._id_stream = id_stream
         self._start_plain = start_plain
@@ -82,7 +83,7 @@ class Operations:
             self._run(op, flights)
         if op.kind == "lay_out":  # nothing else asks what the ids' stream made
             flight = flights[op.batch]
-            tensors = chain.from_iterable(rows.layout.tensors() for rows in flight.rows.values())
+            tensors = chain.from_iterable(rows.layout.tensors() for rows in flight.rows)
             self._id_stream.hand_over([flight.batch, *flight.micro_batches_K], tensors)
 
     def _run(self, op: Op, flights: Sequence[Flight]) -> None:
@@ -95,17 +96,16 @@ class Operations:
         getattr(self, f"_{op.kind}")(flight, **given)
 
     def _request(self, flight: Flight) -> None:
-        for name, module in self._interleaved.items():
-            args, kwargs = module.forward.args.build_args_kwargs(flight.batch)
-            (features, *_), _ = module.preprocess_input(args, kwargs)
-            flight.requests[name] = module.request(flight.sizes_K, features, flight.has_data)
-        if not self._interleaved:
+        for group in self._groups:
+            request = group.request(flight.batch, flight.sizes_K, flight.has_data)
+            flight.requests.append(request)
+        if not self._groups:
             flight.any_data = AnyData(self._pg, self._device, flight.has_data)
         if self._plain:
             self._start_plain(flight)
 
     def _send_ids(self, flight: Flight) -> None:
-        go_on = [request.send_ids() for request in flight.requests.values()]
+        go_on = [request.send_ids() for request in flight.requests]
         if self._plain:
             self._wait_plain(flight.context)
         if flight.any_data is not None:
@@ -118,39 +118,40 @@ class Operations:
             raise flight.fetched.refusal
 
     def _receive_ids(self, flight: Flight) -> None:
-        for request in flight.requests.values():
+        for request in flight.requests:
             request.receive_ids()
 
     def _send_marks(self, flight: Flight, before: Flight) -> None:
-        for name, request in flight.requests.items():
-            request.send_marks(before.requests[name])
+        for request, request_before in zip(flight.requests, before.requests):
+            request.send_marks(request_before)
 
     def _lay_out(self, flight: Flight) -> None:
-        for name, module in self._interleaved.items():
-            layout = flight.requests[name].lay_out()
-            flight.rows[name] = BatchRows(module.group, layout)
-            flight.gradients[name] = BatchGradients(module.group, layout)
+        for group, request in zip(self._groups, flight.requests):
+            layout = request.lay_out()
+            flight.rows.append(BatchRows(group.rows, layout))
+            flight.gradients.append(BatchGradients(group.rows, layout))
 
     def _fetch_clean(self, flight: Flight) -> None:
-        for rows in flight.rows.values():
+        for rows in flight.rows:
             rows.fetch_clean()
 
     def _fetch_dirty(self, flight: Flight, index: int, wave: int | None = None) -> None:
-        for rows in flight.rows.values():
+        for rows in flight.rows:
             rows.fetch_dirty(index, wave)
 
     def _read_hot(self, flight: Flight) -> None:
-        for rows in flight.rows.values():
+        for rows in flight.rows:
             rows.read_hot()
 
     def _forward(self, flight: Flight, index: int) -> None:
         if flight.num_samples and not flight.sizes_K[index]:
             return  # nothing to learn from no samples
-        for name, module in self._interleaved.items():
-            sink = partial(flight.take_gradients, name, index)
-            is_last = index == len(flight.sizes_K) - 1
-            rows = flight.rows[name].hand_out(index, sink, once=is_last)
-            module.forward.take(partial(module.output, rows))
+        is_last = index == len(flight.sizes_K) - 1
+        for group, rows, gradients in zip(self._groups, flight.rows, flight.gradients):
+            for number, (name, module) in enumerate(group.modules.items()):
+                sink = partial(flight.take_gradients, name, gradients, index, number)
+                given = rows.hand_out(index, sink, once=is_last, module=number)
+                module.forward.take(partial(module.output, given))
         flight.compute_wholes(self._plain)
         for name, module in self._plain.items():
             module.forward.give(flight.wholes[name].part(flight.sizes_K, index))
@@ -173,26 +174,31 @@ class Operations:
             flight.late.start_rest()
             self._is_trained |= {
                 name: name in flight.trained
-                for name in flight.rows
+                for group in self._groups
+                for name in group.modules
                 if flight.num_samples or name in flight.trained
             }
 
     def _send_gradients(self, flight: Flight, index: int, wave: int | None = None) -> None:
-        for gradients in flight.gradients.values():
+        for gradients in flight.gradients:
             gradients.send(index, wave)
 
     def _reduce_hot(self, flight: Flight, wave: int | None = None) -> None:
-        for gradients in flight.gradients.values():
+        for gradients in flight.gradients:
             gradients.reduce_hot(wave)
 
     def _reduce_dense(self, flight: Flight) -> None:
         flight.dense = DenseReduction(self._pg, self._dense)
 
     def _update(self, flight: Flight, wave: int | None = None) -> None:
-        for name, gradients in flight.gradients.items():
-            is_trained = self._is_trained.get(name, True)  # else a plain loop would not either
-            if is_trained and gradients.update(wave):
-                flight.rows[name].release()
+        for group, rows, gradients in zip(self._groups, flight.rows, flight.gradients):
+            untrained = {  # a plain loop would not update them either
+                number
+                for number, name in enumerate(group.modules)
+                if not self._is_trained.get(name, True)
+            }
+            if gradients.update(wave, untrained):
+                rows.release()
 
     def _dense_step(self, flight: Flight) -> None:
         assert flight.dense is not None

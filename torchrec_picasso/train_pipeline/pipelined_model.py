@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,14 @@ from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward
 from torchrec_picasso.train_pipeline.model_parts import (
+    has_weights,
     inner_model,
     samples_of_input,
     unpipelined_modules,
     why_computed_once,
     why_whole_batches,
 )
+from torchrec_picasso.train_pipeline.module_group import ModuleGroup, group_modules
 from torchrec_picasso.train_pipeline.postprocs import Postprocs
 
 __all__ = ["FirstLook", "PipelinedModel", "count_samples"]
@@ -46,11 +48,13 @@ class FirstLook:
     Args:
         odd: Modules whose features have other samples than the batch; they are computed once.
         num_samples: Of the largest batch of a rank.
+        weighted: Modules whose features have per-sample weights.
         why_whole: Why batches cannot be cut; ``None`` = nothing that is known.
     """
 
     odd: Collection[str] = ()
     num_samples: int = 0
+    weighted: Collection[str] = ()
     why_whole: str | None = None
 
 
@@ -91,10 +95,12 @@ class PipelinedModel:
                     pipeline_postproc=pipeline_postproc,
                 )
             )
-        self.original_dist_forwards: list[Callable[..., Any]] = []
-        self._splits_are_joined = False
+        self._dist_forwards: dict[str, list[Callable[..., Any]]] = {}
+        """Forwards of the input dists of modules computed once, before their splits were joined."""
         self.interleaved: dict[str, Any] = {}
         """Modules whose exchange a schedule drives, by name."""
+        self.groups: Sequence[ModuleGroup] = ()
+        """The same, those together whose rows travel so; from :meth:`join_exchanges` on."""
         self.plain: dict[str, Any] = {}
         """Modules computed once per batch, by name."""
         self._why_plain: dict[str, str] = {}
@@ -125,7 +131,7 @@ class PipelinedModel:
     @property
     def num_waves(self) -> int:
         """Waves that the plan cut the packs into."""
-        return max((module.num_waves for module in self.interleaved.values()), default=1)
+        return max((group.num_waves for group in self.groups), default=1)
 
     @property
     def has_stock_means(self) -> bool:
@@ -142,9 +148,14 @@ class PipelinedModel:
         Returns:
             ``None`` = a batch size per feature.
         """
+        inputs = self._inputs_of(batch, context)
+        return {name: samples_of_input(*of_module) for name, of_module in inputs.items()}
+
+    def _inputs_of(self, batch: Any, context: TrainPipelineContext) -> dict[str, Any]:
+        """Of each interleaved module, the arguments of its call."""
         with self.postprocs.of_batch(context):
             return {
-                name: samples_of_input(*module.forward.args.build_args_kwargs(batch))
+                name: module.forward.args.build_args_kwargs(batch)
                 for name, module in self.interleaved.items()
             }
 
@@ -177,12 +188,15 @@ class PipelinedModel:
         """
         odd = self.odd_modules(batch, context)
         mine = [int(name in odd) for name in self.interleaved]
+        mine += [int(has_weights(*of)) for of in self._inputs_of(batch, context).values()]
         mine += [self.count(batch, context), int(count_samples(batch) is None)]
         most = torch.tensor(mine, device=device)
         if pg.size() > 1:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=pg)
-        *is_odd, most_samples, is_uncounted = most.tolist()
+        *flags, most_samples, is_uncounted = most.tolist()
+        is_odd, is_weighted = flags[: len(self.interleaved)], flags[len(self.interleaved) :]
         names = [name for name, is_it in zip(self.interleaved, is_odd) if is_it]
+        weighted = [name for name, is_it in zip(self.interleaved, is_weighted) if is_it]
         why_whole = None
         if names:
             why_whole = (
@@ -195,7 +209,7 @@ class PipelinedModel:
                 "into micro-batches; use num_micro_batches=1, or keep tensors in its attributes "
                 f"and {SPLIT_ADVICE}"
             )
-        return FirstLook(names, most_samples, why_whole)
+        return FirstLook(names, most_samples, weighted, why_whole)
 
     def compute_once(self, names: Collection[str]) -> None:
         """Interleaves modules no more whose features have other samples than the batch."""
@@ -207,6 +221,14 @@ class PipelinedModel:
                 whole[name].forward.undivided()
             self.plain[name] = whole[name]
             self._why_plain[name] = ODD_BATCH
+
+    def join_exchanges(self, weighted: Collection[str]) -> None:
+        """Has modules travel together where they can.
+
+        Args:
+            weighted: Modules whose features have per-sample weights.
+        """
+        self.groups = group_modules(self.interleaved, weighted)
 
     def why_whole_batches(self) -> str | None:
         """Why batches cannot be cut into micro-batches, as far as the model shows it."""
@@ -225,25 +247,31 @@ class PipelinedModel:
             for module in plain
             for inside in module.modules()
         )
-        if not plain or not made or self._splits_are_joined:
-            return
-        self._splits_are_joined = True
-        for module in self.pipelined:  # in this order TorchRec gives them back
-            name = module.forward.name
-            if name in self._stock_parts:
-                override_input_dist_forwards([self.plain[self._stock_parts[name]]])
-                self.original_dist_forwards += _dist_forwards(module)
-            elif name in self.plain:
-                self.original_dist_forwards += override_input_dist_forwards([module])
+        if made and not self._dist_forwards:
+            self._dist_forwards = {
+                name: override_input_dist_forwards([module]) for name, module in self.plain.items()
+            }
+
+    @property
+    def original_dist_forwards(self) -> list[Callable[..., Any]]:
+        """What TorchRec's ``detach`` gives back to the input dists it finds, in its order.
+
+        Parts of a module have input dists of their own, which it does not find.
+        """
+        return [
+            forward
+            for module in self.pipelined
+            for forward in self._dist_forwards.get(module.forward.name, _dist_forwards(module))
+        ]
 
     def lines(self) -> list[str]:
         """A line per module."""
-        waves = {
-            name: f" in {module.num_waves} waves" if module.num_waves > 1 else ""
-            for name, module in self.interleaved.items()
-        }
         return [
-            *(f"{name}: interleaved{of_waves}" for name, of_waves in waves.items()),
+            *(
+                f"{name}: interleaved{_how(group, name)}"
+                for group in self.groups
+                for name in group.modules
+            ),
             *(
                 f"{name}: computed once per batch, of its exchange only that of ids is hidden: "
                 f"{self._why_plain[name]}"
@@ -253,11 +281,19 @@ class PipelinedModel:
         ]
 
 
+def _how(group: ModuleGroup, name: str) -> str:
+    others = [other for other in group.modules if other != name]
+    if others:
+        return f" in one exchange with {', '.join(others)}"
+    return f" in {group.num_waves} waves" if group.num_waves > 1 else ""
+
+
 def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:
-    """Forwards of a module's input dists that TorchRec's detach gives back."""
+    """Forwards of the input dists in a module whose splits TorchRec may join."""
     return [
         input_dist._dist.forward
-        for input_dist in getattr(module, "_input_dists", [])
+        for inside in module.modules()
+        for input_dist in getattr(inside, "_input_dists", [])
         if hasattr(input_dist, "_dist")
     ]
 
