@@ -15,8 +15,15 @@ from typing import Any
 import pytest
 
 from tests.sharding.jobs import Job, Table, build, make_batch
+from tests.sharding.sequence_jobs import (
+    SequenceJob,
+    build_sequences,
+    dense_of,
+    make_sequence_batch,
+)
 from tests.support.wire import MessageRecorder, all_to_alls
 from tests.train_pipeline.drivers import Driver, make_driver
+from tests.train_pipeline.runs import pipeline_of
 from torchrec_picasso.launch.run_ranks import run_ranks
 
 PER_STEP: dict[Driver, dict[str, int]] = {
@@ -80,6 +87,33 @@ def _counted() -> list[dict[Any, list[dict[str, float]]]]:
 def test_collectives_do_not_grow_with_tables(num_tables: int, driver: Driver) -> None:
     for rank in _counted():
         assert rank[num_tables, driver] == [PER_STEP[driver]] * NUM_COUNTED
+
+
+def _count_two_modules(rank: int, world_size: int) -> dict[Driver, dict[str, float]]:
+    job = SequenceJob(placement={"*": 2}, batch_sizes=(24,))
+    found: dict[Driver, dict[str, float]] = {}
+    for driver in PER_STEP:
+        if driver is not None:
+            model = build_sequences(job, world_size)
+            num_micro_batches, lookahead = driver
+            pipeline = pipeline_of(
+                model,
+                optimizer=dense_of(model),
+                num_micro_batches=num_micro_batches,
+                lookahead=lookahead,
+            )
+            batches = (make_sequence_batch(job, rank, step) for step in itertools.count())
+            for _ in range(NUM_WARM):
+                pipeline.progress(batches)
+            found[driver] = _kinds_of_one_step(pipeline, batches, world_size)
+    return found
+
+
+def test_collectives_do_not_grow_with_modules() -> None:
+    """Sequences and bags, two modules, as one."""
+    for of_rank in run_ranks(_count_two_modules, WORLD_SIZE, timeout_s=100):
+        assert of_rank == {driver: PER_STEP[driver] for driver in of_rank}
+        assert len(of_rank) == len(PER_STEP) - 1
 
 
 def test_tables_that_are_not_packed_would_be_seen() -> None:
