@@ -31,10 +31,10 @@ __all__ = ["Choice", "TableQuestion", "best_hot_counts", "choose", "given_choice
 
 _STOCK_MARGIN = 0.02
 """Hot/cold must be predicted to take this share less than stock, or stock stays."""
-_MIXED_MARGIN = 0.1
+_MIXED_MARGIN = 1 / 6
 """Likewise where some tables of a plan stay stock. Each kind of placement then pays for operators
-and collectives of its own, which are not priced, and the exchange of a module with stock tables is
-not interleaved: 40 mixed tables were predicted to take 0.81 of stock at 1 Gbit/s, and took 0.98."""
+and collectives of its own, which are not priced in full: 40 and 130 mixed tables were predicted to
+take 0.81 of stock at 1 Gbit/s, 40 to take 0.85 on loopback; they took 0.96, 0.92 and 1.16."""
 _HOT_MARGIN = 0.005
 """A larger hot set must be predicted to take this share less than a smaller one."""
 _MOST_PLANS = 64
