@@ -24,6 +24,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from tests.sharding.jobs import CPU, Result, whole
 from tests.sharding.sequence_jobs import (
+    FEATURES,
     Driver,
     SequenceJob,
     SequenceModel,
@@ -40,6 +41,7 @@ from torchrec_picasso import (
     InterleavedTrainPipeline,
     hot_cold_planner,
 )
+from torchrec_picasso.errors import InputError
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
@@ -228,3 +230,24 @@ def test_the_planner_places_sequences_beside_bags() -> None:
     for placed, outputs in by_rank:
         assert placed == dict.fromkeys(("item", "shop", "user", "tag"), "HotColdParams")
         assert len(outputs) == BASE.num_steps
+
+
+def _bad_input(rank: int, world_size: int) -> str:
+    batch = make_sequence_batch(BASE, rank, 0)
+    kjt = batch.sparse_features
+    if rank == 1:
+        first_of_history = kjt.offsets()[FEATURES.index("history") * BASE.batch_size(rank)]
+        kjt.values()[first_of_history] = 40
+    model = build_sequences(BASE, world_size)
+    pipeline = InterleavedTrainPipeline(model, dense_of(model), CPU, loss_reduction="sum")
+    try:
+        pipeline.progress(iter([batch]))
+    except InputError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_bad_id_in_a_sequence_stops_all_ranks_by_name() -> None:
+    other, at_fault = run_ranks(_bad_input, 2, timeout_s=60)
+    assert other.startswith("rank 1 holds 1 ids outside their tables")
+    assert at_fault.startswith("feature 'history' looks up row 40 of table 'item', whose rows")

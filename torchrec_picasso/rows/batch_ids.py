@@ -72,7 +72,7 @@ class BatchIds:
             features = KeyedJaggedTensor.concat(list(features_of))
         cut = BatchCut.of(features, group.plan, sizes_K)
         weights_N = features.weights_or_none() if group.plan.has_bags else None
-        lengths_S, offsets_S1, bad_lengths = _sound_lengths(features, weights_N)
+        lengths_S, offsets_S1, bad_lengths = _sound_lengths(features, features_of, weights_N)
         lookups_F = _lookups_per_feature(features, offsets_S1)
         packed_N, outside_N = space.pack_ids(features.values(), lookups_F)
         bags = reorder_bags(
@@ -113,16 +113,22 @@ class BatchIds:
 
 
 def _sound_lengths(
-    features: KeyedJaggedTensor, weights_N: Tensor | None
+    features: KeyedJaggedTensor,
+    features_of: Sequence[KeyedJaggedTensor],
+    weights_N: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | bool]:
     """Lengths and offsets that sum to the number of values, and whether the given ones do not.
 
-    Known on the host without a sync on the CPU only; elsewhere offsets are mended in any case.
+    Those of one module may have too many where those of another have too few. Known on the host
+    without a sync on the CPU only; elsewhere offsets are mended in any case.
     """
     values_N = features.values()
     num_lookups, offsets_S1 = values_N.numel(), features.offsets()
     few_weights = weights_N is not None and weights_N.numel() != num_lookups
     is_off = few_weights | (offsets_S1[-1] != num_lookups)
+    if len(features_of) > 1:
+        for of_module in features_of:
+            is_off = is_off | (of_module.offsets()[-1] != of_module.values().numel())
     if values_N.device.type == "cpu" and not is_off:
         return features.lengths(), offsets_S1, False
     sound_S1 = offsets_S1.clamp(max=num_lookups)

@@ -102,7 +102,9 @@ class RowLayout:
         )
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held, for stream bookkeeping; not those of the features."""
+        """Every tensor held, for stream bookkeeping."""
+        for features in self.features_of:
+            yield from (features.values(), features.lengths())
         for pack in self.packs:
             yield from (pack.hot_slots, pack.touched_slots)
             yield from (pack.asked_rows, pack.asked_rows_by_fetch)
