@@ -3,16 +3,24 @@
     python -m benchmarks.fields --rate-mbit 1000 -o fields.json
     python -m benchmarks.fields --rate-mbit 0 --fields 200
 
-A seed draws the fields: 1,000 to --max-rows rows (log-uniform), 8 to 64 columns, ids of Zipf
+Fields: a seed draws them, 1,000 to --max-rows rows (log-uniform), 8 to 64 columns, ids of Zipf
 exponent 0.4 to 1.3, 1 to 8 ids per sample, summed or (one field in three) averaged. One thin
 over-arch reads them all. Each table does little, so what counts is what a step costs beside its
 rows: operators, collectives, Python.
+
+Sequences: a DIN-like model reads clicks with the history before them, from Alimama's rows or
+generated ones, by an EmbeddingCollection of 64 columns beside pooled profiles of 16:
+
+    python -m benchmarks.fields --model sequences --data ../shared/data/alimama_10k.parquet \
+        --batch-size 4096 -o sequences.json
 
 Contestants train from equal weights on the same batches, and take turns in blocks of steps, in
 alternating order, so whatever else the machine does hits all of them:
 
 - table_wise: whole tables, the largest first, each to the rank with the fewest bytes; and planner:
   TorchRec's own; each under TrainPipelineSparseDist.
+- table_wise_ours: the former plan under InterleavedTrainPipeline, which then has nothing to
+  interleave.
 - ours: what a user gets by default. Curves are measured on these links, hot rows are chosen from
   held-out batches, InterleavedTrainPipeline chooses its settings before the clock starts.
 - ours_plain: the same plan under TrainPipelineSparseDist.
@@ -32,9 +40,9 @@ from functools import partial
 from typing import Any
 
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
-from benchmarks.fields.compare import RankAnswer, compare_on_rank
+from benchmarks.fields.compare import RankAnswer, compare_on_rank, make_workload
 from benchmarks.fields.contestants import CONTESTANTS, named
-from benchmarks.fields.field_specs import LEAST_ROWS, draw_fields
+from benchmarks.fields.field_specs import LEAST_ROWS
 from benchmarks.fields.question import Question
 from benchmarks.fields.report import Report, print_report, write_report
 from benchmarks.pipelines.standings import standings
@@ -80,9 +88,11 @@ def answer(question: Question, curves: CommCurves | None = None) -> Report:
         ClusterError: If the links cannot be made.
     """
     answers = _compare(question, curves)
+    workload = make_workload(question)
     return Report(
         question=question,
-        fields=draw_fields(question.fields, question.max_rows, question.seed),
+        trained=workload.in_words(),
+        tables=workload.tables,
         contestants=standings([of.results for of in answers], question.batch_size, 1),
         says=answers[0].says,
         chose=answers[0].chose,
@@ -112,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--rate-mbit", type=float, default=default.rate_mbit, help="0 = loopback (default: 1000)")
     names = ",".join(default.contestants)
     add("--contestants", default=names, help=f"of {', '.join(CONTESTANTS)} (default: {names})")
+    add("--model", choices=("fields", "sequences"), default=default.model, help="what is trained")
+    add("--data", metavar="FILE", help="Alimama's rows for sequences (default: generated)")
     add("--weighted", action="store_true", help="ids carry weights")
     add("--local-costs", action="store_true", help="measure the planner's local costs, too")
     add("--curves", metavar="FILE", help="measured curves to use (default: measure)")

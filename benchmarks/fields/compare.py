@@ -6,23 +6,24 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import nn
 
 from benchmarks.fields.contestants import named
-from benchmarks.fields.field_specs import draw_fields
-from benchmarks.fields.model import FieldsModel, build_model
+from benchmarks.fields.generated import FieldsWorkload
 from benchmarks.fields.plans import Planned, plan_hot_cold, plan_stock, plan_table_wise
 from benchmarks.fields.question import COUNTED_STEPS, WARMUP_STEPS, Question
-from benchmarks.fields.samples import Samples
-from benchmarks.fields.trainer import FieldsTrainer
+from benchmarks.fields.trainer import ContestantTrainer
+from benchmarks.fields.workload import Workload
 from benchmarks.pipelines.contestants import Contestant
 from benchmarks.pipelines.runner import RankResult, Runner
+from benchmarks.sequences.workload import SequencesWorkload
 from torchrec_picasso import CommCurves, FrequencyStats
 from torchrec_picasso.launch.progress import Progress
 from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.runs.local_probe import measure_local_costs
 from torchrec_picasso.runs.pipelines import describe_pipeline
 
-__all__ = ["RankAnswer", "compare_on_rank"]
+__all__ = ["RankAnswer", "compare_on_rank", "make_workload"]
 
 _MAX_BATCHES = 32
 _CHOICE_STEPS = 100
@@ -44,6 +45,15 @@ class RankAnswer:
     chose: dict[str, str]
 
 
+def make_workload(question: Question) -> Workload:
+    """What the question's contestants train."""
+    if question.model == "sequences":
+        return SequencesWorkload(
+            question.data, question.batch_size, question.seed, question.max_rows
+        )
+    return FieldsWorkload(question)
+
+
 def compare_on_rank(
     rank: int, world_size: int, question: Question, curves: CommCurves | None = None
 ) -> RankAnswer:
@@ -60,7 +70,7 @@ def compare_on_rank(
     quiet_upstream()
     contestants = named(question.contestants)
     bench = _Bench(rank, world_size, question, curves)
-    progress = Progress("fields", len(contestants) * (question.rounds + 1), shown=rank == 0)
+    progress = Progress(question.model, len(contestants) * (question.rounds + 1), shown=rank == 0)
     runners, says, trainers = [], {}, {}
     for contestant in contestants:
         progress.tell(f"{contestant.name}, building and warming up")
@@ -95,23 +105,22 @@ class _Bench:
         pg = dist.group.WORLD
         assert pg is not None
         self._pg, self._question = pg, question
-        self._fields = draw_fields(question.fields, question.max_rows, question.seed)
-        samples = Samples(self._fields, question.batch_size, question.seed, question.weighted)
-        self._batches = samples.training(rank, min(_MAX_BATCHES, question.num_steps))
-        heldout = samples.heldout(world_size, question.heldout_steps)
-        self._stats = FrequencyStats.collect(heldout, self._model())
+        self._workload = make_workload(question)
+        self._batches = self._workload.training(rank, min(_MAX_BATCHES, question.num_steps))
+        heldout = self._workload.heldout(world_size, question.heldout_steps)
+        self._stats = FrequencyStats.collect(heldout, self._workload.model())
         dist.barrier()  # nothing else uses the cores while the links are measured
         self._curves = curves or CommCurves.measure(pg)
         if question.local_costs:
             local = measure_local_costs()
             self._curves = dataclasses.replace(self._curves, local=local)
 
-    def make(self, contestant: Contestant) -> tuple[Runner, FieldsTrainer, str]:
+    def make(self, contestant: Contestant) -> tuple[Runner, ContestantTrainer, str]:
         """A contestant at work, its trainer, and what its planner says."""
-        model = self._model()
+        model = self._workload.model()
         planned = self._plan(contestant, model)
-        trainer = FieldsTrainer(
-            contestant, model, self._fields, planned, self._pg, self._question.seed
+        trainer = ContestantTrainer(
+            contestant, model, self._workload.tables, planned, self._pg, self._question.seed
         )
         runner = Runner(
             contestant,
@@ -123,13 +132,10 @@ class _Bench:
         )
         return runner, trainer, planned.says
 
-    def _model(self) -> FieldsModel:
-        return build_model(self._fields, self._question.weighted, self._question.seed)
-
-    def _plan(self, contestant: Contestant, model: FieldsModel) -> Planned:
-        size = self._question.batch_size
+    def _plan(self, contestant: Contestant, model: nn.Module) -> Planned:
+        size, tables = self._question.batch_size, self._workload.tables
         if contestant.placement == "table_wise":
-            return plan_table_wise(self._fields, model, self._pg)
+            return plan_table_wise(tables, model, self._pg)
         if contestant.placement == "planner":
-            return plan_stock(self._fields, model, self._pg, size)
+            return plan_stock(tables, model, self._pg, size)
         return plan_hot_cold(model, self._pg, size, contestant.hot_rows, self._stats, self._curves)

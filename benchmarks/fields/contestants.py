@@ -17,6 +17,7 @@ CONTESTANTS = {
     for of in (
         Contestant(name="table_wise", placement="table_wise"),
         Contestant(name="planner", placement="planner"),
+        Contestant(name="table_wise_ours", placement="table_wise", pipeline="interleaved"),
         Contestant(name="ours", placement="hot_cold", pipeline="interleaved"),
         Contestant(name="ours_plain", placement="hot_cold"),
         Contestant(name="all_rows", placement="hot_cold", pipeline="interleaved", hot_rows=0),

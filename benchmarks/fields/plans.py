@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
@@ -19,12 +21,12 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
 
-from benchmarks.fields.field_specs import FieldSpec
-from benchmarks.fields.model import FieldsModel
+from benchmarks.fields.workload import ModelTable
 from torchrec_picasso import (
     CommCurves,
     FrequencyStats,
     HotColdEmbeddingBagCollectionSharder,
+    HotColdEmbeddingCollectionSharder,
     hot_cold_planner,
 )
 from torchrec_picasso.decision.explain import summarize
@@ -47,32 +49,39 @@ class Planned:
 
 
 def plan_table_wise(
-    fields: Sequence[FieldSpec], model: FieldsModel, pg: dist.ProcessGroup
+    tables: Sequence[ModelTable], model: nn.Module, pg: dist.ProcessGroup
 ) -> Planned:
     """Whole tables, the largest first, each to the rank that has the fewest bytes.
 
     Args:
-        fields: Of the model.
+        tables: Of the model.
         model: Before sharding.
         pg: The ranks.
     """
-    homes = deal_by_size([of.num_embeddings * of.dim for of in fields], pg.size())
-    sharder: Any = EmbeddingBagCollectionSharder()
-    plan = construct_module_sharding_plan(
-        model.collection,
-        {
-            of.table: table_wise(rank=rank, compute_kernel="fused")
-            for of, rank in zip(fields, homes)
-        },
-        sharder,
-        local_size=1,
-        world_size=pg.size(),
-        device_type="cpu",
-    )
-    placement = Placement(
-        name="table_wise", plan=ShardingPlan({"collection": plan}), sharders=[sharder]
-    )
+    homes = deal_by_size([of.num_embeddings * of.dim for of in tables], pg.size())
+    sharders = _stock_sharders()
+    plans = {}
+    for path in dict.fromkeys(of.module for of in tables):
+        module = model.get_submodule(path)
+        (sharder,) = (s for s in sharders if s.module_type is type(module))
+        plans[path] = construct_module_sharding_plan(
+            module,
+            {
+                of.name: table_wise(rank=rank, compute_kernel="fused")
+                for of, rank in zip(tables, homes)
+                if of.module == path
+            },
+            sharder,
+            local_size=1,
+            world_size=pg.size(),
+            device_type="cpu",
+        )
+    placement = Placement(name="table_wise", plan=ShardingPlan(plans), sharders=sharders)
     return Planned(placement=placement)
+
+
+def _stock_sharders() -> list[Any]:
+    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 
 
 def deal_by_size(sizes: Sequence[int], num_ranks: int) -> list[int]:
@@ -91,37 +100,37 @@ def deal_by_size(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def plan_stock(
-    fields: Sequence[FieldSpec], model: FieldsModel, pg: dist.ProcessGroup, batch_size: int
+    tables: Sequence[ModelTable], model: nn.Module, pg: dist.ProcessGroup, batch_size: int
 ) -> Planned:
     """TorchRec's planner. Collective.
 
     Args:
-        fields: Of the model.
+        tables: Of the model.
         model: Before sharding.
         pg: The ranks, each on a host of its own.
         batch_size: Samples per rank and step.
     """
-    sharder: Any = AnyTypeSharder()
+    sharders: list[Any] = [AnyTypeSharder(), EmbeddingCollectionSharder()]
     planner = EmbeddingShardingPlanner(
         topology=_topology(pg),
         batch_size=batch_size,
         constraints={
-            of.table: ParameterConstraints(
+            of.name: ParameterConstraints(
                 sharding_types=["table_wise"] if of.mean else ["table_wise", "row_wise"],
                 compute_kernels=["fused"],
-                pooling_factors=[float(of.pooling_factor)],
+                pooling_factors=[of.ids_per_sample],
             )
-            for of in fields
+            for of in tables
         },
         stats=NoopEmbeddingStats(),
         debug=False,
     )
-    plan = planner.collective_plan(model, [sharder], pg)
-    return Planned(placement=Placement(name="planner", plan=plan, sharders=[sharder]))
+    plan = planner.collective_plan(model, sharders, pg)
+    return Planned(placement=Placement(name="planner", plan=plan, sharders=sharders))
 
 
 def plan_hot_cold(
-    model: FieldsModel,
+    model: nn.Module,
     pg: dist.ProcessGroup,
     batch_size: int,
     hot_rows: int | None,
@@ -138,7 +147,10 @@ def plan_hot_cold(
         stats: Of held-out batches.
         curves: Of these links.
     """
-    sharder: Any = HotColdEmbeddingBagCollectionSharder()
+    sharders: list[Any] = [
+        HotColdEmbeddingBagCollectionSharder(),
+        HotColdEmbeddingCollectionSharder(),
+    ]
     planner = hot_cold_planner(
         _topology(pg),
         stats,
@@ -147,8 +159,8 @@ def plan_hot_cold(
         batch_size=batch_size,
         debug=False,
     )
-    plan = planner.collective_plan(model, [sharder], pg)
-    placement = Placement(name="hot_cold", plan=plan, sharders=[sharder])
+    plan = planner.collective_plan(model, sharders, pg)
+    placement = Placement(name="hot_cold", plan=plan, sharders=sharders)
     return Planned(placement=placement, says=_in_words(planner) if dist.get_rank(pg) == 0 else "")
 
 

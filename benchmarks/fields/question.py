@@ -16,6 +16,8 @@ class Question:
 
     Args:
         fields: Generated fields, each with a table of its own.
+        model: ``"fields"``, or ``"sequences"``: a DIN-like model, which has its own tables.
+        data: File that sequences are read from; ``None`` = generated ones.
         batch_size: Samples per rank and step.
         rate_mbit: Rate of each host's link, Mbit/s; ``None`` = loopback.
         hosts: Hosts of the cluster, one rank on each.
@@ -30,6 +32,8 @@ class Question:
     """
 
     fields: int = 40
+    model: str = "fields"
+    data: str | None = None
     batch_size: int = 1024
     rate_mbit: float | None = 1000.0
     hosts: int = 2

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.fields.field_specs import FieldSpec
 from benchmarks.fields.question import Question
+from benchmarks.fields.workload import ModelTable
 from benchmarks.pipelines.report import schedule_in_words, write_json
 from benchmarks.pipelines.standings import Standing
 from torchrec_picasso.launch.environment import describe_environment
@@ -23,14 +24,16 @@ class Report:
 
     Args:
         question: What was measured.
-        fields: That its seed drew.
+        trained: What was trained, in words.
+        tables: Of the model.
         contestants: By name.
         says: What each one's planner predicts.
         chose: What each one's pipeline says of its modules and its choice.
     """
 
     question: Question
-    fields: tuple[FieldSpec, ...]
+    trained: str
+    tables: Sequence[ModelTable]
     contestants: dict[str, Standing]
     says: dict[str, str]
     chose: dict[str, str]
@@ -44,11 +47,10 @@ def write_report(report: Report, path: str | Path) -> None:
 def print_report(report: Report) -> None:
     """Prints the table, and each contestant's plan."""
     question, found = report.question, report.contestants
-    ids = sum(of.pooling_factor for of in report.fields)
-    columns = sum(of.dim for of in report.fields)
+    ids = sum(of.ids_per_sample for of in report.tables)
     print(
-        f"{question.fields} fields, {ids} ids and {columns} columns per sample: {question.hosts} "
-        f"hosts x {question.batch_size} samples, {question.link}"
+        f"{report.trained}, {len(report.tables)} tables, {ids:.0f} ids per sample: "
+        f"{question.hosts} hosts x {question.batch_size} samples, {question.link}"
     )
     width = max(16, *(len(name) + 2 for name in found))
     print(

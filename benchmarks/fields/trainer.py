@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipeline
@@ -16,25 +16,24 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks.fields.contestants import make_pipeline
-from benchmarks.fields.field_specs import FieldSpec
-from benchmarks.fields.model import FieldsModel
 from benchmarks.fields.plans import Planned
+from benchmarks.fields.workload import ModelTable
 from benchmarks.pipelines.contestants import Contestant
 from torchrec_picasso.zoo.dlrm import write_initial_tables
 from torchrec_picasso.zoo.tables import TableSpec
 
-__all__ = ["FieldsTrainer"]
+__all__ = ["ContestantTrainer"]
 
 _DENSE_LR = 0.02
 
 
-class FieldsTrainer:
+class ContestantTrainer:
     """What trains for one contestant. Collective: every rank makes one, in the same order.
 
     Args:
         contestant: Who trains.
         model: Before sharding.
-        fields: Of the model.
+        tables: Of the model.
         planned: Where its tables go.
         pg: The ranks.
         seed: Draws the tables' first weights, the same for every plan.
@@ -43,8 +42,8 @@ class FieldsTrainer:
     def __init__(
         self,
         contestant: Contestant,
-        model: FieldsModel,
-        fields: Sequence[FieldSpec],
+        model: nn.Module,
+        tables: Sequence[ModelTable],
         planned: Planned,
         pg: dist.ProcessGroup,
         seed: int,
@@ -58,11 +57,11 @@ class FieldsTrainer:
             plan=self.placement.plan,
             sharders=self.placement.sharders,
         )
-        tables = [
-            TableSpec(name=of.table, feature=of.feature, num_embeddings=of.num_embeddings)
-            for of in fields
+        specs = [
+            TableSpec(name=of.name, feature=of.name, num_embeddings=of.num_embeddings)
+            for of in tables
         ]
-        write_initial_tables(self._model, tables, [of.dim for of in fields], seed)
+        write_initial_tables(self._model, specs, [of.dim for of in tables], seed)
         dense = KeyedOptimizerWrapper(
             dict(in_backward_optimizer_filter(self._model.named_parameters())),
             lambda parameters: torch.optim.Adagrad(parameters, lr=_DENSE_LR),

@@ -59,7 +59,7 @@ class Contestant:
     @property
     def is_stock(self) -> bool:
         """Whether nothing of this package is in it."""
-        return self.placement != "hot_cold"
+        return self.placement != "hot_cold" and self.pipeline != "interleaved"
 
     @property
     def chooses(self) -> bool:
@@ -69,7 +69,7 @@ class Contestant:
     @property
     def needs_curves(self) -> bool:
         """Whether the planner weighs measured curves for it."""
-        return not self.is_stock and self.hot_rows is None
+        return self.placement == "hot_cold" and self.hot_rows is None
 
 
 def parse_contestant(name: str) -> Contestant:

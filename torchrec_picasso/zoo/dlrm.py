@@ -7,6 +7,7 @@ placement made, so two placements start bit-equal without ever holding a whole m
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,8 @@ from torchrec_picasso.config import ModelConfig
 from torchrec_picasso.zoo.tables import NUM_DENSE, TableSpec
 
 __all__ = ["build_dlrm", "initial_rows", "write_initial_tables"]
+
+_OF_TABLE = re.compile(r"\.(embedding_bags|embeddings)\.")
 
 
 def build_dlrm(model: ModelConfig, tables: Sequence[TableSpec], seed: int) -> DLRMTrain:
@@ -83,7 +86,7 @@ def write_initial_tables(
     Costs one whole table of memory at a time.
 
     Args:
-        sharded: A ``DistributedModelParallel``, as over :func:`build_dlrm`.
+        sharded: A ``DistributedModelParallel``, as over :func:`build_dlrm`; of bags or sequences.
         tables: The tables of the model.
         embedding_dim: Columns, of all tables or of each.
         seed: Seed of the run.
@@ -92,7 +95,7 @@ def write_initial_tables(
         KeyError: If the model has no such table.
     """
     state = sharded.state_dict()
-    keys = {key.split(".")[-2]: key for key in state if ".embedding_bags." in key}
+    keys = {key.split(".")[-2]: key for key in state if _OF_TABLE.search(key)}
     dims_T = [embedding_dim] * len(tables) if isinstance(embedding_dim, int) else embedding_dim
     for index, (table, dim) in enumerate(zip(tables, dims_T, strict=True)):
         rows = initial_rows(table, index, dim, seed)

@@ -1,0 +1,38 @@
+"""A local activation unit over jagged histories: each click weighs by what it has of the target.
+
+Weights are not normalised, so that the strength of an interest stays.
+
+Source: Zhou et al., Deep Interest Network, KDD 2018, section 4.3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+__all__ = ["AttentionUnit"]
+
+
+class AttentionUnit(nn.Module):
+    """Sums a history by its fit to a target.
+
+    Args:
+        dim: Columns D of both.
+        hidden: Units of the layer that weighs.
+    """
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.weigh = nn.Sequential(nn.Linear(3 * dim, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+
+    def forward(self, target_BD: Tensor, history: JaggedTensor) -> Tensor:
+        """Gives the weighted sums ``(B, D)``; zero for an empty history."""
+        rows_ND, lengths_B = history.values(), history.lengths()
+        sample_N = torch.repeat_interleave(
+            torch.arange(lengths_B.numel()), lengths_B, output_size=rows_ND.size(0)
+        )
+        target_ND = target_BD.index_select(0, sample_N)
+        both = torch.cat([rows_ND, target_ND, rows_ND * target_ND], dim=1)
+        weighted_ND = rows_ND * self.weigh(both)
+        return torch.zeros_like(target_BD).index_add(0, sample_N, weighted_ND)
