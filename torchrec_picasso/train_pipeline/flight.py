@@ -16,7 +16,7 @@ from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
-from torchrec_picasso.train_pipeline.whole_output import WholeOutput
+from torchrec_picasso.train_pipeline.whole_output import UncutOutput, WholeOutput
 
 __all__ = ["Flight", "share_of"]
 
@@ -37,7 +37,7 @@ class Flight:
     """By group, once its request has ended."""
     gradients: list[BatchGradients] = field(default_factory=list)
     """By group, likewise."""
-    wholes: dict[str, WholeOutput] = field(default_factory=dict)
+    wholes: dict[str, WholeOutput | UncutOutput] = field(default_factory=dict)
     """What modules that are not interleaved gave for the whole batch, by name."""
     losses_K: dict[int, Tensor] = field(default_factory=dict)
     outputs_K: dict[int, Any] = field(default_factory=dict)
@@ -104,7 +104,8 @@ class Flight:
         for name, module in plain.items():
             if name not in self.wholes:
                 module.forward.set_context(self.context)
-                self.wholes[name] = WholeOutput(module.forward.of_whole_batch(), name)
+                whole = UncutOutput if len(self.sizes_K) == 1 else WholeOutput
+                self.wholes[name] = whole(module.forward.of_whole_batch(), name)
 
 
 def share_of(index: int, sizes_K: Sequence[int], losses_are_means: bool) -> float:

@@ -50,7 +50,8 @@ class InterleavedForward(PipelinedForward):
 
     def give(self, output: Any) -> None:
         """The next call returns this output."""
-        self._taken = lambda: LazyNoWait(output)
+        is_lazy = isinstance(output, LazyAwaitable)
+        self._taken = lambda: output if is_lazy else LazyNoWait(output)
 
     def of_whole_batch(self) -> Any:
         """What TorchRec's pipelined forward returns."""

@@ -13,7 +13,31 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_picasso.batches.split import children_of, rebuild, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 
-__all__ = ["WholeOutput"]
+__all__ = ["UncutOutput", "WholeOutput"]
+
+
+class UncutOutput:
+    """An output for a forward of the whole batch: with its graph, waited for at its use.
+
+    Args:
+        output: What the module returned, awaitable or not.
+        name: Of the module, for messages.
+    """
+
+    def __init__(self, output: Any, name: str) -> None:
+        self._output = output
+        self._name = name
+
+    def part(self, sizes_K: Sequence[int], index: int) -> Any:
+        """The output; there is one part."""
+        return self._output
+
+    def backward(self) -> None:
+        """Nothing: the module's backward is part of the model's."""
+
+    def detached(self) -> WholeOutput:
+        """The same output cut off from its graph, with leaves of its own."""
+        return WholeOutput(self._output, self._name)
 
 
 class WholeOutput:
