@@ -25,7 +25,6 @@ from torchrec import (
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
     QCommsConfig,
@@ -38,7 +37,14 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from tests.sharding.jobs import CPU, OPTIMIZERS, Result, load_whole, result_of_module
+from tests.sharding.jobs import (
+    CPU,
+    OPTIMIZERS,
+    Result,
+    RowWiseOnCpuSharder,
+    load_whole,
+    result_of_module,
+)
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
     HotColdEmbeddingCollectionSharder,
@@ -168,13 +174,6 @@ def make_sequence_batch(job: SequenceJob, rank: int, step: int) -> Batch:
         ),
         labels=torch.randn(batch_size, generator=generator),
     )
-
-
-class RowWiseOnCpuSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's own sharder, which leaves row-wise out on CPU, with it put back."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [*super().sharding_types(compute_device_type), "row_wise"]
 
 
 def build_sequences(job: SequenceJob, world_size: int) -> DistributedModelParallel:
