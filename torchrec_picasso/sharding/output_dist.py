@@ -53,12 +53,7 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
 
 
 class _OutputAwaitable(Awaitable[Tensor]):
-    def __init__(
-        self,
-        rows: PartRows,
-        plan: PackPlan,
-        anchor: Tensor,
-    ) -> None:
+    def __init__(self, rows: PartRows, plan: PackPlan, anchor: Tensor) -> None:
         super().__init__()
         self._rows = rows
         self._plan = plan

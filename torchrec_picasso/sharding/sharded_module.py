@@ -8,6 +8,7 @@ outputs are put together again.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ GROUP = "hot_cold"
 """The name of the hot/cold tables where TorchRec groups tables by sharding type."""
 
 
-class HotColdModule:
+class HotColdModule(ABC):
     """A sharded module of TorchRec's in which marked tables are hot/cold."""
 
     _has_uninitialized_input_dist: bool
@@ -39,18 +40,19 @@ class HotColdModule:
     forward: Any
     preprocess_input: Callable[..., Any]
 
+    @abstractmethod
     def table_shardings(self) -> Sequence[Any]:
         """TorchRec's shardings, one per way to place tables."""
-        raise NotImplementedError
 
+    @abstractmethod
     def in_table_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Features in the order of the tables, once input dists are made."""
-        raise NotImplementedError
 
+    @abstractmethod
     def output(self, rows: PartRows) -> LazyAwaitable[Any]:
         """The module's output for one part of a batch whose exchange a schedule drives."""
-        raise NotImplementedError
 
+    @abstractmethod
     def with_shardings(self, positions: Sequence[int]) -> HotColdModule:
         """The same module with some of its shardings; it shares their rows.
 
@@ -59,11 +61,10 @@ class HotColdModule:
         Args:
             positions: Which, ascending.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def join(self, parts: Sequence[LazyAwaitable[Any]]) -> LazyAwaitable[Any]:
         """The module's output from those of its parts, in the order of :meth:`apart`."""
-        raise NotImplementedError
 
     @property
     def has_hot_cold(self) -> bool:
