@@ -109,13 +109,14 @@ def fingerprints() -> list[object]:
             HotColdParams(hot_rows=[2]),
             HotColdParams(hot_rows=[1, 2]),
             HotColdParams(hot_rows=[1], wave=1),
+            HotColdParams(form="bags"),
             HotColdParams(load_factor=0.5, hot_rows=[1]),
             HotColdParams(CacheAlgorithm.LFU, hot_rows=[1]),
         )
     ]
 
 
-def test_fingerprints_tell_hot_sets_waves_and_caches_apart() -> None:
+def test_fingerprints_tell_hot_sets_waves_forms_and_caches_apart() -> None:
     found = fingerprints()
     assert len(set(found)) == len(found)
     assert found == fingerprints()
@@ -139,6 +140,21 @@ def test_the_fingerprint_holds_the_parents_where_it_has_one(
         half.stable_fingerprint()
         == HotColdParams(load_factor=0.5, hot_rows=[1]).stable_fingerprint()
     )
+
+
+def test_the_form_tells_plans_apart() -> None:
+    rows, bags = HotColdParams(), HotColdParams(form="bags")
+    assert rows != bags
+    assert hash(rows) != hash(bags)
+    assert repr(rows) != repr(bags)
+    assert pickle.loads(pickle.dumps(bags)) == bags
+
+
+def test_unknown_forms_and_hot_bags_are_refused() -> None:
+    with pytest.raises(PlanError, match="form 'columns' is unknown; the forms are 'rows' and"):
+        HotColdParams(form="columns")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"2 hot rows were given with form='bags'.*leave out"):
+        HotColdParams(hot_rows=[1, 2], form="bags")
 
 
 @pytest.mark.parametrize(

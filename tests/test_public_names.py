@@ -82,6 +82,8 @@ def test_hot_cold_params() -> None:
     params = torchrec_picasso.HotColdParams(hot_rows=[5, 2])
     assert params.hot_rows.tolist() == [2, 5]
     assert params.num_hot_rows == 2
+    assert params.form == "rows"
+    assert torchrec_picasso.HotColdParams(form="bags").form == "bags"
 
 
 def test_sharder_takes_its_parents_arguments() -> None:

@@ -1,8 +1,9 @@
-"""One table's decision, as the sharding plan carries it: which rows are hot, when they travel.
+"""One table's decision, as the sharding plan carries it: what travels, what is hot, and when.
 
 The marker rides in ``ParameterSharding.cache_params``, the one slot that survives TorchRec's
-planner, its broadcast to all ranks and ``shard()``; ``sharding_type`` stays ``row_wise`` and
-``compute_kernel`` stays a stock one, so everything else in TorchRec keeps working on the plan.
+planner, its broadcast to all ranks and ``shard()``; ``sharding_type`` stays ``row_wise``, or
+``table_wise`` where bags travel, and ``compute_kernel`` stays a stock one, so everything else in
+TorchRec keeps working on the plan.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,12 +19,16 @@ from torchrec.distributed.types import CacheParams
 
 from torchrec_picasso.errors import PlanError
 
-__all__ = ["HotColdParams"]
+__all__ = ["Form", "HotColdParams"]
+
+Form = Literal["rows", "bags"]
+"""What of a table travels: its distinct rows, pooled where the batch is, or its bags, pooled at
+home, one vector each."""
 
 
 @dataclass(eq=False, repr=False)
 class HotColdParams(CacheParams):
-    """Marks a row-wise table for the packed unique exchange and names its hot rows.
+    """Marks a table for the packed unique exchange and names its hot rows.
 
     Args:
         hot_rows: Row ids of the table that get a replica on every rank, any integer sequence or
@@ -30,9 +36,13 @@ class HotColdParams(CacheParams):
             unique exchange without replicas.
         wave: Tables of a module with the same number travel together; an interleaved pipeline
             staggers them in ascending order. Any numbers from 0 on.
+        form: ``"rows"``: each distinct row travels once; the table is placed row-wise. ``"bags"``:
+            one pooled vector travels for each bag; the table is placed table-wise, on the one rank
+            that pools it, and has no hot rows. Cheaper where bags are large and rows hardly repeat.
 
     Raises:
-        PlanError: If an id is negative or repeated, or the wave is negative.
+        PlanError: If an id is negative or repeated, the wave is negative, the form unknown, or a
+            table of bags has hot rows.
 
     Source:
         PICASSO (arXiv 2204.04903), HybridHash; TorchRec ``distributed/types.py`` ``CacheParams``.
@@ -42,8 +52,17 @@ class HotColdParams(CacheParams):
 
     wave: int = 0
 
+    form: Form = "rows"
+
     def __post_init__(self) -> None:
         self.hot_rows = _ascending_ids(self.hot_rows)
+        if self.form not in get_args(Form):
+            raise PlanError(f"form {self.form!r} is unknown; the forms are 'rows' and 'bags'")
+        if self.form == "bags" and self.num_hot_rows:
+            raise PlanError(
+                f"{self.num_hot_rows} hot rows were given with form='bags'; bags are pooled at one "
+                "home, so none of their rows is replicated: leave out hot_rows, or use form='rows'"
+            )
         if self.wave < 0:
             raise PlanError(f"wave {self.wave} is negative; waves count from 0")
 
@@ -75,30 +94,32 @@ class HotColdParams(CacheParams):
             and CacheParams.__hash__(self) == CacheParams.__hash__(other)
             and torch.equal(self.hot_rows, other.hot_rows)
             and self.wave == other.wave
+            and self.form == other.form
         )
 
     def __hash__(self) -> int:
-        return hash((super().__hash__(), self.hot_rows.numpy().tobytes(), self.wave))
+        return hash((super().__hash__(), self.hot_rows.numpy().tobytes(), self.wave, self.form))
 
     def __repr__(self) -> str:
         # a digest, because TorchRec tells plans apart by this text and tensors print shortened
         return (
             f"HotColdParams(num_hot_rows={self.num_hot_rows}, "
-            f"hot_rows=sha256:{self._rows_digest()[:16]}, wave={self.wave})"
+            f"hot_rows=sha256:{self._rows_digest()[:16]}, wave={self.wave}, "
+            f"form={self.form!r})"
         )
 
     def stable_fingerprint(self) -> tuple[object, ...]:
         """What this is, the same in every process: by it TorchRec 1.9 keys its caches of plans.
 
         Returns:
-            A name, a version, a digest of the hot rows, the wave, and the cache settings: the
-            parent's fingerprint, or its fields where TorchRec has none yet.
+            A name, a version, a digest of the hot rows, the wave, the form, and the cache settings:
+            the parent's fingerprint, or its fields where TorchRec has none yet.
 
         Source:
             TorchRec ``distributed/types.py`` ``CacheParams.stable_fingerprint``.
         """
         of_parent = getattr(super(), "stable_fingerprint", self._cache_settings)
-        return ("hot_cold_params", 1, self._rows_digest(), self.wave, of_parent())
+        return ("hot_cold_params", 2, self._rows_digest(), self.wave, self.form, of_parent())
 
     def _rows_digest(self) -> str:
         return hashlib.sha256(self.hot_rows.numpy().tobytes()).hexdigest()
