@@ -28,6 +28,7 @@ from torchrec.distributed.planner.shard_estimators import (
     _get_optimizer_multipler as optimizer_multiplier,
 )
 from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding
+from torchrec.distributed.sharding.tw_sharding import BaseTwEmbeddingSharding
 from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
 from torchrec.distributed.train_pipeline.postproc import PipelinedPostproc
 from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
@@ -48,6 +49,7 @@ __all__ = [
     "BaseEmbeddingDist",
     "BaseRwEmbeddingSharding",
     "BaseSparseFeaturesDist",
+    "BaseTwEmbeddingSharding",
     "ComputeDevice",
     "EmbOptimType",
     "EmbeddingFusedOptimizer",

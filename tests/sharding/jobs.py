@@ -78,8 +78,8 @@ ODD = (
 class Job:
     """One training run.
 
-    ``placement`` maps a table to ``table_wise``, ``row_wise``, ``data_parallel`` or a number of hot
-    rows; ``"*"`` stands for all others.
+    ``placement`` maps a table to ``table_wise``, ``row_wise``, ``data_parallel``, a number of hot
+    rows, or ``bags``: hot/cold, its bags travel; ``"*"`` stands for all others.
     """
 
     placement: Mapping[str, str | int]
@@ -206,7 +206,7 @@ def build(job: Job, rank: int, world_size: int) -> DistributedModelParallel:
         config = QCommsConfig(forward_precision=comm_type, backward_precision=comm_type)
         registry = get_qcomm_codecs_registry(config, device=CPU)
     places = {t.name: job.placement.get(t.name, job.placement.get("*")) for t in job.tables}
-    ours = any(isinstance(place, int) for place in places.values())
+    ours = any(isinstance(place, int) or place == "bags" for place in places.values())
     sharder_class = HotColdEmbeddingBagCollectionSharder if ours else RowWiseOnCpuSharder
     sharder = sharder_class(qcomm_codecs_registry=registry)
     generators = {
@@ -237,6 +237,8 @@ def build(job: Job, rank: int, world_size: int) -> DistributedModelParallel:
             )
             if job.lopsided:
                 _cut_lopsided(plan[table.name], table.rows)
+        if place == "bags":
+            plan[table.name].cache_params = HotColdParams(form="bags")
     with layout_in_tables(2 if job.two_tables else 1):
         sharded = DistributedModelParallel(
             model,

@@ -79,6 +79,9 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "lopsided_homes": {"*": 2, "one_row": 0},
     "in_waves": {"*": 2, "one_row": 1},
     "beside_row_wise": {"*": 2, "one_row": 1, "c": "row_wise", "d": "row_wise"},
+    "bags": {"*": "bags"},
+    "rows_and_bags": {"a": 3, "b": "bags", "c": "bags", "one_row": 1, "two_rows": "bags", "d": 0},
+    "rows_bags_and_stock": {"*": "bags", "a": 2, "c": "table_wise", "d": "table_wise"},
 }
 WAVES = {"a": 2, "b": 1, "d": 1}
 IN_TWO_TABLES = {"some_hot_apart": "some_hot", "lopsided_apart": "lopsided_homes"}
@@ -86,6 +89,7 @@ IN_TWO_TABLES = {"some_hot_apart": "some_hot", "lopsided_apart": "lopsided_homes
 PLACEMENTS |= {name: PLACEMENTS[like] for name, like in IN_TWO_TABLES.items()}
 OURS = (
     *("no_hot", "some_hot", "all_hot", "mixed", "in_waves", "beside_row_wise", "lopsided_homes"),
+    *("bags", "rows_and_bags", "rows_bags_and_stock"),
     *IN_TWO_TABLES,
 )
 

@@ -7,9 +7,10 @@ still has data. Because all ranks learn of bad input and of the end together, al
 nobody is left waiting.
 
 It costs one collective of ``8 * (P K + 3) + H / 8`` bytes per pair and the step's only planned host
-sync.
+sync; with A packs whose bags travel, ``8 * (K + A)`` bytes more.
 
-Shape letters: P packs, K chunks, J runs of bags, W ranks, H hot slots, X words of a message.
+Shape letters: A packs of bags, P packs of rows, K chunks, J runs of bags, W ranks, H hot slots, X
+words of a message.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class HeaderWords:
     """Whether this rank's homes were written from outside."""
     has_data: bool = True
     """Whether this rank's batch comes from its data, even one of no samples."""
+    bag_words_WX: Tensor | None = None
+    """What each rank must know of the bags that it pools, int64; ``None`` = there are none."""
 
     def to_send(self, world_size: int) -> Tensor:
         """The message to each rank, int64, shape ``(W, X)``."""
@@ -63,8 +66,10 @@ class HeaderWords:
             state_word += _BAD_LENGTHS
         flags_3 = torch.stack([self.outside_ids, self.bad_weights, state_word])
         same_for_all = torch.cat([flags_3.to(torch.int64), _pack_bits(self.touched_H)])
-        counts_WX = self.counts_PQ[:, 1:].reshape(-1, world_size).t()
-        return torch.cat([counts_WX, same_for_all.expand(world_size, -1)], dim=1).contiguous()
+        words = [self.counts_PQ[:, 1:].reshape(-1, world_size).t()]
+        if self.bag_words_WX is not None:
+            words.append(self.bag_words_WX.to(same_for_all.device, non_blocking=True))
+        return torch.cat([*words, same_for_all.expand(world_size, -1)], dim=1).contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +96,8 @@ class Header:
     """Whether any rank's batch is more than a stand-in for data that has ended."""
     touched_P: list[Tensor]
     """Hot slots that any rank touches, counted from 0 in each pack, ascending, on the device."""
+    bag_words_WX: list[list[int]]
+    """What each rank says of the bags that it asks for here; empty where there are none."""
 
 
 class HeaderExchange:
@@ -121,25 +128,28 @@ class HeaderExchange:
         host = torch.cat([counts_PQ.reshape(-1), lookups_J, self._received_WX.view(-1)]).cpu()
         counts, lookups, received = host.split(sizes)
         world_size, num_packs = self._world_size, counts_PQ.size(0)
-        counts_PQ = counts.view(num_packs, -1)
-        mine_PKW = counts_PQ[:, 1:].reshape(num_packs, -1, world_size)
-        num_chunks = mine_PKW.size(1)
-        num_counts = num_packs * num_chunks
+        counts_PQ = counts.view(self._words.counts_PQ.shape)
+        num_chunks = (counts_PQ.size(1) - 1) // world_size
+        mine_PKW = counts_PQ[:, 1:].reshape(num_packs, num_chunks, world_size)
+        of_bags = self._words.bag_words_WX
+        num_words = num_packs * num_chunks, 0 if of_bags is None else of_bags.size(1), 3
         received_WX = received.view(world_size, -1)
-        asked_PKW = received_WX[:, :num_counts].t().reshape(mine_PKW.shape)
-        flags_W3 = received_WX[:, num_counts : num_counts + 3].tolist()
-        states_W = [state for *_, state in flags_W3]
+        counts_WX, bags_WX, flags_W3, bits_WX = received_WX.split(
+            [*num_words, received_WX.size(1) - sum(num_words)], dim=1
+        )
+        states_W = flags_W3[:, -1].tolist()
         return Header(
             hot_P=counts_PQ[:, 0].tolist(),
             mine_PKW=mine_PKW.tolist(),
-            asked_PKW=asked_PKW.tolist(),
+            asked_PKW=counts_WX.t().reshape(mine_PKW.shape).tolist(),
             lookups_J=lookups.tolist(),
-            outside_ids_W=[outside for outside, *_ in flags_W3],
-            bad_weights_W=[bad for _, bad, _ in flags_W3],
+            outside_ids_W=flags_W3[:, 0].tolist(),
+            bad_weights_W=flags_W3[:, 1].tolist(),
             bad_lengths_W=[bool(state & _BAD_LENGTHS) for state in states_W],
             homes_written=any(state & _HOMES_WRITTEN for state in states_W),
             any_data=any(state & _HAS_DATA for state in states_W),
-            touched_P=self._touched_slots(received_WX[:, num_counts + 3 :]),
+            touched_P=self._touched_slots(bits_WX),
+            bag_words_WX=bags_WX.tolist(),
         )
 
     def _touched_slots(self, bits_WX: Tensor) -> list[Tensor]:

@@ -38,12 +38,14 @@ class HotSlots:
             device: Where the ids go.
             epoch: Which hot set of the module it is.
         """
+        tables = [table for table in tables if not table.as_bags]
         bases = [0, *accumulate(table.num_embeddings for table in tables)]
-        hot_P = [0] * (tables[-1].pack + 1)
+        hot_P = [0] * (tables[-1].pack + 1 if tables else 0)
         for table in tables:
             hot_P[table.pack] += table.hot_rows_H.numel()
         ids = [table.hot_rows_H + base for table, base in zip(tables, bases)]
-        return HotSlots(torch.cat(ids).to(device), (0, *accumulate(hot_P)), epoch)
+        ids_H = torch.cat([torch.empty(0, dtype=torch.int64), *ids])
+        return HotSlots(ids_H.to(device), (0, *accumulate(hot_P)), epoch)
 
     @property
     def num_rows(self) -> int:

@@ -35,6 +35,7 @@ class PackedTable:
         mean: Whether bags are averaged instead of summed.
         is_sequence: Whether every lookup is an output of its own, and nothing is pooled.
         module: Which module has the table, where several share an exchange; ascending.
+        as_bags: Whether its bags travel, pooled at the only home that it has, instead of its rows.
     """
 
     name: str
@@ -47,18 +48,24 @@ class PackedTable:
     is_sequence: bool = False
     module: int = 0
     wave: int = 0
+    as_bags: bool = False
 
     @property
     def num_embeddings(self) -> int:
         """Rows of the whole table."""
         return sum(self.block_rows_W)
 
+    @property
+    def only_home(self) -> int:
+        """The rank that has all its rows, of a table whose bags travel."""
+        assert self.as_bags, "rows have homes on many ranks"
+        return max(range(len(self.block_rows_W)), key=self.block_rows_W.__getitem__)
+
 
 @dataclass(frozen=True)
 class IdSpace:
     """Where every packed id has its home; built once by :meth:`build`, then only read."""
 
-    tables: tuple[PackedTable, ...]
     world_size: int
     num_packs: int
     num_rows: int
@@ -80,19 +87,21 @@ class IdSpace:
 
     @staticmethod
     def build(tables: Sequence[PackedTable], device: torch.device) -> IdSpace:
-        """Lays the tables out in the order given.
+        """Lays the tables out in the order given; those whose bags travel have no packed ids.
 
         Args:
-            tables: Tables of one sharded module, packs ascending, all with the same world size.
+            tables: At least one table, packs ascending, all with the same world size, those whose
+                bags travel last.
             device: Where the lookup tensors go.
         """
         world_size = len(tables[0].block_rows_W)
+        tables = [table for table in tables if not table.as_bags]
         packs = [table.pack for table in tables]
         assert packs == sorted(packs), "tables of one pack must be side by side"
         assert all(len(table.block_rows_W) == world_size for table in tables)
         bases = [0, *accumulate(table.num_embeddings for table in tables)]
         starts, shifts = [], []
-        home_rows = [[0] * world_size for _ in range(packs[-1] + 1)]
+        home_rows = [[0] * world_size for _ in range(packs[-1] + 1 if packs else 0)]
         for table, base in zip(tables, bases):
             start = base
             for rank, rows in enumerate(table.block_rows_W):
@@ -106,7 +115,6 @@ class IdSpace:
 
         per_feature = [(t, base) for t, base in zip(tables, bases) for _ in t.feature_names]
         return IdSpace(
-            tables=tuple(tables),
             world_size=world_size,
             num_packs=len(home_rows),
             num_rows=bases[-1],
@@ -159,7 +167,7 @@ class IdSpace:
     @property
     def home_row_dtype(self) -> torch.dtype:
         """The smallest integer type that holds every row of every home."""
-        largest = max(rows for rows_W in self.home_rows_PW for rows in rows_W)
+        largest = max((rows for rows_W in self.home_rows_PW for rows in rows_W), default=0)
         return torch.int32 if largest < 2**31 else torch.int64
 
     @property

@@ -102,7 +102,7 @@ def locate_rows(
     position_U.scatter_(0, order_U, torch.arange(order_U.numel(), device=order_U.device))
     return LocatedRows(
         target_U=target_U.index_select(0, order_U),
-        counts_PQ=counts_Q.view(space.num_packs, -1),
+        counts_PQ=counts_Q.view(space.num_packs, per_pack),
         order_U=order_U,
         position_U=position_U,
         touched_H=touched_H1[:-1],

@@ -17,6 +17,7 @@ from torch import Tensor
 
 __all__ = [
     "PoolingIndex",
+    "gather_sum",
     "gradient_of_rows",
     "gradient_of_weights",
     "mean_weights",
@@ -54,28 +55,44 @@ class PoolingIndex:
         yield from (tensor for tensor in vars(self).values() if tensor is not None)
 
     @property
+    def num_lookups(self) -> int:
+        """Lookups N."""
+        return self.row_of_lookup_N.numel()
+
+    @property
+    def has_bags(self) -> bool:
+        """Whether anything is pooled; else these are sequences."""
+        return self.bag_offsets_S1 is not None
+
+    @property
     def lookups_per_bag(self) -> Tensor:
         """Lookups of each bag; there are bags."""
         assert self.bag_offsets_S1 is not None, "sequences have no bags"
         return torch.diff(self.bag_offsets_S1)
 
 
-def mean_weights(weights_N: Tensor | None, index: PoolingIndex) -> Tensor | None:
+def mean_weights(
+    weights_N: Tensor | None, offsets_S1: Tensor | None, mean_S: Tensor | None, num_lookups: int
+) -> Tensor | None:
     """Turns averages into weighted sums: divides the weights of averaged bags.
 
     An average divides by the number of lookups or, with per-sample weights, by their sum, which is
-    what stock row-wise TorchRec does (stock table-wise divides by the number there too).
+    what stock row-wise TorchRec does (stock table-wise divides by the number there too, on the CPU
+    in forward alone).
 
     Args:
         weights_N: Weight of each lookup in bag order, float32, or ``None`` for ones.
-        index: Which lookups belong to each bag, and which bags are averaged.
+        offsets_S1: First lookup of each bag, and N, counted from any number; ``None`` = sequences.
+        mean_S: Which bags are averaged, bool; ``None`` = none.
+        num_lookups: Lookups N.
 
     Returns:
         Weights for :func:`pool_rows`.
     """
-    if index.mean_S is None:
+    if mean_S is None:
         return weights_N
-    lookups_S, num_lookups = index.lookups_per_bag, index.row_of_lookup_N.numel()
+    assert offsets_S1 is not None, "sequences have no means"
+    lookups_S = torch.diff(offsets_S1)
     if weights_N is None:
         divisor_S = lookups_S.float()
     else:
@@ -86,7 +103,7 @@ def mean_weights(weights_N: Tensor | None, index: PoolingIndex) -> Tensor | None
         )
         sums_S = weights_N.new_zeros(lookups_S.numel()).index_add_(0, bag_N, weights_N.detach())
         divisor_S = sums_S + _MEAN_EPS
-    scale_S = torch.where(index.mean_S, 1.0 / divisor_S, 1.0)
+    scale_S = torch.where(mean_S, 1.0 / divisor_S, 1.0)
     scale_N = torch.repeat_interleave(scale_S, lookups_S, output_size=num_lookups)
     return scale_N if weights_N is None else weights_N * scale_N
 
@@ -107,7 +124,7 @@ def pool_rows(rows_RD: Tensor, weights_N: Tensor | None, index: PoolingIndex) ->
     """
     if index.bag_offsets_S1 is None:
         return rows_RD.index_select(0, index.row_of_lookup_N)
-    return _gather_sum(rows_RD, index.row_of_lookup_N, index.bag_offsets_S1, weights_N)
+    return gather_sum(rows_RD, index.row_of_lookup_N, index.bag_offsets_S1, weights_N)
 
 
 def gradient_of_rows(grad_SD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:
@@ -127,7 +144,7 @@ def gradient_of_rows(grad_SD: Tensor, weights_N: Tensor | None, index: PoolingIn
     weights_by_row_N = None
     if weights_N is not None:
         weights_by_row_N = weights_N.index_select(0, index.lookups_by_row_N)
-    return _gather_sum(
+    return gather_sum(
         grad_SD.contiguous(), index.bags_by_row_N, index.row_offsets_U1, weights_by_row_N
     )
 
@@ -148,9 +165,14 @@ def gradient_of_weights(grad_SD: Tensor, rows_RD: Tensor, index: PoolingIndex) -
     return (rows_RD.index_select(0, index.row_of_lookup_N) * grad_ND).sum(1)
 
 
-def _gather_sum(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-    """Sums ``weights[i] * rows[indices[i]]`` over each segment of ``offsets``."""
+def gather_sum(
+    rows: Tensor, indices: Tensor | None, offsets: Tensor, weights: Tensor | None
+) -> Tensor:
+    """Sums ``weights[i] * rows[indices[i]]`` over each segment of ``offsets``; ``None`` = all rows,
+    as they are."""
     num_segments = offsets.numel() - 1
+    if indices is None:
+        indices = torch.arange(len(rows), device=rows.device)
     if num_segments == 0 or indices.numel() == 0:
         return rows.new_zeros(num_segments, rows.size(1))
     return torch.embedding_bag(

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.exchange.header import Header
-from torchrec_picasso.ops.ids import IdSpace
+from torchrec_picasso.ops.ids import PackedTable
 
 __all__ = ["raise_on_bad_input"]
 
 
 def raise_on_bad_input(
-    header: Header, space: IdSpace, features: KeyedJaggedTensor, rank: int
+    header: Header, tables: Sequence[PackedTable], features: KeyedJaggedTensor, rank: int
 ) -> None:
     """Raises if any rank's batch is jagged wrongly or holds a bad id or weight.
 
     Args:
         header: What all ranks know of the batch.
-        space: The packed id space, for the tables' names and sizes.
+        tables: Those that the features look up, in their order.
         features: This rank's features, for the details.
         rank: This rank.
 
@@ -32,7 +34,7 @@ def raise_on_bad_input(
         (header.bad_weights_W, _describe_bad_weight, "per-sample weights that are not finite"),
     ):
         if counts_W[rank]:
-            raise InputError(describe(space, features, counts_W[rank]))
+            raise InputError(describe(tables, features, counts_W[rank]))
         for other, count in enumerate(counts_W):
             if count:
                 number = "" if count is True else f"{count} "
@@ -42,7 +44,9 @@ def raise_on_bad_input(
                 )
 
 
-def _describe_lengths(space: IdSpace, features: KeyedJaggedTensor, count: int) -> str:
+def _describe_lengths(
+    tables: Sequence[PackedTable], features: KeyedJaggedTensor, count: int
+) -> str:
     values_N, weights_N = features.values(), features.weights_or_none()
     weights = "" if weights_N is None else f" and {weights_N.numel()} per-sample weights"
     return (
@@ -57,29 +61,31 @@ def _feature_of_lookup(features: KeyedJaggedTensor) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(lookups_F.numel()), lookups_F)
 
 
-def _table_of_feature(space: IdSpace) -> list[tuple[str, str, int]]:
+def _table_of_feature(tables: Sequence[PackedTable]) -> list[tuple[str, str, int]]:
     """Feature name, table name and table rows, in lookup order."""
-    return [
-        (f, table.name, table.num_embeddings) for table in space.tables for f in table.feature_names
-    ]
+    return [(f, of.name, of.num_embeddings) for of in tables for f in of.feature_names]
 
 
-def _describe_outside_id(space: IdSpace, features: KeyedJaggedTensor, count: int) -> str:
+def _describe_outside_id(
+    tables: Sequence[PackedTable], features: KeyedJaggedTensor, count: int
+) -> str:
     feature_N = _feature_of_lookup(features)
-    rows_F = torch.tensor([rows for *_, rows in _table_of_feature(space)])
+    rows_F = torch.tensor([rows for *_, rows in _table_of_feature(tables)])
     ids_N = features.values().cpu()
     first = int(((ids_N < 0) | (ids_N >= rows_F[feature_N])).nonzero()[0])
-    feature, table, rows = _table_of_feature(space)[int(feature_N[first])]
+    feature, table, rows = _table_of_feature(tables)[int(feature_N[first])]
     return (
         f"feature {feature!r} looks up row {int(ids_N[first])} of table {table!r}, whose rows are "
         f"0..{rows - 1}; {count} such ids in this rank's batch. Hash or clamp ids before training"
     )
 
 
-def _describe_bad_weight(space: IdSpace, features: KeyedJaggedTensor, count: int) -> str:
+def _describe_bad_weight(
+    tables: Sequence[PackedTable], features: KeyedJaggedTensor, count: int
+) -> str:
     weights_N = features.weights().cpu()
     first = int(torch.isfinite(weights_N).logical_not().nonzero()[0])
-    feature, table, _ = _table_of_feature(space)[int(_feature_of_lookup(features)[first])]
+    feature, table, _ = _table_of_feature(tables)[int(_feature_of_lookup(features)[first])]
     return (
         f"feature {feature!r} of table {table!r} has per-sample weight {float(weights_N[first])}, "
         f"expected a finite number; {count} such weights in this rank's batch"

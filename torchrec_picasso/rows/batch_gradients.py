@@ -17,6 +17,8 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
+from torchrec_picasso.ops.bag_pack import PartBags
+from torchrec_picasso.rows.asked import Asked
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import PackLayout, RowLayout
 from torchrec_picasso.rows.memory import Matrices
@@ -51,14 +53,18 @@ class BatchGradients:
         """Adds the gradients of the rows that a part uses, ``(n, D_m)`` by matrix of a module."""
         matrices = self._group.plan.modules[module]
         if len(self._layout.sizes_K) == 1:  # they are in request order
-            self._sums_M[matrices] = grads_M
+            for matrix, grads in zip(matrices, grads_M):
+                self._sums_M[matrix] = grads
             return
         if self._sums is None:
             self._sums = Matrices(self._group.buffers_M, self._layout.rows_M)
             self._sums_M = [sums.zero_() for sums in self._sums.tensors]
-        pooling_M = self._layout.pooling_KM[part][matrices]
-        for sums, pooling, grads in zip(self._sums_M[matrices], pooling_M, grads_M):
+        for matrix, grads in zip(matrices, grads_M):
+            sums, pooling = self._sums_M[matrix], self._layout.pooling_KM[part][matrix]
             assert sums is not None
+            if isinstance(pooling, PartBags):
+                sums[pooling.vectors] = grads
+                continue
             assert pooling.gradient_place_U is not None
             sums.index_add_(0, pooling.gradient_place_U, grads)
 
@@ -113,19 +119,19 @@ class BatchGradients:
             sums = self._sums_M[pack.matrix] = torch.zeros(*shape, device=self._group.device)
         return sums
 
-    def arrived(self, pack: int) -> tuple[Tensor, Tensor, Tensor]:
+    def arrived(self, pack: int) -> tuple[Asked, Tensor, Tensor]:
         """Waits for all that belongs to a pack.
 
         Returns:
-            Home rows ``(m,)``, touched replicas' slots ``(t,)`` and gradients of both
-            ``(m + t, D)``, summed over the ranks that looked them up.
+            What was asked of the home, touched replicas' slots ``(t,)`` and gradients of both
+            ``(m + t, D)``.
         """
         assert self._pending_P[pack], "gradients are sent and reduced before the update"
         for pending in self._pending_P[pack]:
             pending.wait()
         self._pending_P[pack] = []
         layout = self._layout.packs[pack]
-        return layout.asked_rows, layout.touched_slots, self._at_home.tensors[pack]
+        return layout.source, layout.touched_slots, self._at_home.tensors[pack]
 
     def update(self, wave: int | None = None, untrained: Collection[int] = ()) -> bool:
         """Updates every row that the batch used; see :func:`update_rows`."""
@@ -169,16 +175,16 @@ def update_rows(
     for pack in range(packs.start, packs.stop):
         arrived = [of_batch.arrived(pack) for of_batch in gradients]
         if group.module_of_pack(pack) not in untrained:
-            rows, slots, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
-            group.storages[pack].update(rows, slots, grads.div_(divisor) if divisor > 1 else grads)
+            asked, slots, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
+            asked.update(group.storages[pack], slots, grads.div_(divisor) if divisor > 1 else grads)
         for of_batch in gradients:
             are_updated = of_batch.end(pack)
     return are_updated
 
 
-def _joined(arrived: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of several batches, then slots of all of them, as the gradients are."""
-    rows, slots, grads = zip(*arrived)
-    home = [grad[: len(of_batch)] for grad, of_batch in zip(grads, rows)]
-    hot = [grad[len(of_batch) :] for grad, of_batch in zip(grads, rows)]
-    return torch.cat(rows), torch.cat(slots), torch.cat([*home, *hot])
+def _joined(arrived: Sequence[tuple[Asked, Tensor, Tensor]]) -> tuple[Asked, Tensor, Tensor]:
+    """What several batches asked, then slots of all of them, as the gradients are."""
+    asked, slots, grads = zip(*arrived)
+    home = [grad[: of_batch.by_fetch.num_rows] for grad, of_batch in zip(grads, asked)]
+    hot = [grad[of_batch.by_fetch.num_rows :] for grad, of_batch in zip(grads, asked)]
+    return type(asked[0]).joined(asked), torch.cat(slots), torch.cat([*home, *hot])

@@ -22,6 +22,7 @@ from torchrec_picasso.ops.bags import Bags, reorder_bags
 from torchrec_picasso.ops.part_pooling import count_lookups, part_of_lookup
 from torchrec_picasso.ops.places import LocatedRows, first_use_chunks, locate_rows
 from torchrec_picasso.ops.unique import UniqueRows, unique_rows
+from torchrec_picasso.rows.bag_ids import BagIds, check_bags_can_travel
 from torchrec_picasso.rows.cut import BatchCut
 from torchrec_picasso.rows.group import RowGroup
 
@@ -33,11 +34,11 @@ class BatchIds:
     """A batch made unique, in request order."""
 
     features: KeyedJaggedTensor
-    """Of all modules, one after the other."""
+    """Of all modules, in the order of the group's tables."""
     features_of: Sequence[KeyedJaggedTensor]
     """Those of each module."""
     weights_N: Tensor | None
-    """Its per-sample weights, where anything is pooled."""
+    """Per-sample weights of the whole batch, where anything is pooled."""
     cut: BatchCut
     bags: Bags
     rows: UniqueRows
@@ -49,6 +50,9 @@ class BatchIds:
     hot_epoch: int
     """Which hot set they were located with."""
     words: HeaderWords
+    bag_ids: BagIds | None
+    """What tables are asked for whose bags travel; all above but features and weights is of those
+    whose rows do."""
 
     @staticmethod
     def read(
@@ -65,21 +69,31 @@ class BatchIds:
             sizes_K: Samples of each part; ``None`` = one part.
             has_data: Whether the batch comes from this rank's data; else it stands in for data
                 that has ended.
+
+        Raises:
+            CompatError: If bags are to travel that cannot.
         """
-        space, hot = group.space, group.hot
-        features = features_of[0]
-        if len(features_of) > 1:
-            features = KeyedJaggedTensor.concat(list(features_of))
-        cut = BatchCut.of(features, group.plan, sizes_K)
-        weights_N = features.weights_or_none() if group.plan.has_bags else None
+        space, hot, plan = group.space, group.hot, group.plan
+        if plan.bag_packs:
+            for of_module in features_of:
+                check_bags_can_travel(of_module)
+        features = group.in_one(features_of)
+        cut = BatchCut.of(features, plan, sizes_K)
+        weights_N = features.weights_or_none() if plan.takes_weights else None
         lengths_S, offsets_S1, bad_lengths = _sound_lengths(features, features_of, weights_N)
-        lookups_F = _lookups_per_feature(features, offsets_S1)
-        packed_N, outside_N = space.pack_ids(features.values(), lookups_F)
+        values_N, bag_ids = features.values(), None
+        if plan.bag_packs:
+            bag_ids = BagIds.read(features, lengths_S, offsets_S1, plan.bag_packs)
+            values_N = values_N[: bag_ids.first_lookup]
+            lengths_S = lengths_S[: bag_ids.first_bag]
+            offsets_S1 = offsets_S1[: bag_ids.first_bag + 1]
+        lookups_F = _lookups_per_feature(features, offsets_S1, space.feature_base_F.numel())
+        packed_N, outside_N = space.pack_ids(values_N, lookups_F)
         bags = reorder_bags(
             packed_N,
             lengths_S,
             group.bag_order(cut.sizes_K),
-            keep_source=weights_N is not None,
+            keep_source=weights_N is not None and plan.pools_rows,
         )
         rows = unique_rows(bags.ids_N)
         lookups_J = count_lookups(bags, cut.bags_by_run)
@@ -103,12 +117,14 @@ class BatchIds:
                 lookups_J=lookups_J,
                 touched_H=located.touched_H,
                 hot_start_P1=hot.start_P1,
-                outside_ids=outside_N.sum(),
+                outside_ids=outside_N.sum() + (0 if bag_ids is None else bag_ids.outside_ids),
                 bad_weights=_count_bad_weights(weights_N, packed_N.device),
                 bad_lengths=bad_lengths,
                 homes_written=group.replicas_stale(),
                 has_data=has_data,
+                bag_words_WX=None if bag_ids is None else bag_ids.words(cut.sizes_K),
             ),
+            bag_ids=bag_ids,
         )
 
 
@@ -136,9 +152,11 @@ def _sound_lengths(
     return torch.diff(sound_S1), sound_S1, is_off
 
 
-def _lookups_per_feature(features: KeyedJaggedTensor, offsets_S1: Tensor) -> Tensor:
-    """Lookups of each feature, int64, shape ``(F,)``; no host sync."""
-    strides_F = torch.tensor(features.stride_per_key(), dtype=torch.int64)
+def _lookups_per_feature(
+    features: KeyedJaggedTensor, offsets_S1: Tensor, num_features: int
+) -> Tensor:
+    """Lookups of each of the first features, int64, shape ``(F,)``; no host sync."""
+    strides_F = torch.tensor(features.stride_per_key()[:num_features], dtype=torch.int64)
     ends_F = strides_F.cumsum(0).to(offsets_S1.device, non_blocking=True)
     end_lookup_F = offsets_S1.to(torch.int64)[ends_F]
     return torch.diff(end_lookup_F, prepend=end_lookup_F.new_zeros(1))

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
+from torchrec_picasso.ops.bag_pack import PartBags
 from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
 from torchrec_picasso.ops.part_pooling import PartPooling
 from torchrec_picasso.rows.group import RowGroup
@@ -26,6 +28,12 @@ from torchrec_picasso.rows.layout import RowLayout
 from torchrec_picasso.rows.memory import Matrices
 
 __all__ = ["BatchRows", "GradientSink", "PartRows"]
+
+_WEIGHTS_LEFT = (
+    "per-sample weights changed between the input dist and the lookup (as by a feature processor), "
+    "but some tables are hot/cold with form='bags', whose homes have the weights by then; use "
+    "form='rows' for them"
+)
 
 GradientSink = Callable[[Sequence[Tensor]], None]
 """Takes the gradients of a part's rows, per matrix; must not hold those rows."""
@@ -68,10 +76,10 @@ class BatchRows:
             arrival = PackedAllToAll(
                 self._group.ranks,
                 [
-                    storage.gather(pack.asked_rows_by_fetch[pack.asked_by_fetch.rows(exchange)])
+                    pack.source.read(storage, exchange)
                     for storage, pack in zip(self._group.storages[packs], layouts)
                 ],
-                [pack.asked_by_fetch.counts_EW[exchange] for pack in layouts],
+                [pack.source.by_fetch.counts_EW[exchange] for pack in layouts],
                 [
                     matrices_M[pack.matrix][pack.cold_place][pack.mine_by_fetch.rows(exchange)]
                     for pack in layouts
@@ -120,8 +128,7 @@ class BatchRows:
         Yields:
             All rows of a matrix ``(U_m, D_m)``; dirty ones of later chunks are not filled yet.
         """
-        matrices = self._group.plan.modules[module]
-        for matrix in range(matrices.start, matrices.stop):
+        for matrix in self._group.plan.modules[module]:
             yield self._arrive(part, matrix)
 
     def _arrive(self, part: int, matrix: int) -> Tensor:
@@ -159,32 +166,52 @@ class BatchRows:
                 those that the batch came with.
             once: Whether the module is done with the rows when the part is pooled.
             module: Which module of the group pools them.
+
+        Raises:
+            CompatError: If weights changed that homes pool bags with.
         """
         matrices = self._group.plan.modules[module]
-        pooling_M = self.layout.pooling_KM[part][matrices]
-        weights_M: list[Tensor | None] = [None] * len(pooling_M)
-        weights_N = self.layout.weights_N if weights_N is None else weights_N
-        if weights_N is not None:
-            assert self.layout.source_N is not None, "the batch came without weights"
-            source_M = [self.layout.source_N[pooling.lookups] for pooling in pooling_M]
-            weights_M = [
-                None if is_sequence else weights_N.float().index_select(0, source)
-                for source, is_sequence in zip(source_M, self._group.plan.is_sequence_M[matrices])
-            ]
+        are_others = weights_N is not None and weights_N is not self.layout.weights_N
+        if self.layout.weights_left and are_others and self._has_bags(module):
+            raise CompatError(_WEIGHTS_LEFT)
+        pooling_M = [self.layout.pooling_KM[part][matrix] for matrix in matrices]
         return PartRows(
             rows=self,
             part=part,
             module=module,
             pooling_M=pooling_M,
-            weights_M=weights_M,
+            weights_M=self._weights_of(pooling_M, weights_N),
             batch_size=self.layout.sizes_K[part],
             sink=sink,
             once=once,
         )
 
+    def _has_bags(self, module: int) -> bool:
+        """Whether bags travel for a module."""
+        plan = self._group.plan
+        return any(matrix >= plan.num_row_matrices for matrix in plan.modules[module])
+
+    def _weights_of(
+        self, pooling_M: Sequence[PartPooling | PartBags], weights_N: Tensor | None
+    ) -> list[Tensor | None]:
+        """Weights of the rows that are pooled here, in bag order."""
+        weights_N = self.layout.weights_N if weights_N is None else weights_N
+        if weights_N is None:
+            return [None] * len(pooling_M)
+        return [
+            None
+            if isinstance(pooling, PartBags) or not pooling.index.has_bags
+            else weights_N.float().index_select(0, self._sources(pooling))
+            for pooling in pooling_M
+        ]
+
+    def _sources(self, pooling: PartPooling) -> Tensor:
+        assert self.layout.source_N is not None, "the batch came without weights"
+        return self.layout.source_N[pooling.lookups]
+
     def part_features(self, part: int, module: int) -> KeyedJaggedTensor:
         """The features of one part of a module of sequences."""
-        return self.layout.part_features(part, module, self._group.plan.modules[module].start)
+        return self.layout.part_features(part, module, self._group.plan.modules[module][0])
 
     def end_module(self) -> None:
         """Ends the use by one module; the last one's gives the memory back."""
@@ -217,8 +244,8 @@ class PartRows:
     rows: BatchRows
     part: int
     module: int
-    pooling_M: Sequence[PartPooling]
-    """Which rows each bag sums."""
+    pooling_M: Sequence[PartPooling | PartBags]
+    """Which rows each bag sums, or where bags lie that came pooled."""
     weights_M: Sequence[Tensor | None]
     """Per-sample weights in bag order."""
     batch_size: int | None

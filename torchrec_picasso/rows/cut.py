@@ -1,4 +1,4 @@
-"""How a batch is cut into parts: in how many bags of each matrix.
+"""How a batch is cut into parts: in how many bags of each matrix of rows.
 
 A schedule cuts by samples. Where nothing cuts, the batch is one part; then, and only then, every
 feature may have a batch size of its own.
@@ -48,17 +48,19 @@ class BatchCut:
         """
         if features.variable_stride_per_key():
             assert sizes_K is None, "samples of different features cannot be cut alike"
+            assert not plan.bag_packs, "refused before"
             return BatchCut._by_feature(features.stride_per_key(), plan)
         sizes_K = [features.stride()] if sizes_K is None else sizes_K
+        of_rows = slice(plan.num_row_matrices)
         return BatchCut(
             sizes_K=sizes_K,
             runs_MK=[
                 [[size] * num if is_sequence else [num * size] for size in sizes_K]
-                for num, is_sequence in zip(plan.features_M, plan.is_sequence_M)
+                for num, is_sequence in zip(plan.features_M[of_rows], plan.is_sequence_M)
             ],
             mean_MK=[
                 [None if mean_F is None else mean_F.repeat(size) for size in sizes_K]
-                for mean_F in plan.mean_MF
+                for mean_F in plan.mean_MF[of_rows]
             ],
         )
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.ops.bag_pack import asked_bag_order
 from torchrec_picasso.ops.bags import bag_order
 from torchrec_picasso.ops.hot_slots import HotSlots
 from torchrec_picasso.ops.ids import IdSpace, PackedTable
@@ -23,9 +27,7 @@ class RowGroup:
     """Tables whose rows are exchanged together.
 
     Args:
-        space: Their ids.
-        hot: Which rows are hot.
-        plan: Which packs travel and are pooled together.
+        tables: They, packs ascending, those whose bags travel last.
         storages: Homes and replicas of each pack on this rank.
         ranks: Who exchanges.
         device: Where rows are.
@@ -33,22 +35,22 @@ class RowGroup:
 
     def __init__(
         self,
-        space: IdSpace,
-        hot: HotSlots,
-        plan: PackPlan,
+        tables: Sequence[PackedTable],
         storages: Sequence[RowStorage],
         ranks: Ranks,
         device: torch.device,
     ) -> None:
-        self.space = space
-        self.hot = hot
-        self.plan = plan
+        self.tables = tables
+        self.space = IdSpace.build(tables, device)
+        self.hot = HotSlots.build(tables, device)
+        self.plan = PackPlan.build(tables, device)
         self.storages = storages
         self.ranks = ranks
         self.device = device
-        self.buffers_M = [RowBuffers(dim, device) for dim in plan.dim_M]
-        self._module_P = {table.pack: table.module for table in space.tables}
+        self.buffers_M = [RowBuffers(dim, device) for dim in self.plan.dim_M]
+        self._module_P = {table.pack: table.module for table in tables}
         self._order_of_sizes: tuple[tuple[int, ...], Tensor] | None = None
+        self._asked_orders: dict[int, tuple[Sequence[Sequence[int]], Tensor]] = {}
 
     @staticmethod
     def of_several(groups: Sequence[RowGroup]) -> RowGroup:
@@ -61,20 +63,46 @@ class RowGroup:
             return groups[0]
         assert all(len(group.plan.waves) == 1 for group in groups), "waves are of one module"
         tables: list[PackedTable] = []
-        for module, group in enumerate(groups):
-            first_pack = tables[-1].pack + 1 if tables else 0
-            tables += [
-                replace(table, module=module, pack=first_pack + table.pack, wave=0)
-                for table in group.space.tables
-            ]
-        first = groups[0]
-        return RowGroup(
-            IdSpace.build(tables, first.device),
-            HotSlots.build(tables, first.device),
-            PackPlan.build(tables, first.device),
-            [storage for group in groups for storage in group.storages],
-            first.ranks,
-            first.device,
+        storages: list[RowStorage] = []
+        for as_bags in (False, True):
+            for module, group in enumerate(groups):
+                of_form = [table for table in group.tables if table.as_bags == as_bags]
+                for old_pack, of_pack in groupby(of_form, lambda table: table.pack):
+                    pack = len(storages)
+                    tables += [replace(of, module=module, pack=pack, wave=0) for of in of_pack]
+                    storages.append(group.storages[old_pack])
+        return RowGroup(tables, storages, groups[0].ranks, groups[0].device)
+
+    @property
+    def row_storages(self) -> Sequence[RowStorage]:
+        """Those of packs whose rows travel."""
+        return self.storages[: self.space.num_packs]
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """The smallest integer type that holds every row of every home."""
+        fits = all(pack.most_home_rows < 2**31 for pack in self.plan.bag_packs)
+        return self.space.home_row_dtype if fits else torch.int64
+
+    def in_one(self, features_of: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        """The features of all modules in the order of the tables.
+
+        Args:
+            features_of: Of each module, in the order of its own tables.
+        """
+        if len(features_of) == 1:
+            return features_of[0]
+        if not self.plan.bag_packs:
+            return KeyedJaggedTensor.concat(list(features_of))
+        of_bags = Counter(
+            table.module for table in self.tables if table.as_bags for _ in table.feature_names
+        )
+        halves = [
+            features.split([len(features.keys()) - of_bags[module], of_bags[module]])
+            for module, features in enumerate(features_of)
+        ]
+        return KeyedJaggedTensor.concat(
+            [half for of_form in zip(*halves) for half in of_form if half.keys()]
         )
 
     def module_of_pack(self, pack: int) -> int:
@@ -91,15 +119,28 @@ class RowGroup:
             ``None`` where bags stay as they come.
         """
         sizes = tuple(size for size in sizes_K if size is not None)
-        if not sizes or (not self.plan.has_bags and len(sizes) == 1):
+        plan, of_rows = self.plan, slice(self.plan.num_row_matrices)
+        if not sizes or not plan.features_M[of_rows] or (not plan.pools_rows and len(sizes) == 1):
             return None
-        if not any(self.plan.is_sequence_M):
+        if not any(plan.is_sequence_M):
             sizes = (sum(sizes),)  # pooled bags are in the same order however the batch is cut
         if self._order_of_sizes is None or self._order_of_sizes[0] != sizes:
-            plan = self.plan
-            order_S = bag_order(plan.features_M, plan.is_sequence_M, sizes, self.device)
+            order_S = bag_order(plan.features_M[of_rows], plan.is_sequence_M, sizes, self.device)
             self._order_of_sizes = (sizes, order_S)
         return self._order_of_sizes[1]
+
+    def asked_bag_order(self, num_features: int, samples_WK: Sequence[Sequence[int]]) -> Tensor:
+        """The order of bags at this home, as :func:`asked_bag_order` gives it.
+
+        Args:
+            num_features: Features of a pack that this rank pools.
+            samples_WK: Samples of each rank by part.
+        """
+        known = self._asked_orders.get(num_features)
+        if known is None or known[0] != samples_WK:
+            order_S = asked_bag_order(num_features, samples_WK, self.device)
+            known = self._asked_orders[num_features] = (samples_WK, order_S)
+        return known[1]
 
     def replicas_stale(self) -> bool:
         """Whether this rank's homes were written from outside since its replicas were filled."""

@@ -1,7 +1,8 @@
 """Where every row of a batch lies: on the rank that uses it, on those that keep it.
 
 *Mine* are the cold rows that this rank asks for, *asked* those that others ask of it. Ids and
-gradients of both are in request order, an exchange for each chunk; rows are in fetch order.
+gradients of both are in request order, an exchange for each chunk; rows are in fetch order. Where
+bags travel, each is a cold row here: the row that its home makes of it.
 
 Shape letters: K parts and chunks, M matrices, P packs, N lookups.
 """
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_picasso.ops.bag_pack import PartBags
 from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder
 from torchrec_picasso.ops.part_pooling import PartPooling
+from torchrec_picasso.rows.asked import Asked
 
 __all__ = ["PackLayout", "RowLayout"]
 
@@ -34,13 +37,15 @@ class PackLayout:
     touched_slots: Tensor
     """Hot slots that any rank's batch uses, counted from 0 in the pack."""
     mine: Exchanges
-    asked: Exchanges
-    asked_rows: Tensor
-    """Home rows asked of this rank, in request order."""
     mine_by_fetch: FetchOrder
-    asked_by_fetch: FetchOrder
-    asked_rows_by_fetch: Tensor
-    """Home rows asked of this rank, in fetch order."""
+    asked: Exchanges
+    source: Asked
+    """What is asked of this rank."""
+
+    @property
+    def num_rows(self) -> int:
+        """Its rows there."""
+        return self.hot_slots.numel() + self.mine.num_rows
 
     @property
     def hot_place(self) -> slice:
@@ -69,13 +74,15 @@ class RowLayout:
     packs: Sequence[PackLayout]
     rows_M: Sequence[int]
     """Rows of each matrix that this rank uses."""
-    pooling_KM: Sequence[Sequence[PartPooling]]
+    pooling_KM: Sequence[Sequence[PartPooling | PartBags]]
     lookups_MKJ: Sequence[Sequence[Sequence[int]]]
     """Lookups of each part of each matrix; where it is of sequences, of each feature."""
     source_N: Tensor | None
     """KeyedJaggedTensor position of each lookup in bag order, where there are weights."""
     weights_N: Tensor | None
     """Per-sample weights as the batch came with them, in KeyedJaggedTensor order."""
+    weights_left: bool = False
+    """Whether weights have left for homes that pool bags, so that they cannot change any more."""
 
     def part_features(self, part: int, module: int, matrix: int) -> KeyedJaggedTensor:
         """The features of one part of a module of sequences, lengths known on the host.
@@ -107,8 +114,9 @@ class RowLayout:
             yield from (features.values(), features.lengths())
         for pack in self.packs:
             yield from (pack.hot_slots, pack.touched_slots)
-            yield from (pack.asked_rows, pack.asked_rows_by_fetch)
+            yield from pack.source.tensors()
         for pooling_M in self.pooling_KM:
             for pooling in pooling_M:
-                yield from pooling.tensors()
+                if isinstance(pooling, PartPooling):
+                    yield from pooling.tensors()
         yield from (tensor for tensor in (self.source_N, self.weights_N) if tensor is not None)

@@ -20,10 +20,13 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.header import Header, HeaderExchange
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
+from torchrec_picasso.ops.bag_pack import PartBags
 from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder, find_fetch_order
-from torchrec_picasso.ops.part_pooling import cut_pooling
+from torchrec_picasso.ops.part_pooling import PartPooling, cut_pooling
 from torchrec_picasso.ops.places import fetch_places
+from torchrec_picasso.rows.asked import AskedRows
 from torchrec_picasso.rows.bad_input import raise_on_bad_input
+from torchrec_picasso.rows.bag_request import BagRequest, Freight
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import PackLayout, RowLayout
@@ -53,6 +56,7 @@ class RowRequest:
         self._mine_P: list[Exchanges] = []
         self._asked_P: list[Exchanges] = []
         self._asked_rows_P: list[Tensor] = []
+        self._bags: BagRequest | None = None
         self._marks: PackedAllToAll | None = None
         self._dirty_mine_P: Sequence[Tensor] = ()
         self._dirty_asked_P: Sequence[Tensor] = ()
@@ -66,26 +70,37 @@ class RowRequest:
         Raises:
             InputError: On all ranks, if any rank's ids, weights or lengths are bad.
         """
-        space = self._group.space
+        group, batch = self._group, self._batch
         self._header = header = self._header_exchange.wait()
         if not header.any_data:
             return False
-        raise_on_bad_input(header, space, self._batch.features, rank=self._group.ranks.rank)
+        raise_on_bad_input(header, group.tables, batch.features, rank=group.ranks.rank)
         self._mine_P = list(map(Exchanges, header.mine_PKW))
         self._asked_P = list(map(Exchanges, header.asked_PKW))
-        dtype = space.home_row_dtype
+        dtype = group.row_dtype
+        of_bags: Sequence[Freight] = ()
+        if batch.bag_ids is not None:
+            sizes_K = [size for size in batch.cut.sizes_K if size is not None]
+            self._bags = BagRequest(group, batch.bag_ids, sizes_K, header.bag_words_WX)
+            of_bags = self._bags.freight(dtype)
         # target_U is pack-major, hot rows first: [hot, cold] of each pack
         counts = [n for h, mine in zip(header.hot_P, self._mine_P) for n in (h, mine.num_rows)]
-        parts = self._batch.located.target_U.split(counts)
-        starts_P = self._group.hot.start_P1
+        parts = batch.located.target_U.split(counts)
+        starts_P = group.hot.start_P1
         self._hot_slots_P = [s - start if start else s for s, start in zip(parts[::2], starts_P)]
         self._asked_rows_P = [self._one_for_each(asked, dtype) for asked in self._asked_P]
         self._ids = PackedAllToAll(
-            self._group.ranks,
-            _by_chunk([cold.to(dtype) for cold in parts[1::2]], self._mine_P),
-            _pairs(header.mine_PKW),
-            _by_chunk(self._asked_rows_P, self._asked_P),
-            _pairs(header.asked_PKW),
+            group.ranks,
+            [
+                *_by_chunk([cold.to(dtype) for cold in parts[1::2]], self._mine_P),
+                *(freight.sent for freight in of_bags),
+            ],
+            [*_pairs(header.mine_PKW), *(freight.sent_W for freight in of_bags)],
+            [
+                *_by_chunk(self._asked_rows_P, self._asked_P),
+                *(freight.received for freight in of_bags),
+            ],
+            [*_pairs(header.asked_PKW), *(freight.received_W for freight in of_bags)],
         )
         return True
 
@@ -96,7 +111,7 @@ class RowRequest:
     def send_marks(self, before: RowRequest) -> None:
         """Tells every rank which of its rows the batch before updates here. Collective."""
         dtype = torch.uint8
-        storages = self._group.storages
+        storages = self._group.row_storages
         self._dirty_asked_P = [
             storage.which_are_among(rows, updated).to(dtype)
             for storage, rows, updated in zip(storages, self._asked_rows_P, before._asked_rows_P)
@@ -115,39 +130,52 @@ class RowRequest:
         batch, header = self._batch, self._header
         if self._marks is not None:
             self._marks.wait()
-        mine_P = _fetch_orders(self._mine_P, self._dirty_mine_P)
-        asked_P = _fetch_orders(self._asked_P, self._dirty_asked_P)
-        rows_P = [hot + mine.num_rows for hot, mine in zip(header.hot_P, self._mine_P)]
         plan, cut = self._group.plan, batch.cut
-        rows_M = [sum(rows_P[packs]) for packs in plan.matrices]
+        packs = self._row_packs()
+        rows_M = [sum(pack.num_rows for pack in packs[of]) for of in self._row_matrices()]
         lookups_MKJ = cut.by_part(header.lookups_J)
-        return RowLayout(
-            features_of=batch.features_of,
-            sizes_K=cut.sizes_K,
-            homes_written=header.homes_written,
-            hot_epoch=batch.hot_epoch,
-            packs=self._pack_layouts(mine_P, asked_P, rows_P),
-            rows_M=rows_M,
-            pooling_KM=cut_pooling(
+        pooling_KM: list[list[PartPooling | PartBags]] = [[] for _ in cut.sizes_K]
+        if packs:
+            pooled_KM = cut_pooling(
                 batch.bags,
                 batch.rows,
                 batch.located,
-                fetch_places(batch.located, header.hot_P, mine_P),
+                fetch_places(batch.located, header.hot_P, [pack.mine_by_fetch for pack in packs]),
                 part_N=batch.part_N,
                 bags_MK=cut.bags_by_part,
                 lookups_MK=[[sum(runs) for runs in runs_K] for runs_K in lookups_MKJ],
                 rows_M=rows_M,
                 mean_MK=cut.mean_MK,
-                is_sequence_M=plan.is_sequence_M,
-            ),
+                is_sequence_M=plan.is_sequence_M[: len(rows_M)],
+            )
+            pooling_KM = [list(of_part) for of_part in pooled_KM]
+        if self._bags is not None:
+            packs += self._bags.pack_layouts()
+            rows_M += [pack.num_rows for pack in packs[len(self._mine_P) :]]
+            for of_part, bags in zip(pooling_KM, self._bags.parts()):
+                of_part += bags
+        return RowLayout(
+            features_of=batch.features_of,
+            sizes_K=cut.sizes_K,
+            homes_written=header.homes_written,
+            hot_epoch=batch.hot_epoch,
+            packs=packs,
+            rows_M=rows_M,
+            pooling_KM=pooling_KM,
             lookups_MKJ=lookups_MKJ,
             source_N=batch.bags.source_N,
             weights_N=batch.weights_N,
+            weights_left=batch.bag_ids is not None and batch.weights_N is not None,
         )
 
-    def _pack_layouts(
-        self, mine_P: Sequence[FetchOrder], asked_P: Sequence[FetchOrder], rows_P: Sequence[int]
-    ) -> list[PackLayout]:
+    def _row_matrices(self) -> Sequence[slice]:
+        return self._group.plan.matrices[: self._group.plan.num_row_matrices]
+
+    def _row_packs(self) -> list[PackLayout]:
+        """Packs of rows, in fetch order as far as marks have come."""
+        mine_P = _fetch_orders(self._mine_P, self._dirty_mine_P)
+        asked_P = _fetch_orders(self._asked_P, self._dirty_asked_P)
+        rows_P = [hot + mine.num_rows for hot, mine in zip(self._header.hot_P, self._mine_P)]
         return [
             PackLayout(
                 matrix=matrix,
@@ -155,13 +183,11 @@ class RowRequest:
                 hot_slots=self._hot_slots_P[pack],
                 touched_slots=self._header.touched_P[pack],
                 mine=self._mine_P[pack],
-                asked=self._asked_P[pack],
-                asked_rows=self._asked_rows_P[pack],
                 mine_by_fetch=mine_P[pack],
-                asked_by_fetch=asked_P[pack],
-                asked_rows_by_fetch=asked_P[pack].arrange(self._asked_rows_P[pack]),
+                asked=self._asked_P[pack],
+                source=AskedRows.of(self._asked_rows_P[pack], asked_P[pack]),
             )
-            for matrix, packs in enumerate(self._group.plan.matrices)
+            for matrix, packs in enumerate(self._row_matrices())
             for pack, start in zip(
                 range(packs.start, packs.stop), accumulate(rows_P[packs], initial=0)
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
@@ -13,9 +14,7 @@ from torchrec_picasso._torchrec import (
     GroupedPooledEmbeddingsLookup,
 )
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.ops.hot_slots import HotSlots
-from torchrec_picasso.ops.ids import IdSpace
-from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.features import LaidOutFeatures, layout_of
@@ -31,10 +30,8 @@ class Packs:
     """All packs of one sharded module, which TorchRec's lookup makes one kernel each of.
 
     Args:
-        configs: One per pack.
-        space: The packed id space of the module.
-        hot: Its hot rows.
-        plan: Which packs travel and are pooled together.
+        configs: One per pack, with all its tables.
+        tables: The same tables, as all ranks see them.
         ranks: Who exchanges.
         device: Where the rows are.
     """
@@ -42,22 +39,42 @@ class Packs:
     def __init__(
         self,
         configs: list[GroupedEmbeddingConfig],
-        space: IdSpace,
-        hot: HotSlots,
-        plan: PackPlan,
+        tables: Sequence[PackedTable],
         ranks: Ranks,
         device: torch.device,
     ) -> None:
-        self.configs, self.ranks, self.device = configs, ranks, device
-        homes_P = HotHomes.of_packs(space, hot, ranks.rank)
+        self.ranks, self.device = ranks, device
+        homes_P = HotHomes.of_packs(tables, ranks.rank, device)
         storages = [
             RowStorage(config, homes, ranks, device) for config, homes in zip(configs, homes_P)
         ]
-        self.group = RowGroup(space, hot, plan, storages, ranks, device)
+        self.group = RowGroup(tables, storages, ranks, device)
+        bag_tables = {table.name for table in tables if table.as_bags}
+        self._on_this_rank = [
+            (own, storage)
+            for config, storage in zip(configs, storages)
+            if (own := _on_this_rank(config, bag_tables)) is not None
+        ]
 
-    def kernel(self, pack: int) -> HotColdKernel:
-        """Homes and replicas of one as TorchRec sees them."""
-        return HotColdKernel(self.configs[pack], self.group.storages[pack], self.ranks)
+    @property
+    def configs(self) -> list[GroupedEmbeddingConfig]:
+        """Packs that this rank keeps tables of, with these alone: what TorchRec saves."""
+        return [config for config, _ in self._on_this_rank]
+
+    def kernel(self, number: int) -> HotColdKernel:
+        """Homes and replicas of one of them as TorchRec sees them."""
+        return HotColdKernel(*self._on_this_rank[number], self.ranks)
+
+
+def _on_this_rank(
+    config: GroupedEmbeddingConfig, bag_tables: Collection[str]
+) -> GroupedEmbeddingConfig | None:
+    """The tables of a pack that are this rank's to save; ``None`` = there are none.
+
+    A table of rows is every rank's, even if it has no row there; one of bags is its home's.
+    """
+    tables = [t for t in config.embedding_tables if t.local_rows or t.name not in bag_tables]
+    return replace(config, embedding_tables=tables) if tables else None
 
 
 class HotColdPooledLookup(GroupedPooledEmbeddingsLookup):

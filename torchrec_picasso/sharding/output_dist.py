@@ -16,8 +16,10 @@ from torch.autograd import Function
 from torchrec.distributed.types import Awaitable
 
 from torchrec_picasso._torchrec import BaseEmbeddingDist, EmbeddingShardingContext
+from torchrec_picasso.ops.bag_pack import PartBags
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.segment_reduction import (
+    PoolingIndex,
     gradient_of_rows,
     gradient_of_weights,
     mean_weights,
@@ -66,19 +68,26 @@ class _OutputAwaitable(Awaitable[Tensor]):
 
     def _pool(self) -> Tensor:
         rows = self._rows
-        scales_M = [mean_weights(w, p.index) for w, p in zip(rows.weights_M, rows.pooling_M)]
+        scales_M = [
+            None if isinstance(pooling, PartBags) else _scales(weights, pooling.index)
+            for weights, pooling in zip(rows.weights_M, rows.pooling_M)
+        ]
         pooled_M = _PoolArrivals.apply(self._anchor, rows, *scales_M)
-        if not self._plan.has_bags:
+        if not self._plan.takes_weights:
             (rows_ND,) = pooled_M  # tables of one collection have one dim
             return rows_ND
         if rows.batch_size is None:
             return torch.cat([pooled.view(-1) for pooled in pooled_M])
         # (B * F_m, D_m) -> (B, F_m * D_m)
         outputs = [
-            pooled.view(rows.batch_size, num_features * pooled.size(1))
-            for pooled, num_features in zip(pooled_M, self._plan.features_M)
+            pooled.view(rows.batch_size, num_features * dim)
+            for pooled, num_features, dim in zip(pooled_M, self._plan.features_M, self._plan.dim_M)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _scales(weights_N: Tensor | None, index: PoolingIndex) -> Tensor | None:
+    return mean_weights(weights_N, index.bag_offsets_S1, index.mean_S, index.num_lookups)
 
 
 class _PoolArrivals(Function):
@@ -88,15 +97,19 @@ class _PoolArrivals(Function):
     def forward(
         ctx: Any, anchor: Tensor, rows: PartRows, *weights_M: Tensor | None
     ) -> tuple[Tensor, ...]:
-        ctx.sink = rows.sink
-        ctx.index_M = [pooling.index for pooling in rows.pooling_M]
+        ctx.sink, ctx.pooling_M = rows.sink, rows.pooling_M
         ctx.rows_M, pooled_M = [], []
         needed_M = ctx.needs_input_grad[2:]
         # a matrix is pooled while the next one may be on its way
-        for rows_UD, weights, index, needed in zip(rows.arrive(), weights_M, ctx.index_M, needed_M):
-            pooled_M.append(pool_rows(rows_UD, weights, index))
+        for arrived, weights, pooling, needed in zip(
+            rows.arrive(), weights_M, rows.pooling_M, needed_M
+        ):
+            if isinstance(pooling, PartBags):
+                pooled_M.append(pooling.columns(arrived))
+            else:
+                pooled_M.append(pool_rows(arrived, weights, pooling.index))
             # only a weight's gradient needs the rows; else nothing should keep them in memory
-            ctx.rows_M.append(rows_UD if needed else None)
+            ctx.rows_M.append(arrived if needed else None)
         if not any(needed_M):
             rows.end()
         ctx.save_for_backward(*weights_M)
@@ -104,10 +117,17 @@ class _PoolArrivals(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads_M: Tensor) -> tuple[Tensor | None, ...]:
-        weights_M, index_M = ctx.saved_tensors, ctx.index_M
-        ctx.sink(list(map(gradient_of_rows, grads_M, weights_M, index_M)))
+        weights_M, pooling_M = ctx.saved_tensors, ctx.pooling_M
+        ctx.sink(
+            [
+                pooling.gradients(grad)
+                if isinstance(pooling, PartBags)
+                else gradient_of_rows(grad, weights, pooling.index)
+                for grad, weights, pooling in zip(grads_M, weights_M, pooling_M)
+            ]
+        )
         weight_grads_M = [
-            None if rows is None else gradient_of_weights(grad_SD, rows, index)
-            for grad_SD, rows, index in zip(grads_M, ctx.rows_M, index_M)
+            None if rows is None else gradient_of_weights(grad_SD, rows, pooling.index)
+            for grad_SD, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
         ]
         return None, None, *weight_grads_M

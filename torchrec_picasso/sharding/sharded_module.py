@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,17 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso._torchrec import EmbeddingShardingInfo
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.placement import Form, HotColdParams
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
 __all__ = ["GROUP", "HotColdModule", "apart_from_stock", "is_hot_cold", "twin_of"]
+
+_PLACED: Mapping[Form, ShardingType] = {
+    "rows": ShardingType.ROW_WISE,
+    "bags": ShardingType.TABLE_WISE,
+}
 
 GROUP = "hot_cold"
 """The name of the hot/cold tables where TorchRec groups tables by sharding type."""
@@ -133,10 +138,13 @@ def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
     sharding = info.param_sharding
     if not isinstance(sharding.cache_params, HotColdParams):
         return False
-    if sharding.sharding_type != ShardingType.ROW_WISE.value:
+    form = sharding.cache_params.form
+    expected = _PLACED[form].value
+    if sharding.sharding_type != expected:
         raise PlanError(
-            f"table {info.embedding_config.name!r} carries HotColdParams but is placed "
-            f"{sharding.sharding_type!r}; hot/cold tables are placed 'row_wise'"
+            f"table {info.embedding_config.name!r} carries HotColdParams(form={form!r}) but is "
+            f"placed {sharding.sharding_type!r}; hot/cold tables of this form are placed "
+            f"{expected!r}"
         )
     return True
 

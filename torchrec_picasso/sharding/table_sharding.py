@@ -3,13 +3,18 @@
 Subclassing TorchRec's row-wise sharding keeps shards, names and state-dict metadata its own; only
 the three factories (input dist, lookup, output dist) differ, and tables are grouped by dim and
 compute kernel as well, because a pack is one FBGEMM table in one memory, and by wave, because a
-pack travels in one. Pooled and sequence tables differ in the output dist alone.
+pack travels in one. Pooled and sequence tables differ in the output dist alone. Tables whose bags
+travel have TorchRec's table-wise metadata and packs of their own, the last ones; of these a rank
+has the tables that are at home there, the others without rows.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,15 +24,14 @@ from torchrec.modules.embedding_configs import PoolingType
 
 from torchrec_picasso._torchrec import (
     BaseRwEmbeddingSharding,
+    BaseTwEmbeddingSharding,
     EmbeddingShardingInfo,
     QuantizedCommCodecs,
     ShardingEnv2D,
 )
-from torchrec_picasso.errors import CompatError
+from torchrec_picasso.errors import CompatError, PlanError
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.ops.hot_slots import HotSlots
-from torchrec_picasso.ops.ids import IdSpace, PackedTable
-from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.input_dist import RequestDist
@@ -35,6 +39,9 @@ from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenc
 from torchrec_picasso.sharding.output_dist import HotColdOutputDist
 
 __all__ = ["HotColdEmbeddingSharding"]
+
+_LAST = sys.maxsize
+"""Bags travel in no wave of their own."""
 
 
 class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
@@ -82,9 +89,8 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
                 "without HotColdParams"
             )
         # TorchRec's grouping, made finer; its own methods read names and shards off these
-        waves = {name: table_params.wave for name, table_params in params.items()}
         self._grouped_embedding_configs_per_rank = [
-            _packs(groups, waves) for groups in self._grouped_embedding_configs_per_rank
+            _packs(groups, params) for groups in self._grouped_embedding_configs_per_rank
         ]
         self._grouped_embedding_configs = self._grouped_embedding_configs_per_rank[self._rank]
         means = {
@@ -92,10 +98,7 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
             for info in sharding_infos
             if info.embedding_config.pooling == PoolingType.MEAN
         }
-        tables = self._packed_tables(params, means)
-        self._space = IdSpace.build(tables, self._device)
-        self._hot = HotSlots.build(tables, self._device)
-        self._plan = PackPlan.build(tables, self._device)
+        self._tables = self._packed_tables(params, means)
         self._ranks = Ranks(self._pg, qcomm_codecs_registry)
         self._packs: Packs | None = None
 
@@ -114,9 +117,7 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         """Makes this rank's homes and replicas."""
         self._packs = Packs(
             self._grouped_embedding_configs,
-            self._space,
-            self._hot,
-            self._plan,
+            self._tables,
             self._ranks,
             device or self._device,
         )
@@ -129,12 +130,25 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
 
     def create_output_dist(self, device: torch.device | None = None) -> HotColdOutputDist:
         """Makes what turns fetched rows into the module's output."""
-        return HotColdOutputDist(self._plan, device or self._device)
+        return HotColdOutputDist(self.group.plan, device or self._device)
 
     def _shard(
         self, sharding_infos: list[EmbeddingShardingInfo]
     ) -> list[list[ShardedEmbeddingTable]]:
-        tables_per_rank = super()._shard(sharding_infos)
+        of_rows = [info for info in sharding_infos if not _travels_as_bags(info)]
+        of_bags = [info for info in sharding_infos if _travels_as_bags(info)]
+        if of_bags and self._is_sequence:
+            raise PlanError(
+                f"table {of_bags[0].embedding_config.name!r} is looked up as sequences, so it has "
+                "no bags that could travel; use HotColdParams(form='rows')"
+            )
+        tables_per_rank = super()._shard(of_rows)
+        # they need nothing of table-wise sharding but its ranks
+        at_home = BaseTwEmbeddingSharding._shard(self, of_bags)
+        for table in (table for tables in at_home for table in tables):
+            for rank, tables in enumerate(tables_per_rank):
+                is_home = table in at_home[rank]
+                tables.append(table if is_home else replace(table, local_rows=0))
         for tables in tables_per_rank:
             for table in tables:
                 # means are weighted sums here, so tables of both kinds share a pack
@@ -150,37 +164,50 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
                 name=table.name,
                 pack=pack,
                 dim=table.embedding_dim,
-                block_rows_W=tuple(
-                    shard.shard_sizes[0] for shard in table.global_metadata.shards_metadata
-                ),
+                block_rows_W=self._block_rows(table),
                 hot_rows_H=params[table.name].hot_rows,
                 feature_names=tuple(table.feature_names),
                 mean=table.name in means,
                 is_sequence=self._is_sequence,
                 wave=params[table.name].wave,
+                as_bags=params[table.name].form == "bags",
             )
             for pack, config in enumerate(self._grouped_embedding_configs)
             for table in config.embedding_tables
         ]
 
+    def _block_rows(self, table: ShardedEmbeddingTable) -> tuple[int, ...]:
+        """Rows of a table at home on each rank."""
+        rows_W = [0] * self._world_size
+        for shard in table.global_metadata.shards_metadata:
+            rows_W[shard.placement.rank()] += shard.shard_sizes[0]
+        return tuple(rows_W)
+
+
+def _travels_as_bags(info: EmbeddingShardingInfo) -> bool:
+    return bool(info.param_sharding.cache_params.form == "bags")
+
 
 def _packs(
-    groups: list[GroupedEmbeddingConfig], waves: dict[str, int]
+    groups: list[GroupedEmbeddingConfig], params: Mapping[str, HotColdParams]
 ) -> list[GroupedEmbeddingConfig]:
-    """Splits groups of tables by wave, dim and compute kernel; packs of one wave side by side.
+    """Splits groups of tables by form, wave, dim and compute kernel; packs of bags come last.
 
-    TorchRec counts ``fused`` and ``fused_uvm`` as one kernel. Packs of one dim share a matrix where
-    they are neighbours, so a wave has its packs by dim, and every other wave in the opposite order.
+    TorchRec counts ``fused`` and ``fused_uvm`` as one kernel. Packs of a wave are side by side.
+    Packs of one dim share a matrix where they are neighbours, so a wave has its packs by dim, and
+    every other wave in the opposite order. Tables of a pack of bags are by home.
     """
     dims = list(dict.fromkeys(t.embedding_dim for g in groups for t in g.embedding_tables))
     packs_of: dict[int, list[GroupedEmbeddingConfig]] = defaultdict(list)
     for group in groups:
         alike = defaultdict(list)
         for table in group.embedding_tables:
-            alike[waves[table.name], table.embedding_dim, table.compute_kernel].append(table)
+            of_table = params[table.name]
+            wave = _LAST if of_table.form == "bags" else of_table.wave
+            alike[wave, table.embedding_dim, table.compute_kernel].append(table)
         for (wave, *_), tables in alike.items():
             pack = copy.copy(group)
-            pack.embedding_tables = tables
+            pack.embedding_tables = sorted(tables, key=_home) if wave == _LAST else tables
             packs_of[wave].append(pack)
 
     def place_of_dim(pack: GroupedEmbeddingConfig) -> int:
@@ -191,3 +218,8 @@ def _packs(
         for place, wave in enumerate(sorted(packs_of))
         for pack in sorted(packs_of[wave], key=place_of_dim, reverse=place % 2 == 1)
     ]
+
+
+def _home(table: ShardedEmbeddingTable) -> int:
+    (shard,) = table.global_metadata.shards_metadata
+    return int(shard.placement.rank())

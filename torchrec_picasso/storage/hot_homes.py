@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.hot_slots import HotSlots
-from torchrec_picasso.ops.ids import IdSpace
+from torchrec_picasso.ops.ids import IdSpace, PackedTable
 
 __all__ = ["HotHomes"]
 
@@ -35,8 +35,17 @@ class HotHomes:
         return self.slots_by_home_H.numel()
 
     @staticmethod
-    def of_packs(space: IdSpace, hot: HotSlots, rank: int) -> Sequence[HotHomes]:
-        """Finds the homes of every pack's hot rows, as seen from ``rank``."""
+    def of_packs(
+        tables: Sequence[PackedTable], rank: int, device: torch.device
+    ) -> Sequence[HotHomes]:
+        """Finds the homes of every pack's hot rows, as seen from ``rank``.
+
+        Args:
+            tables: As for :meth:`IdSpace.build`.
+            rank: This one.
+            device: Where rows are.
+        """
+        space, hot = IdSpace.build(tables, device), HotSlots.build(tables, device)
         block_H, row_H = space.find_blocks(hot.ids_H)
         home_H = space.block_rank_TW[block_H]
         homes = []
@@ -50,6 +59,9 @@ class HotHomes:
                     rank=rank,
                 )
             )
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        for _ in range(len(homes), tables[-1].pack + 1):  # none is hot where bags travel
+            homes.append(HotHomes(nothing, (0,) * space.world_size, nothing, rank))
         return homes
 
     def own_slots(self) -> Tensor:

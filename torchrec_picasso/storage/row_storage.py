@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 
 from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.ops.segment_reduction import gather_sum
 from torchrec_picasso.storage.exactness import check_exact
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.memory_layout import choose_memory
@@ -84,6 +85,22 @@ class RowStorage(nn.Module):
         self._order.before_reading()
         return self._homes.index_select(0, rows_n).float()
 
+    def pool(self, rows_N: Tensor, offsets_S1: Tensor, weights_N: Tensor | None) -> Tensor:
+        """Sums home rows of bags.
+
+        Args:
+            rows_N: Home row of each lookup, int64, shape ``(N,)``.
+            offsets_S1: First lookup of each bag, and N, int64, shape ``(S + 1,)``.
+            weights_N: Weight of each lookup, float32; ``None`` = ones.
+
+        Returns:
+            Sums, float32, shape ``(S, D)``; zero for an empty bag.
+        """
+        if self._homes.dtype != torch.float32:  # else sums would be of few bits too
+            return gather_sum(self.gather(rows_N), None, offsets_S1, weights_N)
+        self._order.before_reading()
+        return gather_sum(self._homes, rows_N, offsets_S1, weights_N)
+
     def gather_hot(self, slots_h: Tensor, out_hD: Tensor) -> None:
         """Reads replicas of ``slots_h``, counted from 0 in the pack, into float32 ``out_hD``."""
         self._order.before_reading()
@@ -121,6 +138,22 @@ class RowStorage(nn.Module):
         self._own_versions = self._versions()
         if self._filled_versions is not None:
             self._filled_versions = self._own_versions
+
+    def update_bags(
+        self, rows_N: Tensor, offsets_S1: Tensor, weights_N: Tensor | None, grads_SD: Tensor
+    ) -> None:
+        """Applies the optimizer once to every home row in some bags, and counts one step.
+
+        Args:
+            rows_N: As for :meth:`pool`.
+            offsets_S1: Likewise.
+            weights_N: Likewise.
+            grads_SD: Gradients of the sums.
+        """
+        self._order.before_reading()
+        self._tables.update_bags(rows_N, offsets_S1, weights_N, grads_SD)
+        self._order.has_written()
+        self._own_versions = self._versions()
 
     # -- replicas as a cache of the homes ------------------------------------------------------
 

@@ -130,6 +130,25 @@ class RowTables(nn.Module):
         with torch.enable_grad():
             torch.autograd.backward(self.tbe(indices_m, offsets), grads)
 
+    def update_bags(
+        self, rows_N: Tensor, offsets_S1: Tensor, weights_N: Tensor | None, grads_SD: Tensor
+    ) -> None:
+        """Applies the optimizer once to every home row in some bags, and counts one step.
+
+        Args:
+            rows_N: Home row of each lookup, int64, shape ``(N,)``; there are no replicas.
+            offsets_S1: First lookup of each bag, and N, int64, shape ``(S + 1,)``.
+            weights_N: Weight of each lookup, float32; ``None`` = ones.
+            grads_SD: Gradients of the weighted sums.
+        """
+        assert not self.layout.num_hot_rows
+        if offsets_S1.numel() == 1:
+            offsets_S1 = offsets_S1.new_zeros(2)  # one empty bag: the step counts
+            grads_SD = grads_SD.new_zeros(1, self._dim)
+        with torch.enable_grad():
+            pooled_SD = self.tbe(rows_N, offsets_S1, per_sample_weights=weights_N)
+            torch.autograd.backward(pooled_SD, grads_SD)
+
     def _two_offsets(self, num_home: int, num_hot: int) -> Tensor:
         """Bags of two tables, those without a row last: int64, shape ``(2 S + 1,)``."""
         counting_S1 = self._count(max(num_home, num_hot))

@@ -64,7 +64,7 @@ def group_modules(
     alike: dict[Any, dict[str, HotColdModule]] = {}
     for name, module in modules.items():
         ranks = module.group.ranks
-        is_weighted = name in weighted and module.group.plan.has_bags
+        is_weighted = name in weighted and module.group.plan.takes_weights
         alone = name if module.num_waves > 1 else None
         key = (ranks.pg, *ranks.wire, is_weighted, alone)
         alike.setdefault(key, {})[name] = module

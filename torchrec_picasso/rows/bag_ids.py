@@ -1,0 +1,141 @@
+"""What a batch asks of tables whose bags travel: for each home its features' ids, as they come.
+
+Features are in the order of packs and homes, so that what goes to a home is a slice. Nothing is
+sorted and nothing is made unique: a home pools what it gets.
+
+Shape letters: A packs of bags, F features, K parts, W ranks, S bags, N lookups, X words.
+
+Host syncs per batch on CUDA: where the lookups of each home begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.ops.bag_pack import BagPack
+
+__all__ = ["BagIds", "check_bags_can_travel", "read_bag_words"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BagIds:
+    """The bags of one batch, home by home in each pack."""
+
+    rows_A: Sequence[Tensor]
+    """Rows of the homes' storages, int64, those outside their table made harmless."""
+    lengths_A: Sequence[Tensor]
+    """Lookups of each bag."""
+    weights_A: Sequence[Tensor] | None
+    """Per-sample weights."""
+    lookups_AW: Sequence[Sequence[int]]
+    """Lookups of each home, on the host."""
+    outside_ids: Tensor
+    """Number of lookups outside their table, 0-d integer."""
+
+    first_bag: int
+    """Bags of the features before them, whose rows travel."""
+    first_lookup: int
+    """Lookups of these."""
+
+    @staticmethod
+    def read(
+        features: KeyedJaggedTensor,
+        lengths_S: Tensor,
+        offsets_S1: Tensor,
+        packs: Sequence[BagPack],
+    ) -> BagIds:
+        """Finds what each home is asked.
+
+        Args:
+            features: The whole batch; the features of the packs come last.
+            lengths_S: Its lengths, summing to the number of values.
+            offsets_S1: The same as offsets.
+            packs: The packs.
+
+        """
+        weights_N = features.weights_or_none()
+        if weights_N is not None and weights_N.numel() != features.values().numel():
+            weights_N = torch.zeros_like(features.values(), dtype=torch.float32)  # refused later
+        num_samples = features.stride()
+        features_AW = [of for pack in packs for of in pack.features_W]
+        first_bag = (len(features.keys()) - sum(features_AW)) * num_samples
+        edges = torch.tensor([*accumulate(features_AW, initial=0)]).mul_(num_samples)
+        edges = edges.add_(first_bag).to(offsets_S1.device, non_blocking=True)
+        starts = offsets_S1.index_select(0, edges).tolist()
+        lookups = [end - start for start, end in pairwise(starts)]
+        world_size = len(packs[0].features_W)
+        lookups_AW = [lookups[at : at + world_size] for at in range(0, len(lookups), world_size)]
+        lookups_A = [sum(of_pack) for of_pack in lookups_AW]
+        low, high = starts[0], starts[-1]
+        limit_F = torch.cat([pack.rows_F for pack in packs])
+        first_row_F = torch.cat([pack.first_row_F for pack in packs])
+        lengths_S = lengths_S[first_bag:]
+        lookups_F = lengths_S.view(limit_F.numel(), num_samples).sum(1)
+
+        def spread(per_feature_F: Tensor) -> Tensor:
+            return torch.repeat_interleave(per_feature_F, lookups_F, output_size=high - low)
+
+        ids_N = features.values()[low:high].to(torch.int64)
+        outside_N = (ids_N < 0) | (ids_N >= spread(limit_F))
+        rows_N = spread(first_row_F).add_(ids_N).masked_fill_(outside_N, 0)
+        return BagIds(
+            rows_A=rows_N.split(lookups_A),
+            lengths_A=lengths_S.split([num_samples * pack.num_features for pack in packs]),
+            weights_A=None if weights_N is None else weights_N[low:high].float().split(lookups_A),
+            lookups_AW=lookups_AW,
+            outside_ids=outside_N.sum(),
+            first_bag=first_bag,
+            first_lookup=low,
+        )
+
+    def words(self, sizes_K: Sequence[int | None]) -> Tensor:
+        """What homes must know before bags can be asked for: samples by part, lookups by pack.
+
+        Args:
+            sizes_K: Samples of each part.
+
+        Returns:
+            A message for each rank, int64 on the host, shape ``(W, K + A)``.
+        """
+        return torch.tensor([[*sizes_K, *lookups_A] for lookups_A in zip(*self.lookups_AW)])
+
+
+def read_bag_words(
+    words_WX: Sequence[Sequence[int]], num_parts: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Reads the messages of all ranks.
+
+    Returns:
+        Samples of each rank by part, and lookups that it asks for here, by pack and rank.
+    """
+    samples_WK = [list(words[:num_parts]) for words in words_WX]
+    lookups_AW = [list(of_pack) for of_pack in zip(*(words[num_parts:] for words in words_WX))]
+    return samples_WK, lookups_AW
+
+
+def check_bags_can_travel(features: KeyedJaggedTensor) -> None:
+    """Refuses batches that a home cannot pool for another rank.
+
+    Raises:
+        CompatError: If features have batch sizes of their own, or weights want gradients.
+    """
+    weights_N = features.weights_or_none()
+    if features.variable_stride_per_key():
+        raise CompatError(
+            f"features {', '.join(features.keys())} have batch sizes of their own (variable "
+            "batch), and some of their tables are hot/cold with form='bags', which takes one batch "
+            "size for all; use form='rows' or a stock placement for these tables"
+        )
+    if weights_N is not None and weights_N.requires_grad:
+        raise CompatError(
+            f"the per-sample weights of features {', '.join(features.keys())} want gradients, and "
+            "some of their tables are hot/cold with form='bags', whose weights leave this rank; "
+            "use form='rows' for these tables, or weights.detach()"
+        )

@@ -1,0 +1,160 @@
+"""The part of a batch's request that is for bags: ids to their homes, in the exchange of row ids.
+
+Homes get ids feature by feature, rank by rank, and put them in the order of bags that they will
+pool and send, part by part. What comes of it is an :class:`AskedBags` for each pack.
+
+Shape letters: A packs of bags, K parts, W ranks, S bags, N lookups, X words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrec_picasso.ops.bag_pack import PartBags
+from torchrec_picasso.ops.bags import reorder_bags
+from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder, dirty_exchange
+from torchrec_picasso.ops.segment_reduction import mean_weights
+from torchrec_picasso.rows.asked import AskedBags
+from torchrec_picasso.rows.bag_ids import BagIds, read_bag_words
+from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.layout import PackLayout
+
+__all__ = ["BagRequest", "Freight"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freight:
+    """A vector to send and one to receive, both grouped by rank."""
+
+    sent: Tensor
+    sent_W: Sequence[int]
+    received: Tensor
+    received_W: Sequence[int]
+
+
+class BagRequest:
+    """The request for the bags of one batch, once the header has come.
+
+    Args:
+        group: The tables.
+        ids: What this rank asks.
+        sizes_K: Its samples by part.
+        words_WX: What the ranks say of their bags, see :meth:`BagIds.words`.
+    """
+
+    def __init__(
+        self,
+        group: RowGroup,
+        ids: BagIds,
+        sizes_K: Sequence[int],
+        words_WX: Sequence[Sequence[int]],
+    ) -> None:
+        self._group = group
+        self._ids = ids
+        self._sizes_K = sizes_K
+        self._samples_WK, self._asked_lookups_AW = read_bag_words(words_WX, len(sizes_K))
+        self._received_A: list[list[Tensor]] = []
+
+    def freight(self, dtype: torch.dtype) -> list[Freight]:
+        """Ids, lengths and weights of each pack, to travel with other ids.
+
+        Args:
+            dtype: What travels, int32 or int64.
+        """
+        freight = []
+        for pack, bags in enumerate(self._group.plan.bag_packs):
+            asked_W = self._asked_lookups_AW[pack]
+            samples_W = [sum(sizes_K) for sizes_K in self._samples_WK]
+            own_features = bags.features_W[self._group.ranks.rank]
+            bags_W = [sum(self._sizes_K) * features for features in bags.features_W]
+            lookups = self._ids.rows_A[pack], self._ids.lookups_AW[pack], asked_W
+            lengths = (
+                self._ids.lengths_A[pack],
+                bags_W,
+                [samples * own_features for samples in samples_W],
+            )
+            vectors = [lookups, lengths]
+            if self._ids.weights_A is not None:
+                bits = self._ids.weights_A[pack].contiguous().view(torch.int32)
+                vectors.append((bits, *lookups[1:]))
+            received = [lengths[0].new_empty(sum(of), dtype=dtype) for *_, of in vectors]
+            self._received_A.append(received)
+            freight += [
+                Freight(sent=sent.to(dtype), sent_W=sent_W, received=into, received_W=received_W)
+                for (sent, sent_W, received_W), into in zip(vectors, received)
+            ]
+        return freight
+
+    def parts(self) -> list[list[PartBags]]:
+        """Where this rank's bags of each part lie in their matrices."""
+        packs = self._group.plan.bag_packs
+        return [list(of_part) for of_part in zip(*(pack.parts(self._sizes_K) for pack in packs))]
+
+    def pack_layouts(self) -> list[PackLayout]:
+        """The layout of each pack, once the ids have come."""
+        plan = self._group.plan
+        layouts = []
+        for pack, bags in enumerate(plan.bag_packs):
+            source = self._asked(pack)
+            nothing = source.rows_N.new_empty(0)
+            bags_KW = bags.bags_by_home(self._sizes_K)
+            layouts.append(
+                PackLayout(
+                    matrix=plan.num_row_matrices + pack,
+                    start=0,
+                    hot_slots=nothing,
+                    touched_slots=nothing,
+                    mine=Exchanges(bags_KW),
+                    mine_by_fetch=_all_dirty(bags_KW),
+                    asked=Exchanges(source.by_fetch.counts_EW[dirty_exchange(0) :]),
+                    source=source,
+                )
+            )
+        return layouts
+
+    def _asked(self, pack: int) -> AskedBags:
+        bags = self._group.plan.bag_packs[pack]
+        rows, lengths, *weight_bits = self._received_A[pack]
+        features = bags.features_at(self._group.ranks.rank)
+        num_features = features.stop - features.start
+        ordered = reorder_bags(
+            rows.to(torch.int64),
+            lengths,
+            self._group.asked_bag_order(num_features, self._samples_WK),
+            keep_source=bool(weight_bits),
+        )
+        weights_N = None
+        if weight_bits:
+            assert ordered.source_N is not None
+            given_N = weight_bits[0].to(torch.int32).view(torch.float32)
+            weights_N = given_N.index_select(0, ordered.source_N)
+        counts_KW = [
+            [size * num_features for size in of_part] for of_part in zip(*self._samples_WK)
+        ]
+        by_fetch = _all_dirty(counts_KW)
+        mean_S = None
+        if bags.mean_F is not None:
+            mean_S = bags.mean_F[features].repeat(sum(map(sum, self._samples_WK)))
+        # nothing is fetched ahead: the first exchange is empty
+        edges = torch.tensor([0, *(by_fetch.rows(e).stop for e in range(len(counts_KW) + 1))])
+        edges = edges.to(ordered.offsets_S1.device, non_blocking=True)
+        return AskedBags(
+            rows_N=ordered.ids_N,
+            offsets_S1=ordered.offsets_S1,
+            weights_N=mean_weights(weights_N, ordered.offsets_S1, mean_S, rows.numel()),
+            by_fetch=by_fetch,
+            lookups_E1=ordered.offsets_S1.index_select(0, edges).tolist(),
+        )
+
+
+def _all_dirty(counts_KW: Sequence[Sequence[int]]) -> FetchOrder:
+    """Fetch order of bags: all of them wait for the update of the batch before.
+
+    Args:
+        counts_KW: Bags by part and rank.
+    """
+    return FetchOrder([[0] * len(counts_KW[0]), *map(list, counts_KW)], order_n=None)
