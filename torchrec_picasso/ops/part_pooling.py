@@ -73,7 +73,7 @@ def part_of_lookup(lookups_J: Tensor, part_J: Sequence[int], num_lookups: int) -
     Returns:
         int64, shape ``(N,)``.
     """
-    parts = torch.tensor(part_J).to(lookups_J.device, non_blocking=True)
+    parts = torch.tensor(part_J, dtype=torch.int64).to(lookups_J.device, non_blocking=True)
     return torch.repeat_interleave(parts, lookups_J, output_size=num_lookups)
 
 

@@ -60,7 +60,8 @@ class BatchRows:
 
     def fetch_clean(self) -> None:
         """Starts fetching the rows that the batch before does not update. Collective."""
-        self._fetch(CLEAN)
+        if self._group.plan.num_row_matrices:  # bags are never clean
+            self._fetch(CLEAN)
 
     def fetch_dirty(self, chunk: int, wave: int | None = None) -> None:
         """Starts fetching the other rows of a chunk. Collective."""

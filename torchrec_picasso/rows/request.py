@@ -109,7 +109,12 @@ class RowRequest:
         self._ids.wait()
 
     def send_marks(self, before: RowRequest) -> None:
-        """Tells every rank which of its rows the batch before updates here. Collective."""
+        """Tells every rank which of its rows the batch before updates here. Collective.
+
+        Of bags there is nothing to tell: all wait for the update.
+        """
+        if not self._mine_P:
+            return
         dtype = torch.uint8
         storages = self._group.row_storages
         self._dirty_asked_P = [
