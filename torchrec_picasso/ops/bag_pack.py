@@ -103,34 +103,33 @@ class PartBags:
     size: int
     """Samples of the part."""
 
-    def columns(self, matrix_SD: Tensor) -> Tensor:
+    def columns(self, matrix_SD: Tensor) -> list[Tensor]:
         """The part's columns of the pooled output.
 
         Args:
             matrix_SD: Bags of all parts.
 
         Returns:
-            A copy, ``(n, F D)``.
+            A view for each home that has features, ``(n, F_w D)``.
         """
-        return torch.cat(self._blocks(matrix_SD[self.vectors]), dim=1)
+        return self._blocks(matrix_SD[self.vectors])
 
-    def gradients(self, grad: Tensor) -> Tensor:
+    def gradients(self, grads: Sequence[Tensor]) -> Tensor:
         """The gradients of the part's vectors.
 
         Args:
-            grad: Of the part's columns, ``(n, F D)``.
+            grads: Of the columns.
 
         Returns:
             In the order of the matrix, ``(n F, D)``.
         """
-        grads_SD = grad.new_empty(self.vectors.stop - self.vectors.start, self.pack.dim)
-        blocks = self._blocks(grads_SD)
-        for block, of_home in zip(blocks, grad.split([block.size(1) for block in blocks], dim=1)):
-            block.copy_(of_home)
+        num_bags = self.vectors.stop - self.vectors.start
+        grads_SD = torch.empty(num_bags, self.pack.dim, device=self.pack.rows_F.device)
+        for block, grad in zip(self._blocks(grads_SD), grads):
+            block.copy_(grad)
         return grads_SD
 
     def _blocks(self, vectors_SD: Tensor) -> list[Tensor]:
-        """A view of each home's, ``(n, F_w D)``."""
         features_W, dim = self.pack.features_W, self.pack.dim
         edges = [self.size * features for features in accumulate(features_W, initial=0)]
         return [

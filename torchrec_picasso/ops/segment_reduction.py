@@ -20,6 +20,7 @@ __all__ = [
     "gather_sum",
     "gradient_of_rows",
     "gradient_of_weights",
+    "mean_scale",
     "mean_weights",
     "pool_rows",
 ]
@@ -103,9 +104,19 @@ def mean_weights(
         )
         sums_S = weights_N.new_zeros(lookups_S.numel()).index_add_(0, bag_N, weights_N.detach())
         divisor_S = sums_S + _MEAN_EPS
-    scale_S = torch.where(mean_S, 1.0 / divisor_S, 1.0)
+    scale_S = mean_scale(divisor_S, mean_S)
     scale_N = torch.repeat_interleave(scale_S, lookups_S, output_size=num_lookups)
     return scale_N if weights_N is None else weights_N * scale_N
+
+
+def mean_scale(divisor_S: Tensor, mean_S: Tensor) -> Tensor:
+    """What sums are multiplied by to be averages, where they are: float32, shape ``(S,)``.
+
+    Args:
+        divisor_S: What averages are divided by, float32; an empty bag's sum of zero stays.
+        mean_S: Which bags are averaged, bool.
+    """
+    return torch.where(mean_S & (divisor_S != 0), 1.0 / divisor_S, 1.0)
 
 
 def pool_rows(rows_RD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:

@@ -94,6 +94,8 @@ class AskedBags:
     """First lookup of each bag, and N, int64."""
     weights_N: Tensor | None
     """Weight of each lookup, that of a mean in it; ``None`` = ones."""
+    scale_S: Tensor | None
+    """What sums are multiplied by, where there are means but no weights; ``None`` = ones."""
     by_fetch: FetchOrder
     lookups_E1: Sequence[int]
     """First lookup of each exchange, and N, on the host."""
@@ -106,10 +108,12 @@ class AskedBags:
         rows_N = torch.cat([of.rows_N for of in of_batches])
         end = offsets[0].new_full((1,), rows_N.numel())
         weights = [of.weights_N for of in of_batches if of.weights_N is not None]
+        scales = [of.scale_S for of in of_batches if of.scale_S is not None]
         return AskedBags(
             rows_N=rows_N,
             offsets_S1=torch.cat([*offsets, end]),
             weights_N=torch.cat(weights) if weights else None,
+            scale_S=torch.cat(scales) if scales else None,
             by_fetch=FetchOrder([[sum(map(len, offsets))]], order_n=None),
             lookups_E1=(0, rows_N.numel()),
         )
@@ -117,19 +121,24 @@ class AskedBags:
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         """Pools bags."""
         bags, lookups = self.by_fetch.rows(exchange), slice(*self.lookups_E1[exchange:][:2])
-        return storage.pool(
+        sums_SD = storage.pool(
             self.rows_N[lookups],
             self.offsets_S1[bags.start : bags.stop + 1] - lookups.start,
             None if self.weights_N is None else self.weights_N[lookups],
         )
+        return self._scaled(sums_SD, bags)
 
     def update(self, storage: RowStorage, touched_t: Tensor, grads_mD: Tensor) -> None:
         """Updates the rows of the bags; none of them is hot."""
         assert not touched_t.numel()
-        storage.update_bags(self.rows_N, self.offsets_S1, self.weights_N, grads_mD)
+        grads_SD = self._scaled(grads_mD, slice(len(grads_mD)))
+        storage.update_bags(self.rows_N, self.offsets_S1, self.weights_N, grads_SD)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
-        yield from (self.rows_N, self.offsets_S1)
-        if self.weights_N is not None:
-            yield self.weights_N
+        mine = (self.rows_N, self.offsets_S1, self.weights_N, self.scale_S)
+        yield from (tensor for tensor in mine if tensor is not None)
+
+    def _scaled(self, sums_SD: Tensor, bags: slice) -> Tensor:
+        """Turns sums of some bags into averages, in place."""
+        return sums_SD if self.scale_S is None else sums_SD.mul_(self.scale_S[bags].unsqueeze(1))

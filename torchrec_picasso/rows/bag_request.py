@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec_picasso.ops.bag_pack import PartBags
 from torchrec_picasso.ops.bags import reorder_bags
 from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder, dirty_exchange
-from torchrec_picasso.ops.segment_reduction import mean_weights
+from torchrec_picasso.ops.segment_reduction import mean_scale, mean_weights
 from torchrec_picasso.rows.asked import AskedBags
 from torchrec_picasso.rows.bag_ids import BagIds, read_bag_words
 from torchrec_picasso.rows.group import RowGroup
@@ -136,16 +136,21 @@ class BagRequest:
             [size * num_features for size in of_part] for of_part in zip(*self._samples_WK)
         ]
         by_fetch = _all_dirty(counts_KW)
-        mean_S = None
+        scale_S = None
         if bags.mean_F is not None:
             mean_S = bags.mean_F[features].repeat(sum(map(sum, self._samples_WK)))
+            if weights_N is None:
+                scale_S = mean_scale(torch.diff(ordered.offsets_S1).float(), mean_S)
+            else:
+                weights_N = mean_weights(weights_N, ordered.offsets_S1, mean_S, rows.numel())
         # nothing is fetched ahead: the first exchange is empty
         edges = torch.tensor([0, *(by_fetch.rows(e).stop for e in range(len(counts_KW) + 1))])
         edges = edges.to(ordered.offsets_S1.device, non_blocking=True)
         return AskedBags(
             rows_N=ordered.ids_N,
             offsets_S1=ordered.offsets_S1,
-            weights_N=mean_weights(weights_N, ordered.offsets_S1, mean_S, rows.numel()),
+            weights_N=weights_N,
+            scale_S=scale_S,
             by_fetch=by_fetch,
             lookups_E1=ordered.offsets_S1.index_select(0, edges).tolist(),
         )

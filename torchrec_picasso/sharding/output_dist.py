@@ -8,6 +8,7 @@ pools rows; its backward hands the rows' gradients to whoever drives the batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,18 +73,23 @@ class _OutputAwaitable(Awaitable[Tensor]):
             None if isinstance(pooling, PartBags) else _scales(weights, pooling.index)
             for weights, pooling in zip(rows.weights_M, rows.pooling_M)
         ]
-        pooled_M = _PoolArrivals.apply(self._anchor, rows, *scales_M)
-        if not self._plan.takes_weights:
-            (rows_ND,) = pooled_M  # tables of one collection have one dim
+        pieces = _PoolArrivals.apply(self._anchor, rows, *scales_M)
+        output = self._side_by_side(pieces)
+        if not any(scale is not None and scale.requires_grad for scale in scales_M):
+            rows.end()
+        return output
+
+    def _side_by_side(self, pieces: Sequence[Tensor]) -> Tensor:
+        rows, plan = self._rows, self._plan
+        if not plan.takes_weights:
+            (rows_ND,) = pieces  # tables of one collection have one dim
             return rows_ND
         if rows.batch_size is None:
-            return torch.cat([pooled.view(-1) for pooled in pooled_M])
-        # (B * F_m, D_m) -> (B, F_m * D_m)
-        outputs = [
-            pooled.view(rows.batch_size, num_features * dim)
-            for pooled, num_features, dim in zip(pooled_M, self._plan.features_M, self._plan.dim_M)
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+            return torch.cat([piece.view(-1) for piece in pieces])
+        # (B * F_m, D_m) -> (B, F_m * D_m); of bags that came pooled it is so already
+        columns = [piece.view(rows.batch_size, -1) for piece in pieces]
+        is_a_copy = len(columns) == 1 and not plan.bag_packs
+        return columns[0] if is_a_copy else torch.cat(columns, dim=1)
 
 
 def _scales(weights_N: Tensor | None, index: PoolingIndex) -> Tensor | None:
@@ -91,43 +97,47 @@ def _scales(weights_N: Tensor | None, index: PoolingIndex) -> Tensor | None:
 
 
 class _PoolArrivals(Function):
-    """Waits for rows and pools them; backward sends the rows' gradients away."""
+    """Waits for rows and pools them; backward sends the rows' gradients away.
+
+    Bags that came pooled are given as they lie in the rows' memory: who gets them copies them.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, rows: PartRows, *weights_M: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.sink, ctx.pooling_M = rows.sink, rows.pooling_M
-        ctx.rows_M, pooled_M = [], []
+        ctx.rows_M, pieces_M = [], []
         needed_M = ctx.needs_input_grad[2:]
         # a matrix is pooled while the next one may be on its way
         for arrived, weights, pooling, needed in zip(
             rows.arrive(), weights_M, rows.pooling_M, needed_M
         ):
             if isinstance(pooling, PartBags):
-                pooled_M.append(pooling.columns(arrived))
+                pieces_M.append(pooling.columns(arrived))
             else:
-                pooled_M.append(pool_rows(arrived, weights, pooling.index))
+                pieces_M.append([pool_rows(arrived, weights, pooling.index)])
             # only a weight's gradient needs the rows; else nothing should keep them in memory
             ctx.rows_M.append(arrived if needed else None)
-        if not any(needed_M):
-            rows.end()
+        ctx.num_pieces_M = list(map(len, pieces_M))
         ctx.save_for_backward(*weights_M)
-        return tuple(pooled_M)
+        return tuple(piece for pieces in pieces_M for piece in pieces)
 
     @staticmethod
-    def backward(ctx: Any, *grads_M: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weights_M, pooling_M = ctx.saved_tensors, ctx.pooling_M
+        left = iter(grads)
+        grads_M = [[next(left) for _ in range(num)] for num in ctx.num_pieces_M]
         ctx.sink(
             [
-                pooling.gradients(grad)
+                pooling.gradients(of_matrix)
                 if isinstance(pooling, PartBags)
-                else gradient_of_rows(grad, weights, pooling.index)
-                for grad, weights, pooling in zip(grads_M, weights_M, pooling_M)
+                else gradient_of_rows(of_matrix[0], weights, pooling.index)
+                for of_matrix, weights, pooling in zip(grads_M, weights_M, pooling_M)
             ]
         )
         weight_grads_M = [
-            None if rows is None else gradient_of_weights(grad_SD, rows, pooling.index)
-            for grad_SD, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
+            None if rows is None else gradient_of_weights(of_matrix[0], rows, pooling.index)
+            for of_matrix, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
         ]
         return None, None, *weight_grads_M
