@@ -33,7 +33,7 @@ from torchrec_picasso import _torchrec
 
 INHERITED: dict[str, set[str]] = {
     "BaseRwEmbeddingSharding": {
-        *("_device", "_pg", "_rank", "_shard", "enable_embedding_update"),
+        *("_device", "_pg", "_rank", "_shard", "_world_size", "enable_embedding_update"),
         *("_grouped_embedding_configs", "_grouped_embedding_configs_per_rank"),
     },
     "EmbeddingBagCollectionSharder": {
@@ -119,6 +119,7 @@ SIGNATURES: dict[str, str] = {
         "device_type_from_sharding_infos"
     ),
     "BaseRwEmbeddingSharding._shard": "sharding_infos",
+    "BaseTwEmbeddingSharding._shard": "sharding_infos",
     "BaseSparseFeaturesDist.forward": "sparse_features",
     "CacheParams.__init__": (
         "algorithm, load_factor, reserved_memory, precision, prefetch_pipeline, stats, "

@@ -92,7 +92,7 @@ def test_every_lookup_finds_its_row(drawn: tuple[Laid, list[list[int]]]) -> None
         for place, count in enumerate(counts_Q)
         for _ in range(count)
     ]
-    tables = [t for t in space.tables for _ in t.feature_names]
+    tables = [t for t in laid.tables for _ in t.feature_names]
     looked_up = [(t, row) for t, rows in zip(tables, lookups) for row in rows]
     touched = set()
     positions = located.position_U[rows.row_of_lookup_N].tolist()
@@ -101,13 +101,13 @@ def test_every_lookup_finds_its_row(drawn: tuple[Laid, list[list[int]]]) -> None
         target = int(located.target_U[position])
         assert pack == table.pack
         if row in table.hot_rows_H.tolist():
-            base = sum(t.num_embeddings for t in space.tables[: space.tables.index(table)])
+            base = sum(t.num_embeddings for t in laid.tables[: laid.tables.index(table)])
             assert place == 0
             assert int(laid.hot.ids_H[target]) == base + row
             touched.add(target)
         else:
             rank, local_row = _home(table.block_rows_W, row)
-            before = [t for t in space.tables[: space.tables.index(table)] if t.pack == pack]
+            before = [t for t in laid.tables[: laid.tables.index(table)] if t.pack == pack]
             assert place == 1 + rank
             assert target == sum(t.block_rows_W[rank] for t in before) + local_row
     assert len(served) == len({(t.name, row) for t, row in looked_up})

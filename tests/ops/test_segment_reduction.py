@@ -46,7 +46,7 @@ def test_equals_a_matrix_product(data: st.DataObject, weighted: bool, mean: bool
     weights_N = (torch.rand(num_lookups) + 0.5).requires_grad_() if weighted else None
     upstream_SD = torch.randn(len(sizes), 3)
 
-    scaled_N = mean_weights(weights_N, index)
+    scaled_N = mean_weights(weights_N, index.bag_offsets_S1, index.mean_S, index.num_lookups)
     with torch.no_grad():
         pooled_SD = pool_rows(rows_UD, scaled_N, index)
         actual = [gradient_of_rows(upstream_SD, scaled_N, index)]

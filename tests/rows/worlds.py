@@ -16,7 +16,6 @@ from torchrec.distributed.embedding_types import (
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from tests.support.fake_ranks import FakeRanks, fake_ranks
-from tests.support.id_spaces import lay_out_tables
 from torchrec_picasso._torchrec import EmbOptimType
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.rows.group import RowGroup
@@ -78,16 +77,15 @@ def make_world(
 ) -> World:
     """Row groups with SGD, and weights that no two rows share unless they are given."""
     tables = TABLES[size] if tables is None else tables
-    laid = lay_out_tables(tables)
     ranks = fake_ranks(size)
     groups = []
     for rank in ranks:
-        homes_P = HotHomes.of_packs(laid.space, laid.hot, rank.rank)
+        homes_P = HotHomes.of_packs(tables, rank.rank, CPU)
         storages = [
             RowStorage(_config(tables, pack, rank.rank), homes, rank, CPU)
             for pack, homes in enumerate(homes_P)
         ]
-        groups.append(RowGroup(laid.space, laid.hot, laid.plan, storages, rank, CPU))
+        groups.append(RowGroup(tables, storages, rank, CPU))
     for table, whole in zip(tables, weights or _first_weights(tables)):
         _write(table, tables, groups, whole)
     return World(ranks, groups, list(tables))

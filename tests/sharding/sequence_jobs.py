@@ -1,7 +1,7 @@
 """A model that looks up sequences beside bags, trained under any placement of its tables.
 
-A target attends over a history of the same table; a second sequence table and a pooled one stand
-beside. Every placement starts from the same weights and sees the same batches.
+A target attends over a history of the same table; a second sequence table and two collections of
+pooled ones stand beside. Every placement starts from the same weights and sees the same batches.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torchrec import (
     EmbeddingConfig,
     JaggedTensor,
     KeyedJaggedTensor,
+    PoolingType,
 )
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
@@ -56,13 +57,17 @@ MAX_LENGTH = 5
 SEQUENCE_TABLES = {"item": (40, ("history", "target")), "shop": (3, ("shops",))}
 """Rows and features; the history comes before the target, and in the batch after it."""
 POOLED_TABLES = {"user": (17, ("user",)), "tag": (5, ("tags", "more_tags"))}
-FEATURES = ("target", "tags", "history", "user", "shops", "more_tags")
+MEAN_TABLES = {"genre": (11, ("genres",))}
+"""A collection of its own."""
+TABLES_OF = {"ec": SEQUENCE_TABLES, "ebc": POOLED_TABLES, "means": MEAN_TABLES}
+"""By path of the collection."""
+FEATURES = ("target", "tags", "history", "genres", "user", "shops", "more_tags")
 
 Driver = Callable[[DistributedModelParallel, list[Batch]], list[Tensor]]
 """Trains a model on batches; gives the predictions of each."""
 
 Place = str | int
-"""``table_wise``, ``row_wise`` or a number of hot rows."""
+"""``table_wise``, ``row_wise``, a number of hot rows, or ``bags``: hot/cold, its bags travel."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,21 @@ class SequenceModel(nn.Module):
                 for name, (rows, features) in POOLED_TABLES.items()
             ],
         )
-        self.over = nn.Linear(3 * DIM + 3 * 2 * DIM, 1)
+        self.means = EmbeddingBagCollection(
+            device=CPU,
+            is_weighted=job.weighted,
+            tables=[
+                EmbeddingBagConfig(
+                    name=name,
+                    embedding_dim=DIM,
+                    num_embeddings=rows,
+                    feature_names=list(features),
+                    pooling=PoolingType.SUM if job.weighted else PoolingType.MEAN,
+                )
+                for name, (rows, features) in MEAN_TABLES.items()
+            ],
+        )
+        self.over = nn.Linear(3 * DIM + 3 * 2 * DIM + DIM, 1)
         self.need_indices = job.need_indices
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -129,7 +148,7 @@ class SequenceModel(nn.Module):
         attended_BD = (scores_BL.unsqueeze(2) * history_BLD).sum(1)
         shops_BD = _padded(found["shops"]).sum(1)
         keys = [f for _, features in POOLED_TABLES.values() for f in features]
-        bags = [pooled[key] for key in keys]
+        bags = [pooled[key] for key in keys] + [self.means(batch.sparse_features)["genres"]]
         out = self.over(torch.cat([target_BD, attended_BD, shops_BD, *bags], dim=1)).squeeze(1)
         if self.need_indices:  # ids belong to their embeddings, else the loss shows it
             out = out + 0.01 * _padded_ids(found["history"]).sum(1)
@@ -150,9 +169,7 @@ def make_sequence_batch(job: SequenceJob, rank: int, step: int) -> Batch:
     """Histories of 0 to 4 items, skewed to low ids, one target per sample."""
     generator = torch.Generator().manual_seed(100_000 * job.seed + 1000 * step + rank)
     batch_size = job.batch_size(rank)
-    rows_of = {
-        f: rows for rows, fs in (*SEQUENCE_TABLES.values(), *POOLED_TABLES.values()) for f in fs
-    }
+    rows_of = {f: rows for tables in TABLES_OF.values() for rows, fs in tables.values() for f in fs}
     lengths = [
         torch.ones(batch_size, dtype=torch.int64)
         if name == "target"
@@ -180,9 +197,9 @@ def build_sequences(job: SequenceJob, world_size: int) -> DistributedModelParall
     """Shards the job's model, with the weights that the unsharded model starts from."""
     model = SequenceModel(job)
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    tables = {**SEQUENCE_TABLES, **POOLED_TABLES}
+    tables = {**SEQUENCE_TABLES, **POOLED_TABLES, **MEAN_TABLES}
     places = {name: job.placement.get(name, job.placement.get("*")) for name in tables}
-    is_ours = any(isinstance(place, int) for place in places.values())
+    is_ours = any(isinstance(place, int) or place == "bags" for place in places.values())
     registry = None
     if job.wire is not None:
         precision = CommType(job.wire)
@@ -197,10 +214,10 @@ def build_sequences(job: SequenceJob, world_size: int) -> DistributedModelParall
             "ec": HotColdEmbeddingCollectionSharder(qcomm_codecs_registry=registry),
             "ebc": HotColdEmbeddingBagCollectionSharder(qcomm_codecs_registry=registry),
         }
+    sharder_of = {**sharders, "means": sharders["ebc"]}
     plans = {}
-    for path, sharder in sharders.items():
-        module = model.get_submodule(path)
-        own = SEQUENCE_TABLES if path == "ec" else POOLED_TABLES
+    for path, own in TABLES_OF.items():
+        module, sharder = model.get_submodule(path), sharder_of[path]
         apply_optimizer_in_backward(
             OPTIMIZERS[job.optimizer], module.parameters(), dict(job.optimizer_kwargs)
         )
@@ -208,7 +225,7 @@ def build_sequences(job: SequenceJob, world_size: int) -> DistributedModelParall
             module,
             {
                 name: table_wise(rank=i % world_size)
-                if places[name] == "table_wise"
+                if places[name] in ("table_wise", "bags")
                 else row_wise()
                 for i, name in enumerate(own)
             },
@@ -222,6 +239,8 @@ def build_sequences(job: SequenceJob, world_size: int) -> DistributedModelParall
             if isinstance(place, int):
                 hot = sorted(range(rows), key=lambda row: (row % 3, row))[:place]
                 plan[name].cache_params = HotColdParams(hot_rows=hot, wave=job.waves.get(name, 0))
+            elif place == "bags":
+                plan[name].cache_params = HotColdParams(form="bags")
         plans[path] = plan
     sharded = DistributedModelParallel(
         model,
@@ -252,4 +271,4 @@ def train_sequences(
         float(((output - batch.labels) ** 2).sum() / 6)
         for output, batch in zip(outputs, batches, strict=True)
     ]
-    return result_of_module(model, losses, ("ec", "ebc"))
+    return result_of_module(model, losses, tuple(TABLES_OF))

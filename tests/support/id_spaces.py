@@ -18,6 +18,7 @@ __all__ = ["Laid", "lay_out_tables"]
 class Laid:
     """Tables laid out."""
 
+    tables: Sequence[PackedTable]
     space: IdSpace
     hot: HotSlots
     plan: PackPlan
@@ -27,5 +28,5 @@ def lay_out_tables(tables: Sequence[PackedTable]) -> Laid:
     """All three values of the same tables, on the CPU."""
     cpu = torch.device("cpu")
     return Laid(
-        IdSpace.build(tables, cpu), HotSlots.build(tables, cpu), PackPlan.build(tables, cpu)
+        tables, IdSpace.build(tables, cpu), HotSlots.build(tables, cpu), PackPlan.build(tables, cpu)
     )

@@ -86,10 +86,13 @@ class _OutputAwaitable(Awaitable[Tensor]):
             return rows_ND
         if rows.batch_size is None:
             return torch.cat([piece.view(-1) for piece in pieces])
-        # (B * F_m, D_m) -> (B, F_m * D_m); of bags that came pooled it is so already
-        columns = [piece.view(rows.batch_size, -1) for piece in pieces]
-        is_a_copy = len(columns) == 1 and not plan.bag_packs
-        return columns[0] if is_a_copy else torch.cat(columns, dim=1)
+        # (B * F_m, D_m) -> (B, F_m * D_m); bags that came pooled are so already
+        pooled_M, bags = pieces[: plan.num_row_matrices], pieces[plan.num_row_matrices :]
+        columns = [
+            pooled.view(rows.batch_size, num_features * dim)
+            for pooled, num_features, dim in zip(pooled_M, plan.features_M, plan.dim_M)
+        ]
+        return columns[0] if len(pieces) == len(columns) == 1 else torch.cat([*columns, *bags], 1)
 
 
 def _scales(weights_N: Tensor | None, index: PoolingIndex) -> Tensor | None:
