@@ -8,8 +8,10 @@ exponent 0.4 to 1.3, 1 to 8 ids per sample, summed or (one field in three) avera
 over-arch reads them all. Each table does little, so what counts is what a step costs beside its
 rows: operators, collectives, Python.
 
-Sequences: a DIN-like model reads clicks with the history before them, from Alimama's rows or
-generated ones, by an EmbeddingCollection of 64 columns beside pooled profiles of 16:
+Sequences: a DIN-like model reads clicks with the history before them, by an EmbeddingCollection of
+64 columns beside pooled profiles of 16. They come from Alimama's rows, drawn anew for each batch,
+from Globo's clicks in time order, each beside an article that was not clicked, or are generated;
+the columns of --data tell which:
 
     python -m benchmarks.fields --model sequences --data ../shared/data/alimama_10k.parquet \
         --batch-size 4096 -o sequences.json
@@ -123,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     names = ",".join(default.contestants)
     add("--contestants", default=names, help=f"of {', '.join(CONTESTANTS)} (default: {names})")
     add("--model", choices=("fields", "sequences"), default=default.model, help="what is trained")
-    add("--data", metavar="FILE", help="Alimama's rows for sequences (default: generated)")
+    add("--data", metavar="FILE", help="clicks for sequences, Parquet (default: generated)")
     add("--weighted", action="store_true", help="ids carry weights")
     add("--local-costs", action="store_true", help="measure the planner's local costs, too")
     add("--curves", metavar="FILE", help="measured curves to use (default: measure)")

@@ -49,7 +49,11 @@ def make_workload(question: Question) -> Workload:
     """What the question's contestants train."""
     if question.model == "sequences":
         return SequencesWorkload(
-            question.data, question.batch_size, question.seed, question.max_rows
+            question.data,
+            question.batch_size,
+            question.seed,
+            question.max_rows,
+            question.hosts,
         )
     return FieldsWorkload(question)
 

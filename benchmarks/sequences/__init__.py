@@ -1,6 +1,6 @@
 """A DIN-like model: sequences of clicks beside profiles, an EmbeddingCollection beside bags.
 
-``clicks`` where samples come from, ``batches`` how they become batches, ``attention`` one idea of
-the model, ``model`` the whole of it, ``workload`` all of this for contestants. Turns, plans and
-reports are those of :mod:`benchmarks.fields`.
+``alimama`` and ``globo`` are where samples come from, ``clicks`` which of both, ``workload`` how
+they become a model and batches for contestants. Model and clicks are those of
+:mod:`torchrec_picasso.zoo`; turns, plans and reports are those of :mod:`benchmarks.fields`.
 """

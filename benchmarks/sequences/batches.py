@@ -1,51 +1,54 @@
-"""From clicks to batches, each of which depends on (seed, stream, rank, step) alone."""
+"""Which samples are a batch; each batch depends on (seed, stream, rank, step) alone.
+
+Samples without an order are drawn anew, with replacement. Samples in time order are taken as they
+come, from the middle of the file on, where users have histories; the ranks share the samples of a
+step, and after the last sample comes the first. What is held out lies before what is trained on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torchrec.datasets.utils import Batch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.sequences.clicks import HISTORIES, PROFILES, Clicks
+from torchrec_picasso.zoo.history import Ids
 
-__all__ = ["FEATURES", "draw_batch"]
+__all__ = ["HELDOUT", "TRAIN", "Shares"]
 
-FEATURES = (*HISTORIES, *HISTORIES.values(), *PROFILES)
+TRAIN, HELDOUT = 0, 1
+"""Streams of batches."""
 
 
-def draw_batch(clicks: Clicks, batch_size: int, seed: Sequence[int]) -> Batch:
-    """Draws samples anew, with replacement.
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Deals samples out to batches.
 
     Args:
-        clicks: Where they come from.
-        batch_size: Samples.
-        seed: The same one gives the same batch.
+        num_samples: Samples there are.
+        in_time_order: Whether they follow each other as they happened.
+        batch_size: Samples per rank and step.
+        world_size: Ranks that share a step.
+        seed: Draws samples that have no order.
     """
-    rng = np.random.default_rng(seed)
-    chosen_B = rng.integers(len(clicks.clicked), size=batch_size)
-    values, lengths = [], []
-    for name in FEATURES:
-        if name in clicks.ids:
-            values.append(clicks.ids[name][chosen_B])
-            lengths.append(np.ones(batch_size, dtype=np.int32))
-        else:
-            lists = [clicks.history[name][sample] for sample in chosen_B]
-            values.append(np.concatenate(lists) if lists else np.empty(0, dtype=np.int64))
-            lengths.append(np.array([of.size for of in lists], dtype=np.int32))
-    return Batch(
-        dense_features=torch.zeros(batch_size, 1),
-        sparse_features=KeyedJaggedTensor(
-            keys=list(FEATURES),
-            values=torch.from_numpy(np.concatenate(values)),
-            lengths=torch.from_numpy(_joined(lengths)),
-        ),
-        labels=torch.from_numpy(clicks.clicked[chosen_B]),
-    )
 
+    num_samples: int
+    in_time_order: bool
+    batch_size: int
+    world_size: int
+    seed: int
 
-def _joined(lengths: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-    return np.concatenate(lengths)
+    def samples(self, stream: int, rank: int, step: int) -> Ids:
+        """The samples of a batch, shape ``(B,)``.
+
+        Args:
+            stream: :data:`TRAIN` or :data:`HELDOUT`.
+            rank: Whose batch.
+            step: Which.
+        """
+        if not self.in_time_order:
+            rng = np.random.default_rng([self.seed, stream, rank, step])
+            return rng.integers(self.num_samples, size=self.batch_size)
+        turn = step if stream == TRAIN else -1 - step
+        place = turn * self.world_size + rank
+        first = self.num_samples // 2 + place * self.batch_size
+        return np.arange(first, first + self.batch_size) % self.num_samples

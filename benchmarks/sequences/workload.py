@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from torchrec.datasets.utils import Batch
 
 from benchmarks.fields.workload import ModelTable
-from benchmarks.sequences.batches import draw_batch
-from benchmarks.sequences.clicks import HISTORIES, PROFILES, Clicks, generate_clicks, read_clicks
-from benchmarks.sequences.model import PROFILE_DIM, SEQUENCE_DIM, SequencesModel, build_model
+from benchmarks.sequences.alimama import generate_alimama
+from benchmarks.sequences.batches import HELDOUT, TRAIN, Shares
+from benchmarks.sequences.clicks import read_clicks
+from benchmarks.sequences.model import PROFILE_DIM, SEQUENCE_DIM, build_model
+from torchrec_picasso.zoo.clicks import Clicks
+from torchrec_picasso.zoo.din import DINTrain
 
 __all__ = ["SequencesWorkload"]
-
-_TRAIN, _HELDOUT = 0, 1
 
 
 class SequencesWorkload:
@@ -24,54 +26,65 @@ class SequencesWorkload:
         batch_size: Samples per rank and step.
         seed: Draws batches, dense weights and generated rows.
         max_rows: Most rows of a table; larger ids are taken modulo this.
+        world_size: Ranks that share the samples of a step.
     """
 
-    def __init__(self, path: str | None, batch_size: int, seed: int, max_rows: int) -> None:
-        clicks = generate_clicks(seed) if path is None else read_clicks(path)
+    def __init__(
+        self, path: str | None, batch_size: int, seed: int, max_rows: int, world_size: int
+    ) -> None:
+        clicks = generate_alimama(seed) if path is None else read_clicks(path)
         self._clicks: Clicks = clicks.hashed(max_rows)
         self._path = path
-        self._batch_size = batch_size
         self._seed = seed
+        self._shares = Shares(
+            num_samples=len(clicks),
+            in_time_order=clicks.in_time_order,
+            batch_size=batch_size,
+            world_size=world_size,
+            seed=seed,
+        )
 
     @property
     def tables(self) -> Sequence[ModelTable]:
         """All tables, in the model's order."""
         clicks = self._clicks
-        return [
-            *(
-                ModelTable(
-                    name=f"t_{target}",
-                    module="sequences",
-                    num_embeddings=clicks.num_rows(target),
-                    dim=SEQUENCE_DIM,
-                    ids_per_sample=1 + self._mean_length(history),
-                )
-                for target, history in HISTORIES.items()
-            ),
-            *(
-                ModelTable(
-                    name=f"t_{name}",
-                    module="profiles",
-                    num_embeddings=clicks.num_rows(name),
-                    dim=PROFILE_DIM,
-                    ids_per_sample=1,
-                )
-                for name in PROFILES
-            ),
+        sequences = [
+            ModelTable(
+                name=f"t_{target}",
+                module="model.sequences",
+                num_embeddings=clicks.num_rows(target),
+                dim=SEQUENCE_DIM,
+                ids_per_sample=1 + float(np.mean(of.lengths_n)),
+            )
+            for target, of in clicks.histories.items()
         ]
+        profiles = [
+            ModelTable(
+                name=f"t_{name}",
+                module="model.profiles",
+                num_embeddings=clicks.num_rows(name),
+                dim=PROFILE_DIM,
+                ids_per_sample=1,
+            )
+            for name in clicks.profiles
+        ]
+        return [*sequences, *profiles]
 
-    def model(self) -> SequencesModel:
+    def model(self) -> DINTrain:
         """The model before sharding."""
         return build_model(self._clicks, self._seed)
 
     def training(self, rank: int, num_batches: int) -> list[Batch]:
         """One rank's batches."""
-        return [self._batch(_TRAIN, rank, step) for step in range(num_batches)]
+        return [self._batch(TRAIN, rank, step) for step in range(num_batches)]
 
     def heldout(self, world_size: int, num_steps: int) -> Iterator[Batch]:
-        """All ranks' batches that hot rows are chosen from; of the same samples, drawn anew."""
+        """All ranks' batches that hot rows are chosen from.
+
+        Of samples without an order they are drawn anew from the same ones.
+        """
         return (
-            self._batch(_HELDOUT, rank, step)
+            self._batch(HELDOUT, rank, step)
             for step in range(num_steps)
             for rank in range(world_size)
         )
@@ -79,12 +92,10 @@ class SequencesWorkload:
     def in_words(self) -> str:
         """What is trained, for the head of a report."""
         of = "generated clicks" if self._path is None else self._path
-        mean = self._mean_length(HISTORIES["cate_id"])
-        return f"{of}, histories of {mean:.1f} clicks on average"
+        order = " in time order" if self._clicks.in_time_order else ""
+        history = next(iter(self._clicks.histories.values()))
+        mean = float(np.mean(history.lengths_n))
+        return f"{of}{order}, histories of {mean:.1f} clicks on average"
 
     def _batch(self, stream: int, rank: int, step: int) -> Batch:
-        return draw_batch(self._clicks, self._batch_size, [self._seed, stream, rank, step])
-
-    def _mean_length(self, history: str) -> float:
-        lists = self._clicks.history[history]
-        return sum(of.size for of in lists) / len(lists)
+        return self._clicks.batch(self._shares.samples(stream, rank, step))

@@ -1,4 +1,4 @@
-"""The DIN-like model of the benchmark: its samples, its attention, and one whole tiny run."""
+"""Sequences in the benchmark of fields: where samples come from, and whole tiny runs."""
 
 from __future__ import annotations
 
@@ -8,83 +8,188 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from benchmarks.fields.__main__ import main
-from benchmarks.sequences.attention import AttentionUnit
-from benchmarks.sequences.batches import FEATURES, draw_batch
-from benchmarks.sequences.clicks import HISTORIES, PROFILES, generate_clicks, read_clicks
+from benchmarks.sequences import alimama, globo
+from benchmarks.sequences.alimama import generate_alimama
+from benchmarks.sequences.batches import HELDOUT, TRAIN, Shares
+from benchmarks.sequences.clicks import read_clicks
 from torchrec_picasso.errors import InputError
 
-NAMES = ("table_wise", "all_rows")
 TINY = (
     *("--model", "sequences", "--batch-size", "16", "--rate-mbit", "0", "--max-rows", "1000"),
     *("--rounds", "2", "--block-steps", "2", "--heldout-steps", "1"),
-    *("--contestants", ",".join(NAMES)),
 )
 LOSS_TOLERANCE = 1e-4  # float32 sums in another order, over some 11 to 100 steps
+ALIMAMA_TARGETS = ["cate_id", "brand"]
+NUM_CLICKS = 400
+
+
+def globo_frame(num_clicks: int = NUM_CLICKS, num_users: int = 20) -> pd.DataFrame:
+    """Clicks of few users on few articles, in a file that is not sorted by time."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({column: rng.integers(5, size=num_clicks) for column in globo.COLUMNS})
+    frame["ts_ms"] = rng.permutation(num_clicks)
+    frame["user"] = rng.integers(num_users, size=num_clicks)
+    frame["article"] = rng.zipf(1.5, num_clicks) % 50
+    return frame
+
+
+@pytest.fixture(scope="module")
+def globo_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("globo") / "clicks.parquet"
+    globo_frame().to_parquet(path)
+    return path
+
+
+# -- Alimama's rows ------------------------------------------------------------------------------
 
 
 def test_generated_clicks_have_the_shape_of_real_ones() -> None:
-    clicks = generate_clicks()
-    lengths = np.array([of.size for of in clicks.history["tag_brand_list"]])
+    clicks = generate_alimama()
+    lengths = clicks.histories["brand"].lengths_n
     assert lengths.max() <= 50
     assert 0.4 < (lengths == 0).mean() < 0.45
     assert 12 < lengths.mean() < 20
-    categories = [of.size for of in clicks.history["tag_category_list"]]
-    assert categories == lengths.tolist()
-    for column in (*HISTORIES, *PROFILES):
-        assert clicks.ids[column].min() >= 1
-        assert clicks.ids[column].max() < clicks.num_rows(column)
-
-
-def test_a_batch_is_the_same_again_and_inside_its_tables() -> None:
-    clicks = generate_clicks()
-    batch, again = (draw_batch(clicks, 20, [3, 1]).sparse_features for _ in range(2))
-    assert batch.keys() == list(FEATURES)
-    torch.testing.assert_close(batch.values(), again.values(), rtol=0, atol=0)
-    for target, history in HISTORIES.items():
-        assert batch[target].lengths().tolist() == [1] * 20
-        assert int(batch[history].values().max()) < clicks.num_rows(target)
-
-
-def test_a_missing_column_is_named(tmp_path: Path) -> None:
-    pd.DataFrame({"clk": [1], "user_id": [3]}).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(InputError, match="no column 'adgroup_id'"):
-        read_clicks(tmp_path / "a.parquet")
+    assert clicks.histories["cate_id"].lengths_n.tolist() == lengths.tolist()
+    for column, ids in {**clicks.targets, **clicks.profiles}.items():
+        assert ids.min() >= 1
+        assert ids.max() < clicks.num_rows(column)
 
 
 def test_missing_ids_are_row_0(tmp_path: Path) -> None:
-    row = {column: [None, 7] for column in (*PROFILES, *HISTORIES)}
-    lists = {column: [[], [2, 2]] for column in HISTORIES.values()}
-    pd.DataFrame({"clk": [0, 1], **row, **lists}).to_parquet(tmp_path / "a.parquet")
+    row: dict[str, list] = {column: [None, 7] for column in alimama.COLUMNS}
+    row |= {"clk": [0, 1], "tag_category_list": [[], [2, 2]], "tag_brand_list": [[], [2, 2]]}
+    pd.DataFrame(row).to_parquet(tmp_path / "a.parquet")
     clicks = read_clicks(tmp_path / "a.parquet")
-    assert clicks.ids["brand"].tolist() == [0, 8]
-    assert [of.tolist() for of in clicks.history["tag_brand_list"]] == [[], [3, 3]]
+    assert list(clicks.targets) == ALIMAMA_TARGETS
+    assert clicks.targets["brand"].tolist() == [0, 8]
+    assert [of.tolist() for of in clicks.histories["brand"]] == [[], [3, 3]]
 
 
-def test_attention_is_that_of_a_loop_over_samples() -> None:
-    torch.manual_seed(0)
-    unit = AttentionUnit(dim=4, hidden=3)
-    lengths = torch.tensor([2, 0, 3])
-    rows, target = torch.randn(5, 4), torch.randn(3, 4)
-    found = unit(target, JaggedTensor(values=rows, lengths=lengths))
-    for sample, clicks in enumerate(rows.split(lengths.tolist())):
-        expected = torch.zeros(4)
-        for click in clicks:
-            both = torch.cat([click, target[sample], click * target[sample]])
-            expected = expected + unit.weigh(both) * click
-        torch.testing.assert_close(found[sample], expected)
+# -- Globo's clicks ------------------------------------------------------------------------------
 
 
-def test_both_contestants_train_the_same_model(tmp_path: Path) -> None:
-    assert main([*TINY, "-o", str(tmp_path / "out.json")]) == 0
-    found = json.loads((tmp_path / "out.json").read_text())["contestants"]
-    stock, ours = (found[name] for name in NAMES)
+def test_globos_clicks_are_those_of_a_loop_in_time_order(globo_file: Path) -> None:
+    clicks = read_clicks(globo_file)
+    assert clicks.in_time_order
+    history = list(clicks.histories["article"])
+    of_user: dict[int, list[int]] = {}
+    sample = 0
+    for num_seen, click in enumerate(globo_frame().sort_values("ts_ms").itertuples()):
+        seen = of_user.setdefault(click.user, [])
+        if num_seen:  # the first click has none before it that was not clicked
+            assert clicks.clicked[sample] == 1
+            assert clicks.targets["article"][sample] == click.article + 1
+            assert clicks.profiles["user"][sample] == click.user + 1
+            assert history[sample].tolist() == seen[-50:]
+            sample += 1
+            if sample < len(clicks) and clicks.clicked[sample] == 0:
+                assert clicks.profiles["user"][sample] == click.user + 1
+                assert history[sample].tolist() == seen[-50:]
+                assert clicks.targets["article"][sample] != click.article + 1
+                sample += 1
+        seen.append(click.article + 1)
+    assert sample == len(clicks) > 1.5 * NUM_CLICKS
+
+
+def test_what_was_not_clicked_was_clicked_before(tmp_path: Path) -> None:
+    frame = globo_frame().sort_values("ts_ms")
+    frame["article"] = np.arange(NUM_CLICKS)  # each clicked once
+    frame.to_parquet(tmp_path / "a.parquet")
+    clicks = read_clicks(tmp_path / "a.parquet")
+    targets, clicked = clicks.targets["article"], clicks.clicked == 1
+    assert len(clicks) == 2 * (NUM_CLICKS - 1)
+    assert (targets[~clicked] < targets[clicked]).all()
+    assert len(set(targets[~clicked])) > NUM_CLICKS / 3
+
+
+def test_long_histories_keep_the_latest_clicks(tmp_path: Path) -> None:
+    globo_frame(200, num_users=1).to_parquet(tmp_path / "a.parquet")
+    history = read_clicks(tmp_path / "a.parquet").histories["article"]
+    assert history.lengths_n.max() == 50
+    articles = globo_frame(200, 1).sort_values("ts_ms")["article"].to_numpy() + 1
+    assert history[len(history) - 1].tolist() == articles[149:199].tolist()
+
+
+# -- files that are neither ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"clk": [1], "user_id": [3]}, "looks like Alimama's rows, but has no column 'user_id'"),
+        ({"ts_ms": [1], "article": [3]}, "looks like Globo's clicks, but has no column 'user'"),
+        ({"a": [1], "b": [1]}, "neither of .* there is a column, got a, b; expected Alimama's"),
+    ],
+)
+def test_a_missing_column_is_named(
+    tmp_path: Path, columns: dict[str, list[int]], says: str
+) -> None:
+    if "clk" in columns:
+        columns = {name: [1] for name in alimama.COLUMNS if name != "user_id"}
+    pd.DataFrame(columns).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=says):
+        read_clicks(tmp_path / "a.parquet")
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("clk,buy\n")
+    for name in ("a.parquet", "missing.parquet"):
+        with pytest.raises(InputError, match=f"{name}: no Parquet file that can be read"):
+            read_clicks(tmp_path / name)
+
+
+def test_one_click_is_not_enough(tmp_path: Path) -> None:
+    globo_frame(1).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"at least 2 clicks, .* got 1; give a longer file"):
+        read_clicks(tmp_path / "a.parquet")
+
+
+# -- batches -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_time_order", [False, True])
+def test_the_same_batch_again(in_time_order: bool) -> None:
+    shares = Shares(
+        num_samples=100, in_time_order=in_time_order, batch_size=8, world_size=2, seed=1
+    )
+    places = [(stream, rank, step) for stream in (0, 1) for rank in (0, 1) for step in (0, 1)]
+    drawn = {place: shares.samples(*place).tolist() for place in places}
+    assert len(set(map(tuple, drawn.values()))) == len(places)
+    assert all(shares.samples(*place).tolist() == samples for place, samples in drawn.items())
+    assert all(0 <= sample < 100 for samples in drawn.values() for sample in samples)
+
+
+def test_samples_in_time_order_are_taken_once_and_held_out_before() -> None:
+    shares = Shares(num_samples=100, in_time_order=True, batch_size=8, world_size=2, seed=0)
+    taken = [
+        shares.samples(stream, rank, step).tolist()
+        for stream, step in ((HELDOUT, 1), (HELDOUT, 0), (TRAIN, 0), (TRAIN, 1))
+        for rank in (0, 1)
+    ]
+    assert [sample for batch in taken for sample in batch] == list(range(18, 82))
+    assert shares.samples(TRAIN, 0, 3).tolist() == [98, 99, *range(6)]  # from the first again
+
+
+# -- whole runs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "ours"), [("generated", "all_rows"), ("globo", "all_rows_plain")])
+def test_both_contestants_train_the_same_model(
+    tmp_path: Path, globo_file: Path, kind: str, ours: str
+) -> None:
+    data = [] if kind == "generated" else ["--data", str(globo_file)]
+    names = ("table_wise", ours)
+    out = tmp_path / "out.json"
+    assert main([*TINY, *data, "--contestants", ",".join(names), "-o", str(out)]) == 0
+    written = json.loads(out.read_text())
+    assert ("in time order" in written["trained"]) == (kind == "globo")
+    stock, mine = (written["contestants"][name] for name in names)
     assert len(set(stock["losses"])) == len(stock["losses"])  # it did train
-    assert ours["losses"][: len(stock["losses"])] == pytest.approx(
+    assert mine["losses"][: len(stock["losses"])] == pytest.approx(
         stock["losses"], rel=LOSS_TOLERANCE
     )
-    assert ours["tables"] == {"hot_cold": len(HISTORIES) + len(PROFILES)}
-    assert ours["metered_bytes_per_step"] < stock["metered_bytes_per_step"]
+    num_tables = {"generated": 2 + 13, "globo": 1 + 7}[kind]
+    assert mine["tables"] == {"hot_cold": num_tables}
+    assert mine["metered_bytes_per_step"] < stock["metered_bytes_per_step"]

@@ -1,8 +1,9 @@
 """A local activation unit over jagged histories: each click weighs by what it has of the target.
 
-Weights are not normalised, so that the strength of an interest stays.
+Weights are not normalised, so that the strength of an interest stays. Nothing is padded: the work
+is that of the clicks there are.
 
-Source: Zhou et al., Deep Interest Network, KDD 2018, section 4.3.
+Source: Zhou et al., Deep Interest Network (arXiv 1706.06978), section 4.3.
 """
 
 from __future__ import annotations
@@ -27,10 +28,20 @@ class AttentionUnit(nn.Module):
         self.weigh = nn.Sequential(nn.Linear(3 * dim, hidden), nn.Tanh(), nn.Linear(hidden, 1))
 
     def forward(self, target_BD: Tensor, history: JaggedTensor) -> Tensor:
-        """Gives the weighted sums ``(B, D)``; zero for an empty history."""
+        """Gives the weighted sums, zero for an empty history.
+
+        Args:
+            target_BD: What may be clicked next, shape ``(B, D)``.
+            history: Embeddings of the clicks before, ``(N, D)`` in B lists.
+
+        Returns:
+            Shape ``(B, D)``.
+        """
         rows_ND, lengths_B = history.values(), history.lengths()
         sample_N = torch.repeat_interleave(
-            torch.arange(lengths_B.numel()), lengths_B, output_size=rows_ND.size(0)
+            torch.arange(lengths_B.numel(), device=lengths_B.device),
+            lengths_B,
+            output_size=rows_ND.size(0),
         )
         target_ND = target_BD.index_select(0, sample_N)
         both = torch.cat([rows_ND, target_ND, rows_ND * target_ND], dim=1)
