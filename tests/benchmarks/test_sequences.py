@@ -14,6 +14,7 @@ from benchmarks.sequences import alimama, globo
 from benchmarks.sequences.alimama import generate_alimama
 from benchmarks.sequences.batches import HELDOUT, TRAIN, Shares
 from benchmarks.sequences.clicks import read_clicks
+from torchrec_picasso import CommCurves
 from torchrec_picasso.errors import InputError
 
 TINY = (
@@ -142,7 +143,7 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
 
 def test_one_click_is_not_enough(tmp_path: Path) -> None:
     globo_frame(1).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"at least 2 clicks, .* got 1; give a longer file"):
+    with pytest.raises(InputError, match=r"at least 2 clicks, .* got 1; give a longer log"):
         read_clicks(tmp_path / "a.parquet")
 
 
@@ -181,8 +182,10 @@ def test_both_contestants_train_the_same_model(
 ) -> None:
     data = [] if kind == "generated" else ["--data", str(globo_file)]
     names = ("table_wise", ours)
-    out = tmp_path / "out.json"
-    assert main([*TINY, *data, "--contestants", ",".join(names), "-o", str(out)]) == 0
+    out, curves = tmp_path / "out.json", tmp_path / "curves.json"
+    CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2).to_json(curves)  # saves measuring
+    options = [*data, "--curves", str(curves), "--contestants", ",".join(names), "-o", str(out)]
+    assert main([*TINY, *options]) == 0
     written = json.loads(out.read_text())
     assert ("in time order" in written["trained"]) == (kind == "globo")
     stock, mine = (written["contestants"][name] for name in names)

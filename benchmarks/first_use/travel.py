@@ -1,0 +1,156 @@
+"""What travels in a step, from the package's own requests of its batches; nothing is sent.
+
+Counted is what all ranks send: an id of each cold row that is at home elsewhere, its row back, its
+gradient, and headers; and the sum of hot rows' gradients, once a step however it is cut. A request
+is exactly what a rank would ask for, so micro-batches with their own unique rows are requests of
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_picasso.batches.split import split_batch
+from torchrec_picasso.ops.hot_slots import HotSlots
+from torchrec_picasso.ops.ids import IdSpace, PackedTable
+from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.rows.batch_ids import BatchIds
+from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.zoo.clicks import Clicks, history_of
+
+__all__ = ["Tables", "Travel"]
+
+_FLOAT_BYTES = 4
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Travel:
+    """What all ranks together send in a step.
+
+    Args:
+        rows: Cold rows that travel; each also has an id and a gradient that does.
+        hot_rows: Rows whose gradients are summed over ranks.
+        sent_bytes: Of everything.
+    """
+
+    rows: int
+    hot_rows: int
+    sent_bytes: int
+
+
+class Tables:
+    """The tables of a stream, cut into homes as TorchRec's row-wise plan cuts them.
+
+    Args:
+        samples: Tell features and rows.
+        dim: Columns of every table.
+        world_size: Ranks.
+    """
+
+    def __init__(self, samples: Clicks, dim: int, world_size: int) -> None:
+        self._dim, self._world_size = dim, world_size
+        self._rows_of = {
+            **{(name,): samples.num_rows(name) for name in samples.profiles},
+            **{(name, history_of(name)): samples.num_rows(name) for name in samples.targets},
+        }
+        self._hot_ids = torch.empty(0, dtype=torch.int64)
+        self._group = self._make_group()
+
+    @property
+    def num_hot_rows(self) -> int:
+        """Rows with a replica on every rank."""
+        return self._group.hot.num_rows
+
+    def most_looked_up(self, batches: Sequence[Batch], num_rows: int) -> Tensor:
+        """The rows that some batches look up most, over all tables: packed ids, ascending."""
+        counts = torch.zeros(self._group.space.num_rows, dtype=torch.int64)
+        for rows in (self._read(batch).rows for batch in batches):
+            counts.index_add_(0, rows.ids_U.long(), rows.lookups_U)
+        most = counts.topk(min(num_rows, int((counts > 0).sum()))).indices
+        return most.sort().values
+
+    def replicate(self, ids_H: Tensor) -> None:
+        """Makes these rows hot and no others; packed ids, ascending."""
+        self._hot_ids = ids_H
+        self._group = self._make_group()
+
+    def lookups(self, batches: Sequence[Batch]) -> int:
+        """Ids that batches hold, repeats and all."""
+        return sum(batch.sparse_features.values().numel() for batch in batches)
+
+    def first_use(self, batches: Sequence[Batch], sizes_K: Sequence[int]) -> Travel:
+        """Every row once, in the chunk of the first micro-batch that uses it.
+
+        Args:
+            batches: Of each rank.
+            sizes_K: Samples of each micro-batch.
+        """
+        return self._travel([[self._read(batch, sizes_K)] for batch in batches])
+
+    def per_micro_batch(self, batches: Sequence[Batch], sizes_K: Sequence[int]) -> Travel:
+        """The unique rows of each micro-batch, with it. Arguments as for :meth:`first_use`."""
+        return self._travel(
+            [[self._read(part) for part in split_batch(batch, sizes_K)] for batch in batches]
+        )
+
+    def _travel(self, requests_W: Sequence[Sequence[BatchIds]]) -> Travel:
+        rows = header_bytes = 0
+        touched_H = torch.zeros(self.num_hot_rows, dtype=torch.bool)
+        for rank, requests in enumerate(requests_W):
+            for request in requests:
+                (counts_Q,) = request.located.counts_PQ  # hot, then cold by chunk and home
+                cold_KW = counts_Q[1:].view(-1, self._world_size)
+                rows += int(cold_KW.sum() - cold_KW[:, rank].sum())
+                sent_WX = request.words.to_send(self._world_size)
+                header_bytes += _num_bytes(sent_WX) - _num_bytes(sent_WX[rank])
+                touched_H |= request.located.touched_H
+        id_bytes = self._group.space.home_row_dtype.itemsize
+        row_bytes = _FLOAT_BYTES * self._dim
+        hot_rows = int(touched_H.sum())
+        summed_bytes = 2 * (self._world_size - 1) * hot_rows * row_bytes  # by a ring
+        return Travel(
+            rows=rows,
+            hot_rows=hot_rows,
+            sent_bytes=rows * (id_bytes + 2 * row_bytes) + header_bytes + summed_bytes,
+        )
+
+    def _read(self, batch: Batch, sizes_K: Sequence[int] | None = None) -> BatchIds:
+        features: KeyedJaggedTensor = batch.sparse_features
+        keys = features.keys()
+        order = [keys.index(name) for names in self._rows_of for name in names]
+        return BatchIds.read([features.permute(order)], self._group, sizes_K)
+
+    def _make_group(self) -> RowGroup:
+        tables, base = [], 0
+        for names, num_rows in self._rows_of.items():
+            block = -(-num_rows // self._world_size)
+            starts = [min(rank * block, num_rows) for rank in range(self._world_size + 1)]
+            hot = self._hot_ids[(self._hot_ids >= base) & (self._hot_ids < base + num_rows)]
+            tables.append(
+                PackedTable(
+                    name=names[0],
+                    pack=0,
+                    dim=self._dim,
+                    block_rows_W=tuple(end - start for start, end in pairwise(starts)),
+                    hot_rows_H=hot - base,
+                    feature_names=names,
+                )
+            )
+            base += num_rows
+        nobody: Any = None  # requests are made, and not sent
+        plan = PackPlan.build(tables, _CPU)
+        space, hot_slots = IdSpace.build(tables, _CPU), HotSlots.build(tables, _CPU)
+        return RowGroup(space, hot_slots, plan, [], nobody, _CPU)
+
+
+def _num_bytes(values: Tensor) -> int:
+    return values.numel() * values.element_size()
