@@ -43,6 +43,15 @@ assert [timeline.rank for timeline in timelines] == [0, 1]
 ops = spans.query("kind == 'compute' and rank == 0")["op"]
 assert list(ops) == list(training_schedule(Setting(4, lookahead=True)).to_frame()["op"])
 """,
+    "04_sequence.ipynb": """
+assert len(losses) == STEPS
+assert difference.max() < 1e-4  # float32 sums in another order
+assert losses["stock"].tail(5).mean() < 0.95 * losses["stock"].head(5).mean()  # it learns
+assert set(explained["placement"]) == {"hot_cold"}
+assert exchange.loc["stock"].iloc[0] > 5 * exchange.loc["ours"].iloc[0]
+assert "interleaved in one exchange" in trained["ours"].summary
+assert (share[TARGETS].diff().dropna() < 0).all().all()  # larger batches repeat more
+""",
 }
 """Run behind the last cell, where a notebook's own numbers are to be right."""
 
@@ -53,6 +62,7 @@ def test_there_are_notebooks() -> None:
         "01_skew.ipynb",
         "02_plan.ipynb",
         "03_interleaving.ipynb",
+        "04_sequence.ipynb",
     ]
 
 
