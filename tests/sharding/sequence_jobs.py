@@ -84,6 +84,8 @@ class SequenceJob:
     """Whether the batch has per-sample weights, which sequences ignore."""
     waves: Mapping[str, int] = field(default_factory=dict)
     wire: str | None = None
+    features: tuple[str, ...] = FEATURES
+    """The order in which a batch has them."""
     seed: int = 0
 
     def batch_size(self, rank: int) -> int:
@@ -174,17 +176,17 @@ def make_sequence_batch(job: SequenceJob, rank: int, step: int) -> Batch:
         torch.ones(batch_size, dtype=torch.int64)
         if name == "target"
         else torch.randint(0, MAX_LENGTH, (batch_size,), generator=generator)
-        for name in FEATURES
+        for name in job.features
     ]
     values = [
         (torch.rand(int(length.sum()), generator=generator) ** 3 * rows_of[name]).long()
-        for name, length in zip(FEATURES, lengths)
+        for name, length in zip(job.features, lengths)
     ]
     num_lookups = sum(v.numel() for v in values)
     return Batch(
         dense_features=torch.zeros(batch_size, 1),
         sparse_features=KeyedJaggedTensor(
-            keys=list(FEATURES),
+            keys=list(job.features),
             values=torch.cat(values),
             lengths=torch.cat(lengths),
             weights=torch.rand(num_lookups, generator=generator) if job.weighted else None,

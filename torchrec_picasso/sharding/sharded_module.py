@@ -118,7 +118,13 @@ class HotColdModule(ABC):
             self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False
         with torch.no_grad():
-            return self.in_table_order(features)
+            ordered = self.in_table_order(features)
+        num_features = sum(len(of.feature_names()) for of in self.table_shardings())
+        if len(ordered.keys()) == num_features:
+            return ordered
+        # those that it does not look up come last, where TorchRec found nothing to reorder
+        (own,) = ordered.split([num_features])
+        return own
 
 
 def twin_of(module: nn.Module) -> Any:
