@@ -97,7 +97,9 @@ def test_a_rank_without_data_hears_of_it_too() -> None:
     assert "rank 1 holds 1 ids outside their tables" in told_0
 
 
-def _plan(generator: Any, compute_kernel: str = "fused") -> EmbeddingModuleShardingPlan:
+def _plan(
+    generator: Any, compute_kernel: str = "fused", **params: Any
+) -> EmbeddingModuleShardingPlan:
     """A plan of one marked table ``t``."""
     plan = construct_module_sharding_plan(
         _collection(8),
@@ -107,7 +109,7 @@ def _plan(generator: Any, compute_kernel: str = "fused") -> EmbeddingModuleShard
         world_size=1,
         device_type="cpu",
     )
-    plan["t"].cache_params = HotColdParams(hot_rows=[0])
+    plan["t"].cache_params = HotColdParams(**(params or {"hot_rows": [0]}))
     plan["t"].compute_kernel = compute_kernel
     return plan
 
@@ -133,6 +135,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     told = {}
     for name, shard in {
         "table-wise": _shard(_plan(table_wise(rank=0))),
+        "bags row-wise": _shard(_plan(row_wise(), form="bags")),
         "kernel": _shard(_plan(row_wise(), "fused_uvm_caching")),
         "dim": _shard(_plan(row_wise()), dim=6),
         "wire": _shard(_plan(row_wise()), wire=CommType.INT8),
@@ -146,8 +149,10 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
 def test_refused_placements() -> None:
     (told,) = run_ranks(_refusals, 1, timeout_s=60)
     assert told == {
-        "table-wise": "PlanError: table 't' carries HotColdParams but is placed 'table_wise'; "
-        "hot/cold tables are placed 'row_wise'",
+        "table-wise": "PlanError: table 't' carries HotColdParams(form='rows') but is placed "
+        "'table_wise'; hot/cold tables of this form are placed 'row_wise'",
+        "bags row-wise": "PlanError: table 't' carries HotColdParams(form='bags') but is placed "
+        "'row_wise'; hot/cold tables of this form are placed 'table_wise'",
         "kernel": "CompatError: hot/cold table 't' has compute kernel 'fused_uvm_caching'; use "
         "one of 'fused', 'fused_uvm'",
         "dim": "CompatError: hot/cold table 't' has embedding_dim 6; FBGEMM needs a multiple of 4",

@@ -44,6 +44,9 @@ PLACED = {
     **JOBS,
     "lopsided": dataclasses.replace(OURS, lopsided=True),
     "two_tables": dataclasses.replace(OURS, two_tables=True),
+    "table_wise": dataclasses.replace(STOCK, placement={"*": "table_wise"}),
+    "bags": dataclasses.replace(OURS, placement={"*": "bags"}),
+    "rows_and_bags": dataclasses.replace(OURS, placement={"*": "bags", "a": 4}),
 }
 
 
@@ -74,10 +77,11 @@ def _describe_states(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[s
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_keys_types_and_shapes_are_stock_row_wise(world_size: int) -> None:
+def test_keys_types_and_shapes_are_those_of_the_stock_placement(world_size: int) -> None:
     for rank in run_ranks(_describe_states, world_size, PLACED, timeout_s=100):
         for name in ("ours", "other_hot", "two_tables"):
             assert rank[name] == rank["stock"]
+        assert rank["bags"] == rank["table_wise"]
 
 
 def _state(model: Any) -> dict[str, Any]:
@@ -115,6 +119,10 @@ def _cut_in_two(
         ("two_tables", "stock"),
         ("stock", "two_tables"),
         ("two_tables", "other_hot"),
+        ("bags", "stock"),
+        ("table_wise", "bags"),
+        ("ours", "rows_and_bags"),
+        ("rows_and_bags", "other_hot"),
     ],
 )
 @pytest.mark.parametrize("load_strictly", [True, False])

@@ -42,18 +42,21 @@ def _bad_batch(rank: int, world_size: int, job: Job, values: dict[str, float]) -
     return str(caught.value)
 
 
-@pytest.mark.parametrize("bad_id", [60, -1, 2**40])
-def test_id_outside_its_table(bad_id: int) -> None:
+@pytest.mark.parametrize(
+    ("bad_id", "place"), [(60, 2), (-1, 2), (2**40, 2), (60, "bags"), (-1, "bags")]
+)
+def test_id_outside_its_table(bad_id: int, place: int | str) -> None:
     start_s = time.monotonic()
-    told_0, told_1 = run_ranks(_bad_batch, 2, JOB, {"id": bad_id}, timeout_s=60)
+    job = dataclasses.replace(JOB, placement={"*": 2, "a": place})
+    told_0, told_1 = run_ranks(_bad_batch, 2, job, {"id": bad_id}, timeout_s=60)
     assert f"feature 'f0' looks up row {bad_id} of table 'a', whose rows are 0..59" in told_1
     assert "rank 1 holds 1 ids outside their tables" in told_0
     assert time.monotonic() - start_s < 50
 
 
-@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
-def test_weight_that_is_not_finite(weight: float) -> None:
-    job = dataclasses.replace(JOB, weighted=True)
+@pytest.mark.parametrize(("weight", "place"), [(float("nan"), 2), (float("inf"), "bags")])
+def test_weight_that_is_not_finite(weight: float, place: int | str) -> None:
+    job = dataclasses.replace(JOB, placement={"*": place}, weighted=True)
     told_0, told_1 = run_ranks(_bad_batch, 2, job, {"weight": weight}, timeout_s=60)
     assert f"feature 'f0' of table 'a' has per-sample weight {weight}" in told_1
     assert "rank 1 holds 1 per-sample weights that are not finite" in told_0

@@ -94,6 +94,10 @@ def _comparisons() -> dict[str, Comparison]:
         weighted = dataclasses.replace(base, tables=ONE_DIM, weighted=True, seed=1)
         found[f"{optimizer}/table_wise"] = Comparison(base, "table_wise")
         found[f"{optimizer}/weighted/row_wise"] = Comparison(weighted, "row_wise")
+        bags = {"*": "bags"} if optimizer == "sgd" else {"*": "bags", "a": 2, "two_rows": 0}
+        found[f"{optimizer}/bags/table_wise"] = Comparison(
+            dataclasses.replace(base, placement=bags, batch_sizes=(6, 3, 0)), "table_wise"
+        )
     _change(found, "adagrad/table_wise", batch_sizes=(6, 3, 0))
     _change(found, "adagrad/weighted/row_wise", placement={"*": 0})
     return found
@@ -141,7 +145,7 @@ def _run(rank: int, world_size: int) -> dict[Any, Any]:
         results[name, "stock"] = _stock(comparison, rank, world_size)
         for setting in SETTINGS:
             results[name, setting], summary = _ours(comparison.job, rank, world_size, *setting)
-            assert summary.startswith("ebc: interleaved"), summary
+            assert summary.startswith("ebc: interleaved\n"), summary
     return results
 
 
