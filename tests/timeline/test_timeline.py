@@ -18,7 +18,7 @@ from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.waiting import WAIT_RANGE, named_range
 from torchrec_picasso.launch.run_ranks import run_ranks
-from torchrec_picasso.schedule.ranges import op_range, step_range
+from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 from torchrec_picasso.schedule.schedule import COLLECTIVES, Op, Setting, training_schedule
 from torchrec_picasso.timeline.picture import draw_timeline
 from torchrec_picasso.timeline.timeline import (

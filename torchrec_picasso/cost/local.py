@@ -32,6 +32,7 @@ _TERMS = (
     "lookup_element_ns",
     "row_element_ns",
     "paged_element_ns",
+    "update_ns",
 )
 
 # glibc keeps up to this much freed memory for the next step; what a step needs beyond it is mapped
@@ -47,10 +48,12 @@ class LocalWork:
     Args:
         features: Features of the module.
         lookups: Lookups of the rank's batch.
-        rows: Rows that are fetched, reduced or updated one by one.
+        rows: Rows that are fetched, or whose gradients are summed, one by one.
         lookup_elements: Elements of the lookups' pooled rows: lookups x dim.
         row_elements: Elements of those rows: rows x dim.
         buffer_elements: Elements of the large buffers that a phase makes.
+        updated: Rows that the optimizer updates on this rank: distinct ones over all ranks'
+            lookups, each once, at its home or in a replica.
     """
 
     features: float = 0.0
@@ -59,6 +62,7 @@ class LocalWork:
     lookup_elements: float = 0.0
     row_elements: float = 0.0
     buffer_elements: float = 0.0
+    updated: float = 0.0
 
     def terms(self) -> tuple[float, ...]:
         """The factors of the coefficients of :class:`PhaseCost`, in milliseconds."""
@@ -70,6 +74,7 @@ class LocalWork:
             self.lookup_elements * 1e-6,
             self.row_elements * 1e-6,
             max(0.0, self.buffer_elements - _KEPT_BYTES / _ELEMENT_BYTES) * 1e-6,
+            self.updated * 1e-6,
         )
 
 
@@ -85,6 +90,7 @@ class PhaseCost:
         lookup_element_ns: Per element of a looked-up row.
         row_element_ns: Per element of a row.
         paged_element_ns: Per element of the buffers beyond the memory that is kept, on top.
+        update_ns: Per updated row, whatever its dim.
         median_error: Median relative error of the fit.
         worst_error: Largest relative error of the fit.
     """
@@ -96,12 +102,25 @@ class PhaseCost:
     lookup_element_ns: float = 0.0
     row_element_ns: float = 0.0
     paged_element_ns: float = 0.0
+    update_ns: float = 0.0
     median_error: float = 0.0
     worst_error: float = 0.0
 
     def ms(self, work: LocalWork) -> float:
         """Milliseconds of the phase for some work."""
         return sum(getattr(self, term) * x for term, x in zip(_TERMS, work.terms()))
+
+    def split_ms(self, work: LocalWork) -> tuple[float, float, float]:
+        """The same in three: what every call takes, what lookups take, what rows take.
+
+        Memory that a step has to map afresh counts as the lookups': their buffers are the ones that
+        micro-batches make smaller.
+        """
+        by_term = dict(zip(_TERMS, work.terms()))
+        each = {term: getattr(self, term) * x for term, x in by_term.items()}
+        call = each["fixed_ms"] + each["feature_us"]
+        lookups = each["lookup_ns"] + each["lookup_element_ns"] + each["paged_element_ns"]
+        return call, lookups, each["row_ns"] + each["row_element_ns"] + each["update_ns"]
 
     @staticmethod
     def fit(works: Sequence[LocalWork], ms: Sequence[float]) -> PhaseCost:
@@ -139,34 +158,31 @@ class SideCosts:
     backward: PhaseCost = field(default_factory=PhaseCost)
 
 
-# Calibrated with 2 ranks on 2 cores of an Intel Xeon at 2.5 GHz: FP32, row-wise Adagrad, torch 2.13
-# fbgemm-gpu-cpu 1.8. Only a start: calibrate where you train.
+# Calibrated with 2 ranks on 2 cores of an Intel Xeon: FP32, row-wise Adagrad, torch 2.13,
+# fbgemm-gpu-cpu 1.8. Only a start: calibrate where you train. The update of a row takes 0.7 to 1.0
+# us whatever its dim: FBGEMM's kernel of row-wise Adagrad for CPUs mixes SSE and AVX instructions.
 _ASSUMED_HOT_COLD = SideCosts(
-    input_dist=PhaseCost(fixed_ms=2.2, feature_us=23, lookup_ns=117, row_ns=141),
+    input_dist=PhaseCost(fixed_ms=2.9, feature_us=18, lookup_ns=115, row_ns=60),
     forward=PhaseCost(
-        fixed_ms=0.7,
-        lookup_ns=50,
-        row_ns=36,
-        lookup_element_ns=0.7,
-        row_element_ns=1.4,
-        paged_element_ns=2.4,
+        fixed_ms=0.9, lookup_ns=1, row_ns=46, lookup_element_ns=1.0, row_element_ns=2.0
     ),
     backward=PhaseCost(
-        fixed_ms=1.2, lookup_ns=16, row_ns=172, row_element_ns=7.3, paged_element_ns=3.4
+        fixed_ms=1.6, lookup_ns=16, lookup_element_ns=0.5, row_element_ns=3.7, update_ns=900
     ),
 )
 _ASSUMED_STOCK = SideCosts(
-    input_dist=PhaseCost(fixed_ms=1.6, feature_us=2.5, lookup_ns=21),
+    input_dist=PhaseCost(fixed_ms=1.6, feature_us=5.5, lookup_ns=17),
     forward=PhaseCost(
-        fixed_ms=1.2, feature_us=8, lookup_ns=17, lookup_element_ns=3.9, paged_element_ns=2.9
+        fixed_ms=1.5, feature_us=3.8, lookup_ns=21, lookup_element_ns=3.0, paged_element_ns=4.0
     ),
     backward=PhaseCost(
-        fixed_ms=0.5,
-        feature_us=9,
-        lookup_ns=58,
-        lookup_element_ns=2.4,
-        row_element_ns=2.0,
-        paged_element_ns=1.2,
+        fixed_ms=0.7,
+        feature_us=10,
+        lookup_ns=76,
+        row_ns=86,
+        lookup_element_ns=2.5,
+        paged_element_ns=3.1,
+        update_ns=740,
     ),
 )
 

@@ -4,7 +4,8 @@ Built once per (table, batch, world size) from the table's spectrum; every quest
 an interpolation in cumulative sums, so trying thousands of hot sets costs nothing. What the hot
 set owes to luck in the sample it was chosen from is taken off (:mod:`frequency.split`).
 
-Shape letters: K distinct counts, descending: the hottest rows come first.
+Shape letters: K distinct counts, descending: the hottest rows come first; Q quantities of rows that
+add up; S first parts of a batch.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import numpy as np
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.frequency.split import WinnersCurse
 
-__all__ = ["HotSplit", "TableLoad", "TableWork"]
+__all__ = ["EARLY_SHARES", "HotSplit", "TableLoad", "TableWork"]
 
+EARLY_SHARES = (1 / 46, 1 / 10, 1 / 3)
+"""First parts of a batch whose rows are known: the first micro-batch of 16, of 4, and more."""
 _LUCK_POINTS = 12
 
 
@@ -64,6 +67,10 @@ class HotSplit:
         hot_used: Hot rows that one rank's batch uses.
         hot_touched: Hot rows that any rank's batch uses.
         cold_used: Cold rows that one rank's batch uses.
+        cold_touched: Cold rows that any rank's batch uses.
+        cold_early: Cold rows that the first :data:`EARLY_SHARES` of one rank's batch use.
+        dirty: Cold rows that one rank's batch uses and any rank's batch before it.
+        dirty_early: Likewise of the first parts of the batch.
     """
 
     num_hot: float
@@ -71,6 +78,10 @@ class HotSplit:
     hot_used: float
     hot_touched: float
     cold_used: float
+    cold_touched: float
+    cold_early: tuple[float, ...]
+    dirty: float
+    dirty_early: tuple[float, ...]
 
 
 class TableWork:
@@ -85,12 +96,14 @@ class TableWork:
         self.load = load
         self.world_size = world_size
         all_lookups = load.lookups * world_size
+        early = [share * load.lookups for share in EARLY_SHARES]
         if load.spectrum is None or not load.spectrum.num_lookups:
             rows = float(load.num_embeddings)
             self.rows_K = np.array([rows])
             share_K = np.array([1.0])
             self.used_K = np.array([_chance_of_row(rows, load.lookups)])
             self.touched_K = np.array([_chance_of_row(rows, all_lookups)])
+            early_SK = [np.array([_chance_of_row(rows, lookups)]) for lookups in early]
             self._unseen_used = self._unseen_touched = 0.0
         else:
             spectrum = load.spectrum
@@ -98,22 +111,25 @@ class TableWork:
             share_K = (spectrum.counts_K * spectrum.rows_K / spectrum.num_lookups).numpy()
             self.used_K = spectrum.presence(load.lookups).numpy()
             self.touched_K = spectrum.presence(all_lookups).numpy()
+            early_SK = [spectrum.presence(lookups).numpy() for lookups in early]
             self._unseen_used = spectrum.expected_unseen(load.lookups)
             self._unseen_touched = spectrum.expected_unseen(all_lookups)
+        by_rows_QK = [share_K / self.rows_K, self.used_K, self.touched_K, *early_SK]
+        # a row is dirty if this batch uses it and, independently, some rank's batch before does
+        by_rows_QK += [used_K * self.touched_K for used_K in (self.used_K, *early_SK)]
         self._end_K = np.concatenate([[0.0], self.rows_K.cumsum()])
-        self._coverage_K = np.concatenate([[0.0], share_K.cumsum()])
-        self._used_K = np.concatenate([[0.0], (self.rows_K * self.used_K).cumsum()])
-        self._touched_K = np.concatenate([[0.0], (self.rows_K * self.touched_K).cumsum()])
+        self._sums_KQ = np.zeros((self._end_K.size, len(by_rows_QK)))
+        np.cumsum(self.rows_K[:, None] * np.stack(by_rows_QK, 1), axis=0, out=self._sums_KQ[1:])
 
     @property
     def unique(self) -> float:
         """Distinct rows of one rank's batch."""
-        return float(self._used_K[-1]) + self._unseen_used
+        return float(self._sums_KQ[-1, 1]) + self._unseen_used
 
     @property
     def unique_anywhere(self) -> float:
         """Distinct rows of all ranks' batches together."""
-        return float(self._touched_K[-1]) + self._unseen_touched
+        return float(self._sums_KQ[-1, 2]) + self._unseen_touched
 
     def split(self, num_hot: float) -> HotSplit:
         """What a hot set of the most frequent rows leaves to do.
@@ -122,14 +138,38 @@ class TableWork:
             num_hot: Hot rows; rows of equal count are taken in part.
         """
         luck = self._luck(num_hot)
-        hot_used = max(0.0, self._at(self._used_K, num_hot) - luck)
+        coverage, used, touched, *rest = self._sums_of_first(num_hot)
+        hot_used = max(0.0, used - luck)
+        hot_touched = max(hot_used, touched - luck)
+        # what luck takes off, it takes off alike in every part of a batch
+        held = hot_used / used if used else 0.0
+        all_rest = self._sums_KQ[-1, 3:].tolist()
+        left = [max(0.0, total - held * hot) for total, hot in zip(all_rest, rest)]
+        num_early = len(EARLY_SHARES)
+        unseen = [share * self._unseen_used for share in EARLY_SHARES]
         return HotSplit(
             num_hot=num_hot,
-            coverage=self._at(self._coverage_K, num_hot),
+            coverage=coverage,
             hot_used=hot_used,
-            hot_touched=max(hot_used, self._at(self._touched_K, num_hot) - luck),
+            hot_touched=hot_touched,
             cold_used=max(0.0, self.unique - hot_used),
+            cold_touched=max(0.0, self.unique_anywhere - hot_touched),
+            cold_early=tuple(cold + new for cold, new in zip(left[:num_early], unseen)),
+            dirty=left[num_early],
+            dirty_early=tuple(left[num_early + 1 :]),
         )
+
+    def _sums_of_first(self, num_hot: float) -> list[float]:
+        """The sums over the most frequent rows; rows of equal count in part."""
+        if num_hot <= 0:
+            return [0.0] * self._sums_KQ.shape[1]
+        right = int(np.searchsorted(self._end_K, num_hot, side="left"))
+        if right >= self._end_K.size:
+            return self._sums_KQ[-1].tolist()
+        start, end = self._end_K[right - 1], self._end_K[right]
+        low, high = self._sums_KQ[right - 1], self._sums_KQ[right]
+        sums: list[float] = (low + (high - low) * ((num_hot - start) / (end - start))).tolist()
+        return sums
 
     def _luck(self, num_hot: float) -> float:
         """Hot rows that a batch of the sample uses, but a new batch does not."""
@@ -137,9 +177,6 @@ class TableWork:
         if num_hot <= 0 or spectrum is None or not spectrum.num_lookups or lookups <= 0:
             return 0.0
         return _luck_curve(spectrum, lookups).at(num_hot)
-
-    def _at(self, cumulative_K: np.ndarray, num_hot: float) -> float:
-        return float(np.interp(num_hot, self._end_K, cumulative_K))
 
 
 class _LuckCurve:

@@ -158,7 +158,13 @@ def _probe(
         lookup_elements=lookups * probe.dim,
         row_elements=unique * probe.dim,
         buffer_elements=(2 * lookups if side != "hot_cold" else lookups + 2 * unique) * probe.dim,
+        updated=_updated_rows(probe, used, pg.size()),
     )
     slowest = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return work, {phase: median(slowest[:, i].tolist()) for i, phase in enumerate(PHASES)}
+
+
+def _updated_rows(probe: _Probe, used: int, world_size: int) -> float:
+    """Distinct rows over the batches of all ranks, per rank that updates them; expected."""
+    return probe.tables * used * (1 - (1 - 1 / used) ** (probe.batch_size * world_size)) / world_size

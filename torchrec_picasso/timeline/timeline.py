@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.waiting import WAIT_RANGE
-from torchrec_picasso.schedule.ranges import OP_PREFIX, STEP_PREFIX
+from torchrec_picasso.train_pipeline.ranges import OP_PREFIX, STEP_PREFIX
 from torchrec_picasso.schedule.schedule import OF_BATCH, Op
 from torchrec_picasso.timeline.spans import (
     COMPUTE,

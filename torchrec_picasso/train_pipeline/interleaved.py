@@ -28,7 +28,7 @@ from torchrec_picasso.errors import CompatError, ConfigError, InputError, Picass
 from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.feed.id_stream import IdStream
-from torchrec_picasso.schedule.ranges import op_range, step_range
+from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
     Op,
