@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrec_picasso.cost.collective_calls import COLLECTIVES
 from torchrec_picasso.cost.curve import Curve
+from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.local import LocalCosts
 from torchrec_picasso.cost.measure import measure_curves
 from torchrec_picasso.errors import PicassoError, PlanError
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["COLLECTIVES", "CommCurves"]
 
 _FORMAT_VERSION = 1
+_ASSUMED_CORE_NS = 1.0
+"""Of a byte sent and one received through sockets, on one core of a server CPU."""
 _HINT = "make it with `torchrec-picasso calibrate` or CommCurves.measure(pg).to_json(path)"
 
 
@@ -47,6 +50,9 @@ class CommCurves:
         levels: The same among the ranks of one host (``"intra_host"``) and among ranks of
             different hosts (``"inter_host"``), where a host has several.
         local: Local work per row; assumed, not measured, when left out.
+        dense: The dense part of a model; ``None`` = not known.
+        wire_core_ns: What a byte takes of the core that its message is sent and received by,
+            nanoseconds; ``None`` = not measured.
         measured_on: Date, hardware and versions, for the reader.
     """
 
@@ -57,12 +63,21 @@ class CommCurves:
     collectives: Mapping[str, Curve]
     levels: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict)
     local: LocalCosts = field(default_factory=LocalCosts)
+    dense: DenseTimes | None = None
+    wire_core_ns: float | None = None
     measured_on: Mapping[str, str | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         missing = [name for name in COLLECTIVES if name not in self.collectives]
         if missing:
             raise PicassoError(f"curves of {', '.join(missing)} are missing; {_HINT}")
+
+    @property
+    def core_ns_per_byte(self) -> float:
+        """What a byte on the wire takes of the core, measured or assumed."""
+        if self.wire_core_ns is not None:
+            return self.wire_core_ns
+        return _ASSUMED_CORE_NS if self.device == "cpu" else 0.0
 
     @staticmethod
     def measure(
@@ -226,6 +241,8 @@ class CommCurves:
             document["collectives"] = _curves(document["collectives"])
             document["levels"] = {name: _curves(of) for name, of in document["levels"].items()}
             document["local"] = LocalCosts.from_dict(document["local"])
+            if document.get("dense") is not None:
+                document["dense"] = DenseTimes(**document["dense"])
             return CommCurves(**document)
         except PicassoError:
             raise

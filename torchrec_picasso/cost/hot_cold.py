@@ -14,21 +14,28 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from torchrec_picasso.cost.curves import CommCurves
-from torchrec_picasso.cost.local import LocalWork
+from torchrec_picasso.cost.local import LocalCosts, LocalWork
 from torchrec_picasso.cost.step_cost import StepCost, sum_columns
-from torchrec_picasso.cost.table_work import TableWork
+from torchrec_picasso.cost.table_work import EARLY_SHARES, TableWork
+from torchrec_picasso.placement import Form
 
 __all__ = [
+    "ExchangeWork",
     "HotColdTotals",
+    "exchange_bytes",
+    "exchange_work",
     "hot_cold_cost",
     "hot_cold_memory_bytes",
     "hot_cold_totals",
+    "ids_cost_ms",
+    "packs_cost_ms",
     "sum_hot_cold",
 ]
 
 _WORD_BYTES = 8
 _WORD_BITS = 64
 _FLAGS = 3  # words of the header beside the counts
+_LENGTH_BYTES = 4
 _WIRE_BYTES = 4  # a float32 element
 _LARGEST_INT32 = 2**31 - 1
 
@@ -51,10 +58,24 @@ class HotColdTotals:
         unique_elements: The same times dim.
         cold: Those of them that travel.
         cold_elements: The same times dim.
+        cold_early0: Elements of the cold rows that the first part of the batch uses, by
+            :data:`torchrec_picasso.cost.table_work.EARLY_SHARES`.
+        cold_early1: Likewise.
+        cold_early2: Likewise.
+        dirty_elements: Elements of the cold rows that the batch before updates.
+        dirty_early0: Of these, those that the first part of the batch uses.
+        dirty_early1: Likewise.
+        dirty_early2: Likewise.
+        updated: Cold rows that this rank updates: distinct ones over all ranks, at their homes.
         touched: Hot rows that any rank uses.
         touched_elements: The same times dim.
         hot: Hot rows, used or not.
         rows: Rows of the tables.
+        bags: Bags of the tables that travel as bags; their lookups and rows count here only, and
+            in ``features``, ``rows`` and ``updated``.
+        bag_elements: The same times dim.
+        bag_lookups: Lookups of their bags.
+        bag_lookup_elements: The same times dim.
     """
 
     features: float = 0.0
@@ -64,10 +85,22 @@ class HotColdTotals:
     unique_elements: float = 0.0
     cold: float = 0.0
     cold_elements: float = 0.0
+    cold_early0: float = 0.0
+    cold_early1: float = 0.0
+    cold_early2: float = 0.0
+    dirty_elements: float = 0.0
+    dirty_early0: float = 0.0
+    dirty_early1: float = 0.0
+    dirty_early2: float = 0.0
+    updated: float = 0.0
     touched: float = 0.0
     touched_elements: float = 0.0
     hot: float = 0.0
     rows: float = 0.0
+    bags: float = 0.0
+    bag_elements: float = 0.0
+    bag_lookups: float = 0.0
+    bag_lookup_elements: float = 0.0
 
     def plus(self, other: HotColdTotals, times: float = 1.0) -> HotColdTotals:
         """The sum with ``times`` the other; ``times=-1`` takes a table out again."""
@@ -75,9 +108,22 @@ class HotColdTotals:
         return HotColdTotals(**dict(zip(_FIELDS, sums)))
 
     @staticmethod
-    def of(work: TableWork, num_hot: float) -> HotColdTotals:
-        """One table whose ``num_hot`` most frequent rows are hot."""
-        load, split = work.load, work.split(num_hot)
+    def of(work: TableWork, num_hot: float, form: Form = "rows") -> HotColdTotals:
+        """One table whose ``num_hot`` most frequent rows are hot, or whose bags travel."""
+        load = work.load
+        if form == "bags":
+            return HotColdTotals(
+                features=load.num_features,
+                updated=work.unique_anywhere / work.world_size,
+                rows=load.num_embeddings,
+                bags=load.bags,
+                bag_elements=load.bags * load.dim,
+                bag_lookups=load.lookups,
+                bag_lookup_elements=load.lookups * load.dim,
+            )
+        split = work.split(num_hot)
+        cold_early = (rows * load.dim for rows in split.cold_early)
+        dirty_early = (rows * load.dim for rows in split.dirty_early)
         return HotColdTotals(
             features=load.num_features,
             lookups=load.lookups,
@@ -86,19 +132,35 @@ class HotColdTotals:
             unique_elements=work.unique * load.dim,
             cold=split.cold_used,
             cold_elements=split.cold_used * load.dim,
+            **dict(zip(_COLD_EARLY, cold_early)),
+            dirty_elements=split.dirty * load.dim,
+            **dict(zip(_DIRTY_EARLY, dirty_early)),
+            updated=split.cold_touched / work.world_size,
             touched=split.hot_touched,
             touched_elements=split.hot_touched * load.dim,
             hot=num_hot,
             rows=load.num_embeddings,
         )
 
+    @property
+    def cold_early(self) -> tuple[float, ...]:
+        """Elements of the cold rows of the first parts of a batch."""
+        return self.cold_early0, self.cold_early1, self.cold_early2
 
+    @property
+    def dirty_early(self) -> tuple[float, ...]:
+        """Elements of the dirty ones among them."""
+        return self.dirty_early0, self.dirty_early1, self.dirty_early2
+
+
+_COLD_EARLY = tuple(f"cold_early{place}" for place in range(len(EARLY_SHARES)))
+_DIRTY_EARLY = tuple(f"dirty_early{place}" for place in range(len(EARLY_SHARES)))
 _FIELDS = tuple(field.name for field in dataclasses.fields(HotColdTotals))
 _values = attrgetter(*_FIELDS)
 
 
 def hot_cold_totals(works: Iterable[TableWork], num_hot: Iterable[float]) -> HotColdTotals:
-    """Sums tables with their numbers of hot rows."""
+    """Sums tables that travel as rows, with their numbers of hot rows."""
     return sum_hot_cold(HotColdTotals.of(work, hot) for work, hot in zip(works, num_hot))
 
 
@@ -129,56 +191,109 @@ def hot_cold_cost(
     """
     if not totals.features:
         return StepCost()
-    wire = _sent_bytes(totals, world_size, num_packs)
+    wire = exchange_bytes(totals, world_size, num_packs)
 
     def ms(collective: str, name: str, uneven: float = 1.0) -> float:
         return curves.ms(collective, wire[name] * uneven, world_size)
 
     header_and_ids_ms = ms("row_exchange", "header") + ms("row_exchange", "ids", home_max_over_mean)
     hot_ms = ms("all_reduce", "hot") if wire["hot"] else 0.0
-    fetched = LocalWork(
-        features=totals.features,
-        lookups=totals.lookups,
-        rows=totals.unique,
-        lookup_elements=totals.lookup_elements,
-        row_elements=totals.unique_elements,
-        buffer_elements=totals.lookup_elements + 2 * totals.unique_elements,
-    )
-    # every rank updates all touched replicas, and the cold rows that are at home there
-    updated = dataclasses.replace(
-        fetched,
-        rows=totals.cold + totals.touched,
-        row_elements=totals.cold_elements + totals.touched_elements,
-    )
+    work = exchange_work(totals)
     costs = curves.local.hot_cold
-    packs_ms = _packs_ms(totals, num_packs)
+    packs_ms = packs_cost_ms(totals, num_packs)
     return StepCost(
-        input_dist_ms=costs.input_dist.ms(fetched) + header_and_ids_ms,
-        forward_compute_ms=costs.forward.ms(fetched) + packs_ms,
+        input_dist_ms=ids_cost_ms(totals, curves.local) + header_and_ids_ms,
+        forward_compute_ms=costs.forward.ms(work.fetched) + packs_ms,
         forward_comms_ms=ms("row_exchange", "rows", home_max_over_mean),
-        backward_compute_ms=costs.backward.ms(updated) + packs_ms,
+        backward_compute_ms=costs.backward.ms(work.updated) + packs_ms,
         backward_comms_ms=ms("row_exchange", "gradients", home_max_over_mean) + hot_ms,
         input_dist_wire_ms=header_and_ids_ms,
         sent_bytes=wire,
     )
 
 
-def _packs_ms(totals: HotColdTotals, num_packs: int) -> float:
+@dataclass(frozen=True, kw_only=True)
+class ExchangeWork:
+    """What a rank does in a step, for its own batch and as a home.
+
+    Args:
+        fetched: Forward: rows gathered at home and placed, lookups pooled.
+        updated: Backward: gradients summed by row, and rows updated.
+    """
+
+    fetched: LocalWork
+    updated: LocalWork
+
+
+def exchange_work(totals: HotColdTotals, num_parts: int = 1) -> ExchangeWork:
+    """The local work of one step.
+
+    Bags are pooled at home, where the lookups of a rank's batch are as many as those of all ranks'
+    over the homes; the rank that they are for copies them, as it copies rows.
+
+    Args:
+        totals: Of the tables.
+        num_parts: Parts that the batch is cut into: only one at a time has its buffers.
+    """
+    lookups = totals.lookups + totals.bag_lookups
+    lookup_elements = totals.lookup_elements + totals.bag_lookup_elements
+    row_elements = totals.unique_elements + totals.bag_elements
+    fetched = LocalWork(
+        features=totals.features,
+        lookups=lookups,
+        rows=totals.unique + totals.bags,
+        lookup_elements=lookup_elements,
+        row_elements=row_elements,
+        buffer_elements=lookup_elements / num_parts + 2 * row_elements,
+    )
+    # every rank updates all touched replicas, and the cold rows that are at home there
+    updated = dataclasses.replace(
+        fetched,
+        rows=totals.cold + totals.touched + totals.bags,
+        row_elements=totals.cold_elements + totals.touched_elements + totals.bag_elements,
+        updated=totals.updated + totals.touched,
+    )
+    return ExchangeWork(fetched=fetched, updated=updated)
+
+
+def ids_cost_ms(totals: HotColdTotals, costs: LocalCosts) -> float:
+    """Local work on ids: rows are made unique; bags only wander home, as stock ones do."""
+    unique = LocalWork(
+        features=totals.features,
+        lookups=totals.lookups,
+        rows=totals.unique,
+        lookup_elements=totals.lookup_elements,
+        row_elements=totals.unique_elements,
+        updated=totals.updated,
+    )
+    return costs.hot_cold.input_dist.ms(unique) + (
+        costs.stock.input_dist.lookup_ns * totals.bag_lookups * 1e-6
+    )
+
+
+def packs_cost_ms(totals: HotColdTotals, num_packs: int) -> float:
     """What several packs take more than one, in forward as in backward."""
     if num_packs == 1:
         return 0.0
     return _PACK_MS * (num_packs - 1) + 2 * totals.cold_elements * _COPY_NS * 1e-6
 
 
-def _sent_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> dict[str, float]:
-    """Mean bytes that a rank sends, by purpose; homes share the cold rows evenly."""
+def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> dict[str, float]:
+    """Mean bytes that a rank sends, by purpose; homes share the cold rows evenly.
+
+    Args:
+        totals: Of the tables.
+        world_size: Ranks.
+        num_packs: Distinct dims among the tables.
+    """
     to_others = (world_size - 1) / world_size
     hot_words = math.ceil(totals.hot / _WORD_BITS)
     id_bytes = 4 if totals.rows <= _LARGEST_INT32 else 8
-    rows = totals.cold_elements * _WIRE_BYTES * to_others
+    rows = (totals.cold_elements + totals.bag_elements) * _WIRE_BYTES * to_others
+    ids = (totals.cold + totals.bag_lookups) * id_bytes + totals.bags * _LENGTH_BYTES
     return {
         "header": (world_size - 1) * _WORD_BYTES * (num_packs + _FLAGS + hot_words),
-        "ids": totals.cold * id_bytes * to_others,
+        "ids": ids * to_others,
         "rows": rows,
         "gradients": rows,
         "hot": 2 * to_others * totals.touched_elements * _WIRE_BYTES,

@@ -57,6 +57,11 @@ class StepCost:
         return self.forward_ms + self.backward_ms
 
     @property
+    def wire_ms(self) -> float:
+        """What all of it has on the wire."""
+        return self.input_dist_wire_ms + self.forward_comms_ms + self.backward_comms_ms
+
+    @property
     def hidden_ms(self) -> float:
         """What TorchRec's pipelines hide: the wire of the next batch's input dist."""
         return self.input_dist_wire_ms

@@ -140,16 +140,18 @@ def stock_cost(
     ids_ms = curves.ms("all_to_all", 0, world_size) + 2 * curves.ms(
         "all_to_all", ids * uneven / 2, world_size
     )
-    gathered = totals.lookup_elements * uneven
+    gathered, output = totals.lookup_elements * uneven, totals.bag_elements * uneven
     if is_row_wise:
         gathered += totals.bag_elements * (world_size - 1)
+        output += totals.bag_elements * (world_size - 1)
     work = LocalWork(
         features=totals.features,
         lookups=totals.lookups * uneven,
         rows=totals.rows * uneven,
         lookup_elements=gathered,
         row_elements=totals.row_elements * uneven,
-        buffer_elements=2 * gathered,
+        buffer_elements=2 * output,
+        updated=totals.rows * uneven,
     )
     costs = curves.local.stock
     return StepCost(
@@ -170,7 +172,7 @@ def _data_parallel(totals: StockTotals, curves: CommCurves, world_size: int) -> 
         rows=totals.rows,
         lookup_elements=totals.lookup_elements,
         row_elements=totals.row_elements,
-        buffer_elements=2 * totals.lookup_elements,
+        buffer_elements=2 * totals.bag_elements,
     )
     whole = LocalWork(
         lookup_elements=totals.table_elements * _DENSE_UPDATE_PASSES,

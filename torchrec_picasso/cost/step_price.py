@@ -1,0 +1,279 @@
+"""The price of a whole step, by the schedule that runs it: milliseconds to operations, then walked.
+
+Hot/cold tables run interleaved: K micro-batches, rows of the next batch on the wire while this one
+computes, chunks of first use. Stock tables beside them are computed once per batch, and their
+exchanges wait for nothing to hide them. A model of stock tables alone runs as under TorchRec's
+``TrainPipelineSparseDist``: only the ids of the next batch travel unseen.
+
+Shape letters: K micro-batches, X points of a batch at which the rows used so far are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from torchrec_picasso.batches.split import micro_batch_sizes
+from torchrec_picasso.cost.curves import CommCurves
+from torchrec_picasso.cost.dense import DenseTimes
+from torchrec_picasso.cost.hot_cold import (
+    HotColdTotals,
+    exchange_bytes,
+    exchange_work,
+    ids_cost_ms,
+    packs_cost_ms,
+)
+from torchrec_picasso.cost.schedule_time import Message, OpTime, step_length
+from torchrec_picasso.cost.step_cost import StepCost
+from torchrec_picasso.cost.table_work import EARLY_SHARES
+from torchrec_picasso.schedule.schedule import Setting
+
+__all__ = ["PIECES", "StepPrice", "StepPricer"]
+
+PIECES = (1, 2, 4, 8, 16)
+"""Numbers of micro-batches that have a price."""
+
+_PART_MS = 2.5
+_PART_FEATURE_MS = 0.09
+"""What another micro-batch takes beyond its share of the work: the same operators once more, of the
+dense part and of pooling, and every feature cut. On one core 26 features took 4 to 7 ms, 40 took 7,
+130 took 5 to 20."""
+_LAYOUT_SHARE = 1 / 3
+"""Of the work on ids: that of homes, once they know what is asked of them."""
+_MARK_BYTES = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrice:
+    """A predicted step.
+
+    Args:
+        num_micro_batches: That it is the price of; 1 also where nothing is interleaved.
+        step_ms: The whole step, dense part included.
+        wire_ms: What it has on the wire: no schedule is faster.
+        compute_ms: What one core has to do: no schedule is faster.
+    """
+
+    num_micro_batches: int = 1
+    step_ms: float = 0.0
+    wire_ms: float = 0.0
+    compute_ms: float = 0.0
+
+
+class StepPricer:
+    """Prices steps of one model on one network.
+
+    Args:
+        curves: Measured communication and local work.
+        world_size: Ranks.
+        dense: The dense part; ``None`` = what the curves know of it, or nothing.
+        pieces: Numbers of micro-batches that may run.
+    """
+
+    def __init__(
+        self,
+        curves: CommCurves,
+        world_size: int,
+        dense: DenseTimes | None = None,
+        pieces: Sequence[int] = PIECES,
+    ) -> None:
+        self.curves, self.world_size = curves, world_size
+        self.dense = dense if dense is not None else curves.dense or DenseTimes()
+        self.pieces = tuple(pieces)
+        dense_bytes = 2 * (world_size - 1) / world_size * self.dense.parameter_bytes
+        self._reduce = self._message("all_reduce", dense_bytes)
+
+    def price(
+        self,
+        totals: HotColdTotals,
+        stock: StepCost | None = None,
+        *,
+        num_packs: int = 1,
+        uneven_bags: float = 1.0,
+        pieces: Sequence[int] | None = None,
+    ) -> StepPrice:
+        """The least step over the numbers of micro-batches; of equals, the fewest.
+
+        Args:
+            totals: Of the hot/cold tables.
+            stock: The stock tables beside them, nothing hidden.
+            num_packs: Packs of the hot/cold tables.
+            uneven_bags: Load of the busiest home of bags over the mean.
+            pieces: Numbers of micro-batches to try; ``None`` = all that may run.
+        """
+        stock = stock or StepCost()
+        if not totals.features:
+            return self.sparse_dist(stock)
+        prices = [
+            self._interleaved(totals, stock, count, num_packs, uneven_bags)
+            for count in pieces or self.pieces
+        ]
+        return min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
+
+    def sparse_dist(self, cost: StepCost) -> StepPrice:
+        """A step under TorchRec's ``TrainPipelineSparseDist``: ids hidden, rows and sums not.
+
+        Args:
+            cost: All tables, nothing hidden.
+        """
+        reduce_ms = self._reduce.ms if self._reduce is not None else 0.0
+        wire_ms = cost.forward_comms_ms + cost.backward_comms_ms + reduce_ms
+        compute_ms = cost.total_ms - cost.wire_ms + self.dense.total_ms
+        hidden_ms = min(cost.input_dist_wire_ms, compute_ms)
+        return StepPrice(
+            step_ms=wire_ms + compute_ms + cost.input_dist_wire_ms - hidden_ms,
+            wire_ms=wire_ms + cost.input_dist_wire_ms,
+            compute_ms=compute_ms,
+        )
+
+    def _message(self, collective: str, num_bytes: float) -> Message | None:
+        if num_bytes <= 0 or self.world_size == 1:
+            return None
+        ms = self.curves.ms(collective, num_bytes, self.world_size)
+        core_ms = self.curves.core_ns_per_byte * num_bytes * 1e-6
+        return Message(ms, min(1.0, core_ms / ms) if ms > 0 else 0.0)
+
+    def _interleaved(
+        self,
+        totals: HotColdTotals,
+        stock: StepCost,
+        num_parts: int,
+        num_packs: int,
+        uneven_bags: float,
+    ) -> StepPrice:
+        step = _Interleaved(self, totals, stock, num_parts, num_packs, uneven_bags)
+        length = step_length(Setting(num_parts, lookahead=True), step.times())
+        return StepPrice(
+            num_micro_batches=num_parts,
+            step_ms=length.ms,
+            wire_ms=length.wire_ms,
+            compute_ms=length.compute_ms,
+        )
+
+
+class _Interleaved:
+    """One step's work, dealt out to the operations of its schedule."""
+
+    def __init__(
+        self,
+        pricer: StepPricer,
+        totals: HotColdTotals,
+        stock: StepCost,
+        num_parts: int,
+        num_packs: int,
+        uneven_bags: float,
+    ) -> None:
+        self._message, self._dense, self._reduce = pricer._message, pricer.dense, pricer._reduce
+        self._totals, self._stock, self._num_parts = totals, stock, num_parts
+        costs, work = pricer.curves.local.hot_cold, exchange_work(totals, num_parts)
+        self._ids_ms = ids_cost_ms(totals, pricer.curves.local)
+        self._bytes = exchange_bytes(totals, pricer.world_size, num_packs)
+        packs_ms = packs_cost_ms(totals, num_packs)
+        call_ms, pool_ms, gather_ms = costs.forward.split_ms(work.fetched)
+        back_call_ms, sum_ms, update_ms = costs.backward.split_ms(work.updated)
+        self._pool_ms, self._gather_ms = pool_ms, gather_ms + packs_ms
+        self._sum_ms, self._update_ms = sum_ms, update_ms + packs_ms
+        self._call_ms, self._back_call_ms = call_ms, back_call_ms
+        self._elements = max(1e-9, totals.cold_elements + totals.bag_elements)
+        more_bags = (uneven_bags - 1) * totals.bag_elements / self._elements
+        self._uneven = 1 + more_bags
+        self._shares_K = _shares(num_parts)
+        used_K = _used(num_parts, totals.cold_early, totals.cold_elements)
+        dirty_K = _used(num_parts, totals.dirty_early, totals.dirty_elements)
+        bags_K = [share * totals.bag_elements for share in self._shares_K]
+        self._sent_K = [(rows + bags) / self._elements for rows, bags in zip(used_K, bags_K)]
+        self._dirty_K = [(rows + bags) / self._elements for rows, bags in zip(dirty_K, bags_K)]
+
+    def times(self) -> dict[tuple[str, int | None], OpTime]:
+        """What each operation takes, by kind and index."""
+        ids, clean = self._bytes["ids"], max(0.0, 1 - sum(self._dirty_K))
+        request = OpTime((1 - _LAYOUT_SHARE) * self._ids_ms + self._stock_ids_ms, self._header())
+        times: dict[tuple[str, int | None], OpTime] = {
+            ("request", None): request,
+            ("send_ids", None): OpTime(0.0, self._message("row_exchange", ids * self._uneven)),
+            ("send_marks", None): OpTime(
+                0.0, self._message("row_exchange", self._totals.cold * _MARK_BYTES)
+            ),
+            ("lay_out", None): OpTime(_LAYOUT_SHARE * self._ids_ms),
+            ("fetch_clean", None): self._rows(clean),
+            ("reduce_hot", None): OpTime(0.0, self._message("all_reduce", self._bytes["hot"])),
+            ("update", None): OpTime(self._update_ms),
+            ("reduce_dense", None): OpTime(self._before_sums_ms, self._reduce),
+        }
+        for index, share in enumerate(self._shares_K):
+            times["fetch_dirty", index] = self._rows(self._dirty_K[index])
+            times["forward", index] = self._forward(index, share)
+            times["backward", index] = self._backward(index, share)
+            gradients = self._sent_K[index] * self._bytes["gradients"] * self._uneven
+            times["send_gradients", index] = OpTime(0.0, self._message("row_exchange", gradients))
+        return times
+
+    @property
+    def _stock_ids_ms(self) -> float:
+        return self._stock.input_dist_ms - self._stock.input_dist_wire_ms
+
+    @property
+    def _before_sums_ms(self) -> float:
+        """Of the first micro-batch's backward, which is the last: half, then sums are on the way."""
+        return self._shares_K[0] * self._dense.backward_ms / 2
+
+    def _header(self) -> Message | None:
+        header = self._message("row_exchange", self._bytes["header"])
+        if header is None:
+            return None
+        return Message(header.ms + self._stock.input_dist_wire_ms, header.core_share)
+
+    def _rows(self, share: float) -> OpTime:
+        """Rows of the batch that homes gather and send."""
+        num_bytes = share * self._bytes["rows"] * self._uneven
+        return OpTime(share * self._gather_ms, self._message("row_exchange", num_bytes))
+
+    def _part_ms(self, call_ms: float) -> float:
+        """What a micro-batch takes however small it is, the first one's being in the fit."""
+        if self._num_parts == 1:
+            return call_ms
+        more_ms = (_PART_MS + _PART_FEATURE_MS * self._totals.features) / 2
+        return call_ms / self._num_parts + more_ms * (1 - 1 / self._num_parts)
+
+    def _forward(self, index: int, share: float) -> OpTime:
+        dense_ms = share * self._dense.forward_ms
+        own_ms = share * self._pool_ms + self._part_ms(self._call_ms) + dense_ms
+        if index or not self._stock.forward_comms_ms:
+            return OpTime(own_ms)
+        exposed = Message(self._stock.forward_comms_ms), self._stock.forward_compute_ms
+        return OpTime(own_ms, exposed=(exposed,))
+
+    def _backward(self, index: int, share: float) -> OpTime:
+        dense_ms = share * self._dense.backward_ms
+        own_ms = share * self._sum_ms + self._part_ms(self._back_call_ms) + dense_ms
+        if not index:
+            own_ms -= self._before_sums_ms
+        if index or not self._stock.backward_comms_ms:
+            return OpTime(own_ms)
+        exposed = Message(self._stock.backward_comms_ms), self._stock.backward_compute_ms
+        return OpTime(own_ms, exposed=(exposed,))
+
+
+@cache
+def _shares(num_parts: int) -> tuple[float, ...]:
+    """Parts of a batch that micro-batches take, the first one small."""
+    samples = 1000 * (3 * num_parts - 2)
+    return tuple(size / samples for size in micro_batch_sizes(samples, num_parts))
+
+
+def _used(num_parts: int, early: Sequence[float], all_of: float) -> list[float]:
+    """Of what a batch uses, what each micro-batch is the first to use.
+
+    Between the points that are known, a line through the logarithms: repeated rows make it bend.
+    """
+    if all_of <= 0:
+        return [0.0] * num_parts
+    known_X = np.log([*EARLY_SHARES, 1.0])
+    used_X = np.log(np.maximum([*early, all_of], 1e-12))
+    ends_K = np.log(np.cumsum(_shares(num_parts)))
+    by_then_K = np.exp(np.interp(ends_K, known_X, used_X))
+    first: list[float] = np.diff(by_then_K, prepend=0.0).tolist()
+    return first
