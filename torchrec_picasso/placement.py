@@ -39,10 +39,12 @@ class HotColdParams(CacheParams):
         form: ``"rows"``: each distinct row travels once; the table is placed row-wise. ``"bags"``:
             one pooled vector travels for each bag; the table is placed table-wise, on the one rank
             that pools it, and has no hot rows. Cheaper where bags are large and rows hardly repeat.
+        num_micro_batches: Micro-batches that the plan was priced for, the same on all its tables:
+            a hint, with which an interleaved pipeline begins its trial. ``None`` = not known.
 
     Raises:
-        PlanError: If an id is negative or repeated, the wave is negative, the form unknown, or a
-            table of bags has hot rows.
+        PlanError: If an id is negative or repeated, the wave is negative, the form unknown, a table
+            of bags has hot rows, or there are no micro-batches.
 
     Source:
         PICASSO (arXiv 2204.04903), HybridHash; TorchRec ``distributed/types.py`` ``CacheParams``.
@@ -53,6 +55,8 @@ class HotColdParams(CacheParams):
     wave: int = 0
 
     form: Form = "rows"
+
+    num_micro_batches: int | None = None
 
     def __post_init__(self) -> None:
         self.hot_rows = _ascending_ids(self.hot_rows)
@@ -65,6 +69,11 @@ class HotColdParams(CacheParams):
             )
         if self.wave < 0:
             raise PlanError(f"wave {self.wave} is negative; waves count from 0")
+        if self.num_micro_batches is not None and self.num_micro_batches < 1:
+            raise PlanError(
+                f"num_micro_batches is {self.num_micro_batches}; expected at least 1, or None "
+                "where the plan was priced for none"
+            )
 
     @property
     def num_hot_rows(self) -> int:
@@ -95,31 +104,34 @@ class HotColdParams(CacheParams):
             and torch.equal(self.hot_rows, other.hot_rows)
             and self.wave == other.wave
             and self.form == other.form
+            and self.num_micro_batches == other.num_micro_batches
         )
 
     def __hash__(self) -> int:
-        return hash((super().__hash__(), self.hot_rows.numpy().tobytes(), self.wave, self.form))
+        rows = self.hot_rows.numpy().tobytes()
+        return hash((super().__hash__(), rows, self.wave, self.form, self.num_micro_batches))
 
     def __repr__(self) -> str:
         # a digest, because TorchRec tells plans apart by this text and tensors print shortened
         return (
             f"HotColdParams(num_hot_rows={self.num_hot_rows}, "
             f"hot_rows=sha256:{self._rows_digest()[:16]}, wave={self.wave}, "
-            f"form={self.form!r})"
+            f"form={self.form!r}, num_micro_batches={self.num_micro_batches})"
         )
 
     def stable_fingerprint(self) -> tuple[object, ...]:
         """What this is, the same in every process: by it TorchRec 1.9 keys its caches of plans.
 
         Returns:
-            A name, a version, a digest of the hot rows, the wave, the form, and the cache settings:
-            the parent's fingerprint, or its fields where TorchRec has none yet.
+            A name, a version, a digest of the hot rows, the wave, the form, the micro-batches, and
+            the cache settings: the parent's fingerprint, or its fields where TorchRec has none yet.
 
         Source:
             TorchRec ``distributed/types.py`` ``CacheParams.stable_fingerprint``.
         """
         of_parent = getattr(super(), "stable_fingerprint", self._cache_settings)
-        return ("hot_cold_params", 2, self._rows_digest(), self.wave, self.form, of_parent())
+        own = (self._rows_digest(), self.wave, self.form, self.num_micro_batches)
+        return ("hot_cold_params", 3, *own, of_parent())
 
     def _rows_digest(self) -> str:
         return hashlib.sha256(self.hot_rows.numpy().tobytes()).hexdigest()

@@ -18,7 +18,6 @@ from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.waiting import WAIT_RANGE, named_range
 from torchrec_picasso.launch.run_ranks import run_ranks
-from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 from torchrec_picasso.schedule.schedule import COLLECTIVES, Op, Setting, training_schedule
 from torchrec_picasso.timeline.picture import draw_timeline
 from torchrec_picasso.timeline.timeline import (
@@ -27,6 +26,7 @@ from torchrec_picasso.timeline.timeline import (
     Timeline,
 )
 from torchrec_picasso.train_pipeline import interleaved
+from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 
 JOB = Job(placement={"*": 2}, tables=PLAIN, batch_sizes=(64,), num_steps=8, waves={"a": 1})
 K = 2

@@ -1,4 +1,4 @@
-"""What a model's dense part takes, as far as the schedule must know it: what exchanges hide under."""
+"""What a model's dense part takes: the work that exchanges hide under."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from torchrec_picasso.placement import Form
 __all__ = [
     "ExchangeWork",
     "HotColdTotals",
+    "bag_costs_ms",
     "exchange_bytes",
     "exchange_work",
     "hot_cold_cost",
@@ -201,11 +202,12 @@ def hot_cold_cost(
     work = exchange_work(totals)
     costs = curves.local.hot_cold
     packs_ms = packs_cost_ms(totals, num_packs)
+    bags_forward_ms, bags_backward_ms = bag_costs_ms(totals, curves.local)
     return StepCost(
         input_dist_ms=ids_cost_ms(totals, curves.local) + header_and_ids_ms,
-        forward_compute_ms=costs.forward.ms(work.fetched) + packs_ms,
+        forward_compute_ms=costs.forward.ms(work.fetched) + packs_ms + bags_forward_ms,
         forward_comms_ms=ms("row_exchange", "rows", home_max_over_mean),
-        backward_compute_ms=costs.backward.ms(work.updated) + packs_ms,
+        backward_compute_ms=costs.backward.ms(work.updated) + packs_ms + bags_backward_ms,
         backward_comms_ms=ms("row_exchange", "gradients", home_max_over_mean) + hot_ms,
         input_dist_wire_ms=header_and_ids_ms,
         sent_bytes=wire,
@@ -228,23 +230,21 @@ class ExchangeWork:
 def exchange_work(totals: HotColdTotals, num_parts: int = 1) -> ExchangeWork:
     """The local work of one step.
 
-    Bags are pooled at home, where the lookups of a rank's batch are as many as those of all ranks'
-    over the homes; the rank that they are for copies them, as it copies rows.
+    The rank that bags are for copies them, as it copies rows; what their home does with their
+    lookups is in :func:`bag_costs_ms`.
 
     Args:
         totals: Of the tables.
         num_parts: Parts that the batch is cut into: only one at a time has its buffers.
     """
-    lookups = totals.lookups + totals.bag_lookups
-    lookup_elements = totals.lookup_elements + totals.bag_lookup_elements
     row_elements = totals.unique_elements + totals.bag_elements
     fetched = LocalWork(
         features=totals.features,
-        lookups=lookups,
+        lookups=totals.lookups,
         rows=totals.unique + totals.bags,
-        lookup_elements=lookup_elements,
+        lookup_elements=totals.lookup_elements,
         row_elements=row_elements,
-        buffer_elements=lookup_elements / num_parts + 2 * row_elements,
+        buffer_elements=totals.lookup_elements / num_parts + 2 * row_elements,
     )
     # every rank updates all touched replicas, and the cold rows that are at home there
     updated = dataclasses.replace(
@@ -254,6 +254,21 @@ def exchange_work(totals: HotColdTotals, num_parts: int = 1) -> ExchangeWork:
         updated=totals.updated + totals.touched,
     )
     return ExchangeWork(fetched=fetched, updated=updated)
+
+
+def bag_costs_ms(totals: HotColdTotals, costs: LocalCosts) -> tuple[float, float]:
+    """What a home does with the lookups of bags: pools them, and sums their gradients by row.
+
+    That is what stock tables do with theirs. A home has as many of them as a rank's batch has: those
+    of all ranks, spread over the homes.
+
+    Returns:
+        Milliseconds in forward and in backward.
+    """
+    work = LocalWork(lookups=totals.bag_lookups, lookup_elements=totals.bag_lookup_elements)
+    _, forward_ms, _ = costs.stock.forward.split_ms(work)
+    _, backward_ms, _ = costs.stock.backward.split_ms(work)
+    return forward_ms, backward_ms
 
 
 def ids_cost_ms(totals: HotColdTotals, costs: LocalCosts) -> float:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchrec_picasso.cost.curves import CommCurves
-from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost, hot_cold_totals
+from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost, sum_hot_cold
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.stock import StockTotals, max_over_mean, stock_cost, stock_totals
 from torchrec_picasso.cost.table_work import TableWork
+from torchrec_picasso.placement import Form
 
 __all__ = ["marginal_hot_cold_costs", "marginal_stock_costs", "num_packs"]
 
@@ -43,7 +44,11 @@ def marginal_stock_costs(
 
 
 def marginal_hot_cold_costs(
-    works: Sequence[TableWork], num_hot: Sequence[float], curves: CommCurves, world_size: int
+    works: Sequence[TableWork],
+    num_hot: Sequence[float],
+    curves: CommCurves,
+    world_size: int,
+    form: Form = "rows",
 ) -> list[StepCost]:
     """What each table adds to a step in which all of them share one packed exchange.
 
@@ -52,15 +57,14 @@ def marginal_hot_cold_costs(
         num_hot: Hot rows of each.
         curves: Measured communication and local work.
         world_size: Ranks.
+        form: What of them travels.
     """
     packs = max(1, num_packs(works))
-    totals = hot_cold_totals(works, num_hot)
+    tables = [HotColdTotals.of(work, hot, form) for work, hot in zip(works, num_hot)]
+    totals = sum_hot_cold(tables)
 
     def cost(of: HotColdTotals) -> StepCost:
         return hot_cold_cost(of, curves, world_size, num_packs=packs)
 
     everything = cost(totals)
-    return [
-        everything.plus(cost(totals.plus(HotColdTotals.of(work, hot), -1.0)), -1.0)
-        for work, hot in zip(works, num_hot)
-    ]
+    return [everything.plus(cost(totals.plus(table, -1.0)), -1.0) for table in tables]

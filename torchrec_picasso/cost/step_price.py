@@ -21,6 +21,7 @@ from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.hot_cold import (
     HotColdTotals,
+    bag_costs_ms,
     exchange_bytes,
     exchange_work,
     ids_cost_ms,
@@ -175,7 +176,8 @@ class _Interleaved:
         call_ms, pool_ms, gather_ms = costs.forward.split_ms(work.fetched)
         back_call_ms, sum_ms, update_ms = costs.backward.split_ms(work.updated)
         self._pool_ms, self._gather_ms = pool_ms, gather_ms + packs_ms
-        self._sum_ms, self._update_ms = sum_ms, update_ms + packs_ms
+        self._bag_pool_ms, bag_sum_ms = bag_costs_ms(totals, pricer.curves.local)
+        self._sum_ms, self._update_ms = sum_ms, update_ms + packs_ms + bag_sum_ms
         self._call_ms, self._back_call_ms = call_ms, back_call_ms
         self._elements = max(1e-9, totals.cold_elements + totals.bag_elements)
         more_bags = (uneven_bags - 1) * totals.bag_elements / self._elements
@@ -204,7 +206,9 @@ class _Interleaved:
             ("reduce_dense", None): OpTime(self._before_sums_ms, self._reduce),
         }
         for index, share in enumerate(self._shares_K):
-            times["fetch_dirty", index] = self._rows(self._dirty_K[index])
+            times["fetch_dirty", index] = self._rows(
+                self._dirty_K[index], share * self._bag_pool_ms
+            )
             times["forward", index] = self._forward(index, share)
             times["backward", index] = self._backward(index, share)
             gradients = self._sent_K[index] * self._bytes["gradients"] * self._uneven
@@ -217,7 +221,7 @@ class _Interleaved:
 
     @property
     def _before_sums_ms(self) -> float:
-        """Of the first micro-batch's backward, which is the last: half, then sums are on the way."""
+        """Half of the last backward, which is the first micro-batch's: then sums are on the way."""
         return self._shares_K[0] * self._dense.backward_ms / 2
 
     def _header(self) -> Message | None:
@@ -226,10 +230,10 @@ class _Interleaved:
             return None
         return Message(header.ms + self._stock.input_dist_wire_ms, header.core_share)
 
-    def _rows(self, share: float) -> OpTime:
-        """Rows of the batch that homes gather and send."""
-        num_bytes = share * self._bytes["rows"] * self._uneven
-        return OpTime(share * self._gather_ms, self._message("row_exchange", num_bytes))
+    def _rows(self, share: float, pool_ms: float = 0.0) -> OpTime:
+        """Rows of the batch that homes gather and send, and bags that they pool."""
+        message = self._message("row_exchange", share * self._bytes["rows"] * self._uneven)
+        return OpTime(share * self._gather_ms + pool_ms, message)
 
     def _part_ms(self, call_ms: float) -> float:
         """What a micro-batch takes however small it is, the first one's being in the fit."""

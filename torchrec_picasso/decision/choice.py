@@ -1,46 +1,47 @@
-"""Which tables are hot/cold, and how many of their rows are hot: the least predicted step.
+"""Which tables are hot/cold, in which form, and which rows are hot: the least predicted step.
 
-Three facts make the search small. A row's gain from being hot does not depend on other rows, but
-for the latencies that all share, so hot sets are thresholds on the gain. One exchange serves all
-hot/cold tables, so what counts for a table is what it adds. And the answer need only beat stock
-TorchRec: where the prediction is closer than its error, the simpler plan is taken.
+The step is that of the schedule that will run, and what a table costs there depends on what the
+others leave hidden: where the wire has time to spare, bytes are nearly free, and where the core
+has, work is. So tables are ordered by several guesses of what a millisecond on the wire costs, from
+all of it to nothing; for each guess every table takes its cheapest form, tables join the exchange
+in order of what they gain over stock, and every plan on the way is priced as a whole, micro-batches
+included. Where the prediction is closer than its error, the simpler plan is taken.
 
 Everything here is arithmetic on one host: same input, same answer, on every run and rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from torchrec_picasso.cost.curves import CommCurves
-from torchrec_picasso.cost.hot_cold import (
-    HotColdTotals,
-    hot_cold_cost,
-    hot_cold_totals,
-    sum_hot_cold,
-)
-from torchrec_picasso.cost.marginal import marginal_hot_cold_costs, marginal_stock_costs, num_packs
+from torchrec_picasso.cost.marginal import marginal_hot_cold_costs, marginal_stock_costs
 from torchrec_picasso.cost.step_cost import StepCost
-from torchrec_picasso.cost.stock import StockTotals, max_over_mean, stock_cost, sum_stock
+from torchrec_picasso.cost.step_price import StepPrice, StepPricer
 from torchrec_picasso.cost.table_work import TableWork
+from torchrec_picasso.decision.hot_counts import best_hot_counts
+from torchrec_picasso.decision.plan_parts import Forms, PlanParts
+from torchrec_picasso.placement import Form
 
-__all__ = ["Choice", "TableQuestion", "best_hot_counts", "choose", "given_choice"]
+__all__ = ["BAGS", "Choice", "TableQuestion", "choose", "given_choice"]
+
+BAGS = False
+"""Whether tables may travel as bags where that is cheaper."""
 
 _STOCK_MARGIN = 0.02
 """Hot/cold must be predicted to take this share less than stock, or stock stays."""
-_MIXED_MARGIN = 1 / 6
-"""Likewise where some tables of a plan stay stock. Each kind of placement then pays for operators
-and collectives of its own, which are not priced in full: 40 and 130 mixed tables were predicted to
-take 0.81 of stock at 1 Gbit/s, 40 to take 0.85 on loopback; they took 0.96, 0.92 and 1.16."""
-_HOT_MARGIN = 0.005
-"""A larger hot set must be predicted to take this share less than a smaller one."""
-_MOST_PLANS = 64
-"""Numbers of hot/cold tables that are tried."""
-_SIZES = (0.0, 1 / 16, 1 / 4, 1 / 2, 3 / 4, 1.0)
-"""Parts of the rows with a gain that are tried as hot set."""
+_MIXED_MARGIN = 0.05
+"""Likewise, less than either, where some tables of a plan stay stock though they need not: their
+exchange is exposed, and each kind of placement has operators of its own."""
+_WIRE_PRICES = (1.0, 0.5, 0.25, 0.0)
+"""What a millisecond on the wire may cost, as a part of one on the core."""
+_MOST_PLANS = 16
+"""Numbers of hot/cold tables that are tried at first, and again around the best."""
+_FEW_PIECES = (1, 4, 16)
+"""Numbers of micro-batches by which plans are compared; the one that is taken is priced by all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +53,14 @@ class TableQuestion:
         may_be_hot_cold: Whether a hot/cold option exists and is allowed.
         stock_types: Stock sharding types that exist and are allowed.
         may_have_hot_rows: Whether, if hot/cold, some of its rows may be hot.
+        may_take_bags: Whether, if hot/cold, its bags may travel instead of its rows.
     """
 
     work: TableWork
     may_be_hot_cold: bool
     stock_types: tuple[str, ...]
     may_have_hot_rows: bool = True
+    may_take_bags: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,325 +68,232 @@ class Choice:
     """The answer, one entry per question, in their order.
 
     Args:
-        hot_cold: Which tables take the packed unique exchange.
+        forms: What travels of the tables that take the packed exchange; ``None`` = stock.
         num_hot: Hot rows of each; 0 for stock tables.
         stock_types: Best stock sharding type of each; ``None`` where none is allowed.
-        cost: Predicted step of the answer.
-        stock_cost: Predicted step with every table stock; ``None`` where one cannot be.
+        cost: Predicted embedding part of the answer, nothing hidden.
+        stock_cost: The same with every table stock; ``None`` where one cannot be.
+        step: Predicted step of the answer under the schedule that will run.
+        stock_step: Predicted step with every table stock, under TorchRec's pipeline.
     """
 
-    hot_cold: tuple[bool, ...]
+    forms: tuple[Form | None, ...]
     num_hot: tuple[int, ...]
     stock_types: tuple[str | None, ...]
     cost: StepCost
     stock_cost: StepCost | None
+    step: StepPrice = field(default_factory=StepPrice)
+    stock_step: StepPrice | None = None
+
+    @property
+    def hot_cold(self) -> tuple[bool, ...]:
+        """Which tables take the packed exchange."""
+        return tuple(form is not None for form in self.forms)
 
 
 def choose(
     questions: Sequence[TableQuestion],
-    curves: CommCurves,
-    world_size: int,
+    pricer: StepPricer,
     replica_budget_bytes: float = float("inf"),
 ) -> Choice:
     """Finds the placement with the least predicted step.
 
     Args:
         questions: All tables of the model.
-        curves: Measured communication and local work.
-        world_size: Ranks.
+        pricer: Prices a step: network, local work, dense part.
         replica_budget_bytes: Memory per rank that replicas may take.
 
     Returns:
         The choice.
     """
-    stock_types = _best_stock_types(questions, curves, world_size)
-    able = [i for i, question in enumerate(questions) if question.may_be_hot_cold]
+    stock_types = _best_stock_types(questions, pricer)
     works = [question.work for question in questions]
+    able = [i for i, question in enumerate(questions) if question.may_be_hot_cold]
 
-    def best_counts(positions: Sequence[int]) -> dict[int, int]:
+    def hot_counts(forms: Forms, parts: PlanParts) -> dict[int, int]:
+        positions = [i for i in sorted(forms) if forms[i] == "rows"]
         counts = best_hot_counts(
             [works[i] for i in positions],
-            curves,
-            world_size,
+            pricer,
             replica_budget_bytes,
             [questions[i].may_have_hot_rows for i in positions],
+            parts.beside_rows(forms),
         )
         return dict(zip(positions, counts))
 
-    num_hot = best_counts(able)
-    gains = _gains_over_stock(able, num_hot, works, stock_types, curves, world_size)
-    # tables that gain most from the exchange join it first; those without a stock option must
-    order = sorted(able, key=lambda i: (stock_types[i] is not None, -gains[i], i))
-    must = sum(stock_types[i] is None for i in able)
-    parts = _Parts(works, num_hot, stock_types, curves, world_size)
-    plans = {size: parts.cost(set(order[:size])) for size in _sizes_to_try(must, len(order))}
-    best = _best_size({size: plan.total_ms for size, plan in plans.items()})
-    chosen = sorted(order[:best])
-    if len(chosen) < len(able):  # fewer tables share the latencies: choose their rows again
-        num_hot = best_counts(chosen)
-        parts = _Parts(works, num_hot, stock_types, curves, world_size)
-    in_exchange = set(chosen)
-    return Choice(
-        hot_cold=tuple(i in in_exchange for i in range(len(questions))),
-        num_hot=tuple(num_hot[i] if i in in_exchange else 0 for i in range(len(questions))),
-        stock_types=tuple(stock_types),
-        cost=parts.cost(in_exchange),
-        stock_cost=plans[0] if must == 0 else None,
-    )
+    search = _Search(questions, able, stock_types, pricer)
+    parts = PlanParts(works, {}, stock_types, pricer)
+    num_hot = hot_counts(dict.fromkeys(able, "rows"), parts)
+    forms = search.best(num_hot)
+    # other tables share the latencies now: choose their rows again
+    num_hot = hot_counts(forms, PlanParts(works, num_hot, stock_types, pricer))
+    return _answer(works, forms, num_hot, stock_types, pricer)
 
 
 def given_choice(
-    questions: Sequence[TableQuestion],
-    num_hot: Mapping[int, int],
-    curves: CommCurves,
-    world_size: int,
+    questions: Sequence[TableQuestion], num_hot: Mapping[int, int], pricer: StepPricer
 ) -> Choice:
     """Prices a choice that somebody else made.
 
     Args:
         questions: All tables of the model.
         num_hot: Hot rows by position, of the tables that are hot/cold; the others are stock.
-        curves: Measured communication and local work.
-        world_size: Ranks.
+        pricer: Prices a step.
     """
-    stock_types = _best_stock_types(questions, curves, world_size)
     works = [question.work for question in questions]
-    no_stock = any(kind is None for kind in stock_types)
-    parts = _Parts(works, num_hot, stock_types, curves, world_size)
+    forms: Forms = dict.fromkeys(num_hot, "rows")
+    return _answer(works, forms, num_hot, _best_stock_types(questions, pricer), pricer)
+
+
+def _answer(
+    works: Sequence[TableWork],
+    forms: Forms,
+    num_hot: Mapping[int, int],
+    stock_types: Sequence[str | None],
+    pricer: StepPricer,
+) -> Choice:
+    parts = PlanParts(works, num_hot, stock_types, pricer)
+    can_all_be_stock = all(kind is not None for kind in stock_types)
     return Choice(
-        hot_cold=tuple(i in num_hot for i in range(len(questions))),
-        num_hot=tuple(num_hot.get(i, 0) for i in range(len(questions))),
+        forms=tuple(forms.get(i) for i in range(len(works))),
+        num_hot=tuple(num_hot.get(i, 0) if i in forms else 0 for i in range(len(works))),
         stock_types=tuple(stock_types),
-        cost=parts.cost(set(num_hot)),
-        stock_cost=None if no_stock else parts.cost(set()),
+        cost=parts.cost(forms),
+        stock_cost=parts.cost({}) if can_all_be_stock else None,
+        step=parts.price(forms),
+        stock_step=parts.price({}) if can_all_be_stock else None,
     )
 
 
-def _best_size(plans_ms: Mapping[int, float]) -> int:
-    """The number of hot/cold tables to take: the fewest, all, or a mixture that wins clearly.
+class _PlanTime(Protocol):
+    def __call__(self, forms: Forms, /) -> float: ...
+
+
+class _Search:
+    """Plans on the way from all stock to all hot/cold, by several prices of the wire."""
+
+    def __init__(
+        self,
+        questions: Sequence[TableQuestion],
+        able: Sequence[int],
+        stock_types: Sequence[str | None],
+        pricer: StepPricer,
+    ) -> None:
+        self._questions, self._able, self._pricer = questions, able, pricer
+        self._works = [question.work for question in questions]
+        self._stock_types = stock_types
+        self._must = [i for i in able if stock_types[i] is None]
+        self._pieces = [k for k in _FEW_PIECES if k in pricer.pieces] or list(pricer.pieces)
+        self._stock_ms = _stock_ms(able, self._works, stock_types, pricer)
+
+    def best(self, num_hot: Mapping[int, int]) -> Forms:
+        """The form of each table that joins the exchange."""
+        by_form = self._costs_by_form(num_hot)
+        parts = PlanParts(self._works, num_hot, self._stock_types, self._pricer)
+        plans: dict[tuple[tuple[int, Form], ...], float] = {}
+
+        def ms(forms: Forms) -> float:
+            key = tuple(sorted(forms.items()))
+            if key not in plans:
+                plans[key] = parts.price(forms, self._pieces).step_ms
+            return plans[key]
+
+        ms({i: _cheapest(by_form[i], 1.0)[1] for i in self._must})
+        for wire_price in _WIRE_PRICES:
+            cheapest = {i: _cheapest(by_form[i], wire_price) for i in self._able}
+            gains = {i: self._stock_ms[i] - cheapest[i][0] for i in self._able}
+            order = sorted(self._able, key=lambda i: (i not in self._must, -gains[i], i))
+            self._try_sizes([(i, cheapest[i][1]) for i in order], ms)
+        best: tuple[tuple[int, Form], ...] = _best_plan(plans, {key: len(key) for key in plans})
+        return dict(best)
+
+    def _try_sizes(self, order: Sequence[tuple[int, Form]], ms: _PlanTime) -> None:
+        """Prices plans of the first tables in order: evenly spread numbers, then near the best."""
+        low, high = len(self._must), len(order)
+        for _ in range(2):
+            sizes = _spread(low, high)
+            times = [ms(dict(order[:size])) for size in sizes]
+            best = int(np.argmin(times))
+            low, high = sizes[max(0, best - 1)], sizes[min(len(sizes) - 1, best + 1)]
+
+    def _costs_by_form(self, num_hot: Mapping[int, int]) -> dict[int, dict[Form, StepCost]]:
+        """What each table adds to a step of tables that all travel alike."""
+        curves, world_size = self._pricer.curves, self._pricer.world_size
+        found: dict[int, dict[Form, StepCost]] = {i: {} for i in self._able}
+        forms: tuple[Form, ...] = ("rows", "bags") if BAGS else ("rows",)
+        for form in forms:
+            group = [i for i in self._able if form == "rows" or self._questions[i].may_take_bags]
+            works, hot = [self._works[i] for i in group], [num_hot.get(i, 0) for i in group]
+            costs = marginal_hot_cold_costs(works, hot, curves, world_size, form)
+            for i, cost in zip(group, costs):
+                found[i][form] = cost
+        return found
+
+
+def _cheapest(costs: Mapping[Form, StepCost], wire_price: float) -> tuple[float, Form]:
+    """The least of a table's forms; of equals, rows."""
+    times: list[tuple[float, int, Form]] = [
+        (cost.total_ms - (1 - wire_price) * cost.wire_ms, place, form)
+        for place, (form, cost) in enumerate(costs.items())
+    ]
+    ms, _, form = min(times)
+    return ms, form
+
+
+def _spread(low: int, high: int) -> list[int]:
+    """Whole numbers from one to another, evenly spread where there are many."""
+    if high - low <= _MOST_PLANS:
+        return list(range(low, high + 1))
+    return sorted({round(x) for x in np.linspace(low, high, _MOST_PLANS + 1)})
+
+
+_Plan = TypeVar("_Plan", bound=Hashable)
+
+
+def _best_plan(plans_ms: Mapping[_Plan, float], sizes: Mapping[_Plan, int]) -> _Plan:
+    """The plan to take: as few hot/cold tables as can be, all, or a mixture that wins clearly.
 
     Args:
-        plans_ms: Predicted steps by number of hot/cold tables.
-    """
-    fewest, most = min(plans_ms), max(plans_ms)
-    best = min(plans_ms, key=lambda size: (plans_ms[size], size))
-    margins = {best: _MIXED_MARGIN, most: _STOCK_MARGIN}
-    wins = [size for size in margins if plans_ms[size] <= plans_ms[fewest] * (1 - margins[size])]
-    return wins[0] if wins else fewest
-
-
-def _sizes_to_try(least: int, most: int) -> list[int]:
-    """All numbers of tables, or evenly spread ones where there are many."""
-    if most - least <= _MOST_PLANS:
-        return list(range(least, most + 1))
-    return sorted({round(x) for x in np.linspace(least, most, _MOST_PLANS + 1)})
-
-
-def best_hot_counts(
-    works: Sequence[TableWork],
-    curves: CommCurves,
-    world_size: int,
-    replica_budget_bytes: float = float("inf"),
-    may_have_hot_rows: Sequence[bool] | None = None,
-) -> list[int]:
-    """How many rows of each table of one exchange should be hot.
-
-    Args:
-        works: The tables.
-        curves: Measured communication and local work.
-        world_size: Ranks.
-        replica_budget_bytes: Memory per rank that replicas may take.
-        may_have_hot_rows: Which tables may have any; ``None`` = all.
-
-    Returns:
-        Hot rows of each table, its most frequent ones; possibly all 0.
-    """
-    none_hot = [0] * len(works)
-    allowed = may_have_hot_rows or [True] * len(works)
-    if not any(allowed) or world_size == 1:
-        return none_hot
-    packs = num_packs(works)
-
-    def cost_ms(num_hot: Sequence[float]) -> float:
-        totals = hot_cold_totals(works, num_hot)
-        return hot_cold_cost(totals, curves, world_size, num_packs=packs).total_ms
-
-    best, best_ms = none_hot, cost_ms(none_hot)
-    totals = hot_cold_totals(works, none_hot)
-    rows_with_gain = _rows_by_gain(works, allowed, totals, curves, world_size)
-    for size in _SIZES[1:]:
-        tried = _prefix(rows_with_gain, works, size, replica_budget_bytes)
-        ms = cost_ms(tried)
-        if ms < best_ms * (1 - _HOT_MARGIN):
-            best, best_ms = tried, ms
-    return best
-
-
-@dataclass(frozen=True)
-class _RowGroups:
-    """Rows of one table with the same count, by what each gains from being hot; G groups.
-
-    Args:
-        tables_G: Which table.
-        rows_G: How many rows.
+        plans_ms: Predicted steps.
+        sizes: Hot/cold tables of each plan.
     """
 
-    tables_G: np.ndarray
-    rows_G: np.ndarray
+    def least(plans: Sequence[_Plan]) -> _Plan:
+        return min(plans, key=lambda plan: (plans_ms[plan], sizes[plan]))
+
+    few, most = min(sizes.values()), max(sizes.values())
+    best = least([plan for plan in plans_ms if sizes[plan] == few])
+    whole = least([plan for plan in plans_ms if sizes[plan] == most])
+    if plans_ms[whole] <= plans_ms[best] * (1 - _STOCK_MARGIN):
+        best = whole
+    mixed = least(list(plans_ms))
+    return mixed if plans_ms[mixed] <= plans_ms[best] * (1 - _MIXED_MARGIN) else best
 
 
-def _rows_by_gain(
-    works: Sequence[TableWork],
-    allowed: Sequence[bool],
-    totals: HotColdTotals,
-    curves: CommCurves,
-    world_size: int,
-) -> _RowGroups:
-    """Groups of rows with a gain, largest first, of the tables that may have hot rows.
-
-    A cold row costs by how often one rank uses it, a hot row by how often any rank does; both
-    prices are slopes of the cost at the totals of a step without hot rows.
-    """
-    packs = num_packs(works)
-    base_ms = hot_cold_cost(totals, curves, world_size, num_packs=packs).total_ms
-    mean_dim = totals.unique_elements / max(totals.unique, 1e-9)
-
-    def price(sign: float, **fields: float) -> float:
-        """Milliseconds per row of a step with some thousand rows more (or fewer)."""
-        rows = max(1.0, 0.1 * totals.unique)
-        step = HotColdTotals(**{name: rows * x for name, x in fields.items()})
-        moved_ms = hot_cold_cost(
-            totals.plus(step, sign), curves, world_size, num_packs=packs
-        ).total_ms
-        return (moved_ms - base_ms) * sign / rows
-
-    cold_row_ms = price(-1, cold=1.0, cold_elements=0.0)
-    cold_element_ms = price(-1, cold_elements=mean_dim) / mean_dim
-    # with a reduction already running, so that its latency is not charged to each row
-    latency_ms = curves.ms("all_reduce", 0, world_size)
-    rows = max(1.0, 0.1 * totals.unique)
-    hot_row_ms = price(1, touched=1.0)
-    hot_element_ms = max(0.0, price(1, touched_elements=mean_dim) - latency_ms / rows) / mean_dim
-    bit_ms = max(0.0, price(1, hot=1.0))
-    tables, rows_of, gains, positions = [], [], [], []
-    for table, work in enumerate(works):
-        dim = work.load.dim
-        cold_ms = cold_row_ms + dim * cold_element_ms
-        hot_ms = hot_row_ms + dim * hot_element_ms
-        gain_K = work.used_K * cold_ms - work.touched_K * hot_ms - bit_ms
-        position_g = np.flatnonzero((gain_K > 0) & allowed[table])
-        tables.append(np.full(position_g.size, table))
-        positions.append(position_g)
-        gains.append(gain_K[position_g])
-        rows_of.append(work.rows_K[position_g])
-    tables_G, rows_G = np.concatenate(tables), np.concatenate(rows_of)
-    order_G = np.lexsort((np.concatenate(positions), tables_G, -np.concatenate(gains)))
-    return _RowGroups(tables_G[order_G], rows_G[order_G])
-
-
-def _prefix(
-    groups: _RowGroups, works: Sequence[TableWork], share: float, budget_bytes: float
-) -> list[int]:
-    """Hot counts when the first ``share`` of the rows with a gain are hot, as memory allows."""
-    rows_G, tables_G = groups.rows_G, groups.tables_G
-    bytes_G = np.array([work.load.row_bytes for work in works])[tables_G]
-    wanted = share * sum(rows_G.tolist())
-    left_G1 = np.subtract.accumulate([wanted, *rows_G])
-    budget_G1 = np.subtract.accumulate([budget_bytes, *(rows_G * bytes_G)])
-    whole_G = (rows_G <= left_G1[:-1]) & (rows_G <= budget_G1[:-1] / bytes_G) & (rows_G >= 1)
-    num_whole = len(rows_G) if whole_G.all() else int(whole_G.argmin())
-    counts = np.bincount(tables_G[:num_whole], rows_G[:num_whole], minlength=len(works))
-    wanted, budget_bytes = float(left_G1[num_whole]), float(budget_G1[num_whole])
-    for rows, table, row_bytes in zip(
-        rows_G[num_whole:].tolist(), tables_G[num_whole:].tolist(), bytes_G[num_whole:].tolist()
-    ):
-        taken = min(rows, wanted, budget_bytes / row_bytes)
-        if taken < 1:
-            break
-        counts[table] += taken
-        wanted -= taken
-        budget_bytes -= taken * row_bytes
-    return [int(count) for count in counts]
-
-
-def _best_stock_types(
-    questions: Sequence[TableQuestion], curves: CommCurves, world_size: int
-) -> list[str | None]:
+def _best_stock_types(questions: Sequence[TableQuestion], pricer: StepPricer) -> list[str | None]:
     """The stock type that adds least, for each table, when all tables have that type."""
     marginal: list[dict[str, float]] = [{} for _ in questions]
     for sharding_type in sorted({kind for q in questions for kind in q.stock_types}):
         group = [i for i, q in enumerate(questions) if sharding_type in q.stock_types]
         works = [questions[i].work for i in group]
-        added = marginal_stock_costs(sharding_type, works, curves, world_size)
+        added = marginal_stock_costs(sharding_type, works, pricer.curves, pricer.world_size)
         for i, cost in zip(group, added):
-            marginal[i][sharding_type] = cost.total_ms
+            marginal[i][sharding_type] = cost.exposed_ms
     return [min(of, key=lambda kind: (of[kind], kind)) if of else None for of in marginal]
 
 
-def _gains_over_stock(
+def _stock_ms(
     able: Sequence[int],
-    num_hot: dict[int, int],
     works: Sequence[TableWork],
     stock_types: Sequence[str | None],
-    curves: CommCurves,
-    world_size: int,
+    pricer: StepPricer,
 ) -> dict[int, float]:
-    gains = {
-        i: -cost.total_ms
-        for i, cost in zip(
-            able,
-            marginal_hot_cold_costs(
-                [works[i] for i in able], [num_hot[i] for i in able], curves, world_size
-            ),
-        )
-    }
+    """What each table adds to a step of stock tables, of whose exchange only the ids are hidden."""
+    found = dict.fromkeys(able, 0.0)
     for sharding_type in sorted({kind for kind in stock_types if kind is not None}):
         group = [i for i in able if stock_types[i] == sharding_type]
-        added = marginal_stock_costs(sharding_type, [works[i] for i in group], curves, world_size)
+        of_group = [works[i] for i in group]
+        added = marginal_stock_costs(sharding_type, of_group, pricer.curves, pricer.world_size)
         for i, cost in zip(group, added):
-            gains[i] += cost.total_ms
-    return gains
-
-
-class _Parts:
-    """What each table asks for, hot/cold or stock, from which plans are put together.
-
-    Args:
-        works: All tables.
-        num_hot: Hot rows by position, of the tables that may be hot/cold.
-        stock_types: Stock type of each table, if it has one.
-        curves: Measured communication and local work.
-        world_size: Ranks.
-    """
-
-    def __init__(
-        self,
-        works: Sequence[TableWork],
-        num_hot: Mapping[int, int],
-        stock_types: Sequence[str | None],
-        curves: CommCurves,
-        world_size: int,
-    ) -> None:
-        self._works, self._curves, self._world_size = works, curves, world_size
-        self._packed = {i: HotColdTotals.of(works[i], hot) for i, hot in num_hot.items()}
-        self._by_type: dict[str, dict[int, StockTotals]] = {}
-        for kind in sorted({kind for kind in stock_types if kind is not None}):
-            self._by_type[kind] = {
-                i: StockTotals.of(kind, works[i])
-                for i, of_table in enumerate(stock_types)
-                if of_table == kind
-            }
-
-    def cost(self, in_exchange: Collection[int]) -> StepCost:
-        """A step with some tables in the exchange and the others stock."""
-        curves, world_size = self._curves, self._world_size
-        chosen = sorted(in_exchange)
-        totals = sum_hot_cold(self._packed[i] for i in chosen)
-        packs = max(1, num_packs([self._works[i] for i in chosen]))
-        cost = hot_cold_cost(totals, curves, world_size, num_packs=packs)
-        for kind, tables in self._by_type.items():
-            group = [i for i in tables if i not in in_exchange]
-            uneven = max_over_mean(kind, [self._works[i].load for i in group], world_size)
-            of_kind = sum_stock(tables[i] for i in group)
-            cost = cost.plus(stock_cost(kind, of_kind, curves, world_size, uneven=uneven))
-        return cost
+            found[i] = cost.exposed_ms
+    return found

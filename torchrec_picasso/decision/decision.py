@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.cost.curves import CommCurves
+from torchrec_picasso.cost.dense import DenseTimes
+from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.decision.choice import Choice, TableQuestion, choose, given_choice
 from torchrec_picasso.decision.home_blocks import HomeBlocks, RowLoads, balance_homes
 from torchrec_picasso.decision.waves import TableVolume, balance_waves
 from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
+from torchrec_picasso.placement import Form
+from torchrec_picasso.schedule.setting_choice import pieces_for
 
 __all__ = ["Decision", "TableFacts", "decide", "given_hot_sets"]
 
@@ -31,6 +35,7 @@ class TableFacts:
         load: Rows, columns and lookups per step.
         not_hot_cold: Why its sharder or its constraints do not allow hot/cold, or ``None``.
         no_hot_rows: Why none of its rows can be hot, or ``None``.
+        no_bags: Why its bags cannot travel instead of its rows, or ``None``.
         stock_types: Stock sharding types they allow.
         module: Path of its module, whose tables share an exchange.
     """
@@ -38,6 +43,7 @@ class TableFacts:
     load: TableLoad
     not_hot_cold: str | None = None
     no_hot_rows: str | None = None
+    no_bags: str | None = "it was not asked whether its bags may travel"
     stock_types: tuple[str, ...] = ("table_wise", "row_wise")
     module: str = ""
 
@@ -56,29 +62,42 @@ class Decision:
         works: Their expected rows, same order.
         choice: Which are hot/cold, with how many hot rows.
         hot_sets: Hot rows of each hot/cold table by name, ascending int64.
-        homes: Cuts of the hot/cold tables, in the order of ``hot_sets``.
+        forms: What of each hot/cold table travels, by name.
+        homes: Cuts of the tables that travel as rows, in the order of ``hot_sets``.
         waves: Which wave each hot/cold table travels in, by name.
         curves: What the costs were computed from.
         world_size: Ranks.
         batch_size: Samples per rank and step.
+        dense: The dense part that exchanges hide under; all 0 where nothing is known of it.
     """
 
     facts: tuple[TableFacts, ...]
     works: tuple[TableWork, ...]
     choice: Choice
     hot_sets: Mapping[str, Tensor]
+    forms: Mapping[str, Form]
     homes: HomeBlocks | None
     waves: Mapping[str, int]
     curves: CommCurves
     world_size: int
     batch_size: int
+    dense: DenseTimes
+
+    @property
+    def num_micro_batches(self) -> int | None:
+        """Micro-batches that the plan was priced for; ``None`` where nothing is interleaved."""
+        return self.choice.step.num_micro_batches if any(self.choice.hot_cold) else None
 
     @property
     def block_rows(self) -> dict[str, tuple[int, ...]]:
-        """Home rows of each hot/cold table on each rank."""
+        """Home rows on each rank of each table that travels as rows."""
         if self.homes is None:
             return {}
-        return dict(zip(self.hot_sets, self.homes.block_rows_TW))
+        return dict(zip(self._as_rows, self.homes.block_rows_TW))
+
+    @property
+    def _as_rows(self) -> list[str]:
+        return [name for name in self.hot_sets if self.forms[name] == "rows"]
 
     @property
     def home_max_over_mean(self) -> float:
@@ -96,6 +115,7 @@ def decide(
     hot_rows: int | Mapping[str, int] | None = None,
     replica_budget_bytes: float = float("inf"),
     num_waves: int = 1,
+    dense: DenseTimes | None = None,
 ) -> Decision:
     """Decides for every table whether it is hot/cold, which rows are hot, and where homes are cut.
 
@@ -108,6 +128,7 @@ def decide(
         hot_rows: ``None`` = the cost model chooses; else as for ``hot_cold_planner``.
         replica_budget_bytes: Memory per rank that replicas may take, if the model chooses.
         num_waves: Waves of about equal volume that the hot/cold tables of a module travel in.
+        dense: The dense part of a step; ``None`` = what the curves know of it.
 
     Raises:
         PlanError: If the statistics are of other tables, or hot rows cannot be had.
@@ -122,12 +143,15 @@ def decide(
             work=work,
             may_be_hot_cold=fact.may_be_hot_cold,
             may_have_hot_rows=fact.no_hot_rows is None,
+            may_take_bags=fact.no_bags is None,
             stock_types=fact.stock_types,
         )
         for fact, work in zip(facts, works)
     ]
+    dense = (dense or curves.dense or DenseTimes()).at(batch_size)
+    pricer = StepPricer(curves, world_size, dense, pieces_for(batch_size))
     if hot_rows is None:
-        choice = choose(questions, curves, world_size, replica_budget_bytes)
+        choice = choose(questions, pricer, replica_budget_bytes)
         counts = {
             fact.load.name: num_hot
             for fact, is_hot_cold, num_hot in zip(facts, choice.hot_cold, choice.num_hot)
@@ -141,17 +165,21 @@ def decide(
             for position, fact in enumerate(facts)
             if fact.load.name in hot_sets
         }
-        choice = given_choice(questions, given, curves, world_size)
+        choice = given_choice(questions, given, pricer)
+    forms = {fact.load.name: form for fact, form in zip(facts, choice.forms) if form is not None}
+    as_rows = {name: hot_H for name, hot_H in hot_sets.items() if forms[name] == "rows"}
     return Decision(
         facts=tuple(facts),
         works=works,
         choice=choice,
         hot_sets=hot_sets,
-        homes=_homes(works, hot_sets, stats, world_size),
-        waves=_waves(facts, works, hot_sets, num_waves),
+        forms=forms,
+        homes=_homes(works, as_rows, stats, world_size),
+        waves=_waves(facts, works, hot_sets, forms, num_waves),
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,
+        dense=dense,
     )
 
 
@@ -201,6 +229,7 @@ def _waves(
     facts: Sequence[TableFacts],
     works: Sequence[TableWork],
     hot_sets: Mapping[str, Tensor],
+    forms: Mapping[str, Form],
     num_waves: int,
 ) -> dict[str, int]:
     """The wave of each hot/cold table in its module: cold rows are fetched, hot ones reduced."""
@@ -209,9 +238,10 @@ def _waves(
         load = fact.load
         if load.name in hot_sets:
             split = work.split(hot_sets[load.name].numel())
+            rows = split.cold_used + split.hot_touched
             volumes.setdefault(fact.module, {})[load.name] = TableVolume(
-                group=(load.dim, load.element_bytes),
-                elements=(split.cold_used + split.hot_touched) * load.dim,
+                group=(load.dim, load.element_bytes, forms[load.name]),
+                elements=(rows if forms[load.name] == "rows" else load.bags) * load.dim,
             )
     return {
         name: wave

@@ -10,6 +10,7 @@ Source: TorchRec ``planner/enumerators.py`` ``EmbeddingEnumerator``, extended by
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +19,10 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.decision.decision import Decision, TableFacts, decide, given_hot_sets
 from torchrec_picasso.errors import PlanError
@@ -61,6 +64,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
         stats: Lookup counts; needed for a total above 0.
         curves: Measured costs; ``None`` = the topology's bandwidths, where the model chooses.
         num_waves: Waves that the hot/cold tables travel in; see :func:`hot_cold_planner`.
+        dense_ms: Forward and backward of the model without its tables; ``None`` = as the curves
+            know it.
         kwargs: Further arguments of TorchRec's ``EmbeddingEnumerator``.
     """
 
@@ -72,12 +77,14 @@ class HotColdEnumerator(EmbeddingEnumerator):
         stats: FrequencyStats | None = None,
         curves: CommCurves | None = None,
         num_waves: int = 1,
+        dense_ms: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(topology, batch_size, **kwargs)
         self._topology = topology
         self._hot_rows = hot_rows
         self._num_waves = num_waves
+        self._dense_ms = dense_ms
         self._frequency_stats = stats
         self._has_prices = curves is not None or hot_rows is None
         self._curves = curves if curves is not None else assumed_curves(topology)
@@ -114,22 +121,30 @@ class HotColdEnumerator(EmbeddingEnumerator):
         rows = hot_cold_candidates(
             options_by_path, self._refusals, self._hot_rows, list(self.sharder_map.values())
         )
-        self._decision = self._decide(options_by_path)
+        self._decision = self._decide(options_by_path, _dense_bytes(module))
         if self._decision is not None:
             hot_sets, blocks = self._decision.hot_sets, self._decision.block_rows
-            waves = self._decision.waves
+            waves, forms = self._decision.waves, self._decision.forms
         else:
             assert self._hot_rows is not None
             without = {name for (_, name), of in self._refusals.items() if of.hot_rows is not None}
             hot_sets = given_hot_sets(rows, without, self._hot_rows, self._frequency_stats)
-            blocks, waves = {}, {}
+            blocks, waves, forms = {}, {}, {}
         space: list[ShardingOption] = []
         for key, options in options_by_path.items():
             table, is_able = key[1], key in self._refusals and self._refusals[key].hot_cold is None
             if is_able and table in hot_sets:
                 hot_set = self._hot_set(options[0], hot_sets[table])
-                options = hot_cold_options(options, hot_set, waves.get(table, 0))
-                cut_home_blocks(options, blocks.get(table))
+                form = forms.get(table, "rows")
+                options = hot_cold_options(
+                    options,
+                    hot_set,
+                    waves.get(table, 0),
+                    form=form,
+                    num_micro_batches=self._num_micro_batches,
+                )
+                if form == "rows":
+                    cut_home_blocks(options, blocks.get(table))
             elif not isinstance(self._hot_rows, Mapping):
                 options = self._stock_options(options)
             space.extend(options)
@@ -139,6 +154,13 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self.populate_estimates(space)
         self._hot_cold_space = copy_options(space)
         return space
+
+    @property
+    def _num_micro_batches(self) -> int | None:
+        """What the plan is priced for; without curves of the network, nothing worth telling."""
+        if self._decision is None or not self._has_prices:
+            return None
+        return self._decision.num_micro_batches
 
     @property
     def last_stored_search_space(self) -> list[ShardingOption] | None:
@@ -192,7 +214,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         finally:
             self._estimators = estimators
 
-    def _decide(self, options_by_path: OptionsByPath) -> Decision | None:
+    def _decide(self, options_by_path: OptionsByPath, dense_bytes: int) -> Decision | None:
         tables = [table for _, table in options_by_path]
         pooled = {key: o for key, o in options_by_path.items() if self._can_be_hot_cold(o[0])}
         if not pooled:
@@ -216,7 +238,14 @@ class HotColdEnumerator(EmbeddingEnumerator):
             hot_rows=self._hot_rows,
             replica_budget_bytes=self._replica_budget_bytes(options_by_path),
             num_waves=self._num_waves,
+            dense=self._dense(dense_bytes),
         )
+
+    def _dense(self, dense_bytes: int) -> DenseTimes:
+        if self._dense_ms is not None:
+            return DenseTimes.of(self._dense_ms, dense_bytes)
+        known = self._curves.dense or DenseTimes()
+        return dataclasses.replace(known, parameter_bytes=dense_bytes)
 
     def _replica_budget_bytes(self, options_by_path: OptionsByPath) -> float:
         """Needed only where the cost model chooses: it takes the memory of every option."""
@@ -271,3 +300,15 @@ class HotColdEnumerator(EmbeddingEnumerator):
     def _can_be_hot_cold(self, option: ShardingOption) -> bool:
         sharder = self.sharder_map[option.module_type_key]
         return getattr(type(sharder), "supports_hot_cold", False) is True
+
+
+def _dense_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters outside embedding modules: their gradients are summed over ranks."""
+    tables = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection))
+        for parameter in module.parameters()
+    }
+    dense = [p for p in model.parameters() if p.requires_grad and id(p) not in tables]
+    return sum(parameter.numel() * parameter.element_size() for parameter in dense)

@@ -1,17 +1,19 @@
 """Turns TorchRec's sharding options of a table into hot/cold ones, and counts their memory.
 
-A hot/cold option is a stock row-wise one whose ``cache_params`` names the hot rows: the plan keeps
-TorchRec's own words, and its validation, statistics and broadcast work on it unchanged. The
-replicas are charged to every shard, since every rank holds them beside its home block; on a GPU
-always to its own memory, where they are also when the homes are in the host's.
+A hot/cold option is a stock row-wise one, or where bags travel a table-wise one, whose
+``cache_params`` names the hot rows: the plan keeps TorchRec's own words, and its validation,
+statistics and broadcast work on it unchanged. The replicas are charged to every shard, since every
+rank holds them beside its home block; on a GPU always to its own memory, where they are also when
+the homes are in the host's.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 from torch import Tensor
 from torchrec.distributed.planner.types import ShardingOption, Storage
@@ -20,10 +22,11 @@ from torchrec.distributed.types import CacheParams, ShardingType
 from torchrec_picasso._torchrec import optimizer_multiplier
 from torchrec_picasso.decision.home_blocks import filled_blocks
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.placement import Form, HotColdParams
 from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
 __all__ = [
+    "SHARDING_TYPE_OF",
     "add_replica_storage",
     "copy_options",
     "cut_home_blocks",
@@ -31,9 +34,20 @@ __all__ = [
     "replica_bytes",
 ]
 
+SHARDING_TYPE_OF: Mapping[Form, str] = {
+    "rows": ShardingType.ROW_WISE.value,
+    "bags": ShardingType.TABLE_WISE.value,
+}
+"""Where the homes of a table are, in TorchRec's words: on all ranks, or on the one that pools."""
+
 
 def hot_cold_options(
-    options: list[ShardingOption], hot_rows_H: Tensor, wave: int = 0
+    options: list[ShardingOption],
+    hot_rows_H: Tensor,
+    wave: int = 0,
+    *,
+    form: Form = "rows",
+    num_micro_batches: int | None = None,
 ) -> list[ShardingOption]:
     """Keeps the options of one table that can be hot/cold, and marks them in place.
 
@@ -41,30 +55,39 @@ def hot_cold_options(
         options: All options of one table.
         hot_rows_H: Its hot rows, int64, shape ``(H,)``; empty means no replicas.
         wave: Which wave it travels in; one named by constraints is not kept.
+        form: Whether its rows travel, or its bags.
+        num_micro_batches: What the plan was priced for, if it was.
 
     Returns:
-        The row-wise options with a kernel of ``HOT_COLD_KERNELS``; other cache settings that came
-        from constraints are kept.
+        The row-wise options, or for bags the table-wise ones, with a kernel of
+        ``HOT_COLD_KERNELS``; other cache settings that came from constraints are kept.
 
     Raises:
         PlanError: If there is no such option, or the table has no such rows.
     """
+    sharding_type = SHARDING_TYPE_OF[form]
     kept = [
         option
         for option in options
-        if option.sharding_type == ShardingType.ROW_WISE.value
-        and option.compute_kernel in HOT_COLD_KERNELS
+        if option.sharding_type == sharding_type and option.compute_kernel in HOT_COLD_KERNELS
     ]
     if not kept:
         offered = sorted({(option.sharding_type, option.compute_kernel) for option in options})
         raise PlanError(
-            f"table {options[0].name!r} was chosen to be hot/cold, which needs row_wise sharding "
-            f"with kernel {' or '.join(HOT_COLD_KERNELS)}, but its options are {offered}; either "
-            "its constraints exclude it (allow row_wise and fused), or its sharder does not offer "
+            f"table {options[0].name!r} was chosen to be hot/cold, which needs {sharding_type} "
+            f"sharding with kernel {' or '.join(HOT_COLD_KERNELS)}, but its options are {offered}; "
+            f"either its constraints exclude it (allow {sharding_type} and fused), or its sharder "
+            "does not offer "
             "it (TorchRec's own has no row_wise on CPU: pass HotColdEmbeddingBagCollectionSharder)"
         )
     for option in kept:
-        option.cache_params = _params(option.cache_params, hot_rows_H, wave)
+        option.cache_params = HotColdParams(
+            hot_rows=hot_rows_H,
+            wave=wave,
+            form=form,
+            num_micro_batches=num_micro_batches,
+            **_kept(option.cache_params),
+        )
         option.cache_params.check(option.name, option.tensor.shape[0])
     return kept
 
@@ -143,8 +166,8 @@ def add_replica_storage(options: list[ShardingOption], compute_device: str) -> N
             shard.storage = shard.storage + extra
 
 
-def _params(constrained: CacheParams | None, hot_rows_H: Tensor, wave: int) -> HotColdParams:
+def _kept(constrained: CacheParams | None) -> dict[str, Any]:
+    """TorchRec's own cache settings, from constraints."""
     if constrained is None:
-        return HotColdParams(hot_rows=hot_rows_H, wave=wave)
-    kept = {field.name: getattr(constrained, field.name) for field in fields(CacheParams)}
-    return HotColdParams(hot_rows=hot_rows_H, wave=wave, **kept)
+        return {}
+    return {field.name: getattr(constrained, field.name) for field in fields(CacheParams)}

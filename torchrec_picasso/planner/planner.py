@@ -50,6 +50,7 @@ def hot_cold_planner(
     constraints: dict[str, ParameterConstraints] | None = None,
     batch_size: int | None = None,
     num_waves: int = 1,
+    dense_ms: float | None = None,
     **planner_kwargs: Any,
 ) -> HotColdPlanner:
     """Makes a TorchRec planner that decides which tables are hot/cold and which rows are hot.
@@ -72,6 +73,9 @@ def hot_cold_planner(
         num_waves: Waves of about equal volume that the hot/cold tables of a module travel in,
             staggered by :class:`torchrec_picasso.InterleavedTrainPipeline`. They pay where batches
             are not cut, as with BatchNorm; the figures are in docs/decisions.md.
+        dense_ms: Forward and backward of the model without its tables, per rank and step: what the
+            exchange is hidden under. ``None`` = what ``curves`` know of it (``torchrec-picasso
+            calibrate --config``), else 0, by which little is hidden.
         planner_kwargs: Further arguments of TorchRec's ``EmbeddingShardingPlanner``.
 
     Returns:
@@ -106,6 +110,8 @@ def hot_cold_planner(
         )
     if num_waves < 1:
         raise PlanError(f"num_waves is {num_waves}, expected at least 1")
+    if dense_ms is not None and not dense_ms >= 0:
+        raise PlanError(f"dense_ms is {dense_ms}, expected a number of milliseconds from 0 on")
     batch_size = batch_size or BATCH_SIZE
     if topology.compute_device == "cpu":
         planner_kwargs.setdefault("proposer", _cpu_proposers(planner_kwargs))
@@ -113,7 +119,14 @@ def hot_cold_planner(
         topology=topology,
         batch_size=batch_size,
         enumerator=HotColdEnumerator(
-            topology, batch_size, hot_rows, stats, curves, num_waves, constraints=constraints
+            topology,
+            batch_size,
+            hot_rows,
+            stats,
+            curves,
+            num_waves,
+            dense_ms,
+            constraints=constraints,
         ),
         constraints=constraints,
         **planner_kwargs,

@@ -167,4 +167,6 @@ def _probe(
 
 def _updated_rows(probe: _Probe, used: int, world_size: int) -> float:
     """Distinct rows over the batches of all ranks, per rank that updates them; expected."""
-    return probe.tables * used * (1 - (1 - 1 / used) ** (probe.batch_size * world_size)) / world_size
+    return (
+        probe.tables * used * (1 - (1 - 1 / used) ** (probe.batch_size * world_size)) / world_size
+    )

@@ -18,13 +18,22 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.schedule.setting_trial import WARMUP_STEPS, Trial
 
-__all__ = ["Clock", "SettingChoice", "candidates"]
+__all__ = ["Clock", "SettingChoice", "candidates", "pieces_for"]
 
 _NUM_MICRO_BATCHES = (1, 2, 4, 8, 16)
 _FEWEST_SAMPLES = 64
 """A smaller micro-batch keeps no core busy for longer than its operators take to start."""
 _CHECKED_WITH = 4
 """Micro-batches that are compared with the whole batch before any number of them is tried."""
+
+
+def pieces_for(num_samples: int) -> tuple[int, ...]:
+    """Numbers of micro-batches that may win, for batches of a size; the fewest first.
+
+    Args:
+        num_samples: Of the largest batch of a rank.
+    """
+    return tuple(k for k in _NUM_MICRO_BATCHES if k == 1 or num_samples >= _FEWEST_SAMPLES * k)
 
 
 class Clock(Protocol):
@@ -49,17 +58,19 @@ class SettingChoice:
 
     Args:
         allowed: Candidates, the plainest first.
+        first: Micro-batches to begin the trial with, if they are among the candidates.
     """
 
-    def __init__(self, allowed: Sequence[Setting]) -> None:
+    def __init__(self, allowed: Sequence[Setting], first: int | None = None) -> None:
         self._allowed = list(allowed)
+        self._first = first
         self._why_whole = ""
         self.is_given = len({setting.num_micro_batches for setting in allowed}) == 1
         """Whether the number of micro-batches was asked for."""
         self._start()
 
     def _start(self) -> None:
-        self._trial = Trial(self._allowed)
+        self._trial = Trial(self._allowed, self._first)
         self._warmup_left = WARMUP_STEPS
         self._spans: list[tuple[Setting, tuple[Any, Any]]] = []
         self._current, self._is_settled = self._allowed[0], len(self._allowed) == 1
@@ -110,6 +121,18 @@ class SettingChoice:
             whole = [s for s in whole if s.lookahead == self._current.lookahead] or whole[:1]
         self._allowed = whole
         self._start()
+
+    def begin_with(self, first: int | None) -> None:
+        """Starts the trial anew, with a number of micro-batches that somebody expects to be best.
+
+        Args:
+            first: The number; ``None``, or one that is not a candidate, changes nothing.
+        """
+        if first is None or first == self._first:
+            return
+        self._first = first
+        if not self._is_settled and not self._trial.times_ms:
+            self._start()
 
     def narrow(self, num_samples: int, is_interleaved: bool) -> None:
         """Leaves out what cannot win, unless it is the only candidate. Ranks give the same.

@@ -2,9 +2,11 @@
 
 Step times over micro-batches K have one valley: what is exposed shrinks like 1 / K, and every
 micro-batch costs something. So the search starts wide (1, 4, 16), looks at the neighbours of the
-best, and gives the two best that it knows more steps. A curve ``a + b / K + c K`` through all that
-was measured is weighed in with every measured time, which takes out half of the noise where steps
-vary by five percent. Looking ahead is rarely worse, so it is left out only once, for the best K.
+best, and gives the two best that it knows more steps. Where a plan says which number it was made
+for, that one is the first, and the wide start has every other number from there. A curve
+``a + b / K + c K`` through all that was measured is weighed in with every measured time, which
+takes out half of the noise where steps vary by five percent. Looking ahead is rarely worse, so it
+is left out only once, for the best K.
 
 Everything here is data and arithmetic: no clock, no ranks.
 
@@ -55,10 +57,12 @@ class Trial:
 
     Args:
         allowed: Settings, the plainest first.
+        first: Micro-batches to begin with, if they are allowed; ``None`` = the fewest.
     """
 
-    def __init__(self, allowed: Sequence[Setting]) -> None:
+    def __init__(self, allowed: Sequence[Setting], first: int | None = None) -> None:
         self._pieces = sorted({setting.num_micro_batches for setting in allowed})
+        self._first = first if first in self._pieces else self._pieces[0]
         looks = {setting.lookahead for setting in allowed}
         self._first_look = max(looks)
         self._may_leave_out = len(looks) > 1
@@ -91,7 +95,8 @@ class Trial:
         return {setting: 1e3 * typical_s(self._times_s[setting]) for setting in order}
 
     def _search(self) -> Iterator[Turn]:
-        yield from self._round(self._pieces[::2])
+        start = self._pieces[self._pieces.index(self._first) % 2 :: 2]
+        yield from self._round(sorted(start, key=lambda k: (k != self._first, k)))
         best = self._best()
         near = [k for k in self._beside(best) if self._looking(k) not in self._times_s]
         yield from self._round(near)

@@ -32,7 +32,6 @@ import torch.distributed as dist
 
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.waiting import WAIT_RANGE
-from torchrec_picasso.train_pipeline.ranges import OP_PREFIX, STEP_PREFIX
 from torchrec_picasso.schedule.schedule import OF_BATCH, Op
 from torchrec_picasso.timeline.spans import (
     COMPUTE,
@@ -43,6 +42,7 @@ from torchrec_picasso.timeline.spans import (
     WAITED_FOR,
     Span,
 )
+from torchrec_picasso.train_pipeline.ranges import OP_PREFIX, STEP_PREFIX
 
 if TYPE_CHECKING:
     import pandas as pd

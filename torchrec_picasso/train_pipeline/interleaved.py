@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from torchrec_picasso.errors import CompatError, ConfigError, InputError, Picass
 from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.feed.id_stream import IdStream
-from torchrec_picasso.train_pipeline.ranges import op_range, step_range
+from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
     Op,
@@ -55,6 +55,7 @@ from torchrec_picasso.train_pipeline.pipelined_model import (
     FirstLook,
     PipelinedModel,
 )
+from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 
 __all__ = ["InterleavedTrainPipeline"]
 
@@ -70,7 +71,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     modules in one exchange; others, in the same module or not, are trained as by TorchRec's
     pipeline and listed by :meth:`summary`, with the reason.
 
-    How a batch is interleaved is chosen by trying on the first 30 training steps. Before a model is
+    How a batch is interleaved is chosen by trying on the first 30 training steps, beginning with
+    what the plan was priced for. Before a model is
     trained in micro-batches, and again in steps 2, 4, 8, ..., it is compared whether they give what
     the whole batch gives (:mod:`.cut_check`). If not, batches are not cut any more, with a warning
     if some were; where micro-batches were asked for, all ranks raise instead.
@@ -445,6 +447,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         found.compute_once(self._look.odd)
         found.join_exchanges(self._look.weighted)
         try:
+            self._choice.begin_with(_planned_micro_batches(found.interleaved.values()))
             self._choice.narrow(self._look.num_samples, bool(found.interleaved))
             for reason in (self._look.why_whole, found.why_whole_batches()):
                 self._choice.restrict(reason)
@@ -506,3 +509,12 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         blind = None if self._taken is None else self._cut_check.is_blind
         checked = f"; not checked, {blind}" if blind and self.num_micro_batches > 1 else ""
         return "\n".join([*lines, f"{self._choice}{checked}"])
+
+
+def _planned_micro_batches(modules: Iterable[nn.Module]) -> int | None:
+    """Micro-batches that the plan of some sharded modules was priced for, if it says so."""
+    for module in modules:
+        for placed in getattr(module, "module_sharding_plan", {}).values():
+            if isinstance(placed.cache_params, HotColdParams):
+                return placed.cache_params.num_micro_batches
+    return None
