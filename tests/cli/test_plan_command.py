@@ -59,7 +59,7 @@ def test_a_plan_with_assumed_curves_and_no_statistics(
     first_words = [line.split()[0] for line in text.splitlines() if line.strip()]
     assert [word for word in first_words if word in names_of(config)] == names_of(config)
     assert "\n2 ranks x 256 samples: " in text
-    assert "embedding part of a step: " in text
+    assert "predicted step: " in text
     assert "memory per rank: homes " in text
 
 
@@ -195,7 +195,7 @@ def test_curves_of_another_cluster_are_used_with_a_warning_that_names_both(
         ["plan", "--config", config, "--curves", curves_of(**curves), *options], capsys
     )
     assert f"warning: {words}: times are extrapolated" in text
-    assert "embedding part of a step: " in text
+    assert "predicted step: " in text
 
 
 def test_statistics_of_other_tables_are_refused_by_name(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso.cli.launcher import add_rank_arguments, run_on_ranks
+from torchrec_picasso.config import TrainConfig, load_config
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES
 from torchrec_picasso.cost.local import PHASES
@@ -18,6 +19,7 @@ from torchrec_picasso.cost.measure import num_points
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.launch.progress import Progress
 from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.runs.dense_probe import measure_dense
 from torchrec_picasso.runs.local_probe import PROBES, measure_local_costs
 
 __all__ = ["add_parser", "calibrate_on_rank", "print_curves", "run"]
@@ -25,6 +27,7 @@ __all__ = ["add_parser", "calibrate_on_rank", "print_curves", "run"]
 _EXAMPLE = """\
 example:
   torchrec-picasso calibrate --ranks 2 -o curves.json
+  torchrec-picasso calibrate --ranks 2 --config configs/dlrm_criteo.yaml -o curves.json
   torchrun --nnodes 2 --nproc-per-node 4 ... -m torchrec_picasso calibrate -o curves.json
 """
 
@@ -40,7 +43,8 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         description=(
             "Measures all-to-all (even and skewed), all-reduce, reduce-scatter and all-gather on "
             "the process group at hand, fits latency and bandwidth, and measures what a step does "
-            "on the rank itself. Spawns its ranks on this machine, or uses those of torchrun."
+            "on the rank itself, and with --config the dense part of a model. Spawns its ranks on "
+            "this machine, or uses those of torchrun."
         ),
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -71,6 +75,12 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--no-local", action="store_true", help="leave local costs at their assumed values"
     )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML configuration: also measure its model without the tables, which is what a "
+        "schedule hides exchanges under",
+    )
     parser.set_defaults(run=run)
 
 
@@ -88,6 +98,7 @@ def run(args: argparse.Namespace) -> None:
     out = Path(args.out)
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it or name another")
+    config = load_config(args.config) if args.config else None
     curves = run_on_ranks(
         calibrate_on_rank,
         args,
@@ -95,6 +106,7 @@ def run(args: argparse.Namespace) -> None:
         args.seconds,
         not args.no_local,
         args.budget,
+        config,
         timeout_s=_TIMEOUT_S,
     )
     if curves is None:  # another rank of torchrun writes
@@ -111,6 +123,7 @@ def calibrate_on_rank(
     seconds_per_point: float,
     with_local: bool,
     budget_s: float = 30.0,
+    config: TrainConfig | None = None,
 ) -> CommCurves:
     """Measures curves and local costs. Collective: the main function of every rank.
 
@@ -121,6 +134,7 @@ def calibrate_on_rank(
         seconds_per_point: About how long each size is repeated, at most.
         with_local: Whether to measure local costs too.
         budget_s: Seconds for the network in all.
+        config: A model whose dense part is measured too.
     """
     quiet_upstream()
     pg = dist.group.WORLD
@@ -129,7 +143,8 @@ def calibrate_on_rank(
     if torch.cuda.is_available() and "nccl" in dist.get_backend(pg):
         device = torch.device("cuda", torch.cuda.current_device())
     points = num_points(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), max_bytes)
-    progress = Progress("calibrate", points + len(PROBES) * with_local, shown=rank == 0)
+    points += len(PROBES) * with_local + (config is not None)
+    progress = Progress("calibrate", points, shown=rank == 0)
 
     def advance(point: str) -> None:
         progress.tell(point)
@@ -147,6 +162,9 @@ def calibrate_on_rank(
         progress.tell("local work")
         local = measure_local_costs(device, progress.advance)
         curves = dataclasses.replace(curves, local=local)
+    if config is not None:
+        advance("dense part")
+        curves = dataclasses.replace(curves, dense=measure_dense(config, device))
     progress.close()
     return curves
 
@@ -181,4 +199,14 @@ def print_curves(curves: CommCurves) -> None:
             f"{getattr(costs, phase).row_element_ns:.2f} per row"
             for phase in PHASES[1:]
         )
-        print(f"    {side:<10}{cells}; input_dist {costs.input_dist.lookup_ns:.0f} ns per lookup")
+        print(
+            f"    {side:<10}{cells}; input_dist {costs.input_dist.lookup_ns:.0f} ns per lookup; "
+            f"update {costs.backward.update_ns:.0f} ns per row"
+        )
+    measured = "measured" if curves.wire_core_ns is not None else "assumed"
+    print(f"  a byte on the wire takes {curves.core_ns_per_byte:.2f} ns of a core ({measured})")
+    if curves.dense is not None:
+        print(
+            f"  dense part: forward {curves.dense.forward_ms:.1f} ms, backward "
+            f"{curves.dense.backward_ms:.1f} ms for {curves.dense.batch_size:,} samples"
+        )

@@ -13,6 +13,7 @@ from torchrec_picasso.cli.plan_report import draw_plan, draw_sweep, print_plan, 
 from torchrec_picasso.cli.plan_report import write_plan_json as write_json
 from torchrec_picasso.config import load_config
 from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.decision.explain import explain, summarize
 from torchrec_picasso.decision.what_if import sweep
 from torchrec_picasso.errors import ConfigError
@@ -69,6 +70,12 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--hot-rows", type=int, metavar="N", help="a total over all tables (default: chosen)"
     )
     parser.add_argument(
+        "--dense-ms",
+        type=float,
+        metavar="MS",
+        help="forward and backward of the model without its tables (default: that of the curves)",
+    )
+    parser.add_argument(
         "--sweep",
         metavar="WHAT=A..B",
         help="what-if: world_size=2..1024 or bandwidth=0.1..10, in powers of 2",
@@ -106,6 +113,7 @@ def run(args: argparse.Namespace) -> None:
             batch_size=config.data.batch_size,
             world_sizes=[int(v) for v in values] if name == "world_size" else [world_size],
             bandwidths=values if name == "bandwidth" else (1.0,),
+            dense=DenseTimes.of(args.dense_ms) if args.dense_ms is not None else None,
         )
         print_sweep(frame)
         _write(args, {"sweep": frame.to_dict("records")})
@@ -122,6 +130,7 @@ def run(args: argparse.Namespace) -> None:
             curves=curves,
             batch_size=config.data.batch_size,
             num_waves=config.sharding.num_waves,
+            dense_ms=args.dense_ms,
             debug=False,
         )
     for warning in caught:
@@ -141,6 +150,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
     check_outputs(args, "json", "plot")
     if args.memory_gib is not None and not args.memory_gib > 0:
         raise ConfigError(f"--memory-gib: expected more than 0, got {args.memory_gib:g}")
+    if args.dense_ms is not None and not args.dense_ms >= 0:
+        raise ConfigError(f"--dense-ms: expected at least 0, got {args.dense_ms:g}")
 
 
 def _topology(args: argparse.Namespace, world_size: int, curves: CommCurves | None) -> Topology:

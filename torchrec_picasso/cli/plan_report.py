@@ -58,9 +58,9 @@ def _print_summary(summary: dict[str, Any]) -> None:
             f"({summary['speedup']:.2f}x)"
         )
     print(
-        f"embedding part of a step: {summary['step_ms']:.1f} ms, of which "
-        f"{summary['hidden_ms']:.1f} ms hidden by TorchRec's pipelines; "
-        f"{summary['sent_bytes'] / _MB:.1f} MB sent per rank{stock}"
+        f"predicted step: {summary['step_ms']:.1f} ms {_schedule(summary)}, no less than "
+        f"{summary['wire_ms']:.1f} ms on the wire and {summary['compute_ms']:.1f} ms of work, "
+        f"{_dense(summary)}; {summary['sent_bytes'] / _MB:.1f} MB sent per rank{stock}"
     )
     print(
         f"memory per rank: homes {memory['home'] / _MIB:,.0f} MiB and replicas "
@@ -75,17 +75,31 @@ def _print_summary(summary: dict[str, Any]) -> None:
         )
 
 
+def _schedule(summary: dict[str, Any]) -> str:
+    pieces = summary["num_micro_batches"]
+    if pieces is None:
+        return "under TrainPipelineSparseDist"
+    return f"interleaved in {pieces} micro-batch{'es' if pieces > 1 else ''}"
+
+
+def _dense(summary: dict[str, Any]) -> str:
+    if not summary["dense_ms"]:
+        return "the dense part not known"
+    return f"{summary['dense_ms']:.1f} ms of it dense"
+
+
 def print_sweep(frame: pd.DataFrame) -> None:
     """Prints one line per world size and bandwidth."""
     print(
-        f"{'ranks':>6}{'bandwidth':>11}{'hot/cold':>10}{'stock':>7}{'hot rows':>11}{'step ms':>10}"
-        f"{'stock ms':>10}{'speed-up':>10}{'MB sent':>9}{'homes':>7}"
+        f"{'ranks':>6}{'bandwidth':>11}{'hot/cold':>10}{'stock':>7}{'hot rows':>11}{'cut':>5}"
+        f"{'step ms':>10}{'stock ms':>10}{'speed-up':>10}{'MB sent':>9}{'homes':>7}"
     )
     for line in frame.to_dict("records"):
-        balance = line["home_max_over_mean"]
+        balance, pieces = line["home_max_over_mean"], line["num_micro_batches"]
         print(
             f"{line['world_size']:>6}{line['bandwidth']:>10g}x{line['hot_cold_tables']:>10}"
-            f"{line['stock_tables']:>7}{line['hot_rows']:>11,}{line['step_ms']:>10.1f}"
+            f"{line['stock_tables']:>7}{line['hot_rows']:>11,}"
+            f"{pieces or '-':>5}{line['step_ms']:>10.1f}"
             f"{line['stock_ms']:>10.1f}{line['speedup']:>9.2f}x{line['sent_bytes'] / _MB:>9.1f}"
             f"{'-' if balance is None else f'{balance:.2f}':>7}"
         )

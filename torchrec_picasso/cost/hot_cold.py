@@ -47,7 +47,7 @@ _COPY_NS = 2.4
 _PACK_MS = 0.5  # in forward, and again in backward
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HotColdTotals:
     """What the tables of one exchange ask of a step, expected, per rank.
 
@@ -106,7 +106,7 @@ class HotColdTotals:
     def plus(self, other: HotColdTotals, times: float = 1.0) -> HotColdTotals:
         """The sum with ``times`` the other; ``times=-1`` takes a table out again."""
         sums = (a + times * b for a, b in zip(_values(self), _values(other)))
-        return HotColdTotals(**dict(zip(_FIELDS, sums)))
+        return HotColdTotals(*sums)
 
     @staticmethod
     def of(work: TableWork, num_hot: float, form: Form = "rows") -> HotColdTotals:
@@ -143,6 +143,17 @@ class HotColdTotals:
             rows=load.num_embeddings,
         )
 
+    @staticmethod
+    def sum_of(tables: Iterable[tuple[float, ...]]) -> HotColdTotals:
+        """The sum of tables, of each its :attr:`values`."""
+        return HotColdTotals(*sum_columns(tables, len(_FIELDS)))
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """All of it, in order."""
+        found: tuple[float, ...] = _values(self)
+        return found
+
     @property
     def cold_early(self) -> tuple[float, ...]:
         """Elements of the cold rows of the first parts of a batch."""
@@ -167,7 +178,7 @@ def hot_cold_totals(works: Iterable[TableWork], num_hot: Iterable[float]) -> Hot
 
 def sum_hot_cold(tables: Iterable[HotColdTotals]) -> HotColdTotals:
     """Sums what single tables ask for."""
-    return HotColdTotals(**dict(zip(_FIELDS, sum_columns(map(_values, tables), len(_FIELDS)))))
+    return HotColdTotals.sum_of(map(_values, tables))
 
 
 def hot_cold_cost(
@@ -259,8 +270,8 @@ def exchange_work(totals: HotColdTotals, num_parts: int = 1) -> ExchangeWork:
 def bag_costs_ms(totals: HotColdTotals, costs: LocalCosts) -> tuple[float, float]:
     """What a home does with the lookups of bags: pools them, and sums their gradients by row.
 
-    That is what stock tables do with theirs. A home has as many of them as a rank's batch has: those
-    of all ranks, spread over the homes.
+    That is what stock tables do with theirs. A home has as many of them as a rank's batch has:
+    those of all ranks, spread over the homes.
 
     Returns:
         Milliseconds in forward and in backward.

@@ -54,6 +54,7 @@ def measure_curves(
         until_s = now_s + (budget_s - now_s) / (len(groups) - index)
         measuring = _Measuring(group, clock, device, seconds_per_point, until_s, advance)
         curves[level] = measuring.curves(_sizes(max_bytes), level)
+    core_ns = measuring.core_ns_per_byte(curves[""]["row_exchange"].sent_bytes[-1])  # of all ranks
     return {
         "world_size": pg.size(),
         "ranks_per_host": per_host,
@@ -61,6 +62,7 @@ def measure_curves(
         "device": device.type,
         "collectives": curves.pop(""),
         "levels": curves,
+        "wire_core_ns": core_ns,
         "measured_on": _told_by_first_rank(describe_hardware(device), pg),
     }
 
@@ -161,6 +163,25 @@ class _Measuring:
                 of_level = f"{name} ({level})" if level else name
                 self._advance(f"{of_level}, {size >> 10} KiB")
         return {name: Curve.fit(*zip(*found)) for name, found in points.items()}
+
+    def core_ns_per_byte(self, num_bytes: int) -> float | None:
+        """What a byte of a row exchange takes of this process's cores; the most of all. Collective.
+
+        Args:
+            num_bytes: Size of the exchange; larger ones tell more.
+        """
+        if self._device.type != "cpu" or self._group.size() == 1:
+            return None
+        size = num_bytes * self._group.size() // (self._group.size() - 1)
+        sent, call = CALLS["row_exchange"](self._group, size // BYTES_PER_FLOAT, self._device)
+        call()
+        dist.barrier(group=self._group)
+        start_s = time.process_time()
+        for _ in range(_MIN_REPEATS):
+            call()
+        taken_ns = (time.process_time() - start_s) * 1e9 / _MIN_REPEATS
+        (most_ns,) = self._clock.slowest([taken_ns])
+        return most_ns / max(1, sent)
 
     def _has_time_for(self, points: dict[str, list[tuple[int, float]]]) -> bool:
         """Whether the next size can be measured for all, should it take as much longer as it is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,7 +88,7 @@ class StepCost:
         )
 
 
-def sum_columns(rows: Iterable[Iterable[float]], num_columns: int) -> list[float]:
+def sum_columns(rows: Iterable[Sequence[float]], num_columns: int) -> list[float]:
     """Sums each column from the first row to the last, in the order in which they come.
 
     Args:
@@ -100,5 +100,5 @@ def sum_columns(rows: Iterable[Iterable[float]], num_columns: int) -> list[float
     """
     zeros = [0.0] * num_columns
     # numpy's sum adds in pairs, which rounds otherwise; cumsum adds one by one
-    last: list[float] = np.cumsum([zeros, *map(tuple, rows)], axis=0, dtype=float)[-1].tolist()
+    last: list[float] = np.cumsum([zeros, *rows], axis=0, dtype=float)[-1].tolist()
     return last

@@ -12,6 +12,7 @@ Everything here is arithmetic on one host: same input, same answer, on every run
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -40,6 +41,9 @@ _WIRE_PRICES = (1.0, 0.5, 0.25, 0.0)
 """What a millisecond on the wire may cost, as a part of one on the core."""
 _MOST_PLANS = 16
 """Numbers of hot/cold tables that are tried at first, and again around the best."""
+_MOST_CHANGES = 24
+"""Changes of single tables that are tried."""
+_MOST_ROUNDS = 3
 _FEW_PIECES = (1, 4, 16)
 """Numbers of micro-batches by which plans are compared; the one that is taken is priced by all."""
 
@@ -204,8 +208,36 @@ class _Search:
             gains = {i: self._stock_ms[i] - cheapest[i][0] for i in self._able}
             order = sorted(self._able, key=lambda i: (i not in self._must, -gains[i], i))
             self._try_sizes([(i, cheapest[i][1]) for i in order], ms)
+        largest = sorted(self._able, key=lambda i: (-_most_ms(by_form[i]), i))
+        for size in (len(self._able), None):
+            start = min((p for p in plans if size in (None, len(p))), key=lambda p: (plans[p], p))
+            self._change_single(dict(start), largest, by_form, ms, may_be_stock=size is None)
         best: tuple[tuple[int, Form], ...] = _best_plan(plans, {key: len(key) for key in plans})
         return dict(best)
+
+    def _change_single(
+        self,
+        forms: dict[int, Form],
+        order: Sequence[int],
+        by_form: Mapping[int, Mapping[Form, StepCost]],
+        ms: _PlanTime,
+        *,
+        may_be_stock: bool,
+    ) -> None:
+        """Prices plans with one table changed, from the best so far on, the largest tables first.
+
+        What no guess of the price of the wire sees shows here: few tables, uneven homes.
+        """
+        least_ms, left = ms(forms), _MOST_CHANGES
+        for i in itertools.chain.from_iterable(itertools.repeat(order, _MOST_ROUNDS)):
+            others: list[Form | None] = [form for form in by_form[i] if form != forms.get(i)]
+            if may_be_stock and i in forms and i not in self._must:
+                others.append(None)
+            for form in others[: max(0, left)]:
+                left -= 1
+                changed = {j: f for j, f in forms.items() if j != i} | ({i: form} if form else {})
+                if ms(changed) < least_ms:
+                    forms, least_ms = changed, ms(changed)
 
     def _try_sizes(self, order: Sequence[tuple[int, Form]], ms: _PlanTime) -> None:
         """Prices plans of the first tables in order: evenly spread numbers, then near the best."""
@@ -228,6 +260,10 @@ class _Search:
             for i, cost in zip(group, costs):
                 found[i][form] = cost
         return found
+
+
+def _most_ms(costs: Mapping[Form, StepCost]) -> float:
+    return max(cost.total_ms for cost in costs.values())
 
 
 def _cheapest(costs: Mapping[Form, StepCost], wire_price: float) -> tuple[float, Form]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost, sum_hot_cold
+from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.step_price import StepPrice, StepPricer
 from torchrec_picasso.cost.stock import StockTotals, max_over_mean, stock_cost, sum_stock
@@ -36,7 +36,7 @@ class PlanParts:
         pricer: StepPricer,
     ) -> None:
         self._works, self._num_hot, self._pricer = works, num_hot, pricer
-        self._totals: dict[tuple[int, Form], HotColdTotals] = {}
+        self._totals: dict[tuple[int, Form], tuple[float, ...]] = {}
         self._by_type: dict[str, dict[int, StockTotals]] = {}
         for kind in sorted({kind for kind in stock_types if kind is not None}):
             self._by_type[kind] = {
@@ -89,13 +89,13 @@ class PlanParts:
         return cost
 
     def _sum(self, forms: Forms) -> HotColdTotals:
-        return sum_hot_cold(self._of(i, forms[i]) for i in sorted(forms))
+        return HotColdTotals.sum_of(self._of(i, forms[i]) for i in sorted(forms))
 
-    def _of(self, position: int, form: Form) -> HotColdTotals:
+    def _of(self, position: int, form: Form) -> tuple[float, ...]:
         found = self._totals.get((position, form))
         if found is None:
             hot = self._num_hot.get(position, 0)
-            found = HotColdTotals.of(self._works[position], hot, form)
+            found = HotColdTotals.of(self._works[position], hot, form).values
             self._totals[position, form] = found
         return found
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torchrec_picasso.cost.curves import CommCurves
+from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.decision.decision import TableFacts, decide
 from torchrec_picasso.decision.explain import summarize
 from torchrec_picasso.errors import PlanError
@@ -25,6 +26,7 @@ def sweep(
     batch_size: int,
     world_sizes: Iterable[int] = (),
     bandwidths: Iterable[float] = (1.0,),
+    dense: DenseTimes | None = None,
 ) -> pd.DataFrame:
     """Decides anew for every world size and bandwidth. Extrapolates; nothing is run.
 
@@ -35,6 +37,7 @@ def sweep(
         batch_size: Samples per rank and step, the same at every world size.
         world_sizes: World sizes to try; empty = that of the curves.
         bandwidths: Factors on the measured bandwidth.
+        dense: The dense part of a step; ``None`` = what the curves know of it.
 
     Returns:
         One line per pair, with ``bandwidth`` and the entries of
@@ -58,8 +61,14 @@ def sweep(
                 curves.with_bandwidth(bandwidth),
                 world_size=world_size,
                 batch_size=batch_size,
+                dense=dense,
             )
             summary = summarize(decision)
             del summary["memory_bytes"]
             lines.append({"bandwidth": bandwidth, **summary})
-    return pd.DataFrame(lines)
+    frame = pd.DataFrame(lines)
+    # None, not a number that is none, where nothing is interleaved
+    frame["num_micro_batches"] = pd.Series(
+        [line["num_micro_batches"] for line in lines], dtype=object
+    )
+    return frame

@@ -1,0 +1,120 @@
+"""The length of a step by its schedule, against steps that can be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrec_picasso.cost.schedule_time import Message, OpTime, StepLength, step_length
+from torchrec_picasso.errors import PlanError
+from torchrec_picasso.schedule.kinds import KINDS
+from torchrec_picasso.schedule.schedule import COLLECTIVES, Setting, training_schedule
+
+WHOLE = Setting(1, lookahead=True)
+
+Times = dict[tuple[str, int | None], OpTime]
+
+
+def compute(ms: float) -> OpTime:
+    return OpTime(compute_ms=ms)
+
+
+def send(ms: float, core_share: float = 0.0) -> OpTime:
+    return OpTime(message=Message(ms, core_share))
+
+
+def test_work_alone_lasts_as_long_as_it_takes() -> None:
+    times: Times = {
+        ("forward", 0): compute(3),
+        ("backward", 0): compute(4),
+        ("update", None): compute(2),
+    }
+    assert step_length(WHOLE, times) == StepLength(ms=9, wire_ms=0, compute_ms=9)
+
+
+def test_what_no_operation_waits_for_at_once_is_hidden() -> None:
+    # clean rows of the next batch have all of this step to come
+    times: Times = {("forward", 0): compute(10), ("fetch_clean", None): send(7)}
+    assert step_length(WHOLE, times) == StepLength(ms=10, wire_ms=7, compute_ms=10)
+
+
+def test_where_steps_meet_rows_and_gradients_of_a_whole_batch_are_exposed() -> None:
+    times: Times = {
+        ("forward", 0): compute(10),
+        ("backward", 0): compute(10),
+        ("send_gradients", 0): send(5),
+        ("fetch_dirty", 0): send(4),
+    }
+    assert step_length(WHOLE, times).ms == pytest.approx(29)
+
+
+def test_of_two_micro_batches_only_the_first_chunk_is_exposed() -> None:
+    # backward: part 1 (9), its gradients (6) beside part 0 (3); then part 0's (2) behind them; the
+    # update comes after 3 + 6 = 9 + ... = 9 + max(3, 6) + 2. Dirty rows: chunk 0 (1) is waited for,
+    # chunk 1 (3) travels while part 0's forward runs (2) and is waited for 1 ms
+    times: Times = {
+        ("forward", 0): compute(2),
+        ("forward", 1): compute(6),
+        ("backward", 0): compute(3),
+        ("backward", 1): compute(9),
+        ("send_gradients", 0): send(2),
+        ("send_gradients", 1): send(6),
+        ("fetch_dirty", 0): send(1),
+        ("fetch_dirty", 1): send(3),
+    }
+    expected = 1 + 2 + (3 - 2) + 6 + 9 + 6 + 2
+    assert step_length(Setting(2, lookahead=True), times).ms == pytest.approx(expected)
+
+
+def test_a_message_that_takes_the_core_hides_nothing() -> None:
+    times: Times = {("forward", 0): compute(10), ("fetch_clean", None): send(7, core_share=1.0)}
+    assert step_length(WHOLE, times).ms == pytest.approx(17)
+    half: Times = {("forward", 0): compute(10), ("fetch_clean", None): send(7, core_share=0.5)}
+    assert step_length(WHOLE, half).ms == pytest.approx(13.5)
+
+
+def test_an_exposed_exchange_waits_behind_what_is_on_the_wire() -> None:
+    stock = OpTime(compute_ms=10, exposed=((Message(5), 2.0),))
+    times: Times = {("forward", 0): stock}
+    assert step_length(WHOLE, times) == StepLength(ms=17, wire_ms=5, compute_ms=12)
+    times[("fetch_clean", None)] = send(8)  # of the next batch, sent just before
+    assert step_length(WHOLE, times).ms == pytest.approx(8 + 5 + 2 + 10)
+
+
+def test_a_wire_with_too_much_to_do_sets_the_pace() -> None:
+    times: Times = {
+        ("forward", 0): compute(5),
+        ("fetch_clean", None): send(50),
+        ("send_gradients", 0): send(40),
+    }
+    assert step_length(WHOLE, times).ms == pytest.approx(90)
+
+
+def test_only_what_sends_has_a_message() -> None:
+    with pytest.raises(PlanError, match="forward was given a message, but it sends nothing"):
+        step_length(WHOLE, {("forward", 0): send(1)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), num_parts=st.sampled_from([1, 2, 4]), lookahead=st.booleans())
+def test_no_step_is_shorter_than_its_bounds_or_longer_than_their_sum(
+    data: st.DataObject, num_parts: int, lookahead: bool
+) -> None:
+    setting, times = Setting(num_parts, lookahead), {}
+    for op in training_schedule(setting):
+        message = None
+        if op.kind in COLLECTIVES:
+            message = Message(data.draw(st.floats(0, 20)), data.draw(st.floats(0, 1)))
+        times[op.kind, op.index] = OpTime(data.draw(st.floats(0, 20)), message)
+    length = step_length(setting, times)
+    assert max(length.wire_ms, length.compute_ms) <= length.ms + 1e-6
+    assert length.ms <= length.wire_ms + length.compute_ms + 1e-6
+
+
+def test_every_message_is_waited_for_by_something_but_those_that_come_before_it() -> None:
+    # a kind that sends and that nothing waits for would cost nothing wherever the wire is free
+    from torchrec_picasso.cost.schedule_time import _WAITS
+
+    waited = {kind for kinds in _WAITS.values() for kind in kinds}
+    assert waited == {kind for kind, of in KINDS.items() if of.sends}

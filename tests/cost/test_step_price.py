@@ -1,0 +1,183 @@
+"""What a step is priced at: chunks of first use, dirty rows, and what hides what."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.dense import DenseTimes
+from torchrec_picasso.cost.hot_cold import (
+    HotColdTotals,
+    exchange_bytes,
+    hot_cold_cost,
+    hot_cold_totals,
+    sum_hot_cold,
+)
+from torchrec_picasso.cost.local import LocalCosts, SideCosts
+from torchrec_picasso.cost.step_price import PIECES, StepPricer, _shares, _used
+from torchrec_picasso.cost.stock import stock_cost, stock_totals
+from torchrec_picasso.cost.table_work import EARLY_SHARES, TableLoad, TableWork
+from torchrec_picasso.frequency.spectrum import CountSpectrum
+
+ROWS, BATCH, DIM = 2000, 512, 64
+FREE = LocalCosts(hot_cold=SideCosts(), stock=SideCosts())
+
+
+def zipf_counts(exponent: float) -> torch.Tensor:
+    return (1e5 * torch.arange(1, ROWS + 1, dtype=torch.float64) ** -exponent).ceil()
+
+
+def work(exponent: float = 1.0, *, pooling: int = 1, rows: int = ROWS) -> TableWork:
+    load = TableLoad(
+        name="t",
+        num_embeddings=rows,
+        dim=DIM,
+        lookups=float(BATCH * pooling),
+        bags=float(BATCH),
+        spectrum=CountSpectrum.of(zipf_counts(exponent)[:rows], rows),
+    )
+    return TableWork(load, world_size=2)
+
+
+def network(gbytes_per_s: float = 0.1, *, core_ns: float = 0.0, **of: object) -> CommCurves:
+    curves = CommCurves.assumed(2, gbytes_per_s=gbytes_per_s, latency_ms=0.3)
+    return dataclasses.replace(curves, wire_core_ns=core_ns, **of)  # type: ignore[arg-type]
+
+
+def test_rows_of_first_use_and_dirty_rows_agree_with_drawn_batches() -> None:
+    generator = torch.Generator().manual_seed(0)
+    chance = zipf_counts(1.0)
+    trials, cold, dirty = 60, torch.zeros(4), torch.zeros(4)
+    for _ in range(trials):
+        drawn = torch.multinomial(chance, 3 * BATCH, replacement=True, generator=generator)
+        before, batch = drawn[: 2 * BATCH].unique(), drawn[2 * BATCH :]
+        for place, share in enumerate((*EARLY_SHARES, 1.0)):
+            rows = batch[: round(share * BATCH)].unique()
+            cold[place] += rows.numel() / trials
+            dirty[place] += torch.isin(rows, before).sum() / trials
+    split = work().split(0)
+    assert [*split.cold_early, split.cold_used] == pytest.approx(cold.tolist(), rel=0.04)
+    assert [*split.dirty_early, split.dirty] == pytest.approx(dirty.tolist(), rel=0.04)
+
+
+def test_hot_rows_are_neither_cold_nor_dirty_nor_early() -> None:
+    few, many = work().split(10), work().split(200)
+    assert many.dirty < few.dirty < work().split(0).dirty
+    assert all(a < b for a, b in zip(many.cold_early, few.cold_early))
+    assert work().split(ROWS).cold_early == pytest.approx((0, 0, 0), abs=1e-6)
+
+
+@pytest.mark.parametrize("num_parts", PIECES)
+def test_chunks_add_up_and_the_first_is_small_in_samples_only(num_parts: int) -> None:
+    totals = HotColdTotals.of(work(), 0)
+    chunks = _used(num_parts, totals.cold_early, totals.cold_elements)
+    assert sum(chunks) == pytest.approx(totals.cold_elements)
+    assert min(chunks) > 0
+    if num_parts > 1:  # rows repeat, so the first samples bring more new rows than others
+        assert chunks[0] / totals.cold_elements > _shares(num_parts)[0]
+    assert sum(_shares(num_parts)) == pytest.approx(1)
+
+
+def test_homes_update_distinct_rows_once() -> None:
+    of = work()
+    totals = HotColdTotals.of(of, 0)
+    assert totals.updated == pytest.approx(of.unique_anywhere / 2)
+    assert totals.updated < totals.cold  # some rows are asked for by both ranks
+    local = dataclasses.replace(FREE, hot_cold=SideCosts())
+    per_row = dataclasses.replace(local.hot_cold.backward, update_ns=1000)
+    local = dataclasses.replace(local, hot_cold=SideCosts(backward=per_row))
+    cost = hot_cold_cost(totals, network(local=local), 2)
+    assert cost.backward_compute_ms == pytest.approx(totals.updated * 1e-3)
+    # a hot row is updated on every rank
+    hot = hot_cold_cost(HotColdTotals.of(of, ROWS), network(local=local), 2)
+    assert hot.backward_compute_ms == pytest.approx(of.split(ROWS).hot_touched * 1e-3)
+
+
+def test_bags_send_lookups_lengths_and_pooled_vectors() -> None:
+    of = work(pooling=5)
+    sent = exchange_bytes(HotColdTotals.of(of, 0, "bags"), 2, 1)
+    assert sent["ids"] == pytest.approx((5 * BATCH * 4 + BATCH * 4) / 2)
+    assert sent["rows"] == sent["gradients"] == pytest.approx(BATCH * DIM * 4 / 2)
+    assert sent["hot"] == 0
+    # one bag of five nearly distinct lookups is shorter than their rows, of which one is not
+    uniform = TableWork(dataclasses.replace(of.load, spectrum=None, num_embeddings=10**6), 2)
+    curves = network()
+    rows, bags = (
+        StepPricer(curves, 2).price(HotColdTotals.of(uniform, 0, form)) for form in ("rows", "bags")
+    )
+    assert bags.step_ms < rows.step_ms
+    assert bags.wire_ms < rows.wire_ms / 2
+
+
+def test_bags_are_never_fetched_ahead() -> None:
+    # nothing of them is clean: all of it is exposed where steps meet, or hidden under parts
+    bags = sum_hot_cold([HotColdTotals.of(work(pooling=2), 0, "bags")] * 20)
+    dense = DenseTimes.of(500.0)
+    pricer = StepPricer(network(0.02, local=FREE), 2, dense)
+    whole, cut = pricer.price(bags, pieces=[1]), pricer.price(bags, pieces=[8])
+    assert whole.step_ms > dense.total_ms + 0.9 * whole.wire_ms
+    assert cut.step_ms < dense.total_ms + 0.3 * whole.wire_ms
+
+
+def test_dense_work_hides_the_exchange_and_more_parts_hide_more() -> None:
+    totals = sum_hot_cold([HotColdTotals.of(work(0.6), 0)] * 20)
+    idle = StepPricer(network(0.005), 2)
+    busy = StepPricer(network(0.005), 2, DenseTimes.of(2000.0))
+    added_ms = {k: busy.price(totals, pieces=[k]).step_ms for k in (1, 4, 8)}
+    assert added_ms[1] > added_ms[4] > added_ms[8]
+    best = busy.price(totals)
+    assert best.num_micro_batches > 1
+    assert best.step_ms - 2000 < 0.6 * idle.price(totals).step_ms
+    assert best.step_ms >= max(best.wire_ms, best.compute_ms)
+
+
+def test_a_message_takes_its_share_of_the_core() -> None:
+    totals = sum_hot_cold([HotColdTotals.of(work(0.6), 0)] * 20)
+    dense = DenseTimes.of(800.0)
+    free = StepPricer(network(0.02, core_ns=0.0), 2, dense).price(totals)
+    taken = StepPricer(network(0.02, core_ns=50.0), 2, dense).price(totals)  # 20 MB/s: all of it
+    assert taken.step_ms > free.step_ms + 0.6 * free.wire_ms
+
+
+def test_stock_tables_beside_the_exchange_are_exposed() -> None:
+    works = [work(0.6) for _ in range(20)]
+    stock = stock_cost("table_wise", stock_totals("table_wise", works), network(), 2)
+    pricer = StepPricer(network(), 2, DenseTimes.of(1000.0))
+    totals = hot_cold_totals(works, [0] * 20)
+    alone, beside = pricer.price(totals), pricer.price(totals, stock)
+    waits_ms = stock.forward_comms_ms + stock.backward_comms_ms
+    assert beside.step_ms >= alone.step_ms + waits_ms
+
+
+def test_stock_alone_hides_its_ids_only() -> None:
+    works = [work(0.6) for _ in range(20)]
+    curves = network()
+    stock = stock_cost("table_wise", stock_totals("table_wise", works), curves, 2)
+    dense = DenseTimes.of(50.0, parameter_bytes=1e6)
+    price = StepPricer(curves, 2, dense).price(HotColdTotals(), stock)
+    reduce_ms = curves.ms("all_reduce", 1e6)
+    assert price.step_ms == pytest.approx(stock.exposed_ms + 50 + reduce_ms)
+    assert price.num_micro_batches == 1
+    busy_wire = dataclasses.replace(stock, input_dist_wire_ms=1e4, input_dist_ms=1e4)
+    longer = StepPricer(curves, 2, dense).price(HotColdTotals(), busy_wire)
+    assert longer.step_ms == pytest.approx(longer.wire_ms)
+
+
+def test_one_rank_has_no_wire() -> None:
+    alone = StepPricer(network(), 1).price(HotColdTotals.of(TableWork(work().load, 1), 0))
+    assert alone.wire_ms == 0
+    assert alone.step_ms == pytest.approx(alone.compute_ms)
+
+
+def test_dense_times_follow_the_batch() -> None:
+    measured = DenseTimes(forward_ms=10, backward_ms=20, parameter_bytes=7, batch_size=100)
+    assert measured.at(200) == DenseTimes(
+        forward_ms=20, backward_ms=40, parameter_bytes=7, batch_size=200
+    )
+    given = DenseTimes.of(30.0)
+    assert given.at(200) == given
+    assert given.total_ms == pytest.approx(30.0)
+    assert given.backward_ms == pytest.approx(2 * given.forward_ms)
