@@ -110,6 +110,8 @@ def fingerprints() -> list[object]:
             HotColdParams(hot_rows=[1, 2]),
             HotColdParams(hot_rows=[1], wave=1),
             HotColdParams(form="bags"),
+            HotColdParams(hot_rows=[1], num_micro_batches=1),
+            HotColdParams(hot_rows=[1], num_micro_batches=4),
             HotColdParams(load_factor=0.5, hot_rows=[1]),
             HotColdParams(CacheAlgorithm.LFU, hot_rows=[1]),
         )
@@ -187,3 +189,14 @@ def test_check_refuses_what_the_table_cannot_hold(rows: list[int], message: str)
 @pytest.mark.parametrize("rows", [[], [2], [0, 1, 2]], ids=["none", "last", "all"])
 def test_check_accepts_what_it_can(rows: list[int]) -> None:
     HotColdParams(hot_rows=rows).check("t", num_embeddings=3)
+
+
+def test_micro_batches_are_part_of_what_a_plan_is() -> None:
+    four, none = HotColdParams(num_micro_batches=4), HotColdParams()
+    assert four == HotColdParams(num_micro_batches=4)
+    assert four != none
+    assert hash(four) != hash(none)
+    assert repr(four) != repr(none)
+    assert pickle.loads(pickle.dumps(four)).num_micro_batches == 4
+    with pytest.raises(PlanError, match="num_micro_batches is 0; expected at least 1, or None"):
+        HotColdParams(num_micro_batches=0)

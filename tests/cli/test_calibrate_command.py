@@ -33,6 +33,35 @@ def test_two_ranks_write_curves_that_planning_reads(
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_a_models_dense_part_is_measured_without_its_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, config = tmp_path / "curves.json", tmp_path / "run.yaml"
+    # tables that would not fit into any memory
+    config.write_text(
+        "data: {num_tables: 2, row_scale: 1.0, batch_size: 32}\n"
+        "model: {embedding_dim: 8, dense_layers: [16], over_layers: [16]}\n"
+    )
+    argv = ["calibrate", "--ranks", "2", "-o", str(out), *SMALLEST, "--config", str(config)]
+    text = output_of(argv, capsys)
+    dense = CommCurves.from_json(out).dense
+    assert dense is not None
+    assert dense.forward_ms > 0
+    assert dense.backward_ms > 0
+    assert dense.batch_size == 32
+    towers = (13 + 1) * 16 + (16 + 1) * 8  # dense layers; those over them are more
+    assert 4 * towers < dense.parameter_bytes < 8 * 4 * towers
+    assert "dense part: forward " in text
+    argv = ["plan", "--config", str(config), "--curves", str(out)]
+    assert f"{dense.total_ms:.1f} ms of it dense" in output_of(argv, capsys)
+    given = output_of([*argv, "--dense-ms", "250"], capsys)
+    assert "250.0 ms of it dense" in given
+    assert "the dense part not known" in output_of([*argv, "--dense-ms", "0"], capsys)
+    assert "--dense-ms: expected at least 0, got -1" in error_of(
+        [*argv, "--dense-ms", "-1"], capsys
+    )
+
+
 def test_a_small_budget_is_told_by_the_largest_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES
+from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.errors import PicassoError, PlanError
 from torchrec_picasso.launch.run_ranks import run_ranks
 
@@ -98,6 +99,27 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
     path.write_text(text)
     with pytest.raises(PicassoError, match=message):
         CommCurves.from_json(path)
+
+
+def test_curves_keep_the_dense_part_and_older_files_have_none(tmp_path: Path) -> None:
+    path = tmp_path / "curves.json"
+    dense = DenseTimes(forward_ms=3.0, backward_ms=6.5, parameter_bytes=1e6, batch_size=256)
+    curves = dataclasses.replace(
+        CommCurves.assumed(2, gbytes_per_s=1.0), dense=dense, wire_core_ns=0.7
+    )
+    curves.to_json(path)
+    assert CommCurves.from_json(path) == curves
+    document = json.loads(path.read_text())
+    del document["dense"], document["wire_core_ns"]
+    for side in ("hot_cold", "stock"):
+        for phase in document["local"][side].values():
+            del phase["update_ns"]
+    path.write_text(json.dumps(document))
+    older = CommCurves.from_json(path)
+    assert older.dense is None
+    assert older.local.stock.backward.update_ns == 0
+    assert older.core_ns_per_byte == 1.0  # assumed, of sockets
+    assert dataclasses.replace(older, device="cuda").core_ns_per_byte == 0.0
 
 
 def test_missing_parts_and_places_are_named(tmp_path: Path) -> None:

@@ -22,14 +22,29 @@ def _works(num: int) -> list[LocalWork]:
             lookup_elements=float(n * (d := RNG.integers(4, 128))),
             row_elements=float(u * d),
             buffer_elements=float((n + 2 * u) * d),
+            updated=float(RNG.integers(1, u + 1)),
         )
         for _ in range(num)
     ]
 
 
+def test_a_phase_in_three_adds_up() -> None:
+    cost = LocalCosts().hot_cold.backward
+    work = dataclasses.replace(_works(1)[0], updated=500.0)
+    call_ms, lookups_ms, rows_ms = cost.split_ms(work)
+    assert call_ms + lookups_ms + rows_ms == pytest.approx(cost.ms(work))
+    assert cost.split_ms(dataclasses.replace(work, updated=501.0))[2] > rows_ms
+    assert cost.split_ms(LocalWork())[0] == cost.fixed_ms
+
+
 def test_coefficients_are_found_again() -> None:
     true = PhaseCost(
-        fixed_ms=1.5, feature_us=20, lookup_ns=80, row_element_ns=3, paged_element_ns=2
+        fixed_ms=1.5,
+        feature_us=20,
+        lookup_ns=80,
+        row_element_ns=3,
+        paged_element_ns=2,
+        update_ns=700,
     )
     works = _works(40)
     found = PhaseCost.fit(works, [true.ms(work) for work in works])

@@ -15,7 +15,7 @@ from tests.train_pipeline.runs import Run, assert_same_runs, batches_of, pipelin
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.schedule.schedule import Setting
-from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates
+from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates, pieces_for
 from torchrec_picasso.schedule.setting_trial import NUM_STEPS, smoothed_s, typical_s
 from torchrec_picasso.schedule.step_clock import StepClock
 
@@ -67,6 +67,46 @@ def test_the_fastest_is_chosen(fastest: int) -> None:
     assert clock.num_readings <= 8  # a turn is read when it is over
     assert f"{choice.current}; the fastest of 1 micro-batch with lookahead: " in str(choice)
     assert f"{fastest} micro-batch" in str(choice)
+
+
+@pytest.mark.parametrize("first", PIECES)
+@pytest.mark.parametrize("fastest", PIECES)
+def test_a_trial_begins_with_what_the_plan_says_and_ends_with_the_fastest(
+    first: int, fastest: int
+) -> None:
+    choice, seen = SettingChoice(candidates(None, None)), []
+    choice.begin_with(first)
+    assert choice.current == Setting(first, lookahead=True)
+
+    def step_s(setting: Setting) -> float:
+        seen.append(setting.num_micro_batches)
+        away = abs(PIECES.index(setting.num_micro_batches) - PIECES.index(fastest))
+        return 1 + 0.1 * away + (0 if setting.lookahead else 0.2)
+
+    assert _settle(choice, step_s) <= NUM_STEPS
+    assert seen[0] == first
+    assert choice.current.num_micro_batches == fastest
+
+
+def test_a_plan_that_says_nothing_or_what_is_not_allowed_changes_nothing() -> None:
+    for first in (None, 3, 16):
+        choice = SettingChoice(candidates(None, None))
+        choice.begin_with(first)
+        choice.narrow(512, is_interleaved=True)
+        assert choice.current.num_micro_batches == 1
+    given = SettingChoice(candidates(4, True))
+    given.begin_with(8)
+    assert given.is_settled
+    assert given.current.num_micro_batches == 4
+
+
+def test_what_a_plan_is_priced_for_may_run() -> None:
+    for num_samples, most in ((4096, 16), (512, 8), (511, 4), (10, 1)):
+        assert pieces_for(num_samples)[-1] == most
+        choice = SettingChoice(candidates(None, None))
+        choice.begin_with(most)
+        choice.narrow(num_samples, is_interleaved=True)
+        assert choice.current.num_micro_batches == most
 
 
 def test_of_equals_the_plainest_is_chosen() -> None:
@@ -212,19 +252,22 @@ def _slow(model: Any) -> torch.optim.Optimizer:
 
 
 def _automatic(rank: int, world_size: int) -> tuple[Run, Run, Setting, str, bool]:
-    """With a batch that is large enough for four micro-batches, and nothing said."""
+    """With a batch that is large enough for four micro-batches, and a plan priced for two."""
     job = dataclasses.replace(Job(placement={"*": 2}, tables=PLAIN), batch_sizes=(256,))
     batches = batches_of(job, rank, range(NUM_STEPS + 4))
     plain = build(job, rank, world_size)
     expected = plain_steps(plain, batches, _slow(plain))
     model = build(job, rank, world_size)
+    for placed in model.module.ebc.module_sharding_plan.values():
+        placed.cache_params.num_micro_batches = 2
     pipeline = pipeline_of(model, optimizer=_slow(model))
-    iterator, tried = iter(batches), set()
+    iterator, tried = iter(batches), []
     outputs = []
     for _ in batches:
         outputs.append(pipeline.progress(iterator))
-        tried.add(pipeline.num_micro_batches)
-    assert {1, 4} <= tried <= {1, 2, 4}
+        tried.append(pipeline.num_micro_batches)
+    assert tried[0] == 2
+    assert set(tried) == {1, 2, 4}
     chosen = Setting(pipeline.num_micro_batches, pipeline.lookahead)
     return (
         (result_of(model, []), outputs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import warnings
 
@@ -19,7 +20,7 @@ from torchrec_picasso.decision.what_if import sweep
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.planner.planner import hot_cold_planner
-from torchrec_picasso.planner.table_facts import assumed_curves, facts_of_model
+from torchrec_picasso.planner.table_facts import assumed_curves, dense_bytes_of, facts_of_model
 from torchrec_picasso.runs.trainer import unsharded_model
 from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionSharder
 from torchrec_picasso.zoo.registry import make_source
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
             batch_size=config.data.batch_size,
             world_sizes=[int(v) for v in values] if name == "world_size" else [world_size],
             bandwidths=values if name == "bandwidth" else (1.0,),
-            dense=DenseTimes.of(args.dense_ms) if args.dense_ms is not None else None,
+            dense=_dense(args.dense_ms, curves, dense_bytes_of(model)),
         )
         print_sweep(frame)
         _write(args, {"sweep": frame.to_dict("records")})
@@ -166,6 +167,14 @@ def _topology(args: argparse.Namespace, world_size: int, curves: CommCurves | No
         local_world_size=per_host if world_size % per_host == 0 else 1,
         **memory,
     )
+
+
+def _dense(dense_ms: float | None, curves: CommCurves | None, num_bytes: int) -> DenseTimes:
+    """The dense part as the planner takes it."""
+    if dense_ms is not None:
+        return DenseTimes.of(dense_ms, num_bytes)
+    known = curves.dense if curves is not None else None
+    return dataclasses.replace(known or DenseTimes(), parameter_bytes=num_bytes)
 
 
 def _sweep_values(text: str) -> tuple[str, list[float]]:

@@ -19,7 +19,6 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.dense import DenseTimes
@@ -41,6 +40,7 @@ from torchrec_picasso.planner.refusals import TableRefusals, refusals_of
 from torchrec_picasso.planner.table_facts import (
     assumed_curves,
     config_of,
+    dense_bytes_of,
     facts_of_options,
     stock_types_of,
 )
@@ -121,7 +121,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         rows = hot_cold_candidates(
             options_by_path, self._refusals, self._hot_rows, list(self.sharder_map.values())
         )
-        self._decision = self._decide(options_by_path, _dense_bytes(module))
+        self._decision = self._decide(options_by_path, dense_bytes_of(module))
         if self._decision is not None:
             hot_sets, blocks = self._decision.hot_sets, self._decision.block_rows
             waves, forms = self._decision.waves, self._decision.forms
@@ -300,15 +300,3 @@ class HotColdEnumerator(EmbeddingEnumerator):
     def _can_be_hot_cold(self, option: ShardingOption) -> bool:
         sharder = self.sharder_map[option.module_type_key]
         return getattr(type(sharder), "supports_hot_cold", False) is True
-
-
-def _dense_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters outside embedding modules: their gradients are summed over ranks."""
-    tables = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection))
-        for parameter in module.parameters()
-    }
-    dense = [p for p in model.parameters() if p.requires_grad and id(p) not in tables]
-    return sum(parameter.numel() * parameter.element_size() for parameter in dense)

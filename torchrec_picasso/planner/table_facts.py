@@ -21,7 +21,14 @@ from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.refusals import TableRefusals
 from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
-__all__ = ["assumed_curves", "config_of", "facts_of_model", "facts_of_options", "stock_types_of"]
+__all__ = [
+    "assumed_curves",
+    "config_of",
+    "dense_bytes_of",
+    "facts_of_model",
+    "facts_of_options",
+    "stock_types_of",
+]
 
 _BYTES_PER_MS_TO_GB_PER_S = 1e-6
 _NOT_UNASKED = ShardingType.DATA_PARALLEL.value  # it takes its optimizer from the dense side
@@ -138,6 +145,18 @@ def facts_of_model(
                 )
             )
     return facts
+
+
+def dense_bytes_of(model: nn.Module) -> int:
+    """Bytes of the parameters outside embedding modules: their gradients are summed over ranks."""
+    tables = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection))
+        for parameter in module.parameters()
+    }
+    dense = [p for p in model.parameters() if p.requires_grad and id(p) not in tables]
+    return sum(parameter.numel() * parameter.element_size() for parameter in dense)
 
 
 def assumed_curves(topology: Topology) -> CommCurves:

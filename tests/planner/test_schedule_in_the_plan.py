@@ -1,0 +1,158 @@
+"""The plan says what it was priced for, takes the dense part into account, and may send bags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from tests.planner.samples import META, ROWS, AbleSharder, Model, stats, topology
+from torchrec_picasso import HotColdEmbeddingCollectionSharder
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.decision import choice as choice_module
+from torchrec_picasso.decision.explain import summarize
+from torchrec_picasso.errors import PlanError
+from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.planner import hot_cold_planner
+from torchrec_picasso.planner.planner import HotColdPlanner
+
+SLOW = CommCurves.assumed(2, gbytes_per_s=0.001, latency_ms=0.1)
+BATCH = 1024
+
+
+class Towers(nn.Module):
+    """Two tables with large bags whose rows hardly repeat, one whose do, and dense layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooled = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    name=name,
+                    num_embeddings=rows,
+                    embedding_dim=16,
+                    feature_names=[f"f_{name}"],
+                )
+                for name, rows in (("wide", 50_000), ("long", 80_000), ("small", 20))
+            ],
+            device=META,
+        )
+        self.over = nn.Linear(48, 500, device=META)
+
+
+POOLING = {
+    name: ParameterConstraints(pooling_factors=[pooling])
+    for name, pooling in (("wide", 12.0), ("long", 9.0), ("small", 1.0))
+}
+
+
+def planned(model: nn.Module, **arguments: Any) -> tuple[HotColdPlanner, ShardingPlan]:
+    planner = hot_cold_planner(topology(), batch_size=BATCH, debug=False, **arguments)
+    return planner, planner.plan(model, [AbleSharder(), HotColdEmbeddingCollectionSharder()])
+
+
+def params(plan: ShardingPlan) -> dict[str, HotColdParams]:
+    return {
+        table: placed.cache_params
+        for module in plan.plan.values()
+        for table, placed in module.items()  # type: ignore[attr-defined]
+        if isinstance(placed.cache_params, HotColdParams)
+    }
+
+
+def test_all_tables_say_the_micro_batches_that_the_plan_was_priced_for() -> None:
+    planner, plan = planned(Towers(), curves=SLOW, constraints=POOLING, dense_ms=2000.0)
+    summary = summarize(planner.decision)
+    assert summary["num_micro_batches"] in (2, 4, 8, 16)
+    assert {of.num_micro_batches for of in params(plan).values()} == {summary["num_micro_batches"]}
+    assert summary["dense_ms"] == pytest.approx(2000)
+    assert summary["step_ms"] >= max(summary["wire_ms"], summary["compute_ms"])
+    assert summary["compute_ms"] > 2000
+    # where somebody else names the rows, the price is still known
+    given, plan = planned(Towers(), curves=SLOW, constraints=POOLING, hot_rows=0, dense_ms=2000.0)
+    found = {of.num_micro_batches for of in params(plan).values()}
+    assert found == {given.decision.num_micro_batches} != {None}
+
+
+def test_without_curves_a_plan_of_given_rows_says_nothing_of_micro_batches() -> None:
+    _, plan = planned(Model(), stats=stats(), hot_rows=3)
+    assert {of.num_micro_batches for of in params(plan).values()} == {None}
+
+
+def test_the_dense_part_is_that_of_the_curves_unless_given() -> None:
+    from dataclasses import replace
+
+    from torchrec_picasso.cost.dense import DenseTimes
+
+    known = replace(
+        SLOW, dense=DenseTimes(forward_ms=10.0, backward_ms=20.0, batch_size=BATCH // 2)
+    )
+    planner, _ = planned(Towers(), curves=known)
+    assert planner.decision.dense.total_ms == pytest.approx(60)  # twice the samples
+    assert planner.decision.dense.parameter_bytes == 4 * (48 * 500 + 500)
+    given, _ = planned(Towers(), curves=known, dense_ms=7.0)
+    assert given.decision.dense.total_ms == pytest.approx(7)
+    unknown, _ = planned(Towers(), curves=SLOW)
+    assert unknown.decision.dense.total_ms == 0
+    with pytest.raises(PlanError, match="dense_ms is -1, expected a number of milliseconds from 0"):
+        planned(Towers(), dense_ms=-1)
+
+
+def test_bags_are_placed_on_the_rank_that_pools_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_planner, plan = planned(Towers(), curves=SLOW, constraints=POOLING)
+    assert {of.form for of in params(plan).values()} == {"rows"}
+    monkeypatch.setattr(choice_module, "BAGS", True)
+    planner, plan = planned(Towers(), curves=SLOW, constraints=POOLING)
+    forms = {name: of.form for name, of in params(plan).items()}
+    assert forms == {"wide": "bags", "long": "bags", "small": "rows"}
+    for name, placed in plan.plan["pooled"].items():  # type: ignore[attr-defined]
+        is_bags = forms[name] == "bags"
+        assert placed.sharding_type == ("table_wise" if is_bags else "row_wise")
+        assert placed.compute_kernel == "fused"
+        assert len(placed.ranks) == (1 if is_bags else 2)
+    frame = planner.explain().set_index("table")
+    assert dict(frame["form"]) == forms
+    assert frame.loc["wide", "why"].startswith("hot/cold as bags: 1,024 pooled vectors travel")
+    summary = summarize(planner.decision)
+    assert summary["bag_tables"] == 2
+    assert summary["step_ms"] < 0.8 * summarize(rows_planner.decision)["step_ms"]
+    assert summary["sent_bytes"] == pytest.approx(planner.decision.choice.cost.total_bytes)
+
+
+def test_sequences_never_take_bags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice_module, "BAGS", True)
+    planner, plan = planned(Model(sequence=True), curves=SLOW, stats=None)
+    facts = {fact.load.name: fact.no_bags for fact in planner.decision.facts}
+    assert facts == {**dict.fromkeys(ROWS), "s": "it gives sequences, not bags"}
+    assert params(plan)["s"].form == "rows"
+
+
+def test_feature_processors_never_take_bags() -> None:
+    from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+    from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+    from torchrec_picasso.planner.table_facts import _why_no_bags
+
+    pooled = EmbeddingBagCollection(
+        tables=Model().pooled.embedding_bag_configs(), is_weighted=True, device=META
+    )
+    processors = PositionWeightedModuleCollection({f"f_{name}": 3 for name in ROWS}, device=META)
+    module = FeatureProcessedEmbeddingBagCollection(pooled, processors)
+
+    class Option:
+        sharding_type, compute_kernel = "table_wise", "fused"
+
+        def __init__(self, module: nn.Module) -> None:
+            self.module = ("path", module)
+
+    options: list[Any] = [Option(module)]
+    assert _why_no_bags(options) == "feature processors weigh its lookups where the batch is"
+    plain: list[Any] = [Option(pooled)]
+    assert _why_no_bags(plain) is None
+    plain[0].compute_kernel = "dense"
+    assert "do not allow table_wise with kernel fused" in str(_why_no_bags(plain))
