@@ -54,7 +54,7 @@ def measure_curves(
         until_s = now_s + (budget_s - now_s) / (len(groups) - index)
         measuring = _Measuring(group, clock, device, seconds_per_point, until_s, advance)
         curves[level] = measuring.curves(_sizes(max_bytes), level)
-    core_ns = measuring.core_ns_per_byte(curves[""]["row_exchange"].sent_bytes[-1])  # of all ranks
+    core_ns = measuring.core_ns_per_byte(curves[""]["row_exchange"])  # the last group is the whole
     return {
         "world_size": pg.size(),
         "ranks_per_host": per_host,
@@ -164,16 +164,24 @@ class _Measuring:
                 self._advance(f"{of_level}, {size >> 10} KiB")
         return {name: Curve.fit(*zip(*found)) for name, found in points.items()}
 
-    def core_ns_per_byte(self, num_bytes: int) -> float | None:
+    def core_ns_per_byte(self, row_exchange: Curve) -> float | None:
         """What a byte of a row exchange takes of this process's cores; the most of all. Collective.
 
         Args:
-            num_bytes: Size of the exchange; larger ones tell more.
+            row_exchange: Measured; the largest size that there is time for is taken again.
+
+        Returns:
+            ``None`` where nothing is sent, where devices send by themselves, and without time left.
         """
         if self._device.type != "cpu" or self._group.size() == 1:
             return None
-        size = num_bytes * self._group.size() // (self._group.size() - 1)
-        sent, call = CALLS["row_exchange"](self._group, size // BYTES_PER_FLOAT, self._device)
+        left_ms = (self._until_s - self._clock.elapsed_s()) * 1e3
+        points = zip(row_exchange.sent_bytes, row_exchange.ms)
+        fitting = [sent for sent, ms in points if ms * (1 + _MIN_REPEATS) <= left_ms]
+        if not fitting:
+            return None
+        numel = fitting[-1] // BYTES_PER_FLOAT
+        sent, call = CALLS["row_exchange"](self._group, numel, self._device)
         call()
         dist.barrier(group=self._group)
         start_s = time.process_time()
