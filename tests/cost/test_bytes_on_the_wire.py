@@ -33,7 +33,8 @@ from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
     hot_cold_planner,
 )
-from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost
+from torchrec_picasso.cost.exchange_totals import HotColdTotals
+from torchrec_picasso.cost.hot_cold import hot_cold_cost
 from torchrec_picasso.exchange.meter import WireMeter
 from torchrec_picasso.launch.run_ranks import run_ranks
 

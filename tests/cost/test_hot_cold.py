@@ -12,12 +12,8 @@ import pytest
 import torch
 
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.cost.hot_cold import (
-    HotColdTotals,
-    hot_cold_cost,
-    hot_cold_memory_bytes,
-    hot_cold_totals,
-)
+from torchrec_picasso.cost.exchange_totals import HotColdTotals, hot_cold_totals
+from torchrec_picasso.cost.hot_cold import hot_cold_cost, hot_cold_memory_bytes
 from torchrec_picasso.cost.local import LocalCosts, SideCosts
 from torchrec_picasso.cost.marginal import marginal_hot_cold_costs, marginal_stock_costs
 from torchrec_picasso.cost.stock import STOCK_TYPES, max_over_mean, stock_cost, stock_totals

@@ -9,13 +9,8 @@ import torch
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.dense import DenseTimes
-from torchrec_picasso.cost.hot_cold import (
-    HotColdTotals,
-    exchange_bytes,
-    hot_cold_cost,
-    hot_cold_totals,
-    sum_hot_cold,
-)
+from torchrec_picasso.cost.exchange_totals import HotColdTotals, hot_cold_totals, sum_hot_cold
+from torchrec_picasso.cost.hot_cold import exchange_bytes, hot_cold_cost
 from torchrec_picasso.cost.local import LocalCosts, SideCosts
 from torchrec_picasso.cost.step_price import PIECES, StepPricer, _shares, _used
 from torchrec_picasso.cost.stock import stock_cost, stock_totals

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curve import Curve
 from torchrec_picasso.cost.dense import DenseTimes
-from torchrec_picasso.cost.hot_cold import hot_cold_totals
+from torchrec_picasso.cost.exchange_totals import hot_cold_totals
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.decision import choice as choice_module

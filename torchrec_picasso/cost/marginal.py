@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchrec_picasso.cost.curves import CommCurves
-from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost, sum_hot_cold
+from torchrec_picasso.cost.exchange_totals import HotColdTotals, sum_hot_cold
+from torchrec_picasso.cost.hot_cold import hot_cold_cost
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.stock import StockTotals, max_over_mean, stock_cost, stock_totals
 from torchrec_picasso.cost.table_work import TableWork

@@ -19,8 +19,8 @@ import numpy as np
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.dense import DenseTimes
+from torchrec_picasso.cost.exchange_totals import HotColdTotals
 from torchrec_picasso.cost.hot_cold import (
-    HotColdTotals,
     bag_costs_ms,
     exchange_bytes,
     exchange_work,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_totals
+from torchrec_picasso.cost.exchange_totals import HotColdTotals, hot_cold_totals
 from torchrec_picasso.cost.marginal import num_packs
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.step_price import StepPrice, StepPricer

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost
+from torchrec_picasso.cost.exchange_totals import HotColdTotals
+from torchrec_picasso.cost.hot_cold import hot_cold_cost
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.step_price import StepPrice, StepPricer
 from torchrec_picasso.cost.stock import StockTotals, max_over_mean, stock_cost, sum_stock
