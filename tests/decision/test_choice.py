@@ -17,7 +17,6 @@ from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.exchange_totals import hot_cold_totals
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
-from torchrec_picasso.decision import choice as choice_module
 from torchrec_picasso.decision.choice import TableQuestion, _best_plan, choose
 from torchrec_picasso.decision.hot_counts import best_hot_counts
 from torchrec_picasso.decision.plan_parts import PlanParts
@@ -193,12 +192,11 @@ def may_take_bags(works: list[TableWork], *able: bool) -> list[TableQuestion]:
     return [dataclasses.replace(of, may_take_bags=may) for of, may in asked]
 
 
-def test_bags_travel_where_they_are_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bags_travel_where_they_are_cheaper() -> None:
     prices = pricer(curves(gbytes_per_s=0.02, reduce_gbytes_per_s=0.02))
     questions = may_take_bags(MIXED)
     as_rows = choose(questions, prices)
     assert "bags" not in as_rows.forms  # not before the sharder can
-    monkeypatch.setattr(choice_module, "BAGS", True)
     choice = choose(questions, prices)
     assert choice.forms == ("bags", "rows", "bags")
     assert choice.num_hot[0] == choice.num_hot[2] == 0
@@ -207,8 +205,7 @@ def test_bags_travel_where_they_are_cheaper(monkeypatch: pytest.MonkeyPatch) -> 
     assert refused.forms[0] != "bags"
 
 
-def test_forms_are_near_the_best_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice_module, "BAGS", True)
+def test_forms_are_near_the_best_of_all() -> None:
     works = [*MIXED, pooled("skewed", 4, 0.9), pooled("one", 1, 0.6)]
     for gbytes_per_s, dense_ms in ((0.02, 0.0), (0.02, 100.0), (0.2, 20.0), (5.0, 0.0)):
         network = curves(gbytes_per_s=gbytes_per_s, reduce_gbytes_per_s=gbytes_per_s)

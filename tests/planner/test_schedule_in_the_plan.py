@@ -14,7 +14,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from tests.planner.samples import META, ROWS, AbleSharder, Model, stats, topology
 from torchrec_picasso import HotColdEmbeddingCollectionSharder
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.decision import choice as choice_module
 from torchrec_picasso.decision.explain import summarize
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
@@ -103,10 +102,9 @@ def test_the_dense_part_is_that_of_the_curves_unless_given() -> None:
         planned(Towers(), dense_ms=-1)
 
 
-def test_bags_are_placed_on_the_rank_that_pools_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bags_are_placed_on_the_rank_that_pools_them() -> None:
     rows_planner, plan = planned(Towers(), curves=SLOW, constraints=POOLING)
     assert {of.form for of in params(plan).values()} == {"rows"}
-    monkeypatch.setattr(choice_module, "BAGS", True)
     planner, plan = planned(Towers(), curves=SLOW, constraints=POOLING)
     forms = {name: of.form for name, of in params(plan).items()}
     assert forms == {"wide": "bags", "long": "bags", "small": "rows"}
@@ -124,8 +122,7 @@ def test_bags_are_placed_on_the_rank_that_pools_them(monkeypatch: pytest.MonkeyP
     assert summary["sent_bytes"] == pytest.approx(planner.decision.choice.cost.total_bytes)
 
 
-def test_sequences_never_take_bags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice_module, "BAGS", True)
+def test_sequences_never_take_bags() -> None:
     planner, plan = planned(Model(sequence=True), curves=SLOW, stats=None)
     facts = {fact.load.name: fact.no_bags for fact in planner.decision.facts}
     assert facts == {**dict.fromkeys(ROWS), "s": "it gives sequences, not bags"}

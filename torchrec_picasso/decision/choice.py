@@ -27,10 +27,7 @@ from torchrec_picasso.decision.hot_counts import best_hot_counts
 from torchrec_picasso.decision.plan_parts import Forms, PlanParts
 from torchrec_picasso.placement import Form
 
-__all__ = ["BAGS", "Choice", "TableQuestion", "choose", "given_choice"]
-
-BAGS = False
-"""Whether tables may travel as bags where that is cheaper."""
+__all__ = ["Choice", "TableQuestion", "choose", "given_choice"]
 
 _STOCK_MARGIN = 0.02
 """Hot/cold must be predicted to take this share less than stock, or stock stays."""
@@ -252,7 +249,7 @@ class _Search:
         """What each table adds to a step of tables that all travel alike."""
         curves, world_size = self._pricer.curves, self._pricer.world_size
         found: dict[int, dict[Form, StepCost]] = {i: {} for i in self._able}
-        forms: tuple[Form, ...] = ("rows", "bags") if BAGS else ("rows",)
+        forms: tuple[Form, ...] = ("rows", "bags")
         for form in forms:
             group = [i for i in self._able if form == "rows" or self._questions[i].may_take_bags]
             works, hot = [self._works[i] for i in group], [num_hot.get(i, 0) for i in group]
