@@ -94,9 +94,9 @@ class SettingChoice:
         return self._current.num_micro_batches if self._is_settled else min(most, _CHECKED_WITH)
 
     def __str__(self) -> str:
-        if not self._is_settled:
-            return f"{self._current}; trying {len(self._allowed)} settings"
         why = f"; no more than 1 because {self._why_whole}" if self._why_whole else ""
+        if not self._is_settled:
+            return f"{self._current}; trying {len(self._allowed)} settings{why}"
         if not self._trial.times_ms:
             return f"{self._current}{why}"
         times = ", ".join(f"{setting}: {ms:.0f} ms" for setting, ms in self._trial.times_ms.items())

@@ -14,6 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.sharding.sharded_module import (
     GROUP,
@@ -21,6 +22,7 @@ from torchrec_picasso.sharding.sharded_module import (
     apart_from_stock,
     twin_of,
 )
+from torchrec_picasso.sharding.spread import SpreadSequences
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
 __all__ = ["ShardedHotColdEmbeddingCollection"]
@@ -110,19 +112,36 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Looks the batch up. Collective.
 
-        TorchRec's own way cannot do without samples, so it is left to the modules that need it:
-        with stock tables, or with a batch size per feature.
+        TorchRec's own way cannot do without samples, so it is left to modules with stock tables.
+
+        Raises:
+            CompatError: If these would not be trained.
         """
-        if not self.is_all_hot_cold or ctx.seq_vbe_ctx:
+        if not self.is_all_hot_cold:
+            _refuse_untrained(ctx, self._device)
             return super().compute_and_output_dist(ctx, input)
         ((lookup, features),) = zip(self._lookups, input)
-        return self.output(lookup(features).rows)
+        own = self.output(lookup(features).rows)
+        if not ctx.seq_vbe_ctx:
+            return own
+        (rows,) = ctx.seq_vbe_ctx
+        shape = rows.reindexed_lengths.shape
+        return SpreadSequences(own, rows.unpadded_lengths, rows.recat.view(shape))
 
     def output(self, rows: PartRows) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """The module's output for one part of a batch."""
         (names,) = self._embedding_names_per_sharding
         (output_dist,) = self._output_dists
         return _Sequences(output_dist(rows), rows.features, names, self._need_indices)
+
+
+def _refuse_untrained(ctx: EmbeddingCollectionContext, device: torch.device | None) -> None:
+    if ctx.seq_vbe_ctx and torch.is_grad_enabled() and (device is None or device.type == "cpu"):
+        raise CompatError(
+            "sequences with a batch size per feature are not trained by TorchRec on the CPU, where "
+            "fbgemm::permute_1D_sparse_data has no backward; make all tables of this "
+            "EmbeddingCollection hot/cold, or give all its features the batch's samples"
+        )
 
 
 class _Sequences(LazyAwaitable[dict[str, JaggedTensor]]):

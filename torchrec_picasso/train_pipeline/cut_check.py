@@ -178,9 +178,12 @@ class CutCheck:
         ]
         for group, rows in zip(self._groups, flight.rows):
             for number, (name, module) in enumerate(group.modules.items()):
+                weights = flight.weights_of(name, module, rows, number)
                 with torch.no_grad():
                     parts = [
-                        module.output(rows.hand_out(index, lambda _: None, module=number)).wait()
+                        group.output(
+                            name, rows.hand_out(index, lambda _: None, weights, module=number)
+                        ).wait()
                         for index, _ in counted
                     ]
                 whole = join_outputs(parts, [size for _, size in counted])

@@ -16,6 +16,7 @@ from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
+from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 from torchrec_picasso.train_pipeline.whole_output import UncutOutput, WholeOutput
 
 __all__ = ["Flight", "share_of"]
@@ -38,7 +39,7 @@ class Flight:
     gradients: list[BatchGradients] = field(default_factory=list)
     """By group, likewise."""
     wholes: dict[str, WholeOutput | UncutOutput] = field(default_factory=dict)
-    """What modules that are not interleaved gave for the whole batch, by name."""
+    """What modules gave for the whole batch that are not interleaved, or make weights; by name."""
     losses_K: dict[int, Tensor] = field(default_factory=dict)
     outputs_K: dict[int, Any] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
@@ -91,6 +92,30 @@ class Flight:
         self.trained.add(name)
         gradients.add(index, grads_M, number)
 
+    def weights_of(self, name: str, module: Any, rows: BatchRows, number: int) -> Tensor | None:
+        """Per-sample weights of the whole batch that an interleaved module makes itself.
+
+        Micro-batches run backward into them; what made them runs backward once, with the sums.
+
+        Args:
+            name: Of the module.
+            module: Which.
+            rows: Of its group.
+            number: Of the module in its group.
+
+        Returns:
+            ``None`` = it takes those of the batch.
+        """
+        if not isinstance(module, ProcessedModule):
+            return None
+        if name not in self.wholes:
+            self.wholes[name] = self._whole(module.weights(rows, number), name)
+        weights: Tensor = self.wholes[name].part([self.num_samples], 0)
+        return weights
+
+    def _whole(self, output: Any, name: str) -> WholeOutput | UncutOutput:
+        return (UncutOutput if len(self.sizes_K) == 1 else WholeOutput)(output, name)
+
     def share(self, index: int, losses_are_means: bool) -> float:
         """What a micro-batch's loss counts in the batch's; nothing without samples."""
         return share_of(index, self.sizes_K, losses_are_means)
@@ -104,8 +129,7 @@ class Flight:
         for name, module in plain.items():
             if name not in self.wholes:
                 module.forward.set_context(self.context)
-                whole = UncutOutput if len(self.sizes_K) == 1 else WholeOutput
-                self.wholes[name] = whole(module.forward.of_whole_batch(), name)
+                self.wholes[name] = self._whole(module.forward.of_whole_batch(), name)
 
 
 def share_of(index: int, sizes_K: Sequence[int], losses_are_means: bool) -> float:

@@ -444,13 +444,12 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             with self._id_stream.working():
                 self._id_stream.take_batch(batch)
                 self._look = found.look_at(batch, context, pg, self._device)
-        found.compute_once(self._look.odd)
-        found.join_exchanges(self._look.weighted)
+        found.join_exchanges(self._look.weighted, self._look.odd)
         try:
             self._choice.begin_with(_planned_micro_batches(found.interleaved.values()))
-            self._choice.narrow(self._look.num_samples, bool(found.interleaved))
             for reason in (self._look.why_whole, found.why_whole_batches()):
                 self._choice.restrict(reason)
+            self._choice.narrow(self._look.num_samples, bool(found.interleaved))
         except CompatError:
             self.detach()
             raise

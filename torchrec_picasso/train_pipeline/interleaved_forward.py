@@ -40,10 +40,6 @@ class InterleavedForward(PipelinedForward):
         """From now on a call gives what calls of the parts give, joined."""
         self._parts, self._join = parts, join
 
-    def undivided(self) -> None:
-        """From now on a call is of the module as a whole again."""
-        self._parts, self._join = (), None
-
     def take(self, output: Callable[[], Any]) -> None:
         """The next call gives what this gives then."""
         self._taken = output

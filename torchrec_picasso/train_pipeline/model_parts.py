@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -26,8 +27,11 @@ from torchrec_picasso.comparison.dense_part import outside_of_sharded
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.data_parallel import reduced_elsewhere, wrapper_of
+from torchrec_picasso.train_pipeline.module_group import ScheduledModule
+from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 
 __all__ = [
+    "as_scheduled",
     "dense_parameters",
     "has_weights",
     "inner_model",
@@ -101,10 +105,25 @@ def unpipelined_modules(
     }
 
 
+def as_scheduled(module: ShardedModule) -> ScheduledModule | None:
+    """A module as a schedule drives it; ``None`` = not all of its tables are hot/cold."""
+    tables = _tables_of(module)
+    if not isinstance(tables, HotColdModule) or not tables.is_all_hot_cold:
+        return None
+    return tables if tables is module else ProcessedModule(module, tables)
+
+
+def _tables_of(module: ShardedModule) -> ShardedModule:
+    """A module without the feature processors in front of it."""
+    is_processed = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
+    return module._embedding_bag_collection if is_processed else module
+
+
 def why_computed_once(module: ShardedModule) -> str:
     """Why a pipelined module is not interleaved."""
+    kind, module = type(module).__name__, _tables_of(module)
     if not isinstance(module, HotColdModule):
-        return f"it is a {type(module).__name__}, with TorchRec's exchange"
+        return f"it is a {kind}, with TorchRec's exchange"
     sharding = module.module_sharding_plan.values()
     num_stock = sum(not isinstance(s.cache_params, HotColdParams) for s in sharding)
     if num_stock == len(sharding):

@@ -150,8 +150,9 @@ class Operations:
         for group, rows, gradients in zip(self._groups, flight.rows, flight.gradients):
             for number, (name, module) in enumerate(group.modules.items()):
                 sink = partial(flight.take_gradients, name, gradients, index, number)
-                given = rows.hand_out(index, sink, once=is_last, module=number)
-                module.forward.take(partial(module.output, given))
+                weights = flight.weights_of(name, module, rows, number)
+                given = rows.hand_out(index, sink, weights, once=is_last, module=number)
+                module.forward.take(partial(group.output, name, given))
         flight.compute_wholes(self._plain)
         for name, module in self._plain.items():
             module.forward.give(flight.wholes[name].part(flight.sizes_K, index))

@@ -23,6 +23,7 @@ from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward
 from torchrec_picasso.train_pipeline.model_parts import (
+    as_scheduled,
     has_weights,
     inner_model,
     samples_of_input,
@@ -46,7 +47,7 @@ class FirstLook:
     """What the first batch tells, the same on all ranks.
 
     Args:
-        odd: Modules whose features have other samples than the batch; they are computed once.
+        odd: Modules whose features have other samples than the batch.
         num_samples: Of the largest batch of a rank.
         weighted: Modules whose features have per-sample weights.
         why_whole: Why batches cannot be cut; ``None`` = nothing that is known.
@@ -101,20 +102,20 @@ class PipelinedModel:
         """Modules whose exchange a schedule drives, by name."""
         self.groups: Sequence[ModuleGroup] = ()
         """The same, those together whose rows travel so; from :meth:`join_exchanges` on."""
+        self._odd: Collection[str] = ()
+        """Those whose features have other samples than the batch; from then on."""
         self.plain: dict[str, Any] = {}
         """Modules computed once per batch, by name."""
         self._why_plain: dict[str, str] = {}
-        self._stock_parts: dict[str, str] = {}
-        """Name of the stock part of a module that has tables of both kinds, by the module's."""
         for module in self.pipelined:
-            name = module.forward.name
-            if not isinstance(module, HotColdModule) or not module.has_hot_cold:
+            name, scheduled = module.forward.name, as_scheduled(module)
+            if scheduled is not None:
+                self.interleaved[name] = scheduled
+            elif isinstance(module, HotColdModule) and module.has_hot_cold:
+                self._take_apart(name, module)
+            else:
                 self.plain[name] = module
                 self._why_plain[name] = why_computed_once(module)
-            elif module.is_all_hot_cold:
-                self.interleaved[name] = module
-            else:
-                self._take_apart(name, module)
         self._unpipelined = unpipelined_modules(self.inner, self.pipelined, changed)
         self.postprocs = Postprocs(self.postproc_modules)
 
@@ -125,7 +126,6 @@ class PipelinedModel:
         parts = [forward.of_part(hot_cold, name), forward.of_part(stock, stock_name)]
         forward.put_together(parts, module.join)
         self.interleaved[name], self.plain[stock_name] = hot_cold, stock
-        self._stock_parts[name] = stock_name
         self._why_plain[stock_name] = why_computed_once(module)
 
     @property
@@ -166,10 +166,11 @@ class PipelinedModel:
         return next((count for count in counts if count is not None), 1) if found is None else found
 
     def odd_modules(self, batch: Any, context: TrainPipelineContext) -> list[str]:
-        """Interleaved modules whose features have other samples than the batch."""
+        """Interleaved modules, not known as such, whose features have other samples."""
         expected = self.count(batch, context)
         counts = self.samples_of(batch, context)
-        return [name for name, count in counts.items() if count != expected]
+        odd = [name for name, count in counts.items() if count != expected]
+        return [name for name in odd if name not in self._odd]
 
     def look_at(
         self,
@@ -211,24 +212,15 @@ class PipelinedModel:
             )
         return FirstLook(names, most_samples, weighted, why_whole)
 
-    def compute_once(self, names: Collection[str]) -> None:
-        """Interleaves modules no more whose features have other samples than the batch."""
-        whole = {module.forward.name: module for module in self.pipelined}
-        for name in names:
-            del self.interleaved[name]
-            if name in self._stock_parts:
-                del self.plain[self._stock_parts.pop(name)]
-                whole[name].forward.undivided()
-            self.plain[name] = whole[name]
-            self._why_plain[name] = ODD_BATCH
-
-    def join_exchanges(self, weighted: Collection[str]) -> None:
+    def join_exchanges(self, weighted: Collection[str], odd: Collection[str]) -> None:
         """Has modules travel together where they can.
 
         Args:
             weighted: Modules whose features have per-sample weights.
+            odd: Modules whose features have other samples than the batch.
         """
-        self.groups = group_modules(self.interleaved, weighted)
+        self._odd = odd
+        self.groups = group_modules(self.interleaved, weighted, odd)
 
     def why_whole_batches(self) -> str | None:
         """Why batches cannot be cut into micro-batches, as far as the model shows it."""

@@ -1,0 +1,114 @@
+"""Outputs for features with rows of their own, spread over the samples that have these rows.
+
+TorchRec's own way back from a variable batch per feature is exact for bags. For sequences its
+operator has no backward on the CPU: tables would stay as they are, without an error. So hot/cold
+sequences go the way that is here, on every device.
+
+Shape letters: B samples, D columns, F features, N lookups, S rows of all features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+__all__ = ["SpreadBags", "SpreadSequences"]
+
+
+class SpreadBags(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
+    """Pooled rows of features, one for each sample.
+
+    Args:
+        own: What was pooled; its values are flat, feature by feature.
+        rows_F: Rows of each feature.
+        row_of_sample_FB: Which of its feature's rows every sample has; ``None`` = all features have
+            the same rows, which are the samples.
+    """
+
+    def __init__(
+        self,
+        own: LazyAwaitable[KeyedTensor],
+        rows_F: Sequence[int],
+        row_of_sample_FB: Tensor | None,
+    ) -> None:
+        super().__init__()
+        self._own = own
+        self._rows_F = rows_F
+        self._row_of_sample_FB = row_of_sample_FB
+
+    def _wait_impl(self) -> KeyedTensor:
+        own, rows_F, row_of_sample_FB = self._own.wait(), self._rows_F, self._row_of_sample_FB
+        dims_F = own.length_per_key()
+        if row_of_sample_FB is None:
+            blocks_F = own.values().split([rows * dim for rows, dim in zip(rows_F, dims_F)])
+            values = torch.cat([block.view(-1, dim) for block, dim in zip(blocks_F, dims_F)], dim=1)
+            return KeyedTensor(own.keys(), dims_F, values)
+        num_samples = row_of_sample_FB.size(1)
+        values = torch.ops.fbgemm.batch_index_select_dim0(
+            inputs=own.values(),
+            indices=_kept(row_of_sample_FB).reshape(-1),
+            input_num_indices=[num_samples] * len(dims_F),
+            input_rows=rows_F,
+            input_columns=dims_F,
+            permute_output_dim_0_1=True,
+        )
+        return KeyedTensor(own.keys(), dims_F, values.view(num_samples, sum(dims_F)))
+
+
+class SpreadSequences(LazyAwaitable[dict[str, JaggedTensor]]):
+    """Sequences of features, one for each sample. A host sync on CUDA, for their lengths.
+
+    Args:
+        own: What was looked up, feature by feature.
+        lengths_S: Lookups of each row.
+        row_of_sample_FB: Which row every sample has, counted over the rows of all features.
+    """
+
+    def __init__(
+        self,
+        own: LazyAwaitable[dict[str, JaggedTensor]],
+        lengths_S: Tensor,
+        row_of_sample_FB: Tensor,
+    ) -> None:
+        super().__init__()
+        self._own = own
+        self._lengths_S = lengths_S
+        self._row_of_sample_FB = row_of_sample_FB
+
+    def _wait_impl(self) -> dict[str, JaggedTensor]:
+        own, row_of_sample_FB = self._own.wait(), _kept(self._row_of_sample_FB).long()
+        ends_S = self._lengths_S.cumsum(0)
+        lengths_FB = self._lengths_S[row_of_sample_FB]
+        starts_FB = ends_S[row_of_sample_FB] - lengths_FB
+        spread: dict[str, JaggedTensor] = {}
+        first = 0
+        for (name, jagged), lengths_B, starts_B, num_lookups in zip(
+            own.items(), lengths_FB, starts_FB, lengths_FB.sum(dim=1).tolist()
+        ):
+            spread[name] = _take(jagged, lengths_B, starts_B - first, num_lookups)
+            first += jagged.values().size(0)
+        return spread
+
+
+def _take(jagged: JaggedTensor, lengths_B: Tensor, starts_B: Tensor, num: int) -> JaggedTensor:
+    """Sequences of these lengths that start at these lookups, ``num`` lookups in all."""
+    behind_B = starts_B - (lengths_B.cumsum(0) - lengths_B)
+    lookup_N = torch.arange(num, device=lengths_B.device)
+    lookup_N += behind_B.repeat_interleave(lengths_B, output_size=num)
+    ids_N = jagged.weights_or_none()
+    return JaggedTensor(
+        values=jagged.values().index_select(0, lookup_N),
+        lengths=lengths_B,
+        weights=None if ids_N is None else ids_N.index_select(0, lookup_N),
+    )
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """Keeps the batch's memory for the stream that computes."""
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.get_device_module(tensor.device).current_stream())
+    return tensor
