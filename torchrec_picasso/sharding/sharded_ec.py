@@ -78,7 +78,8 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
                 offsets=features.offsets_or_none(),
                 stride=features.stride(),
             )
-        if not self._features_order:
+        if not self._features_order:  # those of the tables come first, in their order
+            (features,) = features.split([sum(self._feature_splits)])
             return features
         order_tensor = self.get_buffer("_features_order_tensor")
         return features.permute(self._features_order, order_tensor)

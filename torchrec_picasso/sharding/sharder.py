@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
 from torchrec_picasso.sharding.sharded_ec import ShardedHotColdEmbeddingCollection
 
@@ -36,7 +41,12 @@ class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedHotColdEmbeddingBagCollection:
-        """Shards one module by the plan. Collective."""
+        """Shards one module by the plan. Collective.
+
+        Raises:
+            CompatError: If another module has one of its tables too, and it is hot/cold.
+        """
+        _refuse_shared(module, params, module_fqn)
         return self.sharded_module_type(
             module=module,
             table_name_to_parameter_sharding=params,
@@ -83,7 +93,12 @@ class HotColdEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedHotColdEmbeddingCollection:
-        """Shards one module by the plan. Collective."""
+        """Shards one module by the plan. Collective.
+
+        Raises:
+            CompatError: If another module has one of its tables too, and it is hot/cold.
+        """
+        _refuse_shared(module, params, module_fqn)
         return self.sharded_module_type(
             module,
             params,
@@ -99,3 +114,22 @@ class HotColdEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     def sharded_module_type(self) -> type[ShardedHotColdEmbeddingCollection]:
         """The class that ``shard`` makes."""
         return ShardedHotColdEmbeddingCollection
+
+
+def _refuse_shared(
+    module: nn.Module, params: Mapping[str, ParameterSharding], module_fqn: str | None
+) -> None:
+    """Refuses tables that two modules have: sharded, each would train a copy of its own."""
+    for path, parameter in module.named_parameters():
+        name = path.split(".")[-2]
+        if name not in params:
+            continue
+        is_hot_cold = isinstance(params[name].cache_params, HotColdParams)
+        other, was_hot_cold = getattr(parameter, "_sharded_in", (module_fqn, False))
+        if other != module_fqn and (is_hot_cold or was_hot_cold):
+            raise CompatError(
+                f"table {name!r} is in the modules {other} and {module_fqn}; a hot/cold table "
+                "belongs to one module, else each would train a copy. Look up all its features in "
+                "one module, or make it two tables"
+            )
+        parameter._sharded_in = (module_fqn, is_hot_cold)

@@ -1,0 +1,411 @@
+"""A feature of tables, batches or models, trained by TorchRec alone and with hot/cold tables.
+
+A feature is data. On every rank a cell's run is: build the model from equal weights, train it on
+equal batches through a pipeline, then evaluate. What is compared is all that it leaves behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchrec
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DMPCollection
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.feature_processor_ import (
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from tests.sharding.jobs import CPU, Result, Table, load_whole, result_of_module
+from tests.train_pipeline.runs import run_to_the_end
+from torchrec_picasso import (
+    HotColdEmbeddingBagCollectionSharder,
+    HotColdEmbeddingCollectionSharder,
+    HotColdParams,
+    InterleavedTrainPipeline,
+)
+
+MAX_LENGTH = 4
+NUM_TRAINED, NUM_EVALUATED = 3, 1
+TABLES = (
+    Table("t_a", 8, 30, ("f",)),
+    Table("t_b", 8, 12, ("g",)),
+    Table("t_c", 8, 6, ("h",)),
+)
+MODULES = ("tables", "more_tables")
+
+
+def _six(rank: int, step: int) -> int:
+    return 6
+
+
+def _unchanged(batch: Batch, step: int) -> Batch:
+    return batch
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One line of the table of features."""
+
+    name: str
+    kinds: tuple[str, ...] = ("bags", "sequences")
+    """Which collections have it."""
+    tables: tuple[Table, ...] = TABLES
+    hot_rows: Mapping[str, int | None] = field(default_factory=lambda: {"*": 2})
+    """Of each table; ``"*"`` stands for all others, ``None`` for a stock table."""
+    optimizer: Any = torchrec.optim.RowWiseAdagrad
+    optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1, "eps": 1e-2})
+    fused_params: Mapping[str, Any] = field(default_factory=dict)
+    data_type: Any = torchrec.modules.embedding_configs.DataType.FP32
+    wire: str | None = None
+    waves: Mapping[str, int] = field(default_factory=dict)
+    weighted: bool = False
+    processors: str | None = None
+    """``by_feature`` or ``together``: two ways to write position weights."""
+    need_indices: bool = False
+    num_samples: Callable[[int, int], int] = _six
+    """Of a rank and step."""
+    change_batch: Callable[[Batch, int], Batch] = _unchanged
+    change_of_witness: Callable[[Batch, int], Batch] | None = None
+    """What TorchRec gets instead, where it has no backward for what ours gets."""
+    model: Callable[..., nn.Module] | None = None
+    """Instead of :class:`Model`."""
+    is_2d: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of both pipelines."""
+    num_micro_batches: int | None = 3
+    rtol: float = 1e-4
+    atol: float = 2e-5
+
+
+class Model(nn.Module):
+    """Tables of one kind under one linear layer."""
+
+    def __init__(self, feature: Feature, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.keys = keys_of(feature.tables)
+        self.need_indices = feature.need_indices
+        self.make(feature)
+        self.over = nn.Linear(sum(t.dim * len(t.features) for t in feature.tables), 1)
+
+    def make(self, feature: Feature) -> None:
+        self.tables = collection(feature, self.kind, feature.tables)
+
+    def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        return pooled_by(self.tables(features), self.keys, self.need_indices)
+
+    def predict(self, pooled: Sequence[Tensor], batch: Batch) -> Tensor:
+        return self.over(torch.cat(list(pooled), dim=1)).squeeze(1)
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        squares = (out - batch.labels) ** 2
+        return (squares * (batch.labels >= 0)).sum() / 6  # no mean: of no samples it is none
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        out = self.predict(self.look_up(batch.sparse_features), batch)
+        return self.loss(out, batch), out.detach()[batch.labels >= 0]
+
+
+def pooled_by(output: Any, keys: Sequence[str], with_ids: bool = False) -> list[Tensor]:
+    """What the model makes of a collection's output: a matrix for each feature."""
+    if not isinstance(found := output[keys[0]], torchrec.JaggedTensor):
+        return [found, *(output[key] for key in keys[1:])]
+    summed = []
+    for key in keys:
+        jagged = output[key]
+        values = jagged.values()
+        if with_ids:
+            values = values * (1 + jagged.weights().unsqueeze(1) / 10)
+        lengths = jagged.lengths().long()
+        sample = torch.arange(len(lengths)).repeat_interleave(lengths)
+        summed.append(values.new_zeros(len(lengths), values.size(1)).index_add(0, sample, values))
+    return summed
+
+
+def keys_of(tables: Sequence[Table]) -> list[str]:
+    owners = [feature for table in tables for feature in table.features]
+    return [
+        f"{feature}@{table.name}" if owners.count(feature) > 1 else feature
+        for table in tables
+        for feature in table.features
+    ]
+
+
+def collection(feature: Feature, kind: str, tables: Sequence[Table]) -> nn.Module:
+    """An unsharded collection; its processors start at different weights."""
+    shared = {"device": CPU}
+    if kind == "sequences":
+        configs = [
+            EmbeddingConfig(
+                name=t.name,
+                embedding_dim=t.dim,
+                num_embeddings=t.rows,
+                feature_names=list(t.features),
+                data_type=feature.data_type,
+            )
+            for t in tables
+        ]
+        return EmbeddingCollection(tables=configs, need_indices=feature.need_indices, **shared)
+    bags = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=t.name,
+                embedding_dim=t.dim,
+                num_embeddings=t.rows,
+                feature_names=list(t.features),
+                pooling=PoolingType.MEAN if t.mean else PoolingType.SUM,
+                data_type=feature.data_type,
+            )
+            for t in tables
+        ],
+        is_weighted=feature.weighted or feature.processors is not None,
+        **shared,
+    )
+    if feature.processors is None:
+        return bags
+    names = sorted({name for table in tables for name in table.features})
+    processors: Any = PositionWeightedModuleCollection(dict.fromkeys(names, MAX_LENGTH))
+    if feature.processors == "by_feature":
+        processors = nn.ModuleDict({n: PositionWeightedModule(MAX_LENGTH) for n in names})
+    with torch.no_grad():
+        for number, parameter in enumerate(processors.parameters()):
+            parameter.copy_(torch.linspace(0.5, 1.5 + number, MAX_LENGTH))
+    return FeatureProcessedEmbeddingBagCollection(bags, processors)
+
+
+def batch_of(feature: Feature, rank: int, step: int, is_ours: bool) -> Batch:
+    """Skewed to low ids, with empty bags."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    names = sorted({name for table in feature.tables for name in table.features})
+    rows = {n: min(t.rows for t in feature.tables if n in t.features) for n in names}
+    num_samples = feature.num_samples(rank, step)
+    lengths = torch.randint(0, MAX_LENGTH, (len(names), num_samples), generator=generator)
+    values = [
+        (torch.rand(int(of_name.sum()), generator=generator) ** 2 * rows[name]).long()
+        for name, of_name in zip(names, lengths)
+    ]
+    num_lookups = int(lengths.sum())
+    batch = Batch(
+        dense_features=torch.rand(num_samples, 4, generator=generator),
+        sparse_features=KeyedJaggedTensor(
+            keys=names,
+            values=torch.cat(values),
+            lengths=lengths.flatten(),
+            weights=torch.rand(num_lookups, generator=generator) if feature.weighted else None,
+        ),
+        labels=torch.rand(num_samples, generator=generator),
+    )
+    change = feature.change_batch
+    if not is_ours and feature.change_of_witness is not None:
+        change = feature.change_of_witness
+    return change(batch, step)
+
+
+def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParallel:
+    """Shards a feature's model; stock tables are placed ``table_wise``."""
+    world_size = dist.get_world_size()
+    registry = None
+    if feature.wire is not None:
+        comm = CommType(feature.wire)
+        config = QCommsConfig(forward_precision=comm, backward_precision=comm)
+        registry = get_qcomm_codecs_registry(config, device=CPU)
+    kwargs: dict[str, Any] = {"qcomm_codecs_registry": registry}
+    if feature.fused_params:
+        kwargs["fused_params"] = dict(feature.fused_params)
+    bags = (HotColdEmbeddingBagCollectionSharder if is_ours else EmbeddingBagCollectionSharder)(
+        **kwargs
+    )
+    sequences = (HotColdEmbeddingCollectionSharder if is_ours else EmbeddingCollectionSharder)(
+        **kwargs
+    )
+    sharders: dict[type, Any] = {
+        EmbeddingBagCollection: bags,
+        EmbeddingCollection: sequences,
+        FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollectionSharder(bags),
+    }
+    model = (feature.model or Model)(feature, kind)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    hot = {
+        t.name: feature.hot_rows.get(t.name, feature.hot_rows.get("*")) if is_ours else None
+        for t in feature.tables
+    }
+    plans: dict[str, Any] = {}
+    for path, module in model.named_children():
+        if type(module) not in sharders:
+            continue
+        names = [n.split(".")[-2] for n, _ in module.named_parameters() if ".t_" in n]
+        if feature.optimizer is not None:
+            parameters = [p for n, p in module.named_parameters() if ".t_" in n]
+            apply_optimizer_in_backward(
+                feature.optimizer,
+                [p for p in parameters if not hasattr(p, "_optimizer_classes")],
+                dict(feature.optimizer_kwargs),
+            )
+        plans[path] = construct_module_sharding_plan(
+            module,
+            {
+                name: table_wise(rank=i % world_size) if hot[name] is None else row_wise()
+                for i, name in enumerate(names)
+            },
+            sharder=sharders[type(module)],
+            local_size=world_size,
+            world_size=world_size,
+            device_type="cpu",
+        )
+        for name in names:
+            if (num_hot := hot[name]) is not None:
+                plans[path][name].cache_params = HotColdParams(
+                    hot_rows=range(num_hot), wave=feature.waves.get(name, 0)
+                )
+    wrap: Any = DistributedModelParallel
+    how: dict[str, Any] = {"env": ShardingEnv.from_process_group(dist.group.WORLD)}
+    if feature.is_2d:
+        wrap = DMPCollection
+        how = {
+            "world_size": world_size,
+            "sharding_group_size": world_size // 2,
+            "global_pg": dist.group.WORLD,
+        }
+    sharded = wrap(
+        module=model,
+        device=CPU,
+        plan=ShardingPlan(plan=plans),
+        sharders=list(sharders.values()),
+        **how,
+    )
+    load_whole(sharded, start)
+    return sharded
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run was: what it left behind, or why there is none."""
+
+    result: Result | None = None
+    trained: Sequence[Tensor] = ()
+    evaluated: Sequence[Tensor] = ()
+    summary: str = ""
+    error: str = ""
+
+
+def run_cell(
+    feature: Feature, kind: str, rank: int, is_ours: bool, num_micro_batches: int | None
+) -> Outcome:
+    """Trains, then evaluates. ``num_micro_batches`` 0 = through TorchRec's pipeline."""
+    try:
+        return _run(feature, kind, rank, is_ours, num_micro_batches)
+    except Exception as error:  # what a cell tells
+        return Outcome(error=f"{type(error).__name__}: {error}")
+
+
+def _run(
+    feature: Feature, kind: str, rank: int, is_ours: bool, num_micro_batches: int | None
+) -> Outcome:
+    model = build(feature, kind, is_ours)
+    dense = torch.optim.SGD(
+        [p for name, p in model.named_parameters() if ".t_" not in name], lr=0.05
+    )
+    options = dict(feature.options)
+    pipeline: Any
+    if num_micro_batches == 0:
+        pipeline = TrainPipelineSparseDist(model, dense, CPU, **options)
+    else:
+        options = {"loss_reduction": "sum", **options, "num_micro_batches": num_micro_batches}
+        pipeline = InterleavedTrainPipeline(model, dense, CPU, **options)
+    steps = range(NUM_TRAINED + NUM_EVALUATED)
+    batches = [batch_of(feature, rank, step, is_ours) for step in steps]
+    trained = run_to_the_end(pipeline, iter(batches[:NUM_TRAINED]))
+    result = result_of_module(model, [], MODULES)
+    model.eval()
+    with torch.no_grad():
+        evaluated = run_to_the_end(pipeline, iter(batches[NUM_TRAINED:]))
+    summary = "" if num_micro_batches == 0 else pipeline.summary()
+    return Outcome(result, trained, evaluated, summary)
+
+
+def own_rows(batch: Batch, step: int) -> Batch:
+    """Features of 2, 3, 4, ... rows of their own, which samples have by inverse indices."""
+    features, generator = batch.sparse_features, torch.Generator().manual_seed(step)
+    num_samples, keys = len(batch.labels), features.keys()
+    strides = [2 + number if num_samples else 0 for number in range(len(keys))]
+    lengths = torch.randint(0, MAX_LENGTH, (sum(strides),), generator=generator)
+    num_lookups = int(lengths.sum())
+    weights = features.weights_or_none()
+    batch.sparse_features = KeyedJaggedTensor(
+        keys=keys,
+        values=torch.randint(0, 6, (num_lookups,), generator=generator),
+        lengths=lengths,
+        weights=None if weights is None else torch.rand(num_lookups, generator=generator),
+        stride_per_key_per_rank=[[stride] for stride in strides],
+        inverse_indices=(
+            keys,
+            torch.stack(
+                [torch.randint(0, max(s, 1), (num_samples,), generator=generator) for s in strides]
+            ),
+        ),
+    )
+    return batch
+
+
+def own_rows_by_sample(batch: Batch, step: int) -> Batch:
+    """The same with every feature's rows written out for all samples that have them."""
+    batch = own_rows(batch, step)
+    features = batch.sparse_features
+    keys, row_FB = features.inverse_indices()
+    bags = [
+        (jagged.lengths()[row_B], [jagged.to_dense()[int(row)] for row in row_B])
+        for jagged, row_B in zip((features[key] for key in keys), row_FB)
+    ]
+    batch.sparse_features = KeyedJaggedTensor(
+        keys=keys,
+        values=torch.cat([ids for _, of_feature in bags for ids in of_feature]),
+        lengths=torch.cat([lengths for lengths, _ in bags]),
+    )
+    return batch
+
+
+def one_that_counts_nothing(batch: Batch, step: int) -> Batch:
+    """A sample of no lookups that no loss and no prediction shows, in place of no samples."""
+    features = batch.sparse_features
+    if len(batch.labels):
+        return batch
+    batch.sparse_features = KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        lengths=torch.zeros(len(features.keys()), dtype=features.lengths().dtype),
+    )
+    batch.dense_features, batch.labels = torch.zeros(1, 4), -torch.ones(1)
+    return batch

@@ -1,0 +1,187 @@
+"""The table of features in words: what each cell's run was, against TorchRec's own run.
+
+``.venv/bin/python -m tests.train_pipeline.feature_table`` runs it and writes ``docs/features.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.sharding.jobs import whole
+from tests.train_pipeline.feature_cells import Feature, Outcome, run_cell
+from tests.train_pipeline.features import FEATURES
+from torchrec_picasso.launch.run_ranks import run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "features.md"
+KINDS = {"bags": "EmbeddingBagCollection", "sequences": "EmbeddingCollection"}
+NUM_RANKS = 2
+
+Key = tuple[str, str]
+"""Name of a feature and kind of collection."""
+
+HEAD = """\
+# What works
+
+A run made this page, cell by cell: `python -m tests.train_pipeline.feature_table` writes it, and
+`tests/train_pipeline/test_feature_table.py` fails where a run says otherwise. A cell is a model on
+2 ranks on CPU, trained for 3 steps and then evaluated, beside stock TorchRec from the same weights
+on the same batches. What is refused in training does not come to its evaluation.
+
+- **works**: predictions, table weights, optimizer state and dense weights are TorchRec's, to
+  rounding; where a number follows, with what is said below.
+- **refused**: an error says so by name, on all ranks; how it begins is below.
+- **stock path**: equal as well, but computed once per batch without interleaving; why is below.
+
+*SparseDist* is TorchRec's `TrainPipelineSparseDist` over hot/cold tables, *Interleaved* is
+`InterleavedTrainPipeline`: with 3 micro-batches asked for, with 1 where 3 are refused, unless
+the line says otherwise.
+"""
+
+
+def run_features(
+    rank: int, world_size: int, features: Sequence[Feature]
+) -> dict[Key, list[Outcome]]:
+    """Runs cells on this rank: TorchRec's, ours under SparseDist, ours interleaved; for the
+    launcher."""
+    found: dict[Key, list[Outcome]] = {}
+    for feature in features:
+        for kind in feature.kinds:
+            ours = [
+                run_cell(feature, kind, rank, True, number)
+                for number in (0, feature.num_micro_batches)
+            ]
+            if "num_micro_batches=1" in ours[1].error:  # what the error tells to do
+                ours.append(run_cell(feature, kind, rank, True, 1))
+            is_needed = any(not outcome.error for outcome in ours)
+            stock = run_cell(feature, kind, rank, False, 0) if is_needed else Outcome()
+            found[feature.name, kind] = [stock, *ours]
+    return found
+
+
+class DiffersError(AssertionError):
+    """A run that is not TorchRec's."""
+
+
+def words(feature: Feature, by_rank: Sequence[Sequence[Outcome]]) -> dict[tuple[str, str], str]:
+    """A feature's cells, by pipeline and by what is done.
+
+    Args:
+        feature: Which.
+        by_rank: Outcomes as :func:`run_features` gives them, of each rank.
+
+    Raises:
+        DiffersError: If something trained that TorchRec trains otherwise.
+    """
+    stock, sparse_dist, interleaved, *whole_batches = zip(*by_rank)
+    cells: dict[tuple[str, str], str] = {}
+    for pipeline, runs in (("SparseDist", sparse_dist), ("Interleaved", interleaved)):
+        note = ""
+        if runs[0].error and pipeline == "Interleaved" and whole_batches:
+            note = f"micro-batches refused: {_first_sentence(runs[0].error)}"
+            (runs,) = whole_batches
+        for phase in ("train", "eval"):
+            cells[pipeline, phase] = _word(feature, phase, runs, stock, note)
+    return cells
+
+
+def _word(
+    feature: Feature, phase: str, runs: Sequence[Outcome], stock: Sequence[Outcome], note: str
+) -> str:
+    if runs[0].error:
+        return f"refused: {_first_sentence(runs[0].error)}"
+    if stock[0].error:
+        raise DiffersError(f"TorchRec itself does not run it ({stock[0].error[:300]}), ours does")
+    _compare(feature, phase, runs, stock)
+    summary = runs[0].summary
+    notes = [note] if note else []
+    notes += [_plain(line) for line in summary.splitlines() if ": interleaved" not in line]
+    notes = [text for text in notes if text]
+    if notes and not any(": interleaved" in line for line in summary.splitlines()):
+        return f"stock path: {'; '.join(notes)}"
+    return f"works; {'; '.join(notes)}" if notes else "works"
+
+
+def _plain(line: str) -> str:
+    """What a line of the summary says of a module, or of micro-batches."""
+    if ": computed once per batch" in line or ": not pipelined" in line:
+        return line.replace(", of its exchange only that of ids is hidden", "")
+    _, found, why = line.partition("; no more than 1 because ")
+    return f"1 micro-batch because {_first_sentence(why)}" if found else ""
+
+
+def _first_sentence(text: str) -> str:
+    for end in ("\n", "; ", ". "):
+        text = text.split(end)[0]
+    return " ".join(text.split()).rstrip(".")
+
+
+def _compare(
+    feature: Feature, phase: str, runs: Sequence[Outcome], stock: Sequence[Outcome]
+) -> None:
+    how = {"rtol": feature.rtol, "atol": feature.atol}
+    try:
+        for mine, its in zip(runs, stock):
+            assert mine.result is not None
+            assert its.result is not None
+            if phase == "eval":
+                torch.testing.assert_close(list(mine.evaluated), list(its.evaluated), **how)
+                continue
+            torch.testing.assert_close(list(mine.trained), list(its.trained), **how)
+            torch.testing.assert_close(mine.result.dense, its.result.dense, **how)
+        if phase == "train":
+            for kind in ("weights", "states"):
+                torch.testing.assert_close(
+                    *(whole([o.result for o in of], kind) for of in (runs, stock)),  # type: ignore[misc]
+                    **how,
+                )
+    except AssertionError as error:
+        raise DiffersError(f"{feature.name}, {phase}: {error}") from error
+
+
+def run_all(features: Sequence[Feature] = FEATURES) -> dict[Key, dict[tuple[str, str], str]]:
+    """Runs every cell and puts it into words."""
+    by_rank = run_ranks(run_features, NUM_RANKS, list(features), timeout_s=300)
+    cells: dict[Key, dict[tuple[str, str], str]] = {}
+    for feature in features:
+        for kind in feature.kinds:
+            cells[feature.name, kind] = words(
+                feature, [found[feature.name, kind] for found in by_rank]
+            )
+    return cells
+
+
+def page_of(cells: Mapping[Key, Mapping[tuple[str, str], str]]) -> str:
+    """The page, a table for each kind of collection; what is long is below its table."""
+    parts = [HEAD]
+    for kind, title in KINDS.items():
+        notes: dict[str, int] = {}
+        lines = [
+            f"## {title}\n",
+            "| feature | SparseDist, train | SparseDist, eval | Interleaved, train | "
+            "Interleaved, eval |",
+            "|---|---|---|---|---|",
+        ]
+        for (name, of_kind), by_column in cells.items():
+            if of_kind == kind:
+                texts = [_short(text, notes) for text in by_column.values()]
+                lines.append(f"| {name} | {' | '.join(texts)} |")
+        lines.append("")
+        lines += [f"{number}. {text}" for text, number in notes.items()]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _short(text: str, notes: dict[str, Any]) -> str:
+    for word in ("refused", "stock path", "works"):
+        head, found, rest = text.partition(": " if word != "works" else "; ")
+        if head == word and found:
+            return f"{word} ({notes.setdefault(rest, len(notes) + 1)})"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_of(run_all()))

@@ -1,0 +1,224 @@
+"""The lines of the table of features: what is turned on in each, and nothing of how it goes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torchrec
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import DataType
+from torchrec.optim import optimizers
+
+from tests.sharding.jobs import Table
+from tests.train_pipeline.feature_cells import (
+    TABLES,
+    Feature,
+    Model,
+    collection,
+    one_that_counts_nothing,
+    own_rows,
+    own_rows_by_sample,
+    pooled_by,
+)
+
+SHARED = (
+    Table("t_a", 8, 30, ("f",)),
+    Table("t_b", 8, 12, ("g", "h")),
+    Table("t_c", 8, 6, ("f", "i")),
+)
+MEAN = tuple(dataclasses.replace(table, mean=True) for table in TABLES)
+MIXED_DIMS = (
+    Table("t_a", 8, 30, ("f",)),
+    Table("t_b", 16, 12, ("g",)),
+    Table("t_c", 4, 6, ("h",)),
+)
+
+
+def _none_on_rank_1(rank: int, step: int) -> int:
+    return 0 if rank == 1 and step in (1, 3) else 6
+
+
+def _few_on_rank_1(rank: int, step: int) -> int:
+    return 5 if rank == 1 else 7
+
+
+class _Two(Model):
+    """Two collections, each with some of the tables."""
+
+    def make(self, feature: Feature) -> None:
+        self.tables = collection(feature, self.kind, feature.tables[:1])
+        self.more_tables = collection(feature, self.kind, feature.tables[1:])
+
+    def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        return [
+            *pooled_by(self.tables(features), self.keys[:1]),
+            *pooled_by(self.more_tables(features), self.keys[1:]),
+        ]
+
+
+class _ProcessedFirst(_Two):
+    """Tables without weights beside processed ones, which share a batch's features."""
+
+    def make(self, feature: Feature) -> None:
+        self.tables = collection(feature, self.kind, feature.tables[:1])
+        without = dataclasses.replace(feature, processors=None)
+        self.more_tables = collection(without, self.kind, feature.tables[1:])
+
+
+class _Tied(_Two):
+    """Two collections with one table in common."""
+
+    def make(self, feature: Feature) -> None:
+        self.tables = collection(feature, self.kind, feature.tables[:1])
+        self.more_tables = collection(feature, self.kind, feature.tables)
+        tables, more_tables = (
+            dict(module.named_modules()) for module in (self.tables, self.more_tables)
+        )
+        name = "embedding_bags.t_a" if self.kind == "bags" else "embeddings.t_a"
+        more_tables[name].weight = tables[name].weight
+
+    def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        once, again = self.tables(features), self.more_tables(features)
+        first, *others = pooled_by(again, self.keys)
+        return [first + pooled_by(once, self.keys[:1])[0], *others]
+
+
+class _Normed(Model):
+    """Statistics of the batch in the model."""
+
+    def __init__(self, feature: Feature, kind: str) -> None:
+        super().__init__(feature, kind)
+        self.over = nn.Sequential(nn.BatchNorm1d(self.over.in_features), self.over)
+
+
+class _OddLoss(Model):
+    """A mean over some samples only."""
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        squares = (out - batch.labels) ** 2
+        clicked = (batch.labels > 0.5).float()
+        return (squares * clicked).sum() / clicked.sum().clamp(min=1)
+
+
+class _Made(Model):
+    """Features that are changed on their way to the tables, by a module without parameters."""
+
+    def make(self, feature: Feature) -> None:
+        super().make(feature)
+        self.shift = _Shift()
+
+    def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        return super().look_up(self.shift(features))
+
+
+class _Shift(nn.Module):
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        values = (features.values() + 1) % 6
+        return KeyedJaggedTensor(features.keys(), values, lengths=features.lengths())
+
+
+class _Keyword(Model):
+    """Tables called by keyword."""
+
+    def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        return pooled_by(self.tables(features=features), self.keys)
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05}),
+    "row-wise Adagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-2}),
+    "row-wise Adagrad with weight decay": (
+        torchrec.optim.RowWiseAdagrad,
+        {"lr": 0.1, "eps": 1e-2, "weight_decay": 0.1},
+    ),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-2}),
+    "Adam": (torch.optim.Adam, {"lr": 0.1}),
+    "LAMB": (optimizers.LAMB, {"lr": 0.1}),
+    "LARS SGD": (optimizers.LarsSGD, {"lr": 0.1}),
+    "partial row-wise Adam": (optimizers.PartialRowWiseAdam, {"lr": 0.1}),
+    "partial row-wise LAMB": (optimizers.PartialRowWiseLAMB, {"lr": 0.1}),
+}
+
+_ROUNDED: Any = {"rtol": 5e-2, "atol": 2e-2}
+"""What a wire of 11 or 8 bits may differ by after a few steps: it rounds rows here, bags there."""
+
+FEATURES: Sequence[Feature] = (
+    Feature("sum pooling", ("bags",)),
+    Feature("mean pooling", ("bags",), tables=MEAN),
+    Feature("sequences", ("sequences",)),
+    Feature("per-sample weights", weighted=True),
+    Feature("feature processors, one a feature", ("bags",), processors="by_feature"),
+    Feature("feature processors, one for all", ("bags",), processors="together"),
+    Feature(
+        "feature processors, some tables stock",
+        ("bags",),
+        processors="together",
+        hot_rows={"*": 2, "t_b": None},
+    ),
+    Feature(
+        "feature processors beside tables without weights",
+        ("bags",),
+        processors="together",
+        model=_ProcessedFirst,
+    ),
+    Feature("several features on a table, a feature on several tables", tables=SHARED),
+    Feature("mixed dims", tables=MIXED_DIMS),
+    Feature(
+        "variable batch per feature",
+        change_batch=own_rows,
+        change_of_witness=own_rows_by_sample,
+    ),
+    Feature("variable batch per feature, mean pooling", ("bags",), MEAN, change_batch=own_rows),
+    Feature("variable batch per feature, weights", ("bags",), weighted=True, change_batch=own_rows),
+    Feature(
+        "variable batch per feature, some tables stock",
+        hot_rows={"*": 2, "t_a": None},
+        change_batch=own_rows,
+        change_of_witness=own_rows_by_sample,
+    ),
+    Feature(
+        "variable batch per feature, feature processors",
+        ("bags",),
+        processors="together",
+        change_batch=own_rows,
+        change_of_witness=own_rows_by_sample,
+    ),
+    Feature("need_indices", ("sequences",), need_indices=True),
+    Feature("ranks with batches of different size", num_samples=_few_on_rank_1),
+    Feature(
+        "a batch of no samples on a rank",
+        num_samples=_none_on_rank_1,
+        change_of_witness=one_that_counts_nothing,
+    ),
+    Feature("fp16 on the wire", wire="fp16", **_ROUNDED),
+    Feature("bf16 on the wire", wire="bf16", **_ROUNDED),
+    Feature("int8 on the wire", wire="int8", **_ROUNDED),
+    Feature("fp16 weights, no hot rows", hot_rows={"*": 0}, data_type=DataType.FP16, **_ROUNDED),
+    Feature("fp16 weights, hot rows", data_type=DataType.FP16, **_ROUNDED),
+    *(
+        Feature(f"{name}", optimizer=optimizer, optimizer_kwargs=kwargs)
+        for name, (optimizer, kwargs) in OPTIMIZERS.items()
+    ),
+    Feature("gradient clipping in the tables", fused_params={"gradient_clipping": True}),
+    Feature("no hot rows", hot_rows={"*": 0}),
+    Feature("all rows hot", hot_rows={"t_a": 30, "t_b": 12, "t_c": 6}),
+    Feature("stock tables beside hot/cold ones", hot_rows={"*": 2, "t_b": None}),
+    Feature("stock tables only", hot_rows={"*": None}),
+    Feature("two collections", model=_Two),
+    Feature("a table in two collections", model=_Tied),
+    Feature("tables called by keyword", model=_Keyword),
+    Feature("BatchNorm in the model", model=_Normed),
+    Feature("a loss over some samples", model=_OddLoss),
+    Feature("input made inside the model", model=_Made),
+    Feature("input made ahead of the model", model=_Made, options={"pipeline_postproc": True}),
+    Feature("waves", waves={"t_b": 1}),
+    Feature("1 micro-batch", num_micro_batches=1),
+    Feature("4 micro-batches", num_micro_batches=4),
+    Feature("micro-batches chosen by trying", num_micro_batches=None),
+    Feature("2-D parallelism", is_2d=True),
+)

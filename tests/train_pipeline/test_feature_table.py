@@ -1,0 +1,55 @@
+"""``docs/features.md`` says what a run says, and nothing in it trains otherwise than TorchRec."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.sharding.jobs import Result
+from tests.train_pipeline.feature_cells import Feature, Outcome
+from tests.train_pipeline.feature_table import PAGE, DiffersError, page_of, run_all, words
+
+FEATURE = Feature("any")
+
+
+def test_the_page_is_what_ran() -> None:
+    assert PAGE.read_text() == page_of(run_all()), (
+        "a cell ran otherwise; python -m tests.train_pipeline.feature_table writes the page"
+    )
+
+
+def _ran(value: float, summary: str = "tables: interleaved\n2 micro-batches") -> Outcome:
+    weights = {"w": [((0,), torch.full((2,), value))]}
+    return Outcome(Result([], weights, {}, {}, []), [torch.zeros(1)], [torch.zeros(1)], summary)
+
+
+def test_what_trains_otherwise_gets_no_cell() -> None:
+    assert set(words(FEATURE, [[_ran(1), _ran(1), _ran(1)]]).values()) == {"works"}
+    for runs in ([_ran(2), _ran(1), _ran(1)], [_ran(1), _ran(1), _ran(2)]):
+        with pytest.raises(DiffersError, match="any, train"):
+            words(FEATURE, [runs])
+    other = dataclasses.replace(_ran(1), evaluated=[torch.ones(1)])
+    with pytest.raises(DiffersError, match="any, eval"):
+        words(FEATURE, [[_ran(1), _ran(1), other]])
+    with pytest.raises(DiffersError, match="TorchRec itself does not run it"):
+        words(FEATURE, [[Outcome(error="ValueError: no"), _ran(1), _ran(1)]])
+
+
+def test_a_cell_says_how_it_ran() -> None:
+    refused = Outcome(error="CompatError: not so; use num_micro_batches=1")
+    once = _ran(1, "tables: computed once per batch, of its exchange only that of ids is hidden: x")
+    mixed = _ran(1, "tables: interleaved\ntables (stock tables): computed once per batch: x")
+    for interleaved, expected in (
+        ([refused], "refused: CompatError: not so"),
+        ([once], "stock path: tables: computed once per batch: x"),
+        ([mixed], "works; tables (stock tables): computed once per batch: x"),
+        ([refused, _ran(1)], "works; micro-batches refused: CompatError: not so"),
+        ([refused, refused], "refused: CompatError: not so"),
+    ):
+        cells = words(FEATURE, [[_ran(1), _ran(1), *interleaved]])
+        assert cells["Interleaved", "train"] == expected
+    page = page_of({("any", "bags"): cells})
+    assert "| any | works | works | refused (1) | refused (1) |" in page
+    assert "\n1. CompatError: not so\n" in page
