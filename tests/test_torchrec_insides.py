@@ -47,6 +47,7 @@ INHERITED: dict[str, set[str]] = {
         *("_estimators", "_last_stored_module"),
     },
     "EmbeddingShardingPlanner": {"_enumerator", "_topology"},
+    "FeatureProcessedEmbeddingBagCollectionSharder": {"_ebc_sharder"},
     "GroupedEmbeddingsLookup": {"_emb_modules"},
     "GroupedPooledEmbeddingsLookup": {"_emb_modules"},
     "PipelinedForward": {"_module", "_name"},
@@ -62,8 +63,9 @@ INHERITED: dict[str, set[str]] = {
     "ShardedEmbeddingCollection": {
         *("_embedding_names_per_sharding", "_features_order", "_lookups", "_need_indices"),
         *("_output_dists", "_sharding_type_to_sharding", "_use_index_dedup", "get_buffer"),
-        "_sharding_types",
+        *("_device", "_feature_splits", "_sharding_types"),
     },
+    "ShardedFeatureProcessedEmbeddingBagCollection": {"is_pipelined"},
     "TrainPipelineSparseDist": {
         *("_batch_count", "_create_context", "_device", "_model", "_model_attached", "_optimizer"),
         *("_data_dist_stream", "_memcpy_stream", "copy_batch_to_gpu", "wait_sparse_data_dist"),
@@ -79,6 +81,9 @@ FOREIGN: dict[str, set[str]] = {
         *("_data_parallel_wrapper", "_dmp_wrapped_module", "_env"),
     },
     "torchrec.distributed.embedding.ShardedEmbeddingCollection": {"_create_output_dist"},
+    "torchrec.modules.fp_embedding_modules.FeatureProcessedEmbeddingBagCollection": {
+        *("_embedding_bag_collection", "_feature_processors"),
+    },
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": {
         *("_create_output_dist", "_has_uninitialized_input_dist"),
     },
@@ -141,6 +146,10 @@ SIGNATURES: dict[str, str] = {
     "EmbeddingSharding.create_output_dist": "device",
     "EmbeddingShardingPlanner.collective_plan": "module, sharders, pg",
     "EmbeddingShardingPlanner.plan": "module, sharders",
+    "FeatureProcessedEmbeddingBagCollectionSharder.__init__": "ebc_sharder, qcomm_codecs_registry",
+    "FeatureProcessedEmbeddingBagCollectionSharder.shard": (
+        "module, params, env, device, module_fqn"
+    ),
     "GroupedEmbeddingsLookup.__init__": "grouped_configs, pg, device, env",
     "GroupedEmbeddingsLookup._create_embedding_kernel": "config, pg, device, env",
     "GroupedEmbeddingsLookup.forward": "sparse_features",
@@ -171,6 +180,8 @@ SIGNATURES: dict[str, str] = {
     "ShardedEmbeddingBagCollection.compute_and_output_dist": "ctx, input",
     "ShardedEmbeddingBagCollection.create_context": "",
     "ShardedEmbeddingBagCollection.update_shards": "changed_sharding_params, env, device",
+    "ShardedFeatureProcessedEmbeddingBagCollection.input_dist": "ctx, features",
+    "ShardedFeatureProcessedEmbeddingBagCollection.preprocess_input": "args, kwargs",
     "ShardedEmbeddingCollection.__init__": (
         "module, table_name_to_parameter_sharding, env, fused_params, device, "
         "qcomm_codecs_registry, use_index_dedup, module_fqn"

@@ -18,6 +18,9 @@ from torchrec_picasso.errors import (
 from torchrec_picasso.frequency.stats import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.planner import hot_cold_planner
+from torchrec_picasso.sharding.processed_sharder import (
+    HotColdFeatureProcessedEmbeddingBagCollectionSharder,
+)
 from torchrec_picasso.sharding.sharder import (
     HotColdEmbeddingBagCollectionSharder,
     HotColdEmbeddingCollectionSharder,
@@ -32,6 +35,7 @@ __all__ = [
     "FrequencyStats",
     "HotColdEmbeddingBagCollectionSharder",
     "HotColdEmbeddingCollectionSharder",
+    "HotColdFeatureProcessedEmbeddingBagCollectionSharder",
     "HotColdParams",
     "InputError",
     "InterleavedTrainPipeline",

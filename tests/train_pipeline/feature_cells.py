@@ -52,6 +52,7 @@ from tests.train_pipeline.runs import run_to_the_end
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
     HotColdEmbeddingCollectionSharder,
+    HotColdFeatureProcessedEmbeddingBagCollectionSharder,
     HotColdParams,
     InterleavedTrainPipeline,
 )
@@ -251,10 +252,15 @@ def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParalle
     sequences = (HotColdEmbeddingCollectionSharder if is_ours else EmbeddingCollectionSharder)(
         **kwargs
     )
+    processed = (
+        HotColdFeatureProcessedEmbeddingBagCollectionSharder(bags)
+        if is_ours
+        else FeatureProcessedEmbeddingBagCollectionSharder(bags)
+    )
     sharders: dict[type, Any] = {
         EmbeddingBagCollection: bags,
         EmbeddingCollection: sequences,
-        FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollectionSharder(bags),
+        FeatureProcessedEmbeddingBagCollection: processed,
     }
     model = (feature.model or Model)(feature, kind)
     start = {name: value.clone() for name, value in model.state_dict().items()}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.layout import RowLayout
 
-__all__ = ["LaidOutFeatures", "layout_of"]
+__all__ = ["LaidOutFeatures", "layout_of", "with_own_weights", "with_weights"]
 
 
 class LaidOutFeatures(KeyedJaggedTensor):
@@ -58,3 +59,26 @@ def layout_of(features: Any) -> RowLayout:
             "there (feature processors), but no changed ids"
         )
     return layout
+
+
+def with_weights(features: KeyedJaggedTensor, weights_N: Tensor | None) -> KeyedJaggedTensor:
+    """The same features with these per-sample weights; no copy."""
+    variable = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=weights_N,
+        lengths=features.lengths(),
+        offsets=features.offsets_or_none(),
+        stride=None if variable else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
+def with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same features with a copy of their weights, zeros where there are none."""
+    weights_N = features.weights_or_none()
+    if weights_N is None:
+        weights_N = torch.zeros_like(features.values(), dtype=torch.float32)
+    return with_weights(features, weights_N.clone())

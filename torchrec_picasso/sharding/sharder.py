@@ -125,11 +125,11 @@ def _refuse_shared(
         if name not in params:
             continue
         is_hot_cold = isinstance(params[name].cache_params, HotColdParams)
-        other, was_hot_cold = getattr(parameter, "_sharded_in", (module_fqn, False))
+        other, was_hot_cold = vars(parameter).get("sharded_in", (module_fqn, False))
         if other != module_fqn and (is_hot_cold or was_hot_cold):
             raise CompatError(
                 f"table {name!r} is in the modules {other} and {module_fqn}; a hot/cold table "
                 "belongs to one module, else each would train a copy. Look up all its features in "
                 "one module, or make it two tables"
             )
-        parameter._sharded_in = (module_fqn, is_hot_cold)
+        vars(parameter)["sharded_in"] = (module_fqn, is_hot_cold)

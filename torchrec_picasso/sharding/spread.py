@@ -4,7 +4,7 @@ TorchRec's own way back from a variable batch per feature is exact for bags. For
 operator has no backward on the CPU: tables would stay as they are, without an error. So hot/cold
 sequences go the way that is here, on every device.
 
-Shape letters: B samples, D columns, F features, N lookups, S rows of all features.
+Shape letters: B samples, D columns, F features, N lookups, S bags.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SpreadSequences(LazyAwaitable[dict[str, JaggedTensor]]):
 
     Args:
         own: What was looked up, feature by feature.
-        lengths_S: Lookups of each row.
+        lengths_S: Lookups of each bag, a row of its feature.
         row_of_sample_FB: Which row every sample has, counted over the rows of all features.
     """
 

@@ -19,8 +19,9 @@ from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowRequest
+from torchrec_picasso.sharding.features import with_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
-from torchrec_picasso.train_pipeline.odd_features import OddFeatures, spread, with_weights
+from torchrec_picasso.train_pipeline.odd_features import OddFeatures, spread
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 
 __all__ = ["ModuleGroup", "ScheduledModule", "group_modules"]

@@ -28,7 +28,7 @@ from torchrec_picasso.errors import InputError
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.sharding.spread import SpreadBags, SpreadSequences
 
-__all__ = ["OddFeatures", "spread", "with_weights"]
+__all__ = ["OddFeatures", "spread"]
 
 
 class OddFeatures(KeyedJaggedTensor):
@@ -77,21 +77,6 @@ def _rows_of_samples(keys: Sequence[str], given: KeyedJaggedTensor) -> Tensor:
     if order == list(range(len(inverse[0]))):
         return inverse[1]
     return inverse[1].index_select(0, torch.tensor(order, device=inverse[1].device))
-
-
-def with_weights(features: KeyedJaggedTensor, weights_N: Tensor | None) -> KeyedJaggedTensor:
-    """The same features with these per-sample weights; no copy."""
-    variable = features.variable_stride_per_key()
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=features.values(),
-        weights=weights_N,
-        lengths=features.lengths(),
-        offsets=features.offsets_or_none(),
-        stride=None if variable else features.stride(),
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
-        inverse_indices=features.inverse_indices_or_none(),
-    )
 
 
 def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:

@@ -27,8 +27,8 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.sharding.features import with_own_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
-from torchrec_picasso.train_pipeline.odd_features import with_weights
 
 __all__ = ["ProcessedModule"]
 
@@ -74,12 +74,8 @@ class ProcessedModule:
         Args:
             features: As the batch has them.
         """
-        features = maybe_td_to_kjt(features, None)
-        weights_N = features.weights_or_none()
-        if weights_N is None:
-            weights_N = torch.zeros_like(features.values(), dtype=torch.float32)
-        own = with_weights(features, weights_N.clone())
-        self._module.preprocess_input([own], {})
+        own = with_own_weights(maybe_td_to_kjt(features, None))
+        (own, *_), _ = self._module.preprocess_input([own], {})
         return self._tables.features_of(own)
 
     def output(self, rows: PartRows) -> LazyAwaitable[Any]:
