@@ -105,6 +105,8 @@ class Feature:
     is_2d: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of both pipelines."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of ours alone."""
     num_micro_batches: int | None = 3
     rtol: float = 1e-4
     atol: float = 2e-5
@@ -349,7 +351,8 @@ def _run(
     if num_micro_batches == 0:
         pipeline = TrainPipelineSparseDist(model, dense, CPU, **options)
     else:
-        options = {"loss_reduction": "sum", **options, "num_micro_batches": num_micro_batches}
+        options = {"loss_reduction": "sum", **options, **feature.settings}
+        options["num_micro_batches"] = num_micro_batches
         pipeline = InterleavedTrainPipeline(model, dense, CPU, **options)
     steps = range(NUM_TRAINED + NUM_EVALUATED)
     batches = [batch_of(feature, rank, step, is_ours) for step in steps]

@@ -93,7 +93,7 @@ OWN = {"change_batch": own_rows, "change_of_witness": own_rows_by_sample}
 MEAN_AND_SUM = (TABLES[0], dataclasses.replace(TABLES[1], mean=True), TABLES[2])
 CASES: Mapping[str, tuple[Feature, str, tuple[int | None, ...]]] = {
     "bags": (Feature("", tables=MEAN_AND_SUM, **OWN), "bags", (1, None)),
-    "no_lookahead": (Feature("", options={}, **OWN), "bags", (1,)),
+    "no_lookahead": (Feature("", settings={"lookahead": False}, **OWN), "bags", (1,)),
     "sequences": (Feature("", need_indices=True, **OWN), "sequences", (1, None)),
     "both": (Feature("", model=_Both, **OWN), "bags", (1,)),
     "four_rows": (Feature("", model=_OverRows, change_batch=_four_rows), "bags", (1,)),
