@@ -71,7 +71,7 @@ class ModuleGroup:
         if not self._is_odd:
             return module.features_of(features)
         features = maybe_td_to_kjt(features, None)
-        if not module.group.plan.has_bags:  # nothing is pooled
+        if not module.group.plan.takes_weights:  # nothing is pooled
             features = with_weights(features, None)
         return OddFeatures.of(module.features_of(features), features)
 
