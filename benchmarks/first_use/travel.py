@@ -19,9 +19,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.batches.split import split_batch
-from torchrec_picasso.ops.hot_slots import HotSlots
-from torchrec_picasso.ops.ids import IdSpace, PackedTable
-from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.zoo.clicks import Clicks, history_of
@@ -147,9 +145,7 @@ class Tables:
             )
             base += num_rows
         nobody: Any = None  # requests are made, and not sent
-        plan = PackPlan.build(tables, _CPU)
-        space, hot_slots = IdSpace.build(tables, _CPU), HotSlots.build(tables, _CPU)
-        return RowGroup(space, hot_slots, plan, [], nobody, _CPU)
+        return RowGroup(tables, [], nobody, _CPU)
 
 
 def _num_bytes(values: Tensor) -> int:

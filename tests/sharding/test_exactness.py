@@ -28,7 +28,6 @@ RTOL, ATOL = 1e-4, 2e-5
 WIRE_RTOL, WIRE_ATOL = 2e-2, 2e-2
 """Rows and gradients rounded to 16 bits on the wire, against an unrounded run."""
 
-WORLD_SIZES = (1, 2, 3)
 NUM_STEPS = 6
 UNEVEN = (6, 4, 0)
 
@@ -87,6 +86,15 @@ WAVES = {"a": 2, "b": 1, "d": 1}
 IN_TWO_TABLES = {"some_hot_apart": "some_hot", "lopsided_apart": "lopsided_homes"}
 """Placements whose replicas are a table of their own; by those they shall equal."""
 PLACEMENTS |= {name: PLACEMENTS[like] for name, like in IN_TWO_TABLES.items()}
+PLACEMENTS_OF = {
+    1: ("table_wise", "row_wise", "no_hot", "some_hot", "mixed", "rows_and_bags", "some_hot_apart"),
+    2: tuple(PLACEMENTS),
+    3: (
+        *("table_wise", "row_wise", "no_hot", "some_hot", "all_hot", "mixed", "lopsided_homes"),
+        *("in_waves", "bags", "rows_and_bags"),
+    ),
+}
+"""By number of ranks."""
 OURS = (
     *("no_hot", "some_hot", "all_hot", "mixed", "in_waves", "beside_row_wise", "lopsided_homes"),
     *("bags", "rows_and_bags", "rows_bags_and_stock"),
@@ -113,6 +121,15 @@ def _placed(variant: str, placement: str) -> Job | None:
     )
 
 
+def _cases(placements: tuple[str, ...]) -> list[tuple[int, str]]:
+    return [
+        (world_size, placement)
+        for world_size, trained in PLACEMENTS_OF.items()
+        for placement in placements
+        if placement in trained
+    ]
+
+
 Results = dict[tuple[str, str], list[Result]]
 
 
@@ -128,7 +145,7 @@ def _trained(world_size: int) -> Results | RankError:
     jobs = {
         f"{variant}/{placement}": job
         for variant in _variants()
-        for placement in PLACEMENTS
+        for placement in PLACEMENTS_OF[world_size]
         if (job := _placed(variant, placement)) is not None
     }
     try:
@@ -138,9 +155,8 @@ def _trained(world_size: int) -> Results | RankError:
     return {tuple(name.split("/")): [rank[name] for rank in by_rank] for name in jobs}
 
 
-@pytest.mark.parametrize("placement", OURS)
+@pytest.mark.parametrize(("world_size", "placement"), _cases(OURS))
 @pytest.mark.parametrize("variant", [v for v in _variants() if v not in ROW_WISE_ONLY])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_equals_stock_table_wise(world_size: int, variant: str, placement: str) -> None:
     results = _results(world_size)
     if (variant, placement) not in results:
@@ -166,9 +182,8 @@ def test_equals_stock_table_wise(world_size: int, variant: str, placement: str) 
         torch.testing.assert_close(ours[0].dense[name], expected, rtol=RTOL, atol=ATOL)
 
 
-@pytest.mark.parametrize("placement", ["no_hot", "some_hot", "all_hot"])
+@pytest.mark.parametrize(("world_size", "placement"), _cases(("no_hot", "some_hot", "all_hot")))
 @pytest.mark.parametrize("variant", [v for v, job in _variants().items() if len(job.tables) == 3])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_equals_stock_row_wise_shard_by_shard(
     world_size: int, variant: str, placement: str
 ) -> None:
@@ -192,9 +207,8 @@ def test_replicas_are_bit_equal_across_ranks(world_size: int, variant: str) -> N
             assert all(torch.equal(mine, its) for mine, its in zip(first, other))
 
 
-@pytest.mark.parametrize("placement", list(IN_TWO_TABLES))
+@pytest.mark.parametrize(("world_size", "placement"), _cases(tuple(IN_TWO_TABLES)))
 @pytest.mark.parametrize("variant", list(_variants()))
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_replicas_in_a_table_of_their_own_change_no_bit(
     world_size: int, variant: str, placement: str
 ) -> None:

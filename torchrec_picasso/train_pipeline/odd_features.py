@@ -89,7 +89,7 @@ def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:
     features = rows.rows.layout.features_of[rows.module]
     assert isinstance(features, OddFeatures)
     strides_F, row_FB = features.stride_per_key(), features.row_of_sample_FB
-    if module.group.plan.has_bags:
+    if module.group.plan.takes_weights:
         return SpreadBags(module.output(rows), strides_F, row_FB)
     padded = _PaddedRows(**{field.name: getattr(rows, field.name) for field in fields(rows)})
     if row_FB is None:
