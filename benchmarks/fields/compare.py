@@ -10,7 +10,13 @@ from torch import nn
 
 from benchmarks.fields.contestants import named
 from benchmarks.fields.generated import FieldsWorkload
-from benchmarks.fields.plans import Planned, plan_hot_cold, plan_stock, plan_table_wise
+from benchmarks.fields.plans import (
+    Planned,
+    plan_bags,
+    plan_hot_cold,
+    plan_stock,
+    plan_table_wise,
+)
 from benchmarks.fields.question import COUNTED_STEPS, WARMUP_STEPS, Question
 from benchmarks.fields.trainer import ContestantTrainer
 from benchmarks.fields.workload import Workload
@@ -140,6 +146,8 @@ class _Bench:
         size, tables = self._question.batch_size, self._workload.tables
         if contestant.placement == "table_wise":
             return plan_table_wise(tables, model, self._pg)
+        if contestant.placement == "bags":
+            return plan_bags(tables, model, self._pg)
         if contestant.placement == "planner":
             return plan_stock(tables, model, self._pg, size)
         return plan_hot_cold(model, self._pg, size, contestant.hot_rows, self._stats, self._curves)

@@ -22,6 +22,7 @@ CONTESTANTS = {
         Contestant(name="ours_plain", placement="hot_cold"),
         Contestant(name="all_rows", placement="hot_cold", pipeline="interleaved", hot_rows=0),
         Contestant(name="all_rows_plain", placement="hot_cold", hot_rows=0),
+        Contestant(name="all_bags", placement="bags", pipeline="interleaved"),
     )
 }
 

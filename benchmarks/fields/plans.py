@@ -20,6 +20,7 @@ from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from benchmarks.fields.workload import ModelTable
 from torchrec_picasso import (
@@ -27,12 +28,20 @@ from torchrec_picasso import (
     FrequencyStats,
     HotColdEmbeddingBagCollectionSharder,
     HotColdEmbeddingCollectionSharder,
+    HotColdParams,
     hot_cold_planner,
 )
 from torchrec_picasso.decision.explain import summarize
 from torchrec_picasso.runs.placements import AnyTypeSharder, Placement
 
-__all__ = ["Planned", "deal_by_size", "plan_hot_cold", "plan_stock", "plan_table_wise"]
+__all__ = [
+    "Planned",
+    "deal_by_size",
+    "plan_bags",
+    "plan_hot_cold",
+    "plan_stock",
+    "plan_table_wise",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +89,29 @@ def plan_table_wise(
     return Planned(placement=placement)
 
 
+def plan_bags(tables: Sequence[ModelTable], model: nn.Module, pg: dist.ProcessGroup) -> Planned:
+    """The same homes, but tables of pooled collections are hot/cold, and their bags travel.
+
+    Args:
+        tables: Of the model.
+        model: Before sharding.
+        pg: The ranks.
+    """
+    table_wise_plan = plan_table_wise(tables, model, pg).placement.plan
+    for path in table_wise_plan.plan:
+        if isinstance(model.get_submodule(path), EmbeddingBagCollection):
+            for sharding in table_wise_plan.plan[path].values():
+                sharding.cache_params = HotColdParams(form="bags")
+    placement = Placement(name="bags", plan=table_wise_plan, sharders=_our_sharders())
+    return Planned(placement=placement)
+
+
 def _stock_sharders() -> list[Any]:
     return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+
+
+def _our_sharders() -> list[Any]:
+    return [HotColdEmbeddingBagCollectionSharder(), HotColdEmbeddingCollectionSharder()]
 
 
 def deal_by_size(sizes: Sequence[int], num_ranks: int) -> list[int]:
@@ -147,10 +177,7 @@ def plan_hot_cold(
         stats: Of held-out batches.
         curves: Of these links.
     """
-    sharders: list[Any] = [
-        HotColdEmbeddingBagCollectionSharder(),
-        HotColdEmbeddingCollectionSharder(),
-    ]
+    sharders = _our_sharders()
     planner = hot_cold_planner(
         _topology(pg),
         stats,
