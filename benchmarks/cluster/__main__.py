@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.emulated import EmulatedCluster
 from benchmarks.cluster.link_speed import TRANSFERS, TransferTime, link_bytes, time_transfer
 from benchmarks.cluster.namespaces import ClusterError
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; returns 2 where the machine or the options allow no cluster."""
     options = _parser().parse_args(argv)
     try:
-        with EmulatedCluster(options.hosts, options.rate_mbit, options.ranks_per_host) as cluster:
+        hosts = EmulatedCluster(options.hosts, options.rate_mbit, options.ranks_per_host)
+        with cores_awake(), hosts as cluster:
             rate = f"{cluster.rate_mbit:g} Mbit/s" if cluster.rate_mbit else "not shaped"
             print(f"{cluster.num_hosts} hosts x {cluster.ranks_per_host} ranks, {rate}")
             print(_HEADER)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.emulated import EmulatedCluster, why_unavailable
 from torchrec_picasso.launch.run_ranks import run_ranks
 
@@ -44,5 +45,5 @@ def run_on_hosts(
     world_size = num_hosts * ranks_per_host
     if why_unavailable() is not None:
         return run_ranks(fn, world_size, *args, timeout_s=timeout_s)
-    with EmulatedCluster(num_hosts, rate_mbit, ranks_per_host) as cluster:
+    with cores_awake(), EmulatedCluster(num_hosts, rate_mbit, ranks_per_host) as cluster:
         return run_ranks(fn, world_size, *args, timeout_s=timeout_s, on_start=cluster.on_start)

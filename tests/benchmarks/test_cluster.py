@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from benchmarks.cluster import ClusterError, EmulatedCluster, why_unavailable
 from benchmarks.cluster import namespaces as namespaces_module
 from benchmarks.cluster.__main__ import main
+from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.link_speed import TRANSFERS, link_bytes, time_transfer
 from benchmarks.cluster.namespaces import tool_path
 from benchmarks.cluster.shaping import link_shape
@@ -311,3 +312,19 @@ def test_two_packets_fit_a_bucket(rate_mbit: int) -> None:
 )
 def test_payload_of_a_link(transfer: str, hosts: int, ranks_per_host: int, expected: float) -> None:
     assert link_bytes(transfer, 8, hosts, ranks_per_host) == expected
+
+
+def test_cores_stay_awake_and_nothing_is_left() -> None:
+    if not hasattr(os, "SCHED_IDLE"):
+        pytest.skip("this system has no SCHED_IDLE")
+    with cores_awake() as pids:
+        assert len(pids) == len(os.sched_getaffinity(0))
+        deadline = time.monotonic() + 20
+        while any(os.sched_getscheduler(pid) != os.SCHED_IDLE for pid in pids):
+            assert time.monotonic() < deadline, "they must only run when nothing else wants to"
+        assert {core for pid in pids for core in os.sched_getaffinity(pid)} == (
+            os.sched_getaffinity(0)
+        )
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -244,4 +244,11 @@ def test_the_order_of_tables_changes_nothing_but_the_order(seed: int) -> None:
     ],
 )
 def test_a_mixed_plan_must_win_clearly(plans_ms: dict[int, float], expected: int) -> None:
-    assert _best_plan(plans_ms, {size: size for size in plans_ms}) == expected
+    assert _best_plan(plans_ms, {size: size for size in plans_ms}, [max(plans_ms)]) == expected
+
+
+def test_rows_beside_bags_must_win_clearly_too() -> None:
+    plans_ms = {"stock": 100, "rows": 80, "bags": 70, "both": 68, "partly stock": 75}
+    sizes = {"stock": 0, "rows": 9, "bags": 9, "both": 9, "partly stock": 5}
+    assert _best_plan(plans_ms, sizes, ["rows", "bags"]) == "bags"
+    assert _best_plan({**plans_ms, "both": 66}, sizes, ["rows", "bags"]) == "both"
