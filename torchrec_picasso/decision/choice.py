@@ -32,9 +32,12 @@ __all__ = ["Choice", "TableQuestion", "choose", "given_choice"]
 _STOCK_MARGIN = 0.02
 """Hot/cold must be predicted to take this share less than stock, or stock stays."""
 _MIXED_MARGIN = 0.05
-"""Likewise, less than either, where tables of a plan differ though they need not, stock beside
-hot/cold or rows beside bags: each kind has operators of its own. Of 40 mixed tables at 1 Gbit/s a
-mixture was predicted to take 144 ms and took 173; all as bags took 158."""
+"""Likewise, less than either, where some tables of a plan stay stock though they need not: their
+exchange is exposed, and each kind of placement has operators of its own."""
+_FORMS_MARGIN = 0.2
+"""Likewise where rows travel beside bags though they need not. The work that both forms together
+ask for is not priced in full: such plans of 40 and 130 mixed tables at 1 Gbit/s were predicted to
+take 0.87 and 0.86 of what all bags take, and took 1.07 and 1.11."""
 _WIRE_PRICES = (1.0, 0.5, 0.25, 0.0)
 """What a millisecond on the wire may cost, as a part of one on the core."""
 _MOST_PLANS = 16
@@ -210,14 +213,23 @@ class _Search:
         for size in (len(self._able), None):
             start = min((p for p in plans if size in (None, len(p))), key=lambda p: (plans[p], p))
             self._change_single(dict(start), largest, by_form, ms, may_be_stock=size is None)
-        alike = [dict.fromkeys(self._able, "rows"), self._all_bags()]
+        all_rows: Forms = dict.fromkeys(self._able, "rows")
+        alike = [all_rows, self._all_bags()]
         for forms in alike:
             ms(forms)
         keys = {tuple(sorted(forms.items())) for forms in alike}
         best: tuple[tuple[int, Form], ...] = _best_plan(
-            plans, {key: len(key) for key in plans}, keys
+            plans,
+            {key: len(key) for key in plans},
+            keys,
+            {key: _FORMS_MARGIN if self._has_both(dict(key)) else _MIXED_MARGIN for key in plans},
         )
         return dict(best)
+
+    def _has_both(self, forms: Forms) -> bool:
+        """Whether rows of some tables travel beside bags though theirs could as well."""
+        of_able = {form for i, form in forms.items() if self._questions[i].may_take_bags}
+        return len(of_able) > 1
 
     def _all_bags(self) -> dict[int, Form]:
         """All tables as bags that may."""
@@ -295,7 +307,10 @@ _Plan = TypeVar("_Plan", bound=Hashable)
 
 
 def _best_plan(
-    plans_ms: Mapping[_Plan, float], sizes: Mapping[_Plan, int], alike: Collection[_Plan]
+    plans_ms: Mapping[_Plan, float],
+    sizes: Mapping[_Plan, int],
+    alike: Collection[_Plan],
+    margins: Mapping[_Plan, float],
 ) -> _Plan:
     """The plan to take: as few hot/cold tables as can be, all, or a mixture that wins clearly.
 
@@ -303,6 +318,7 @@ def _best_plan(
         plans_ms: Predicted steps.
         sizes: Hot/cold tables of each plan.
         alike: Plans of all tables that can be, all in one form as far as they can.
+        margins: By how much each plan must win if it is another.
     """
 
     def least(plans: Sequence[_Plan]) -> _Plan:
@@ -313,8 +329,8 @@ def _best_plan(
     whole = least(list(alike))
     if plans_ms[whole] <= plans_ms[best] * (1 - _STOCK_MARGIN):
         best = whole
-    mixed = least(list(plans_ms))
-    return mixed if plans_ms[mixed] <= plans_ms[best] * (1 - _MIXED_MARGIN) else best
+    wins = [plan for plan in plans_ms if plans_ms[plan] <= plans_ms[best] * (1 - margins[plan])]
+    return least(wins) if wins else best
 
 
 def _best_stock_types(questions: Sequence[TableQuestion], pricer: StepPricer) -> list[str | None]:
