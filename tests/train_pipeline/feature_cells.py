@@ -83,8 +83,9 @@ class Feature:
     kinds: tuple[str, ...] = ("bags", "sequences")
     """Which collections have it."""
     tables: tuple[Table, ...] = TABLES
-    hot_rows: Mapping[str, int | None] = field(default_factory=lambda: {"*": 2})
-    """Of each table; ``"*"`` stands for all others, ``None`` for a stock table."""
+    hot_rows: Mapping[str, int | str | None] = field(default_factory=lambda: {"*": 2})
+    """Of each table; ``"*"`` stands for all others, ``None`` for a stock table, ``"bags"`` for one
+    whose bags travel."""
     optimizer: Any = torchrec.optim.RowWiseAdagrad
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1, "eps": 1e-2})
     fused_params: Mapping[str, Any] = field(default_factory=dict)
@@ -285,7 +286,7 @@ def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParalle
         plans[path] = construct_module_sharding_plan(
             module,
             {
-                name: table_wise(rank=i % world_size) if hot[name] is None else row_wise()
+                name: row_wise() if isinstance(hot[name], int) else table_wise(rank=i % world_size)
                 for i, name in enumerate(names)
             },
             sharder=sharders[type(module)],
@@ -294,10 +295,13 @@ def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParalle
             device_type="cpu",
         )
         for name in names:
-            if (num_hot := hot[name]) is not None:
+            num_hot = hot[name]
+            if isinstance(num_hot, int):
                 plans[path][name].cache_params = HotColdParams(
                     hot_rows=range(num_hot), wave=feature.waves.get(name, 0)
                 )
+            elif num_hot == "bags":
+                plans[path][name].cache_params = HotColdParams(form="bags")
     wrap: Any = DistributedModelParallel
     how: dict[str, Any] = {"env": ShardingEnv.from_process_group(dist.group.WORLD)}
     if feature.is_2d:

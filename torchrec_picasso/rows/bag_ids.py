@@ -131,11 +131,12 @@ def check_bags_can_travel(features: KeyedJaggedTensor) -> None:
         raise CompatError(
             f"features {', '.join(features.keys())} have batch sizes of their own (variable "
             "batch), and some of their tables are hot/cold with form='bags', which takes one batch "
-            "size for all; use form='rows' or a stock placement for these tables"
+            "size for all; use form='rows' for these tables, as hot_cold_planner(hot_rows=0) does"
         )
     if weights_N is not None and weights_N.requires_grad:
         raise CompatError(
             f"the per-sample weights of features {', '.join(features.keys())} want gradients, and "
             "some of their tables are hot/cold with form='bags', whose weights leave this rank; "
-            "use form='rows' for these tables, or weights.detach()"
+            "use form='rows' for these tables, as hot_cold_planner(hot_rows=0) does, or "
+            "weights.detach()"
         )
