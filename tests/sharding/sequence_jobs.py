@@ -111,33 +111,10 @@ class SequenceModel(nn.Module):
                 for name, (rows, features) in SEQUENCE_TABLES.items()
             ],
         )
-        self.ebc = EmbeddingBagCollection(
-            device=CPU,
-            is_weighted=job.weighted,
-            tables=[
-                EmbeddingBagConfig(
-                    name=name,
-                    embedding_dim=2 * DIM,
-                    num_embeddings=rows,
-                    feature_names=list(features),
-                )
-                for name, (rows, features) in POOLED_TABLES.items()
-            ],
-        )
-        self.means = EmbeddingBagCollection(
-            device=CPU,
-            is_weighted=job.weighted,
-            tables=[
-                EmbeddingBagConfig(
-                    name=name,
-                    embedding_dim=DIM,
-                    num_embeddings=rows,
-                    feature_names=list(features),
-                    pooling=PoolingType.SUM if job.weighted else PoolingType.MEAN,
-                )
-                for name, (rows, features) in MEAN_TABLES.items()
-            ],
-        )
+        self.ebc = _bags(job, POOLED_TABLES, 2 * DIM, PoolingType.SUM)
+        # placements do not agree on what a weighted mean is
+        pooling = PoolingType.SUM if job.weighted else PoolingType.MEAN
+        self.means = _bags(job, MEAN_TABLES, DIM, pooling)
         self.over = nn.Linear(3 * DIM + 3 * 2 * DIM + DIM, 1)
         self.need_indices = job.need_indices
 
@@ -156,6 +133,28 @@ class SequenceModel(nn.Module):
             out = out + 0.01 * _padded_ids(found["history"]).sum(1)
         loss = ((out - batch.labels) ** 2).sum() / 6
         return loss, out.detach()
+
+
+def _bags(
+    job: SequenceJob,
+    tables: Mapping[str, tuple[int, tuple[str, ...]]],
+    dim: int,
+    pooling: PoolingType,
+) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        device=CPU,
+        is_weighted=job.weighted,
+        tables=[
+            EmbeddingBagConfig(
+                name=name,
+                embedding_dim=dim,
+                num_embeddings=rows,
+                feature_names=list(features),
+                pooling=pooling,
+            )
+            for name, (rows, features) in tables.items()
+        ],
+    )
 
 
 def _padded(sequence: JaggedTensor) -> Tensor:

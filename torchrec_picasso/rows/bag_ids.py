@@ -38,7 +38,6 @@ class BagIds:
     """Lookups of each home, on the host."""
     outside_ids: Tensor
     """Number of lookups outside their table, 0-d integer."""
-
     first_bag: int
     """Bags of the features before them, whose rows travel."""
     first_lookup: int
@@ -58,7 +57,6 @@ class BagIds:
             lengths_S: Its lengths, summing to the number of values.
             offsets_S1: The same as offsets.
             packs: The packs.
-
         """
         weights_N = features.weights_or_none()
         if weights_N is not None and weights_N.numel() != features.values().numel():

@@ -49,6 +49,9 @@ class RowGroup:
         self.device = device
         self.buffers_M = [RowBuffers(dim, device) for dim in self.plan.dim_M]
         self._module_P = {table.pack: table.module for table in tables}
+        self._bag_features_of = Counter(
+            table.module for table in tables if table.as_bags for _ in table.feature_names
+        )
         self._order_of_sizes: tuple[tuple[int, ...], Tensor] | None = None
         self._asked_orders: dict[int, tuple[Sequence[Sequence[int]], Tensor]] = {}
 
@@ -94,12 +97,11 @@ class RowGroup:
             return features_of[0]
         if not self.plan.bag_packs:
             return KeyedJaggedTensor.concat(list(features_of))
-        of_bags = Counter(
-            table.module for table in self.tables if table.as_bags for _ in table.feature_names
-        )
         halves = [
-            features.split([len(features.keys()) - of_bags[module], of_bags[module]])
-            for module, features in enumerate(features_of)
+            features.split([len(features.keys()) - num_last, num_last])
+            for num_last, features in zip(
+                (self._bag_features_of[module] for module in range(len(features_of))), features_of
+            )
         ]
         return KeyedJaggedTensor.concat(
             [half for of_form in zip(*halves) for half in of_form if half.keys()]

@@ -119,7 +119,7 @@ class HotColdModule(ABC):
             self._has_uninitialized_input_dist = False
         with torch.no_grad():
             ordered = self.in_table_order(features)
-        num_features = sum(len(of.feature_names()) for of in self.table_shardings())
+        num_features = sum(self.group.plan.features_M)
         if len(ordered.keys()) == num_features:
             return ordered
         # those that it does not look up come last, where TorchRec found nothing to reorder

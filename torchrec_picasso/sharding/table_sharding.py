@@ -145,10 +145,9 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         tables_per_rank = super()._shard(of_rows)
         # they need nothing of table-wise sharding but its ranks
         at_home = BaseTwEmbeddingSharding._shard(self, of_bags)
-        for table in (table for tables in at_home for table in tables):
+        for home, homed in enumerate(at_home):
             for rank, tables in enumerate(tables_per_rank):
-                is_home = table in at_home[rank]
-                tables.append(table if is_home else replace(table, local_rows=0))
+                tables += homed if rank == home else [replace(of, local_rows=0) for of in homed]
         for tables in tables_per_rank:
             for table in tables:
                 # means are weighted sums here, so tables of both kinds share a pack
