@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
 STAMP := $(VENV)/.installed
 LAB_STAMP := $(VENV)/.installed_notebook
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -16,8 +17,8 @@ demo: $(STAMP)  ## train a DLRM with stock TorchRec and with hot/cold tables, an
 notebooks: $(LAB_STAMP)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter-lab $(ARGS) notebooks
 
-test: $(STAMP)  ## the whole test-suite
-	$(BIN)/python -m pytest -q $(ARGS)
+test: $(STAMP)  ## the whole test-suite; tests of one file run one after another
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -41,6 +41,7 @@ setup(
             "nbclient",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "mypy",

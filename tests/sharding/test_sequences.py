@@ -119,6 +119,10 @@ def _interleaved(k: int, lookahead: bool) -> Driver:
     return drive
 
 
+JOBS_OF = {1: tuple(JOBS), 2: tuple(JOBS), 3: ("no_hot", "some_hot", "bags", "all_bags")}
+"""By number of ranks."""
+
+
 def _settings(world_size: int, name: str) -> list[tuple[int, bool]]:
     has_all = world_size == 2 and name in ("some_hot", "bags", "all_bags")
     return SETTINGS if has_all else SOME_SETTINGS[world_size]
@@ -126,7 +130,8 @@ def _settings(world_size: int, name: str) -> list[tuple[int, bool]]:
 
 def _run(rank: int, world_size: int) -> dict[Any, Result]:
     results: dict[Any, Result] = {}
-    for name, job in JOBS.items():
+    for name in JOBS_OF[world_size]:
+        job = JOBS[name]
         stock = dataclasses.replace(job, placement={"*": "table_wise"})
         model = build_sequences(stock, world_size)
         results[name, "stock"] = train_sequences(model, stock, rank, _sparse_dist)
@@ -151,7 +156,7 @@ def _cases() -> list[tuple[int, str, Any]]:
     return [
         (world_size, name, driver)
         for world_size in WORLD_SIZES
-        for name in JOBS
+        for name in JOBS_OF[world_size]
         for driver in (*PLAIN_DRIVERS[world_size], *_settings(world_size, name))
     ]
 

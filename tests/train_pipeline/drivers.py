@@ -10,15 +10,22 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from tests.sharding.jobs import CPU, dense_optimizer
 from tests.train_pipeline.runs import pipeline_of
 
-__all__ = ["DRIVERS", "Driver", "make_driver"]
+__all__ = ["DRIVERS", "DRIVERS_OF", "Driver", "SETTINGS_OF", "make_driver"]
 
 Driver = tuple[int, bool] | None
 """Micro-batches and lookahead of ours; ``None`` = ``TrainPipelineSparseDist``."""
 
-DRIVERS: tuple[Driver, ...] = (
-    None,
-    *((num_micro_batches, ahead) for num_micro_batches in (1, 2, 4) for ahead in (False, True)),
-)
+SETTINGS_OF: dict[int, tuple[tuple[int, bool], ...]] = {
+    2: tuple(
+        (num_micro_batches, ahead) for num_micro_batches in (1, 2, 4) for ahead in (False, True)
+    ),
+    3: ((1, True), (4, False), (4, True)),
+}
+"""By number of ranks. A third rank changes who sends to whom, and nothing of a setting: on three,
+those that differ most."""
+DRIVERS: tuple[Driver, ...] = (None, *SETTINGS_OF[2])
+DRIVERS_OF: dict[int, tuple[Driver, ...]] = {2: DRIVERS, 3: (None, *SETTINGS_OF[3])}
+"""By number of ranks."""
 
 
 def make_driver(driver: Driver, model: DistributedModelParallel) -> Any:

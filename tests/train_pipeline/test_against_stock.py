@@ -34,13 +34,16 @@ from tests.sharding.jobs import (
     train,
     whole,
 )
+from tests.train_pipeline.drivers import SETTINGS_OF
 from tests.train_pipeline.runs import batches_of, pipeline_of, run_to_the_end
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
 NUM_STEPS = 6
 WORLD_SIZES = (2, 3)
-SETTINGS = [(k, lookahead) for k in (1, 2, 4) for lookahead in (False, True)]
+SETTINGS = [
+    (world_size, *setting) for world_size in WORLD_SIZES for setting in SETTINGS_OF[world_size]
+]
 
 MIXED_DIMS = (
     Table("a", 8, 50, ("f0",)),
@@ -143,7 +146,7 @@ def _run(rank: int, world_size: int) -> dict[Any, Any]:
     results: dict[Any, Any] = {}
     for name, comparison in COMPARISONS.items():
         results[name, "stock"] = _stock(comparison, rank, world_size)
-        for setting in SETTINGS:
+        for setting in SETTINGS_OF[world_size]:
             results[name, setting], summary = _ours(comparison.job, rank, world_size, *setting)
             assert summary.startswith("ebc: interleaved\n"), summary
     return results
@@ -164,9 +167,8 @@ def _results(world_size: int) -> list[dict[Any, Any]]:
     return results
 
 
-@pytest.mark.parametrize(("num_micro_batches", "lookahead"), SETTINGS)
+@pytest.mark.parametrize(("world_size", "num_micro_batches", "lookahead"), SETTINGS)
 @pytest.mark.parametrize("name", list(COMPARISONS))
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_trains_as_stock(
     world_size: int, name: str, num_micro_batches: int, lookahead: bool
 ) -> None:

@@ -29,6 +29,7 @@ from tests.sharding.jobs import (
     train,
     whole,
 )
+from tests.train_pipeline.drivers import SETTINGS_OF
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
@@ -81,7 +82,12 @@ JOBS_OF = {2: tuple(JOBS), 3: ("rowwise_adagrad", "uneven", "waves", "waves_weig
 CASES = [(world_size, name) for world_size, names in JOBS_OF.items() for name in names]
 HALF = (5e-3, 1e-3)  # a sum may round to the next of 11 bits
 TOLERANCES = {"half_wire": HALF, "waves_half_wire": HALF}
-SETTINGS = [(k, lookahead) for k in (1, 2, 4) for lookahead in (False, True)]
+SETTINGS = [(world_size, *setting) for world_size in JOBS_OF for setting in SETTINGS_OF[world_size]]
+CASES_AND_SETTINGS = [
+    (world_size, name, *setting)
+    for world_size, name in CASES
+    for setting in SETTINGS_OF[world_size]
+]
 
 
 def _batches(job: Job, rank: int) -> Iterator[Batch]:
@@ -119,7 +125,7 @@ def _run(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[Any, Result]:
     for name, job in jobs.items():
         model = build(job, rank, world_size)
         results[name, "plain"] = result_of(model, train(model, job, rank, range(job.num_steps)))
-        for num_micro_batches, lookahead in SETTINGS:
+        for num_micro_batches, lookahead in SETTINGS_OF[world_size]:
             results[name, num_micro_batches, lookahead] = _interleaved(
                 job, rank, world_size, num_micro_batches, lookahead
             )
@@ -152,8 +158,9 @@ def _assert_close(mine: list[Result], its: list[Result], rtol: float, atol: floa
         torch.testing.assert_close(my.losses, other.losses, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize(("num_micro_batches", "lookahead"), SETTINGS)
-@pytest.mark.parametrize(("world_size", "name"), CASES)
+@pytest.mark.parametrize(
+    ("world_size", "name", "num_micro_batches", "lookahead"), CASES_AND_SETTINGS
+)
 def test_trains_as_the_plain_loop(
     world_size: int, name: str, num_micro_batches: int, lookahead: bool
 ) -> None:
@@ -166,16 +173,21 @@ def test_trains_as_the_plain_loop(
             torch.testing.assert_close(replica, replicas[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
-@pytest.mark.parametrize(("world_size", "name"), CASES)
+@pytest.mark.parametrize(
+    ("world_size", "name", "num_micro_batches"),
+    [
+        (world_size, name, k)
+        for world_size, name, k, ahead in CASES_AND_SETTINGS
+        if not ahead and (k, True) in SETTINGS_OF[world_size]
+    ],
+)
 def test_looking_ahead_changes_nothing(world_size: int, name: str, num_micro_batches: int) -> None:
     by_rank = _trained(world_size)
     ahead = [rank[name, num_micro_batches, True] for rank in by_rank]
     _assert_close(ahead, [rank[name, num_micro_batches, False] for rank in by_rank], 0, 0)
 
 
-@pytest.mark.parametrize(("num_micro_batches", "lookahead"), SETTINGS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "num_micro_batches", "lookahead"), SETTINGS)
 def test_waves_train_the_same_model(
     world_size: int, num_micro_batches: int, lookahead: bool
 ) -> None:
@@ -187,7 +199,7 @@ def test_waves_train_the_same_model(
     _assert_close(waves, in_one, RTOL, ATOL)
 
 
-@pytest.mark.parametrize(("num_micro_batches", "lookahead"), SETTINGS)
+@pytest.mark.parametrize(("num_micro_batches", "lookahead"), SETTINGS_OF[2])
 def test_replicas_in_a_table_of_their_own_change_nothing(
     num_micro_batches: int, lookahead: bool
 ) -> None:

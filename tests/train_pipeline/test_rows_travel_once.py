@@ -20,7 +20,7 @@ import torch
 
 from tests.sharding.jobs import Job, Table, build, make_batch
 from tests.support.wire import Message, MessageRecorder, elements
-from tests.train_pipeline.drivers import DRIVERS, Driver, make_driver
+from tests.train_pipeline.drivers import DRIVERS_OF, Driver, make_driver
 from tests.train_pipeline.runs import batches_of, run_to_the_end
 from torchrec_picasso.launch.run_ranks import run_ranks
 
@@ -50,7 +50,7 @@ def _warm_and_record(
 ) -> dict[tuple[str, Driver], list[Message]]:
     found = {}
     for name, job in jobs.items():
-        for driver in DRIVERS:
+        for driver in DRIVERS_OF[world_size]:
             pipeline = make_driver(driver, build(job, rank, world_size))
             # DDP makes its buckets anew in the second step
             run_to_the_end(pipeline, iter(batches_of(job, rank, range(NUM_WARM))))
@@ -121,11 +121,15 @@ def _expected(job: Job, world_size: int, steps: Sequence[int]) -> Travel:
     return travel
 
 
-CASES = [(name, driver) for name in JOBS for driver in DRIVERS]
+CASES = [
+    (world_size, name, driver)
+    for world_size in WORLD_SIZES
+    for name in JOBS
+    for driver in DRIVERS_OF[world_size]
+]
 
 
-@pytest.mark.parametrize(("name", "driver"), CASES, ids=str)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("world_size", "name", "driver"), CASES, ids=str)
 def test_every_row_travels_once(world_size: int, name: str, driver: Driver) -> None:
     job = _jobs(world_size)[name]
     expected = _expected(job, world_size, range(NUM_WARM, NUM_WARM + NUM_STEPS))
@@ -136,8 +140,7 @@ def test_every_row_travels_once(world_size: int, name: str, driver: Driver) -> N
         assert elements(messages, FLOATS) == sent
 
 
-@pytest.mark.parametrize(("name", "driver"), CASES, ids=str)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("world_size", "name", "driver"), CASES, ids=str)
 def test_hot_rows_are_summed_once(world_size: int, name: str, driver: Driver) -> None:
     job = _jobs(world_size)[name]
     expected = _expected(job, world_size, range(NUM_WARM, NUM_WARM + NUM_STEPS))
@@ -149,8 +152,7 @@ def test_hot_rows_are_summed_once(world_size: int, name: str, driver: Driver) ->
         assert reduced == expected.hot_elements + NUM_STEPS * dense
 
 
-@pytest.mark.parametrize(("name", "driver"), CASES, ids=str)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("world_size", "name", "driver"), CASES, ids=str)
 def test_little_else_travels(world_size: int, name: str, driver: Driver) -> None:
     """A header of some words per step; with lookahead a mark of one byte per row asked for."""
     by_rank = [by_case[name, driver] for by_case in _recorded(world_size)]
