@@ -16,6 +16,11 @@ the columns of --data tell which:
     python -m benchmarks.fields --model sequences --data ../shared/data/alimama_10k.parquet \
         --batch-size 4096 -o sequences.json
 
+Columns: a log is trained on in time order, one table of --dim columns for each column of ids:
+Criteo's, Globo's clicks, or 26 uniform ones:
+
+    python -m benchmarks.fields --model columns --data ../shared/data/criteo_tb_80k.parquet
+
 Contestants train from equal weights on the same batches, and take turns in blocks of steps, in
 alternating order, so whatever else the machine does hits all of them:
 
@@ -27,7 +32,11 @@ alternating order, so whatever else the machine does hits all of them:
   held-out batches, InterleavedTrainPipeline chooses its settings before the clock starts.
 - ours_plain: the same plan under TrainPipelineSparseDist.
 - all_rows: every table hot/cold without hot rows, interleaved; all_rows_plain: likewise, not
-  interleaved.
+  interleaved; all_bags: every table of a pooled collection as bags, at the homes of table_wise.
+- rows:K, rows:K:HOT_ROWS and bags:K: likewise, in K micro-batches, nothing chosen.
+
+What the planner's cost model says of each is beside what it took, for plans made by hand, too; with
+--local-costs and --dense it knows all that calibration can tell.
 
 Numbers are defined as in `python -m benchmarks.pipelines`; calls are the collectives of a step.
 """
@@ -45,7 +54,8 @@ from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
 from benchmarks.fields.compare import RankAnswer, compare_on_rank, make_workload
 from benchmarks.fields.contestants import CONTESTANTS, named
 from benchmarks.fields.field_specs import LEAST_ROWS
-from benchmarks.fields.question import Question
+from benchmarks.fields.predicted import errors_of
+from benchmarks.fields.question import MODELS, Question
 from benchmarks.fields.report import Report, print_report, write_report
 from benchmarks.pipelines.standings import standings
 from torchrec_picasso import CommCurves
@@ -91,13 +101,16 @@ def answer(question: Question, curves: CommCurves | None = None) -> Report:
     """
     answers = _compare(question, curves)
     workload = make_workload(question)
+    found = standings([of.results for of in answers], question.batch_size, 1)
     return Report(
         question=question,
         trained=workload.in_words(),
         tables=workload.tables,
-        contestants=standings([of.results for of in answers], question.batch_size, 1),
+        contestants=found,
         says=answers[0].says,
         chose=answers[0].chose,
+        predicted=answers[0].predicted,
+        errors=errors_of(answers[0].predicted, found, answers[0].dense_bytes),
     )
 
 
@@ -123,15 +136,21 @@ def _parser() -> argparse.ArgumentParser:
     add, default = parser.add_argument, Question()
     add("--rate-mbit", type=float, default=default.rate_mbit, help="0 = loopback (default: 1000)")
     names = ",".join(default.contestants)
-    add("--contestants", default=names, help=f"of {', '.join(CONTESTANTS)} (default: {names})")
-    add("--model", choices=("fields", "sequences"), default=default.model, help="what is trained")
-    add("--data", metavar="FILE", help="clicks for sequences, Parquet (default: generated)")
+    add(
+        "--contestants",
+        default=names,
+        help=f"of {', '.join(CONTESTANTS)}, rows:K:HOT, bags:K (default: {names})",
+    )
+    add("--model", choices=MODELS, default=default.model, help="what is trained")
+    add("--data", metavar="FILE", help="Parquet, of columns or of clicks for sequences; or uniform")
     add("--weighted", action="store_true", help="ids carry weights")
     add("--local-costs", action="store_true", help="measure the planner's local costs, too")
+    add("--dense", action="store_true", help="measure the model's dense part, too")
     add("--curves", metavar="FILE", help="measured curves to use (default: measure)")
     add("-o", "--out", metavar="FILE", help="JSON to write")
     for name, least, what in (
         ("--fields", 1, "fields, each with its table"),
+        ("--dim", 4, "columns of every table of a log"),
         ("--batch-size", 1, "samples per rank and step"),
         ("--hosts", 2, "hosts, one rank on each"),
         ("--rounds", 1, "turns of every contestant"),

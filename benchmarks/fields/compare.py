@@ -8,24 +8,29 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.fields.columns import ColumnsWorkload
 from benchmarks.fields.contestants import named
 from benchmarks.fields.generated import FieldsWorkload
 from benchmarks.fields.plans import (
     Planned,
+    decide_hot_cold,
     plan_bags,
     plan_hot_cold,
     plan_stock,
     plan_table_wise,
 )
+from benchmarks.fields.predicted import Predicted, predict
 from benchmarks.fields.question import COUNTED_STEPS, WARMUP_STEPS, Question
 from benchmarks.fields.trainer import ContestantTrainer
 from benchmarks.fields.workload import Workload
 from benchmarks.pipelines.contestants import Contestant
+from benchmarks.pipelines.memory import PeakMemory
 from benchmarks.pipelines.runner import RankResult, Runner
 from benchmarks.sequences.workload import SequencesWorkload
 from torchrec_picasso import CommCurves, FrequencyStats
 from torchrec_picasso.launch.progress import Progress
 from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.runs.dense_probe import measure_dense_of
 from torchrec_picasso.runs.local_probe import measure_local_costs
 from torchrec_picasso.runs.pipelines import describe_pipeline
 
@@ -44,11 +49,16 @@ class RankAnswer:
         results: Of the contestants.
         says: What the planner of each predicts, on the first rank.
         chose: What each pipeline says of its modules and its choice.
+        predicted: What the cost model says of each, in its micro-batches; without those it has no
+            price for.
+        dense_bytes: Sent per step to sum dense gradients.
     """
 
     results: list[RankResult]
     says: dict[str, str]
     chose: dict[str, str]
+    predicted: dict[str, Predicted]
+    dense_bytes: float
 
 
 def make_workload(question: Question) -> Workload:
@@ -61,6 +71,8 @@ def make_workload(question: Question) -> Workload:
             question.max_rows,
             question.hosts,
         )
+    if question.model == "columns":
+        return ColumnsWorkload(question)
     return FieldsWorkload(question)
 
 
@@ -99,10 +111,19 @@ def compare_on_rank(
     progress.close()
     results = [runner.result() for runner in runners]
     dist.barrier()  # what pipelines read ahead is on the wire: no rank leaves before the others
+    prices = {
+        of.contestant.name: bench.predict(
+            trainers[of.contestant.name],
+            of.num_micro_batches if of.contestant.pipeline == "interleaved" else None,
+        )
+        for of in results
+    }
     return RankAnswer(
         results=results,
         says=says,
         chose={name: describe_pipeline(of.pipeline) for name, of in trainers.items()},
+        predicted={name: of for name, of in prices.items() if of is not None},
+        dense_bytes=bench.decision.dense.parameter_bytes * 2 * (world_size - 1) / world_size,
     )
 
 
@@ -124,9 +145,23 @@ class _Bench:
         if question.local_costs:
             local = measure_local_costs()
             self._curves = dataclasses.replace(self._curves, local=local)
+        if question.dense:
+            model = self._workload.model()
+            dense = measure_dense_of(model, self._batches[0], question.batch_size)
+            self._curves = dataclasses.replace(self._curves, dense=dense)
+        self.decision = decide_hot_cold(
+            self._workload.model(), pg, question.batch_size, self._stats, self._curves
+        )
+
+    def predict(
+        self, trainer: ContestantTrainer, num_micro_batches: int | None
+    ) -> Predicted | None:
+        """What the cost model says of a contestant."""
+        return predict(self.decision, trainer.placement, num_micro_batches)
 
     def make(self, contestant: Contestant) -> tuple[Runner, ContestantTrainer, str]:
         """A contestant at work, its trainer, and what its planner says."""
+        memory = PeakMemory()
         model = self._workload.model()
         planned = self._plan(contestant, model)
         trainer = ContestantTrainer(
@@ -139,6 +174,7 @@ class _Bench:
             self._question.num_steps,
             choice_steps=_CHOICE_STEPS,
             on_links=self._question.rate_mbit is not None,
+            memory=memory,
         )
         return runner, trainer, planned.says
 

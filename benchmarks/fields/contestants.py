@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torchrec.distributed.train_pipeline import TrainPipeline
 
-from benchmarks.pipelines.contestants import Contestant
+from benchmarks.pipelines.contestants import Contestant, pipeline_options
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.runs.pipelines import sparse_dist
@@ -25,6 +25,7 @@ CONTESTANTS = {
         Contestant(name="all_bags", placement="bags", pipeline="interleaved"),
     )
 }
+_MOST_VALUES = {"rows": 2, "bags": 1}
 
 
 def named(names: tuple[str, ...]) -> list[Contestant]:
@@ -33,12 +34,7 @@ def named(names: tuple[str, ...]) -> list[Contestant]:
     Raises:
         ConfigError: If there is none of a name, or none of them is stock.
     """
-    unknown = [name for name in names if name not in CONTESTANTS]
-    if unknown:
-        raise ConfigError(
-            f"--contestants: got {unknown[0]!r}; the names are {', '.join(CONTESTANTS)}"
-        )
-    found = [CONTESTANTS[name] for name in names]
+    found = [CONTESTANTS.get(name) or _by_hand(name) for name in names]
     if not any(of.is_stock for of in found):
         raise ConfigError("--contestants: there is no stock one to compare with; add table_wise")
     return found
@@ -50,9 +46,26 @@ def make_pipeline(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> TrainPipeline:
-    """What trains; the interleaved pipeline chooses all its settings itself."""
+    """What trains; the interleaved pipeline chooses what the contestant does not tell."""
     if contestant.pipeline != "interleaved":
         return sparse_dist(model, optimizer, device)
-    return InterleavedTrainPipeline(
-        model, optimizer, device, num_micro_batches=None, lookahead=None
+    return InterleavedTrainPipeline(model, optimizer, device, **pipeline_options(contestant))
+
+
+def _by_hand(name: str) -> Contestant:
+    """All tables in one form, hot rows and micro-batches given."""
+    kind, *texts = name.split(":")
+    is_number = all(text.isdecimal() for text in texts)
+    if kind not in _MOST_VALUES or not is_number or not 1 <= len(texts) <= _MOST_VALUES[kind]:
+        raise ConfigError(
+            f"--contestants: got {name!r}; the names are {', '.join(CONTESTANTS)}, "
+            "rows:MICRO_BATCHES, rows:MICRO_BATCHES:HOT_ROWS and bags:MICRO_BATCHES"
+        )
+    num_micro_batches, *hot_rows = map(int, texts)
+    return Contestant(
+        name=name,
+        placement="hot_cold" if kind == "rows" else "bags",
+        pipeline="interleaved",
+        num_micro_batches=num_micro_batches,
+        hot_rows=hot_rows[0] if hot_rows else 0,
     )

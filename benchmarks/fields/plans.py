@@ -31,12 +31,15 @@ from torchrec_picasso import (
     HotColdParams,
     hot_cold_planner,
 )
+from torchrec_picasso.decision.decision import Decision
 from torchrec_picasso.decision.explain import summarize
+from torchrec_picasso.planner.planner import HotColdPlanner
 from torchrec_picasso.runs.placements import AnyTypeSharder, Placement
 
 __all__ = [
     "Planned",
     "deal_by_size",
+    "decide_hot_cold",
     "plan_bags",
     "plan_hot_cold",
     "plan_stock",
@@ -178,7 +181,41 @@ def plan_hot_cold(
         curves: Of these links.
     """
     sharders = _our_sharders()
-    planner = hot_cold_planner(
+    planner = _our_planner(pg, batch_size, hot_rows, stats, curves)
+    plan = planner.collective_plan(model, sharders, pg)
+    placement = Placement(name="hot_cold", plan=plan, sharders=sharders)
+    return Planned(placement=placement, says=_in_words(planner) if dist.get_rank(pg) == 0 else "")
+
+
+def decide_hot_cold(
+    model: nn.Module,
+    pg: dist.ProcessGroup,
+    batch_size: int,
+    stats: FrequencyStats,
+    curves: CommCurves,
+) -> Decision:
+    """What this package's planner decides, on every rank by itself.
+
+    Args:
+        model: Before sharding.
+        pg: The ranks, each on a host of its own.
+        batch_size: Samples per rank and step.
+        stats: Of held-out batches.
+        curves: Of these links.
+    """
+    planner = _our_planner(pg, batch_size, None, stats, curves)
+    planner.plan(model, _our_sharders())
+    return planner.decision
+
+
+def _our_planner(
+    pg: dist.ProcessGroup,
+    batch_size: int,
+    hot_rows: int | None,
+    stats: FrequencyStats,
+    curves: CommCurves,
+) -> HotColdPlanner:
+    return hot_cold_planner(
         _topology(pg),
         stats,
         hot_rows=hot_rows,
@@ -186,9 +223,6 @@ def plan_hot_cold(
         batch_size=batch_size,
         debug=False,
     )
-    plan = planner.collective_plan(model, sharders, pg)
-    placement = Placement(name="hot_cold", plan=plan, sharders=sharders)
-    return Planned(placement=placement, says=_in_words(planner) if dist.get_rank(pg) == 0 else "")
 
 
 def _topology(pg: dist.ProcessGroup) -> Topology:

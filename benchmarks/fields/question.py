@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["COUNTED_STEPS", "Question", "WARMUP_STEPS"]
+__all__ = ["COUNTED_STEPS", "MODELS", "UNIFORM", "WARMUP_STEPS", "Question"]
 
 WARMUP_STEPS, COUNTED_STEPS = 3, 2
 """Steps before, and under the byte meter."""
+MODELS = ("fields", "columns", "sequences")
+UNIFORM = "uniform"
+"""In place of a file: ids that are all alike often."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +19,10 @@ class Question:
 
     Args:
         fields: Generated fields, each with a table of its own.
-        model: ``"fields"``, or ``"sequences"``: a DIN-like model, which has its own tables.
-        data: File that sequences are read from; ``None`` = generated ones.
+        model: One of :data:`MODELS`: generated fields; columns of a log, one id each; or a DIN-like
+            model of sequences. The latter two have their own tables.
+        data: File of columns, or :data:`UNIFORM`; or of sequences, ``None`` = generated ones.
+        dim: Columns of every table of a log.
         batch_size: Samples per rank and step.
         rate_mbit: Rate of each host's link, Mbit/s; ``None`` = loopback.
         hosts: Hosts of the cluster, one rank on each.
@@ -26,6 +31,7 @@ class Question:
         seed: Draws fields, ids, labels and weights.
         weighted: Whether lookups carry weights: drawn ones where a field is summed.
         local_costs: Whether the planner's local costs are measured too, not only the links.
+        dense: Likewise the model's dense part.
         heldout_steps: Global batches that hot rows are chosen from, and none is trained on.
         max_rows: Most rows of a table.
         contestants: Their names.
@@ -34,6 +40,7 @@ class Question:
     fields: int = 40
     model: str = "fields"
     data: str | None = None
+    dim: int = 64
     batch_size: int = 1024
     rate_mbit: float | None = 1000.0
     hosts: int = 2
@@ -42,6 +49,7 @@ class Question:
     seed: int = 0
     weighted: bool = False
     local_costs: bool = False
+    dense: bool = False
     heldout_steps: int = 8
     max_rows: int = 100_000
     contestants: tuple[str, ...] = ("table_wise", "planner", "ours", "ours_plain", "all_rows")

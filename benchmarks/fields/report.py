@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.fields.predicted import Errors, Predicted
 from benchmarks.fields.question import Question
 from benchmarks.fields.workload import ModelTable
 from benchmarks.pipelines.report import schedule_in_words, write_json
@@ -29,6 +30,8 @@ class Report:
         contestants: By name.
         says: What each one's planner predicts.
         chose: What each one's pipeline says of its modules and its choice.
+        predicted: What the cost model says of each that has a price.
+        errors: Of these.
     """
 
     question: Question
@@ -37,6 +40,8 @@ class Report:
     contestants: dict[str, Standing]
     says: dict[str, str]
     chose: dict[str, str]
+    predicted: dict[str, Predicted]
+    errors: Errors | None
 
 
 def write_report(report: Report, path: str | Path) -> None:
@@ -56,15 +61,35 @@ def print_report(report: Report) -> None:
     print(
         f"  {'':<{width}}{'samples/s':>10}{'x stock':>9}{'by round':>14}{'step ms':>9}"
         f"{'quartiles':>17}{'CPU s':>8}{'link MB':>9}{'meter MB':>10}{'calls':>7}{'exposed':>9}"
-        f"{'loss diff.':>12}{'K':>6}{'ahead':>7}"
+        f"{'peak MB':>9}{'loss diff.':>12}{'K':>6}{'ahead':>7}"
     )
     for name, of in found.items():
         print(f"  {name:<{width}}{_cells(of)}")
+    for line in _predictions(report):
+        print(line)
     for name, of in found.items():
         print(f"  plan of {name}: {plan_in_words(of, report.says[name])}")
     for name, of in found.items():
         if of.is_interleaved:
             print(f"  pipeline of {name}: {'; '.join(report.chose[name].splitlines())}")
+
+
+def _predictions(report: Report) -> Iterator[str]:
+    errors = report.errors
+    if errors is None:
+        return
+    for name, of in report.predicted.items():
+        yield (
+            f"  predicted for {name}: {of.step_ms:.1f} ms ({errors.step[name]:+.0%}), "
+            f"{of.wire_ms:.1f} on the wire, {of.compute_ms:.1f} of work, "
+            f"bytes {errors.sent_bytes[name]:+.1%}"
+        )
+    yield (
+        f"  predictions are off by {errors.median_step:.0%} in the median and "
+        f"{errors.worst_step:.0%} at worst; bytes by {errors.worst_bytes:.1%} at worst"
+    )
+    if errors.ours_over_best is not None:
+        yield f"  ours takes {errors.ours_over_best:.3f} of the fastest other's step"
 
 
 def plan_in_words(of: Standing, says: str) -> str:
@@ -78,10 +103,11 @@ def _cells(of: Standing) -> str:
     low, middle, high = of.step_ms
     rounds = f"{min(of.ratio_by_round):.2f} to {max(of.ratio_by_round):.2f}"
     link_mb = f"{of.link_bytes_per_step / _MB:.2f}" if of.link_bytes_per_step else "-"
+    peak_mb = f"{of.peak_bytes / _MB:.0f}" if of.peak_bytes else "-"
     micro, ahead = schedule_in_words(of.is_interleaved, of.num_micro_batches, of.lookahead)
     return (
         f"{of.samples_per_s:>10.0f}{of.ratio:>9.2f}{rounds:>14}{middle:>9.1f}"
         f"{f'{low:.1f} to {high:.1f}':>17}{of.cpu_s_per_step:>8.3f}{link_mb:>9}"
         f"{of.metered_bytes_per_step / _MB:>10.2f}{of.collectives_per_step:>7.0f}"
-        f"{of.exposed_share:>9.0%}{of.max_loss_difference:>12.0e}{micro:>6}{ahead:>7}"
+        f"{of.exposed_share:>9.0%}{peak_mb:>9}{of.max_loss_difference:>12.0e}{micro:>6}{ahead:>7}"
     )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.pipelines.contestants import parse_contestant
+from benchmarks.pipelines.memory import PeakMemory
 from benchmarks.pipelines.probes import choose_finalists
 from benchmarks.pipelines.question import COUNTED_STEPS, LAST_STEPS, WARMUP_STEPS, Question
 from benchmarks.pipelines.runner import RankResult, Runner, dlrm_trainer
@@ -72,12 +73,14 @@ def compare_on_rank(
     runners = []
     for contestant in finalists:
         progress.tell(f"{contestant.name}, building and warming up")
+        memory = PeakMemory()
         runner = Runner(
             contestant,
             dlrm_trainer(contestant, question.config(), source, curves),
             batches,
             question.num_steps,
             on_links=question.rate_mbit is not None,
+            memory=memory,
         )
         runner.train(WARMUP_STEPS)
         runner.settle()

@@ -67,7 +67,7 @@ def print_report(report: Report) -> None:
     print(
         f"  {'':<{width}}{'samples/s':>10}{'x stock':>9}{'by round':>14}{'step ms':>9}"
         f"{'quartiles':>17}{'CPU s':>8}{'link MB':>9}{'meter MB':>10}{'exposed':>9}"
-        f"{'loss diff.':>12}{'K':>6}{'ahead':>7}"
+        f"{'peak MB':>9}{'loss diff.':>12}{'K':>6}{'ahead':>7}"
     )
     for name, of in found.items():
         print(f"  {name + ('' if of.trains_same_model else ' *'):<{width}}{_cells(of)}")
@@ -102,10 +102,11 @@ def _cells(of: Standing) -> str:
     low, middle, high = of.step_ms
     rounds = f"{min(of.ratio_by_round):.2f} to {max(of.ratio_by_round):.2f}"
     link_mb = f"{of.link_bytes_per_step / _MB:.2f}" if of.link_bytes_per_step else "-"
+    peak_mb = f"{of.peak_bytes / _MB:.0f}" if of.peak_bytes else "-"
     micro, ahead = schedule_in_words(of.is_interleaved, of.num_micro_batches, of.lookahead)
     return (
         f"{of.samples_per_s:>10.0f}{of.ratio:>9.2f}{rounds:>14}{middle:>9.1f}"
         f"{f'{low:.1f} to {high:.1f}':>17}{of.cpu_s_per_step:>8.3f}{link_mb:>9}"
-        f"{of.metered_bytes_per_step / _MB:>10.2f}{of.exposed_share:>9.0%}"
+        f"{of.metered_bytes_per_step / _MB:>10.2f}{of.exposed_share:>9.0%}{peak_mb:>9}"
         f"{of.max_loss_difference:>12.0e}{micro:>6}{ahead:>7}"
     )

@@ -25,6 +25,7 @@ from torchrec.distributed.train_pipeline import TrainPipeline
 from benchmarks.cluster.enter_host import HOST_INTERFACE
 from benchmarks.cluster.namespaces import tool_path
 from benchmarks.pipelines.contestants import Contestant, pipeline_maker
+from benchmarks.pipelines.memory import PeakMemory
 from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.exchange.meter import WireMeter
 from torchrec_picasso.placement import HotColdParams
@@ -70,6 +71,8 @@ class RankResult:
         tables: How many tables are sharded in which way.
         hot_rows: Replicated rows.
         trains_same_model: Whether it trains what an unsharded model would.
+        peak_bytes: Most memory of this rank that it took, up to its counted steps; ``None`` where
+            the system does not tell.
         num_micro_batches: That an interleaved pipeline used; ``None`` if it chose and does not say.
         lookahead: The same.
     """
@@ -82,6 +85,7 @@ class RankResult:
     tables: dict[str, int]
     hot_rows: int
     trains_same_model: bool
+    peak_bytes: int | None = None
     num_micro_batches: int | None = None
     lookahead: bool | None = None
 
@@ -111,6 +115,7 @@ class Runner:
         num_steps: Steps that it will take in all, without those of :meth:`settle`.
         choice_steps: Most steps that a pipeline that chooses its micro-batches may choose in.
         on_links: Whether this rank's host has a link of its own, whose bytes can be counted.
+        memory: Begun before the trainer was made.
     """
 
     def __init__(
@@ -121,9 +126,11 @@ class Runner:
         num_steps: int,
         choice_steps: int = _CHOICE_STEPS,
         on_links: bool = False,
+        memory: PeakMemory | None = None,
     ) -> None:
         self.contestant = contestant
-        self._on_links = on_links
+        self._on_links, self._memory = on_links, memory
+        self._peak_bytes: int | None = None
         self._placement, self._pipeline = trainer.placement, trainer.pipeline
         self._choice_steps = choice_steps if contestant.chooses else 0
         num_steps += self._choice_steps
@@ -151,6 +158,7 @@ class Runner:
             self.train(num_steps)
         count = meter.count
         self._metered = (count.sent_bytes / num_steps, count.num_collectives / num_steps)
+        self._peak_bytes = self._memory.read() if self._memory is not None else None
 
     def block(self, num_steps: int) -> Block:
         """Takes one turn: a step that is not timed, and ``num_steps`` that are."""
@@ -187,6 +195,7 @@ class Runner:
             tables=tables,
             hot_rows=hot_rows,
             trains_same_model=is_exact,
+            peak_bytes=self._peak_bytes,
             num_micro_batches=num_micro_batches,
             lookahead=lookahead,
         )

@@ -26,6 +26,7 @@ class Standing:
         metered_bytes_per_step: Mean over ranks.
         collectives_per_step: That rank 0 takes part in.
         exposed_share: 0 to 1.
+        peak_bytes: Most memory that it took on a rank; ``None`` where the system does not tell.
         max_loss_difference: Largest relative one to the stock contestant that trains this model.
         trains_same_model: ``False`` where row-wise Adagrad is cut by columns.
         is_stock: Whether nothing of this package is in it.
@@ -47,6 +48,7 @@ class Standing:
     metered_bytes_per_step: float
     collectives_per_step: float
     exposed_share: float
+    peak_bytes: int | None
     max_loss_difference: float
     trains_same_model: bool
     is_stock: bool
@@ -96,6 +98,7 @@ def standings(
             metered_bytes_per_step=fmean(result.metered_bytes for result in ranks),
             collectives_per_step=ranks[0].collectives,
             exposed_share=max(0.0, 1 - thread_s / wall_s),
+            peak_bytes=max((of.peak_bytes or 0 for of in ranks), default=0) or None,
             max_loss_difference=max(
                 abs(loss - of_stock) / abs(of_stock)
                 for loss, of_stock in zip(losses[name], losses[reference])

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from benchmarks.fields.__main__ import main
+from benchmarks.fields.columns import CLICK_COLUMNS, ColumnsWorkload
 from benchmarks.fields.field_specs import draw_fields
 from benchmarks.fields.plans import deal_by_size
+from benchmarks.fields.question import UNIFORM, Question
 from benchmarks.fields.samples import Samples
+from benchmarks.pipelines.memory import PeakMemory
 from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.errors import InputError
+from torchrec_picasso.zoo.criteo_files import ID_COLUMNS
 
-NAMES = ("table_wise", "planner", "ours_plain", "all_rows")
+NAMES = ("table_wise", "planner", "ours_plain", "all_rows", "rows:2:7", "bags:2")
 TINY = (
     *("--fields", "5", "--batch-size", "16", "--rate-mbit", "0", "--max-rows", "1500"),
     *("--rounds", "2", "--block-steps", "2", "--heldout-steps", "1"),
@@ -115,11 +123,98 @@ def test_every_plan_is_one_printed_line(tiny_run: tuple[dict[str, Any], str]) ->
     assert "per step, all stock" in plans["ours_plain"][0]
 
 
+def test_plans_made_by_hand_are_what_they_are_called(tiny_run: tuple[dict[str, Any], str]) -> None:
+    found = tiny_run[0]["contestants"]
+    assert [found[name]["num_micro_batches"] for name in ("rows:2:7", "bags:2")] == [2, 2]
+    assert [found[name]["hot_rows"] for name in ("rows:2:7", "bags:2")] == [7, 0]
+    assert found["bags:2"]["tables"] == {"hot_cold": 5}
+
+
+def test_predictions_are_beside_what_was_measured(tiny_run: tuple[dict[str, Any], str]) -> None:
+    document, printed = tiny_run
+    predicted, errors = document["predicted"], document["errors"]
+    assert set(NAMES) - {"planner"} <= set(predicted)
+    for name, of in predicted.items():
+        measured = document["contestants"][name]
+        assert of["step_ms"] >= max(of["wire_ms"], of["compute_ms"]) * 0.999, name
+        assert errors["step"][name] == pytest.approx(of["step_ms"] / measured["step_ms"][1] - 1)
+        assert abs(errors["sent_bytes"][name]) < 0.3, name  # few samples: statistics are rough
+        assert f"predicted for {name}: {of['step_ms']:.1f} ms" in printed
+    assert errors["worst_step"] == max(map(abs, errors["step"].values()))
+    assert errors["ours_over_best"] is None  # it does not take part
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="Linux tells peaks of memory"
+)
+def test_memory_of_a_contestant_is_its_own(tiny_run: tuple[dict[str, Any], str]) -> None:
+    freed = torch.ones(64 << 18)  # 64 MiB before
+    del freed
+    memory = PeakMemory()
+    held = torch.ones(32 << 18)
+    del held
+    peak = memory.read()
+    assert peak is not None
+    assert 30 << 20 < peak < 48 << 20
+    assert all("peak_bytes" in of for of in tiny_run[0]["contestants"].values())
+
+
+def _log(folder: Path, columns: tuple[str, ...]) -> str:
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({name: rng.integers(1 << 40, size=64) for name in columns})
+    frame.loc[3, columns[0]] = None
+    path = folder / "log.parquet"
+    frame.astype("Int64").to_parquet(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "num_tables"), [(ID_COLUMNS, 26), ((*CLICK_COLUMNS, "session_start"), 9)]
+)
+def test_a_log_is_trained_on_in_time_order(
+    columns: tuple[str, ...], num_tables: int, tmp_path: Path
+) -> None:
+    path = _log(tmp_path, columns)
+    question = Question(model="columns", data=path, batch_size=8, max_rows=10, dim=4)
+    workload = ColumnsWorkload(question)
+    assert len(workload.tables) == num_tables
+    assert all(of.num_embeddings == 10 and of.dim == 4 for of in workload.tables)
+    first = pd.read_parquet(path)[columns[1]].to_numpy() % 10
+    seen = [
+        workload.training(rank, 3)[step].sparse_features[columns[1]].values().tolist()
+        for step in range(3)
+        for rank in range(2)
+    ]
+    halves = [first[at : at + 8].tolist() for at in range(32, 64, 8)]
+    assert seen == [*halves, *halves[:2]]  # two steps fill the second half, then again
+    heldout = [b.sparse_features[columns[1]].values().tolist() for b in workload.heldout(2, 1)]
+    assert heldout == [first[16:24].tolist(), first[24:32].tolist()]
+    values = workload.training(0, 1)[0].sparse_features.values()
+    assert 0 <= int(values.min()) <= int(values.max()) < 10
+
+
+def test_uniform_ids_are_all_alike_often() -> None:
+    question = Question(model="columns", data=UNIFORM, batch_size=50, max_rows=20, dim=4)
+    batches = ColumnsWorkload(question).training(0, 20)
+    ids = torch.cat([batch.sparse_features.values() for batch in batches])
+    counts = torch.bincount(ids, minlength=20)
+    assert int(counts.min()) > 0.8 * int(counts.max())
+
+
+def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
+    path = _log(tmp_path, ("a", "b"))
+    with pytest.raises(InputError, match=r"neither Criteo's columns .* it has a, b"):
+        ColumnsWorkload(Question(model="columns", data=path))
+    with pytest.raises(InputError, match="--data: got None, expected a Parquet file"):
+        ColumnsWorkload(Question(model="columns"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--contestants", "ours"), "no stock one to compare with"),
         (("--contestants", "table_wise,best"), "'best'; the names are table_wise, planner"),
+        (("--contestants", "table_wise,bags:2:3"), "'bags:2:3'; the names are table_wise, planner"),
         (("--curves", "nowhere.json"), "there is no curves file nowhere.json"),
         (("-o", "nowhere/out.json"), "there is no folder nowhere"),
     ],

@@ -1,0 +1,135 @@
+"""Columns of a log as fields with one id per sample, or ids that are all alike often.
+
+The log is in time order: the first half is counted, the second is trained on, each rank taking its
+own samples of a global batch. Labels follow a hidden taste of some rows, as in
+:mod:`benchmarks.fields.samples`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from torchrec.datasets.utils import Batch
+
+from benchmarks.fields.field_specs import FieldSpec
+from benchmarks.fields.model import FieldsModel, build_model
+from benchmarks.fields.question import UNIFORM, Question
+from benchmarks.fields.samples import NUM_DENSE
+from benchmarks.fields.workload import ModelTable
+from torchrec_picasso.errors import InputError
+from torchrec_picasso.zoo.criteo_files import ID_COLUMNS
+from torchrec_picasso.zoo.source import make_batch
+
+__all__ = ["CLICK_COLUMNS", "ColumnsWorkload"]
+
+CLICK_COLUMNS = (
+    *("article", "user", "session", "environment"),
+    *("device", "os", "country", "region", "referrer"),
+)
+"""Of Globo's clicks."""
+_UNIFORM_STEPS = 40
+
+
+class ColumnsWorkload:
+    """One table per column.
+
+    Args:
+        question: File, columns of a table, cap on rows.
+
+    Raises:
+        InputError: If the file is missing or has other columns.
+    """
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        columns = _uniform(question) if question.data == UNIFORM else _read(question)
+        self._fields = tuple(
+            FieldSpec(
+                feature=name,
+                num_embeddings=min(question.max_rows, int(ids.max()) + 1),
+                dim=question.dim,
+                exponent=0.0,
+                pooling_factor=1,
+                mean=False,
+            )
+            for name, ids in columns.items()
+        )
+        rows_F = np.array([of.num_embeddings for of in self._fields])
+        self._rows_NF = np.mod(np.stack(list(columns.values()), axis=1), rows_F)
+        rng = np.random.default_rng(question.seed)
+        taste = [rng.normal(size=rows) for rows in rows_F]
+        logit_N = sum(of[rows] for of, rows in zip(taste, self._rows_NF.T)) / np.sqrt(len(taste))
+        self._dense_NI = rng.normal(size=(len(logit_N), NUM_DENSE)).astype(np.float32)
+        chance_N = 1 / (1 + np.exp(-2 * logit_N - self._dense_NI[:, 0]))
+        self._labels_N = (rng.random(len(logit_N)) < chance_N).astype(np.float32)
+
+    @property
+    def tables(self) -> Sequence[ModelTable]:
+        """All tables, in the model's order."""
+        return [
+            ModelTable(
+                name=of.table,
+                module="collection",
+                num_embeddings=of.num_embeddings,
+                dim=of.dim,
+                ids_per_sample=1,
+            )
+            for of in self._fields
+        ]
+
+    def model(self) -> FieldsModel:
+        """The model before sharding."""
+        return build_model(self._fields, False, self._question.seed)
+
+    def training(self, rank: int, num_batches: int) -> list[Batch]:
+        """One rank's batches, of the second half, in order and again."""
+        size, half = self._question.batch_size, len(self._labels_N) // 2
+        global_size = size * self._question.hosts
+        num_steps = half // global_size
+        return [
+            self._batch(half + step % num_steps * global_size + rank * size)
+            for step in range(num_batches)
+        ]
+
+    def heldout(self, world_size: int, num_steps: int) -> Iterator[Batch]:
+        """All ranks' batches, the last ones of the first half."""
+        size, half = self._question.batch_size, len(self._labels_N) // 2
+        starts = range(half - size, -1, -size)[: world_size * num_steps]
+        return (self._batch(start) for start in reversed(starts))
+
+    def in_words(self) -> str:
+        """What is trained, for the head of a report."""
+        return f"{self._question.data}, {self._question.dim} columns"
+
+    def _batch(self, start: int) -> Batch:
+        of = slice(start, start + self._question.batch_size)
+        features = [field.feature for field in self._fields]
+        return make_batch(self._labels_N[of], self._dense_NI[of], self._rows_NF[of], features)
+
+
+def _read(question: Question) -> Mapping[str, NDArray[np.int64]]:
+    try:
+        there = set(pq.read_schema(question.data).names)
+    except (OSError, TypeError) as error:
+        raise InputError(
+            f"--data: got {question.data}, expected a Parquet file ({error})"
+        ) from error
+    for names in (ID_COLUMNS, CLICK_COLUMNS):
+        if there.issuperset(names):
+            table = pq.read_table(question.data, columns=list(names))
+            missing_is_last = {name: table.column(name).fill_null(-1) for name in names}
+            return {name: np.asarray(of, dtype=np.int64) for name, of in missing_is_last.items()}
+    raise InputError(
+        f"--data: {question.data} has neither Criteo's columns nor those of clicks "
+        f"({', '.join(CLICK_COLUMNS)}); it has {', '.join(sorted(there))}"
+    )
+
+
+def _uniform(question: Question) -> Mapping[str, NDArray[np.int64]]:
+    rng = np.random.default_rng([question.seed, len(ID_COLUMNS)])
+    num_samples = _UNIFORM_STEPS * question.hosts * question.batch_size
+    ids_FN = rng.integers(question.max_rows, size=(len(ID_COLUMNS), num_samples))
+    return dict(zip(ID_COLUMNS, ids_FN))

@@ -1,0 +1,129 @@
+"""What the planner's cost model says of a contestant: of its own plan, or of one made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from torchrec.distributed.types import ParameterSharding
+
+from benchmarks.pipelines.standings import Standing
+from torchrec_picasso.cost.step_price import PIECES, StepPricer
+from torchrec_picasso.cost.stock import STOCK_TYPES
+from torchrec_picasso.decision.decision import Decision
+from torchrec_picasso.decision.plan_parts import PlanParts
+from torchrec_picasso.placement import Form, HotColdParams
+from torchrec_picasso.runs.placements import Placement
+
+__all__ = ["Errors", "Predicted", "errors_of", "predict"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """One step.
+
+    Args:
+        step_ms: Of the schedule that runs.
+        wire_ms: No schedule is faster.
+        compute_ms: Likewise.
+        sent_bytes: Per rank, without the dense part.
+    """
+
+    step_ms: float
+    wire_ms: float
+    compute_ms: float
+    sent_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """How far predictions are from what was measured; shares of the measured value.
+
+    Args:
+        step: Of each contestant, above 0 where it took less than predicted.
+        sent_bytes: Likewise.
+        median_step: Of their sizes.
+        worst_step: Likewise.
+        worst_bytes: Likewise.
+        ours_over_best: Step of the planner's choice to that of the fastest other contestant.
+    """
+
+    step: dict[str, float]
+    sent_bytes: dict[str, float]
+    median_step: float
+    worst_step: float
+    worst_bytes: float
+    ours_over_best: float | None
+
+
+def predict(
+    decision: Decision, placement: Placement, num_micro_batches: int | None
+) -> Predicted | None:
+    """Prices a placement.
+
+    Args:
+        decision: Any of the model: it has the expected work of its tables.
+        placement: Of the same tables.
+        num_micro_batches: That it is interleaved in; ``None`` = TorchRec's pipeline.
+
+    Returns:
+        ``None`` where a table is sharded in a way that has no price.
+    """
+    shardings: dict[str, ParameterSharding] = {
+        name: sharding
+        for module_plan in placement.plan.plan.values()
+        for name, sharding in module_plan.items()  # type: ignore[attr-defined]
+    }
+    forms: dict[int, Form] = {}
+    num_hot: dict[int, int] = {}
+    stock_types: list[str | None] = []
+    for position, work in enumerate(decision.works):
+        sharding = shardings[work.load.name]
+        params, is_priced = sharding.cache_params, sharding.sharding_type in STOCK_TYPES
+        if isinstance(params, HotColdParams):
+            forms[position], num_hot[position] = params.form, params.num_hot_rows
+        elif not is_priced:
+            return None
+        stock_types.append(sharding.sharding_type if is_priced else None)
+    pricer = StepPricer(decision.curves, decision.world_size, decision.dense, PIECES)
+    parts = PlanParts(decision.works, num_hot, stock_types, pricer)
+    cost = parts.cost(forms)
+    if num_micro_batches is not None and forms:
+        price = parts.price(forms, [num_micro_batches])
+    else:
+        price = pricer.sparse_dist(cost)
+    return Predicted(
+        step_ms=price.step_ms,
+        wire_ms=price.wire_ms,
+        compute_ms=price.compute_ms,
+        sent_bytes=cost.total_bytes,
+    )
+
+
+def errors_of(
+    predicted: dict[str, Predicted], found: dict[str, Standing], dense_bytes: float
+) -> Errors | None:
+    """Compares.
+
+    Args:
+        predicted: By contestant.
+        found: What was measured.
+        dense_bytes: That the meter counts and predictions leave out: sums of dense gradients.
+    """
+    if not predicted:
+        return None
+    step = {name: of.step_ms / found[name].step_ms[1] - 1 for name, of in predicted.items()}
+    sent = {
+        name: (of.sent_bytes + dense_bytes) / found[name].metered_bytes_per_step - 1
+        for name, of in predicted.items()
+    }
+    others = [of.step_ms[1] for name, of in found.items() if name != "ours"]
+    ours = found["ours"].step_ms[1] / min(others) if "ours" in found and others else None
+    return Errors(
+        step=step,
+        sent_bytes=sent,
+        median_step=median(map(abs, step.values())),
+        worst_step=max(map(abs, step.values())),
+        worst_bytes=max(map(abs, sent.values())),
+        ours_over_best=ours,
+    )
