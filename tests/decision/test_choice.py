@@ -189,7 +189,9 @@ MIXED = [pooled("distinct", 6, None), pooled("repeated", 2, 1.3), pooled("more",
 
 def may_take_bags(works: list[TableWork], *able: bool) -> list[TableQuestion]:
     asked = zip(ask(works), able or (True,) * len(works))
-    return [dataclasses.replace(of, may_take_bags=may) for of, may in asked]
+    return [
+        dataclasses.replace(of, forms=("rows", "bags") if may else ("rows",)) for of, may in asked
+    ]
 
 
 def test_bags_travel_where_they_are_cheaper() -> None:

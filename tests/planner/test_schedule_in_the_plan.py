@@ -122,6 +122,59 @@ def test_bags_are_placed_on_the_rank_that_pools_them() -> None:
     assert summary["sent_bytes"] == pytest.approx(planner.decision.choice.cost.total_bytes)
 
 
+def _asking(**forms: HotColdParams) -> dict[str, ParameterConstraints]:
+    return {
+        name: ParameterConstraints(
+            pooling_factors=POOLING[name].pooling_factors, cache_params=forms.get(name)
+        )
+        for name in POOLING
+    }
+
+
+@pytest.mark.parametrize("curves", [SLOW, None])
+@pytest.mark.parametrize("hot_rows", [None, 0, {"wide": 0, "small": 0}])
+def test_a_form_that_constraints_ask_for_is_had(
+    curves: CommCurves | None, hot_rows: int | dict[str, int] | None
+) -> None:
+    """Chosen freely, it would be the other one in both tables."""
+    asked = _asking(wide=HotColdParams(), small=HotColdParams(form="bags"))
+    _, plan = planned(Towers(), curves=curves, constraints=asked, hot_rows=hot_rows)
+    forms = {name: of.form for name, of in params(plan).items()}
+    assert (forms["wide"], forms["small"]) == ("rows", "bags")
+    placed = plan.plan["pooled"]["small"]  # type: ignore[index]
+    assert (placed.sharding_type, len(placed.ranks)) == ("table_wise", 1)
+
+
+def test_hot_rows_of_constraints_stay_where_bags_would_be_cheaper() -> None:
+    asked = _asking(wide=HotColdParams(hot_rows=[1, 5]))
+    _, plan = planned(Towers(), curves=SLOW, constraints=asked)
+    assert params(plan)["wide"].form == "rows"
+    assert params(plan)["wide"].hot_rows.tolist() == [1, 5]
+    assert params(plan)["long"].form == "bags"
+
+
+def test_a_total_of_hot_rows_goes_past_tables_that_shall_take_bags() -> None:
+    asked = {"b": ParameterConstraints(cache_params=HotColdParams(form="bags"))}
+    _, plan = planned(Model(), stats=stats(), constraints=asked, hot_rows=2)
+    assert {name: (of.form, of.num_hot_rows) for name, of in params(plan).items()} == {
+        "a": ("rows", 1),
+        "b": ("bags", 0),
+        "c": ("rows", 1),
+    }
+
+
+def test_bags_that_cannot_be_had_are_refused() -> None:
+    bags = HotColdParams(form="bags")
+    with pytest.raises(PlanError, match="'wide', which cannot have hot rows: its bags were asked"):
+        planned(Towers(), constraints=_asking(wide=bags), stats=None, hot_rows={"wide": 1})
+    asked = {"s": ParameterConstraints(cache_params=bags)}
+    with pytest.raises(PlanError, match="'s', which cannot be hot/cold: its bags were asked for, "):
+        planned(Model(sequence=True), constraints=asked)
+    asked = {"a": ParameterConstraints(cache_params=bags, sharding_types=["row_wise"])}
+    with pytest.raises(PlanError, match="chosen to be hot/cold, which needs table_wise"):
+        planned(Model(), constraints=asked)
+
+
 def test_sequences_never_take_bags() -> None:
     planner, plan = planned(Model(sequence=True), curves=SLOW, stats=None)
     facts = {fact.load.name: fact.no_bags for fact in planner.decision.facts}
@@ -133,7 +186,7 @@ def test_feature_processors_never_take_bags() -> None:
     from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
     from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-    from torchrec_picasso.planner.table_facts import _why_no_bags
+    from torchrec_picasso.planner.refusals import why_no_bags
 
     pooled = EmbeddingBagCollection(
         tables=Model().pooled.embedding_bag_configs(), is_weighted=True, device=META
@@ -148,8 +201,8 @@ def test_feature_processors_never_take_bags() -> None:
             self.module = ("path", module)
 
     options: list[Any] = [Option(module)]
-    assert _why_no_bags(options) == "feature processors weigh its lookups where the batch is"
+    assert why_no_bags(options) == "feature processors weigh its lookups where the batch is"
     plain: list[Any] = [Option(pooled)]
-    assert _why_no_bags(plain) is None
+    assert why_no_bags(plain) is None
     plain[0].compute_kernel = "dense"
-    assert "do not allow table_wise with kernel fused" in str(_why_no_bags(plain))
+    assert "do not allow table_wise with kernel fused" in str(why_no_bags(plain))

@@ -58,14 +58,14 @@ class TableQuestion:
         may_be_hot_cold: Whether a hot/cold option exists and is allowed.
         stock_types: Stock sharding types that exist and are allowed.
         may_have_hot_rows: Whether, if hot/cold, some of its rows may be hot.
-        may_take_bags: Whether, if hot/cold, its bags may travel instead of its rows.
+        forms: What of it may travel, if hot/cold; rows first where both may.
     """
 
     work: TableWork
     may_be_hot_cold: bool
     stock_types: tuple[str, ...]
     may_have_hot_rows: bool = True
-    may_take_bags: bool = False
+    forms: tuple[Form, ...] = ("rows",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ def choose(
 
     search = _Search(questions, able, stock_types, pricer)
     parts = PlanParts(works, {}, stock_types, pricer)
-    num_hot = hot_counts(dict.fromkeys(able, "rows"), parts)
+    num_hot = hot_counts({i: questions[i].forms[0] for i in able}, parts)
     forms = search.best(num_hot)
     # other tables share the latencies now: choose their rows again
     num_hot = hot_counts(forms, PlanParts(works, num_hot, stock_types, pricer))
@@ -146,7 +146,7 @@ def given_choice(
         pricer: Prices a step.
     """
     works = [question.work for question in questions]
-    forms: Forms = dict.fromkeys(num_hot, "rows")
+    forms: Forms = {position: questions[position].forms[0] for position in num_hot}
     return _answer(works, forms, num_hot, _best_stock_types(questions, pricer), pricer)
 
 
@@ -213,8 +213,9 @@ class _Search:
         for size in (len(self._able), None):
             start = min((p for p in plans if size in (None, len(p))), key=lambda p: (plans[p], p))
             self._change_single(dict(start), largest, by_form, ms, may_be_stock=size is None)
-        all_rows: Forms = dict.fromkeys(self._able, "rows")
-        alike = [all_rows, self._all_bags()]
+        alike: list[Forms] = [
+            {i: self._questions[i].forms[end] for i in self._able} for end in (0, -1)
+        ]
         for forms in alike:
             ms(forms)
         keys = {tuple(sorted(forms.items())) for forms in alike}
@@ -227,13 +228,9 @@ class _Search:
         return dict(best)
 
     def _has_both(self, forms: Forms) -> bool:
-        """Whether rows of some tables travel beside bags though theirs could as well."""
-        of_able = {form for i, form in forms.items() if self._questions[i].may_take_bags}
+        """Whether rows of some tables travel beside bags though none of these must."""
+        of_able = {form for i, form in forms.items() if len(self._questions[i].forms) > 1}
         return len(of_able) > 1
-
-    def _all_bags(self) -> dict[int, Form]:
-        """All tables as bags that may."""
-        return {i: "bags" if self._questions[i].may_take_bags else "rows" for i in self._able}
 
     def _change_single(
         self,
@@ -274,7 +271,7 @@ class _Search:
         found: dict[int, dict[Form, StepCost]] = {i: {} for i in self._able}
         forms: tuple[Form, ...] = ("rows", "bags")
         for form in forms:
-            group = [i for i in self._able if form == "rows" or self._questions[i].may_take_bags]
+            group = [i for i in self._able if form in self._questions[i].forms]
             works, hot = [self._works[i] for i in group], [num_hot.get(i, 0) for i in group]
             costs = marginal_hot_cold_costs(works, hot, curves, world_size, form)
             for i, cost in zip(group, costs):

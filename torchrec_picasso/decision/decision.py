@@ -36,6 +36,7 @@ class TableFacts:
         not_hot_cold: Why its sharder or its constraints do not allow hot/cold, or ``None``.
         no_hot_rows: Why none of its rows can be hot, or ``None``.
         no_bags: Why its bags cannot travel instead of its rows, or ``None``.
+        asked_form: What of it travels if hot/cold, where somebody said so.
         stock_types: Stock sharding types they allow.
         module: Path of its module, whose tables share an exchange.
     """
@@ -44,6 +45,7 @@ class TableFacts:
     not_hot_cold: str | None = None
     no_hot_rows: str | None = None
     no_bags: str | None = "it was not asked whether its bags may travel"
+    asked_form: Form | None = None
     stock_types: tuple[str, ...] = ("table_wise", "row_wise")
     module: str = ""
 
@@ -51,6 +53,13 @@ class TableFacts:
     def may_be_hot_cold(self) -> bool:
         """Whether it may take the packed unique exchange."""
         return self.not_hot_cold is None
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """What of it may travel."""
+        if self.asked_form is not None:
+            return (self.asked_form,)
+        return ("rows", "bags") if self.no_bags is None else ("rows",)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,7 +152,7 @@ def decide(
             work=work,
             may_be_hot_cold=fact.may_be_hot_cold,
             may_have_hot_rows=fact.no_hot_rows is None,
-            may_take_bags=fact.no_bags is None,
+            forms=fact.forms,
             stock_types=fact.stock_types,
         )
         for fact, work in zip(facts, works)

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.hot_options import hot_cold_options
-from torchrec_picasso.planner.refusals import TableRefusals
+from torchrec_picasso.planner.refusals import TableRefusals, asked_form
 
 __all__ = ["hot_cold_candidates"]
 
@@ -149,4 +149,5 @@ def _check_total(
 def _refuse_if_not_offered(options: list[ShardingOption], refusals: TableRefusals) -> None:
     """Raises the error that lists a table's options, if none of them could be hot/cold."""
     if not refusals.is_offered:
-        hot_cold_options(options, torch.empty(0, dtype=torch.int64))
+        form = asked_form(options) or "rows"
+        hot_cold_options(options, torch.empty(0, dtype=torch.int64), form=form)

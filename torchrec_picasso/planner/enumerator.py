@@ -36,7 +36,7 @@ from torchrec_picasso.planner.hot_options import (
     hot_cold_options,
 )
 from torchrec_picasso.planner.prices import Prices, make_prices, price_options
-from torchrec_picasso.planner.refusals import TableRefusals, refusals_of
+from torchrec_picasso.planner.refusals import TableRefusals, asked_form, refusals_of
 from torchrec_picasso.planner.table_facts import (
     assumed_curves,
     config_of,
@@ -129,13 +129,14 @@ class HotColdEnumerator(EmbeddingEnumerator):
             assert self._hot_rows is not None
             without = {name for (_, name), of in self._refusals.items() if of.hot_rows is not None}
             hot_sets = given_hot_sets(rows, without, self._hot_rows, self._frequency_stats)
-            blocks, waves, forms = {}, {}, {}
+            blocks, waves = {}, {}
+            forms = {name: asked_form(of) or "rows" for (_, name), of in options_by_path.items()}
         space: list[ShardingOption] = []
         for key, options in options_by_path.items():
             table, is_able = key[1], key in self._refusals and self._refusals[key].hot_cold is None
             if is_able and table in hot_sets:
                 hot_set = self._hot_set(options[0], hot_sets[table])
-                form = forms.get(table, "rows")
+                form = forms[table]
                 options = hot_cold_options(
                     options,
                     hot_set,

@@ -68,7 +68,8 @@ def hot_cold_planner(
             ``{table: rows}`` is exactly that, and leaves tables it does not name to TorchRec.
         curves: Measured costs, see :class:`torchrec_picasso.CommCurves`; ``None`` takes the
             bandwidths of ``topology`` where the cost model has to choose.
-        constraints: TorchRec's constraints by table name.
+        constraints: TorchRec's constraints by table name. A ``HotColdParams`` as ``cache_params``
+            makes its table hot/cold in that form; where the model chooses, with those hot rows.
         batch_size: Samples per rank and step; TorchRec's default if ``None``.
         num_waves: Waves of about equal volume that the hot/cold tables of a module travel in,
             staggered by :class:`torchrec_picasso.InterleavedTrainPipeline`. They pay where batches

@@ -20,7 +20,9 @@ from torchrec.distributed.utils import (
     optimizer_type_to_emb_opt_type,
 )
 from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from torchrec_picasso.placement import Form, HotColdParams
 from torchrec_picasso.storage.exactness import (
     HOT_COLD_KERNELS,
     Refusal,
@@ -29,7 +31,7 @@ from torchrec_picasso.storage.exactness import (
     why_not_exact,
 )
 
-__all__ = ["TableRefusals", "refusals_of"]
+__all__ = ["TableRefusals", "asked_form", "refusals_of", "why_no_bags"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class TableRefusals:
     Args:
         hot_cold: Why it cannot be hot/cold at all, or ``None``.
         hot_rows: Why none of its rows can be hot, or ``None``.
-        is_offered: Whether its options have a row-wise one with a kernel for it, whatever else.
+        is_offered: Whether its options have one for its form with a kernel for it, whatever else.
     """
 
     hot_cold: Refusal | None = None
@@ -61,13 +63,17 @@ def refusals_of(
         sharder_fused_params: What the sharder was made with.
         device_type: ``"cpu"`` or ``"cuda"``.
     """
-    first = options[0]
-    kernels = [o.compute_kernel for o in options if o.sharding_type == ShardingType.ROW_WISE.value]
+    first, as_bags = options[0], asked_form(options) == "bags"
+    sharding_type = ShardingType.TABLE_WISE if as_bags else ShardingType.ROW_WISE
+    kernels = [o.compute_kernel for o in options if o.sharding_type == sharding_type.value]
     able = [kernel for kernel in kernels if kernel in HOT_COLD_KERNELS]
     params = _fused_params(first, sharder_fused_params)
     if isinstance(params, Refusal):
         return TableRefusals(hot_cold=params, is_offered=bool(able))
     refusal = why_not_exact(params, data_type=data_type, device_type=device_type)
+    no_bags = why_no_bags(options) if as_bags else None
+    if refusal is None and no_bags is not None:
+        refusal = Refusal(what=f"its bags were asked for, but {no_bags}", instead="ask for rows")
     if refusal is None and not kernels:
         refusal = _NO_ROW_WISE
     if refusal is None:
@@ -76,11 +82,15 @@ def refusals_of(
             refusal = Refusal(what=f"it {in_memory.what}", instead=in_memory.instead)
     return TableRefusals(
         hot_cold=refusal,
-        hot_rows=why_no_hot_rows(params, data_type=data_type),
+        hot_rows=_BAGS_HAVE_ONE_HOME if as_bags else why_no_hot_rows(params, data_type=data_type),
         is_offered=bool(able),
     )
 
 
+_BAGS_HAVE_ONE_HOME = Refusal(
+    what="its bags were asked for, which are pooled at one home",
+    instead="ask for form='rows'",
+)
 _NO_ROW_WISE = Refusal(
     what="its sharder or its constraints do not allow hot/cold",
     instead="allow row_wise with kernel fused",
@@ -113,3 +123,34 @@ def _fused_params(
     )
     merged = merge_fused_params(sharder_fused_params, of_optimizer)
     return convert_to_fbgemm_types(add_params_from_parameter_sharding(merged, asked))
+
+
+def asked_form(options: Sequence[ShardingOption]) -> Form | None:
+    """What of a table shall travel, where the user's constraints say so.
+
+    Args:
+        options: All of TorchRec's options of the table.
+    """
+    params = options[0].cache_params
+    return params.form if isinstance(params, HotColdParams) else None
+
+
+def why_no_bags(options: Sequence[ShardingOption]) -> str | None:
+    """Why the bags of a table cannot travel, or ``None``.
+
+    Args:
+        options: All of TorchRec's options of the table.
+    """
+    module = options[0].module[1]
+    if isinstance(module, EmbeddingCollection):
+        return "it gives sequences, not bags"
+    if not isinstance(module, EmbeddingBagCollection):
+        return "feature processors weigh its lookups where the batch is"
+    kernels = {
+        option.compute_kernel
+        for option in options
+        if option.sharding_type == ShardingType.TABLE_WISE.value
+    }
+    if kernels.isdisjoint(HOT_COLD_KERNELS):
+        return "its sharder or its constraints do not allow table_wise with kernel fused"
+    return None

@@ -18,8 +18,7 @@ from torchrec_picasso.decision.decision import TableFacts
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.planner.refusals import TableRefusals
-from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
+from torchrec_picasso.planner.refusals import TableRefusals, asked_form, why_no_bags
 
 __all__ = [
     "assumed_curves",
@@ -67,27 +66,11 @@ def facts_of_options(
         ),
         not_hot_cold=refusals.hot_cold.what if refusals.hot_cold else None,
         no_hot_rows=refusals.hot_rows.what if refusals.hot_rows else None,
-        no_bags=_why_no_bags(options),
+        no_bags=why_no_bags(options),
+        asked_form=asked_form(options),
         stock_types=() if is_fixed else stock_types_of(options, asked_types),
         module=first.path,
     )
-
-
-def _why_no_bags(options: Sequence[ShardingOption]) -> str | None:
-    """Why the bags of a table cannot travel, or ``None``."""
-    module = options[0].module[1]
-    if isinstance(module, EmbeddingCollection):
-        return "it gives sequences, not bags"
-    if not isinstance(module, EmbeddingBagCollection):
-        return "feature processors weigh its lookups where the batch is"
-    kernels = {
-        option.compute_kernel
-        for option in options
-        if option.sharding_type == ShardingType.TABLE_WISE.value
-    }
-    if kernels.isdisjoint(HOT_COLD_KERNELS):
-        return "its sharder or its constraints do not allow table_wise with kernel fused"
-    return None
 
 
 def stock_types_of(
