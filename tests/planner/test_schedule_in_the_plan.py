@@ -10,9 +10,14 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from tests.planner.samples import META, ROWS, AbleSharder, Model, stats, topology
-from torchrec_picasso import HotColdEmbeddingCollectionSharder
+from torchrec_picasso import (
+    HotColdEmbeddingCollectionSharder,
+    HotColdFeatureProcessedEmbeddingBagCollectionSharder,
+)
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.decision.explain import summarize
 from torchrec_picasso.errors import PlanError
@@ -182,27 +187,37 @@ def test_sequences_never_take_bags() -> None:
     assert params(plan)["s"].form == "rows"
 
 
-def test_feature_processors_never_take_bags() -> None:
-    from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
-    from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+class Processed(nn.Module):
+    """The towers' tables behind position weights."""
 
-    from torchrec_picasso.planner.refusals import why_no_bags
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooled = FeatureProcessedEmbeddingBagCollection(
+            EmbeddingBagCollection(
+                tables=Towers().pooled.embedding_bag_configs(), is_weighted=True, device=META
+            ),
+            PositionWeightedModuleCollection({f"f_{name}": 20 for name in POOLING}, device=META),
+        )
 
-    pooled = EmbeddingBagCollection(
-        tables=Model().pooled.embedding_bag_configs(), is_weighted=True, device=META
-    )
-    processors = PositionWeightedModuleCollection({f"f_{name}": 3 for name in ROWS}, device=META)
-    module = FeatureProcessedEmbeddingBagCollection(pooled, processors)
 
-    class Option:
-        sharding_type, compute_kernel = "table_wise", "fused"
+def _processed(**arguments: Any) -> tuple[HotColdPlanner, ShardingPlan]:
+    planner = hot_cold_planner(topology(), batch_size=BATCH, debug=False, **arguments)
+    sharder = HotColdFeatureProcessedEmbeddingBagCollectionSharder()
+    return planner, planner.plan(Processed(), [sharder])
 
-        def __init__(self, module: nn.Module) -> None:
-            self.module = ("path", module)
 
-    options: list[Any] = [Option(module)]
-    assert why_no_bags(options) == "feature processors weigh its lookups where the batch is"
-    plain: list[Any] = [Option(pooled)]
-    assert why_no_bags(plain) is None
-    plain[0].compute_kernel = "dense"
-    assert "do not allow table_wise with kernel fused" in str(why_no_bags(plain))
+def test_tables_behind_feature_processors_take_rows_alone() -> None:
+    """And only where constraints name row_wise: unasked, TorchRec does not offer it there."""
+    either = dict.fromkeys(POOLING, ParameterConstraints(sharding_types=["row_wise", "table_wise"]))
+    planner, plan = _processed(curves=SLOW, constraints=either, hot_rows=0)
+    assert {name: of.form for name, of in params(plan).items()} == dict.fromkeys(POOLING, "rows")
+    assert {fact.no_bags for fact in planner.decision.facts} == {
+        "feature processors weigh its lookups where the batch is"
+    }
+    chosen, plan = _processed(curves=SLOW, constraints=either)
+    assert all(fact.may_be_hot_cold for fact in chosen.decision.facts)
+    _, plan = _processed(curves=SLOW)
+    assert not params(plan)
+    bags = ParameterConstraints(cache_params=HotColdParams(form="bags"))
+    with pytest.raises(PlanError, match="bags were asked for, but feature processors weigh"):
+        _processed(constraints={"wide": bags})

@@ -57,6 +57,10 @@ class HotColdFeatureProcessedEmbeddingBagCollectionSharder(
         qcomm_codecs_registry: As the parent's.
     """
 
+    supports_hot_cold = True
+    """Tells the planner that tables of this sharder's modules may be hot/cold: as rows, and where
+    constraints name ``row_wise``, which TorchRec does not offer there unasked."""
+
     def __init__(
         self,
         ebc_sharder: HotColdEmbeddingBagCollectionSharder | None = None,
