@@ -132,6 +132,18 @@ def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:
         assert all(cost.total_ms > 0 for cost in marginal_stock_costs(kind, works, curves, 2))
 
 
+def test_marginal_costs_are_of_what_travels() -> None:
+    works = [TableWork(load(str(i), bags=500.0), world_size=2) for i in range(2)]
+    curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2)
+    rows, bags = marginal_hot_cold_costs(works, [0, 0], curves, 2, [None, "bags"])
+    only_rows, _ = marginal_hot_cold_costs(works, [0, 0], curves, 2)
+    assert rows.total_bytes == pytest.approx(only_rows.total_bytes)
+    as_bags = HotColdTotals.of(works[1], 0, "bags")
+    alone = hot_cold_cost(as_bags, curves, 2)
+    assert bags.total_bytes == pytest.approx(alone.total_bytes, rel=0.01)  # but for the header
+    assert bags.total_bytes > 1.5 * rows.total_bytes
+
+
 def test_the_parts_of_a_step_add_up() -> None:
     work = TableWork(load(), world_size=2)
     curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2)

@@ -49,7 +49,7 @@ def marginal_hot_cold_costs(
     num_hot: Sequence[float],
     curves: CommCurves,
     world_size: int,
-    form: Form = "rows",
+    forms: Sequence[Form | None] | None = None,
 ) -> list[StepCost]:
     """What each table adds to a step in which all of them share one packed exchange.
 
@@ -58,10 +58,11 @@ def marginal_hot_cold_costs(
         num_hot: Hot rows of each.
         curves: Measured communication and local work.
         world_size: Ranks.
-        form: What of them travels.
+        forms: What of each travels; rows where none is said.
     """
-    packs = max(1, num_packs(works))
-    tables = [HotColdTotals.of(work, hot, form) for work, hot in zip(works, num_hot)]
+    as_said = [form or "rows" for form in forms or [None] * len(works)]
+    packs = max(1, len({(work.load.dim, form) for work, form in zip(works, as_said)}))
+    tables = [HotColdTotals.of(work, hot, form) for work, hot, form in zip(works, num_hot, as_said)]
     totals = sum_hot_cold(tables)
 
     def cost(of: HotColdTotals) -> StepCost:

@@ -273,7 +273,7 @@ class _Search:
         for form in forms:
             group = [i for i in self._able if form in self._questions[i].forms]
             works, hot = [self._works[i] for i in group], [num_hot.get(i, 0) for i in group]
-            costs = marginal_hot_cold_costs(works, hot, curves, world_size, form)
+            costs = marginal_hot_cold_costs(works, hot, curves, world_size, [form] * len(group))
             for i, cost in zip(group, costs):
                 found[i][form] = cost
         return found

@@ -19,8 +19,8 @@ __all__ = ["explain", "summarize"]
 def explain(decision: Decision) -> pd.DataFrame:
     """What was chosen for each table, what it costs, and what every alternative would cost.
 
-    Costs of a table are what it adds to a step in which all tables are placed alike, because tables
-    of one kind share their exchanges; the latencies they share belong to none of them.
+    Costs of a table are what it adds to a step in which all tables are of one kind, because those
+    share their exchanges; the latencies they share belong to none of them.
 
     Args:
         decision: The decision.
@@ -36,15 +36,9 @@ def explain(decision: Decision) -> pd.DataFrame:
     import pandas as pd
 
     works = decision.works
-    num_hot = decision.choice.num_hot
+    num_hot, forms = decision.choice.num_hot, decision.choice.forms
     curves, world_size = decision.curves, decision.world_size
-    costs = {"hot_cold": marginal_hot_cold_costs(works, num_hot, curves, world_size)}
-    if "bags" in decision.choice.forms:
-        as_bags = marginal_hot_cold_costs(works, num_hot, curves, world_size, "bags")
-        costs["hot_cold"] = [
-            bags if form == "bags" else rows
-            for form, bags, rows in zip(decision.choice.forms, as_bags, costs["hot_cold"])
-        ]
+    costs = {"hot_cold": marginal_hot_cold_costs(works, num_hot, curves, world_size, forms)}
     for kind in STOCK_TYPES:
         costs[kind] = marginal_stock_costs(kind, works, curves, world_size)
     lines = [

@@ -32,8 +32,8 @@ def make_prices(
         stock_types: Those to price; others are TorchRec's to estimate.
     """
     names = [work.load.name for work in decision.works]
-    curves, world_size = decision.curves, decision.world_size
-    ours = marginal_hot_cold_costs(decision.works, decision.choice.num_hot, curves, world_size)
+    curves, world_size, choice = decision.curves, decision.world_size, decision.choice
+    ours = marginal_hot_cold_costs(decision.works, choice.num_hot, curves, world_size, choice.forms)
     prices = {(name, "hot_cold"): cost for name, cost in zip(names, ours)}
     for kind in stock_types:
         stock = marginal_stock_costs(kind, decision.works, curves, world_size)
