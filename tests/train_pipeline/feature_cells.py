@@ -398,14 +398,15 @@ def own_rows_by_sample(batch: Batch, step: int) -> Batch:
     batch = own_rows(batch, step)
     features = batch.sparse_features
     keys, row_FB = features.inverse_indices()
-    bags = [
-        (jagged.lengths()[row_B], [jagged.to_dense()[int(row)] for row in row_B])
-        for jagged, row_B in zip((features[key] for key in keys), row_FB)
-    ]
+    of_features = [(features[key], row_B.tolist()) for key, row_B in zip(keys, row_FB)]
+    is_weighted = features.weights_or_none() is not None
     batch.sparse_features = KeyedJaggedTensor(
         keys=keys,
-        values=torch.cat([ids for _, of_feature in bags for ids in of_feature]),
-        lengths=torch.cat([lengths for lengths, _ in bags]),
+        values=torch.cat([of.to_dense()[row] for of, rows in of_features for row in rows]),
+        lengths=torch.cat([of.lengths()[rows] for of, rows in of_features]),
+        weights=torch.cat([of.to_dense_weights()[row] for of, rows in of_features for row in rows])
+        if is_weighted
+        else None,
     )
     return batch
 

@@ -90,12 +90,30 @@ def _without_inverse(batch: Batch, step: int) -> Batch:
 
 
 OWN = {"change_batch": own_rows, "change_of_witness": own_rows_by_sample}
+BAGS = {"*": "bags"}
 MEAN_AND_SUM = (TABLES[0], dataclasses.replace(TABLES[1], mean=True), TABLES[2])
 CASES: Mapping[str, tuple[Feature, str, tuple[int | None, ...]]] = {
     "bags": (Feature("", tables=MEAN_AND_SUM, **OWN), "bags", (1, None)),
     "no_lookahead": (Feature("", settings={"lookahead": False}, **OWN), "bags", (1,)),
     "sequences": (Feature("", need_indices=True, **OWN), "sequences", (1, None)),
     "both": (Feature("", model=_Both, **OWN), "bags", (1,)),
+    "bags_travel": (Feature("", tables=MEAN_AND_SUM, hot_rows=BAGS, **OWN), "bags", (1, None)),
+    "weighted_bags_travel": (Feature("", weighted=True, hot_rows=BAGS, **OWN), "bags", (1,)),
+    "rows_beside_bags": (
+        Feature("", tables=MEAN_AND_SUM, hot_rows={**BAGS, "t_b": 2}, **OWN),
+        "bags",
+        (1,),
+    ),
+    "sequences_beside_bags": (
+        Feature("", model=_Both, hot_rows={**BAGS, "t_a": 2}, **OWN),
+        "bags",
+        (1,),
+    ),
+    "four_bags": (
+        Feature("", model=_OverRows, hot_rows=BAGS, change_batch=_four_rows),
+        "bags",
+        (1,),
+    ),
     "four_rows": (Feature("", model=_OverRows, change_batch=_four_rows), "bags", (1,)),
     "processors": (Feature("", processors="by_feature"), "bags", (1, 2, 4, None)),
     "processors_for_all": (Feature("", processors="together"), "bags", (1, 2, 4)),

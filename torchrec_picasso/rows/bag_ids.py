@@ -122,15 +122,9 @@ def check_bags_can_travel(features: KeyedJaggedTensor) -> None:
     """Refuses batches that a home cannot pool for another rank.
 
     Raises:
-        CompatError: If features have batch sizes of their own, or weights want gradients.
+        CompatError: If weights want gradients.
     """
     weights_N = features.weights_or_none()
-    if features.variable_stride_per_key():
-        raise CompatError(
-            f"features {', '.join(features.keys())} have batch sizes of their own (variable "
-            "batch), and some of their tables are hot/cold with form='bags', which takes one batch "
-            "size for all; use form='rows' for these tables, as hot_cold_planner(hot_rows=0) does"
-        )
     if weights_N is not None and weights_N.requires_grad:
         raise CompatError(
             f"the per-sample weights of features {', '.join(features.keys())} want gradients, and "

@@ -23,7 +23,7 @@ from torchrec_picasso.ops.part_pooling import count_lookups, part_of_lookup
 from torchrec_picasso.ops.places import LocatedRows, first_use_chunks, locate_rows
 from torchrec_picasso.ops.unique import UniqueRows, unique_rows
 from torchrec_picasso.rows.bag_ids import BagIds, check_bags_can_travel
-from torchrec_picasso.rows.cut import BatchCut
+from torchrec_picasso.rows.cut import BatchCut, filled_up
 from torchrec_picasso.rows.group import RowGroup
 
 __all__ = ["BatchIds"]
@@ -78,6 +78,8 @@ class BatchIds:
             for of_module in features_of:
                 check_bags_can_travel(of_module)
         features = group.in_one(features_of)
+        if plan.bag_packs and features.variable_stride_per_key():
+            features = filled_up(features)
         cut = BatchCut.of(features, plan, sizes_K)
         weights_N = features.weights_or_none() if plan.takes_weights else None
         lengths_S, offsets_S1, bad_lengths = _sound_lengths(features, features_of, weights_N)

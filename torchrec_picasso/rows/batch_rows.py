@@ -255,6 +255,13 @@ class PartRows:
     once: bool
 
     @property
+    def own_sizes(self) -> Sequence[int] | None:
+        """Samples of each feature, where features were filled up to one number of them."""
+        features = self.rows.layout.features_of[self.module]
+        is_filled_up = self.batch_size is not None and features.variable_stride_per_key()
+        return features.stride_per_key() if is_filled_up else None
+
+    @property
     def features(self) -> KeyedJaggedTensor:
         """The part's own features, in the order of the tables; all of sequences."""
         return self.rows.part_features(self.part, self.module)

@@ -21,7 +21,29 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.ops.pack_plan import PackPlan
 
-__all__ = ["BatchCut"]
+__all__ = ["BatchCut", "filled_up"]
+
+
+def filled_up(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Gives every feature as many bags as the one with most, empty ones at its end.
+
+    Homes that pool bags for other ranks are told one number of samples.
+
+    Args:
+        features: Each with a batch size of its own.
+    """
+    lengths_S, num_features = features.lengths(), len(features.keys())
+    sizes_F = torch.tensor(features.stride_per_key(), device=lengths_S.device)
+    most = max(features.stride_per_key())
+    is_own_FS = torch.arange(most, device=lengths_S.device) < sizes_F.unsqueeze(1)
+    lengths_FS = lengths_S.new_zeros(num_features, most).masked_scatter_(is_own_FS, lengths_S)
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=features.weights_or_none(),
+        lengths=lengths_FS.view(-1),
+        stride=most,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +70,7 @@ class BatchCut:
         """
         if features.variable_stride_per_key():
             assert sizes_K is None, "samples of different features cannot be cut alike"
-            assert not plan.bag_packs, "refused before"
+            assert not plan.bag_packs, "these features are filled up with empty bags"
             return BatchCut._by_feature(features.stride_per_key(), plan)
         sizes_K = [features.stride()] if sizes_K is None else sizes_K
         of_rows = slice(plan.num_row_matrices)

@@ -92,7 +92,20 @@ class _OutputAwaitable(Awaitable[Tensor]):
             pooled.view(rows.batch_size, num_features * dim)
             for pooled, num_features, dim in zip(pooled_M, plan.features_M, plan.dim_M)
         ]
+        if rows.own_sizes is not None:
+            return _flat([*columns, *bags], self._dims(), rows.own_sizes)
         return columns[0] if len(pieces) == len(columns) == 1 else torch.cat([*columns, *bags], 1)
+
+    def _dims(self) -> list[int]:
+        """Columns of each feature's output."""
+        features = zip(self._plan.features_M, self._plan.dim_M)
+        return [dim for num_features, dim in features for _ in range(num_features)]
+
+
+def _flat(columns: Sequence[Tensor], dims_F: Sequence[int], sizes_F: Sequence[int]) -> Tensor:
+    """Outputs of features that were filled up, without what fills them up, feature by feature."""
+    of_feature = torch.cat(list(columns), 1).split(list(dims_F), 1)
+    return torch.cat([of[:size].reshape(-1) for of, size in zip(of_feature, sizes_F)])
 
 
 def _scales(weights_N: Tensor | None, index: PoolingIndex) -> Tensor | None:
