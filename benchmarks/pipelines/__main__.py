@@ -32,6 +32,8 @@ What is reported:
   bytes are what ranks handed to collectives, mean over ranks.
 - The exposed share is 1 - (CPU time of the thread that trains / wall time) over all timed steps:
   the thread waits for the wire, for a slower rank, or for its core.
+- Peak MB is the most memory that a contestant added to a rank's process, from before its model was
+  made until its bytes were counted: tables, state, buffers and steps.
 - K and ahead are the micro-batches and the lookahead that an interleaved pipeline used.
 - Floors of a step: the best of ours cannot be faster than its bytes at the link's rate, and hardly
   faster than hot_cold:0 on one rank with the same batch per rank, which sends nothing and has the
