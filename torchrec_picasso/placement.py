@@ -35,7 +35,7 @@ class HotColdParams(CacheParams):
             tensor; stored as an ascending int64 tensor of shape ``(H,)``. Empty means the packed
             unique exchange without replicas.
         wave: Tables of a module with the same number travel together; an interleaved pipeline
-            staggers them in ascending order. Any numbers from 0 on; bags travel in the last wave.
+            staggers them in ascending order. Any numbers from 0 on; bags travel after them.
         form: ``"rows"``: each distinct row travels once; the table is placed row-wise. ``"bags"``:
             one pooled vector travels for each bag; the table is placed table-wise, on the one rank
             that pools it, and has no hot rows. Cheaper where bags are large and rows hardly repeat.

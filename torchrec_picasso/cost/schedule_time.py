@@ -22,8 +22,8 @@ __all__ = ["Message", "OpTime", "StepLength", "step_length"]
 _STEPS = 4
 """Steps that are walked; the last two are alike but for a queue that still fills."""
 
-_Slot = tuple[str, int]
-"""An operation's message: kind and index."""
+_Slot = tuple[str, int, int | None]
+"""An operation's message: kind, index and wave."""
 
 _WAITS: Mapping[str, tuple[str, ...]] = {
     "send_ids": ("request",),
@@ -34,7 +34,7 @@ _WAITS: Mapping[str, tuple[str, ...]] = {
     "dense_step": ("reduce_dense",),
 }
 """Messages of the same batch that an operation of a kind waits for. Of those with an index, forward
-waits for its own and earlier ones, update for all."""
+waits for its own and earlier ones, update for all; of those with a wave, update for its own."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,13 @@ class OpTime:
     message: Message | None = None
     exposed: tuple[tuple[Message, float], ...] = ()
 
+    def part(self, share: float) -> OpTime:
+        """A wave's part of it, in proportion; what is exposed has no waves."""
+        message = self.message
+        if message is not None:
+            message = Message(share * message.ms, message.core_share)
+        return OpTime(share * self.compute_ms, message)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepLength:
@@ -81,12 +88,17 @@ class StepLength:
     compute_ms: float
 
 
-def step_length(setting: Setting, times: Mapping[tuple[str, int | None], OpTime]) -> StepLength:
+def step_length(
+    setting: Setting,
+    times: Mapping[tuple[str, int | None], OpTime],
+    shares_of_waves: tuple[float, ...] = (1.0,),
+) -> StepLength:
     """Walks steps of the training schedule.
 
     Args:
         setting: How batches are interleaved.
-        times: What operations take, by kind and index; those left out take nothing.
+        times: What operations take, by kind and index, of all waves; those left out take nothing.
+        shares_of_waves: Part of the work, and of the bytes, that each wave of packs has.
 
     Raises:
         PlanError: If an operation that does not send has a message.
@@ -94,12 +106,12 @@ def step_length(setting: Setting, times: Mapping[tuple[str, int | None], OpTime]
     for (kind, _), time in times.items():
         if time.message is not None and not KINDS[kind].sends:
             raise PlanError(f"{kind} was given a message, but it sends nothing")
-    walk = _Walk()
-    waits = _waits_of(setting)
-    timed = [
-        (op, times.get((op.kind, op.index), _NOTHING), slots)
-        for op, slots in zip(training_schedule(setting), waits)
-    ]
+    walk, num_waves = _Walk(), len(shares_of_waves)
+    schedule = training_schedule(setting, num_waves=num_waves)
+    timed = []
+    for op, slots in zip(schedule, _waits_of(setting, num_waves)):
+        time = times.get((op.kind, op.index), _NOTHING)
+        timed.append((op, time if op.wave is None else time.part(shares_of_waves[op.wave]), slots))
     ends = []
     for step in range(_STEPS):
         for op, time, slots in timed:
@@ -107,12 +119,12 @@ def step_length(setting: Setting, times: Mapping[tuple[str, int | None], OpTime]
             for slot in slots:
                 walk.wait(slot, batch)
             for message, work_ms in time.exposed:
-                walk.send((op.kind, -1), batch, message)
-                walk.wait((op.kind, -1), batch)
+                walk.send((op.kind, -1, op.wave), batch, message)
+                walk.wait((op.kind, -1, op.wave), batch)
                 walk.compute(work_ms)
             walk.compute(time.compute_ms)
             if time.message is not None:
-                walk.send((op.kind, op.index or 0), batch, time.message)
+                walk.send((op.kind, op.index or 0, op.wave), batch, time.message)
         ends.append(walk.now_ms)
     return StepLength(
         ms=(ends[-1] - ends[-3]) / 2,
@@ -168,9 +180,9 @@ class _Walk:
 
 
 @cache
-def _waits_of(setting: Setting) -> list[tuple[_Slot, ...]]:
+def _waits_of(setting: Setting, num_waves: int) -> list[tuple[_Slot, ...]]:
     """The messages that each operation of a training step waits for."""
-    ops = training_schedule(setting).ops
+    ops = training_schedule(setting, num_waves=num_waves).ops
     return [_messages_before(op, ops) for op in ops]
 
 
@@ -179,6 +191,7 @@ def _messages_before(op: Op, ops: Sequence[Op]) -> tuple[_Slot, ...]:
     for kind in _WAITS.get(op.kind, ()):
         for other in ops:
             is_early = op.index is None or other.index is None or other.index <= op.index
-            if other.kind == kind and is_early:
-                found.append((kind, other.index or 0))
+            is_own = None in (op.wave, other.wave) or op.wave == other.wave
+            if other.kind == kind and is_early and is_own:
+                found.append((kind, other.index or 0, other.wave))
     return tuple(found)

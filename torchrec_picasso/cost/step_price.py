@@ -94,6 +94,7 @@ class StepPricer:
         *,
         num_packs: int = 1,
         uneven_bags: float = 1.0,
+        num_bag_waves: int = 1,
         pieces: Sequence[int] | None = None,
     ) -> StepPrice:
         """The least step over the numbers of micro-batches; of equals, the fewest.
@@ -103,13 +104,14 @@ class StepPricer:
             stock: The stock tables beside them, nothing hidden.
             num_packs: Packs of the hot/cold tables.
             uneven_bags: Load of the busiest home of bags over the mean.
+            num_bag_waves: Waves that bags travel in, behind that of rows.
             pieces: Numbers of micro-batches to try; ``None`` = all that may run.
         """
         stock = stock or StepCost()
         if not totals.features:
             return self.sparse_dist(stock)
         prices = [
-            self._interleaved(totals, stock, count, num_packs, uneven_bags)
+            self._interleaved(totals, stock, count, num_packs, uneven_bags, num_bag_waves)
             for count in pieces or self.pieces
         ]
         return min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
@@ -144,9 +146,11 @@ class StepPricer:
         num_parts: int,
         num_packs: int,
         uneven_bags: float,
+        num_bag_waves: int,
     ) -> StepPrice:
         step = _Interleaved(self, totals, stock, num_parts, num_packs, uneven_bags)
-        length = step_length(Setting(num_parts, lookahead=True), step.times())
+        shares = _shares_of_waves(totals, num_bag_waves)
+        length = step_length(Setting(num_parts, lookahead=True), step.times(), shares)
         return StepPrice(
             num_micro_batches=num_parts,
             step_ms=length.ms,
@@ -259,6 +263,15 @@ class _Interleaved:
             return OpTime(own_ms)
         exposed = Message(self._stock.backward_comms_ms), self._stock.backward_compute_ms
         return OpTime(own_ms, exposed=(exposed,))
+
+
+def _shares_of_waves(totals: HotColdTotals, num_bag_waves: int) -> tuple[float, ...]:
+    """Part of the rows, then of the bags in their waves, of what travels."""
+    all_of = totals.cold_elements + totals.bag_elements
+    if not all_of or not totals.bag_elements:
+        return (1.0,)
+    of_bags = [totals.bag_elements / all_of / num_bag_waves] * num_bag_waves
+    return tuple([totals.cold_elements / all_of, *of_bags] if totals.cold_elements else of_bags)
 
 
 @cache

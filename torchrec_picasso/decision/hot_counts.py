@@ -38,12 +38,14 @@ class Beside:
         bags: Totals of tables that travel as bags.
         stock: Stock tables, nothing hidden.
         uneven_bags: Load of the busiest home of bags over the mean.
+        num_bag_waves: Waves that bags travel in.
         num_packs: Packs of the tables that travel as bags.
     """
 
     bags: HotColdTotals = field(default_factory=HotColdTotals)
     stock: StepCost = field(default_factory=StepCost)
     uneven_bags: float = 1.0
+    num_bag_waves: int = 1
     num_packs: int = 0
 
 
@@ -101,6 +103,7 @@ class _Slopes:
             self._beside.stock,
             num_packs=self._packs,
             uneven_bags=self._beside.uneven_bags,
+            num_bag_waves=self._beside.num_bag_waves,
             pieces=pieces,
         )
 

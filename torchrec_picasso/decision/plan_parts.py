@@ -11,6 +11,7 @@ from torchrec_picasso.cost.step_price import StepPrice, StepPricer
 from torchrec_picasso.cost.stock import StockTotals, max_over_mean, stock_cost, sum_stock
 from torchrec_picasso.cost.table_work import TableWork
 from torchrec_picasso.decision.hot_counts import Beside
+from torchrec_picasso.ops.pack_plan import MOST_BAG_WAVES
 from torchrec_picasso.placement import Form
 
 __all__ = ["Forms", "PlanParts"]
@@ -58,6 +59,7 @@ class PlanParts:
             self.stock(forms),
             num_packs=self._num_packs(forms),
             uneven_bags=self._uneven_bags(forms),
+            num_bag_waves=self._num_bag_waves(forms),
             pieces=pieces,
         )
 
@@ -75,6 +77,7 @@ class PlanParts:
             bags=self._sum(bags),
             stock=self.stock(forms),
             uneven_bags=self._uneven_bags(forms),
+            num_bag_waves=self._num_bag_waves(forms),
             num_packs=self._num_packs(bags),
         )
 
@@ -102,6 +105,10 @@ class PlanParts:
 
     def _num_packs(self, forms: Forms) -> int:
         return len({(self._works[i].load.dim, form) for i, form in forms.items()})
+
+    def _num_bag_waves(self, forms: Forms) -> int:
+        dims = {self._works[i].load.dim for i, form in forms.items() if form == "bags"}
+        return max(1, min(len(dims), MOST_BAG_WAVES))
 
     def _uneven_bags(self, forms: Forms) -> float:
         loads = [self._works[i].load for i in sorted(forms) if forms[i] == "bags"]

@@ -5,7 +5,8 @@ wave share an exchange where a schedule staggers waves. What of a pack travels c
 of its dim: rows, or bags that were pooled at home. Neighbouring packs of rows of one module and dim
 share one, and one operator pools it, or gathers it where tables are looked up as sequences.
 
-Packs of bags come after all packs of rows, in the last wave.
+Packs of bags come after all packs of rows, in waves of their own: bags are never fetched ahead, so
+that where one step meets the next there is only the update of other packs to hide them under.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from torch import Tensor
 from torchrec_picasso.ops.bag_pack import BagPack
 from torchrec_picasso.ops.ids import PackedTable
 
-__all__ = ["PackPlan"]
+__all__ = ["MOST_BAG_WAVES", "PackPlan"]
+
+MOST_BAG_WAVES = 4
+"""More would start messages for less and less to hide."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,12 @@ class PackPlan:
         return self.matrices[-1].stop
 
     @property
+    def num_row_waves(self) -> int:
+        """Waves of rows, which come before those of bags."""
+        num_row_packs = self.num_packs - len(self.bag_packs)
+        return sum(wave.start < num_row_packs for wave in self.waves)
+
+    @property
     def num_row_matrices(self) -> int:
         """Matrices of rows, which come before those of bags."""
         return len(self.matrices) - len(self.bag_packs)
@@ -113,11 +123,14 @@ def _matrices_of_modules(module_M: Sequence[int]) -> tuple[tuple[int, ...], ...]
 
 
 def _waves(waves: tuple[slice, ...], bag_packs: Sequence[slice]) -> tuple[slice, ...]:
-    """Waves of rows, with bags in the last one."""
-    if not bag_packs:
-        return waves
-    *first, last = waves or (bag_packs[0],)
-    return (*first, slice(last.start, bag_packs[-1].stop))
+    """Waves of rows, then of bags."""
+    num_waves = min(len(bag_packs), MOST_BAG_WAVES)
+    edges = [len(bag_packs) * wave // num_waves for wave in range(num_waves)]
+    ends = [*edges[1:], len(bag_packs)]
+    of_bags = (
+        slice(bag_packs[start].start, bag_packs[end - 1].stop) for start, end in zip(edges, ends)
+    )
+    return (*waves, *of_bags)
 
 
 def _runs(of_tables: Sequence[tuple[int, Any]]) -> tuple[slice, ...]:

@@ -60,11 +60,12 @@ class RowGroup:
         """The tables of several modules in one exchange, over the same rows.
 
         Args:
-            groups: One per module, each of one wave, all with equal ranks and wire.
+            groups: One per module, each with one wave of rows at most, all with equal ranks and
+                wire.
         """
         if len(groups) == 1:
             return groups[0]
-        assert all(len(group.plan.waves) == 1 for group in groups), "waves are of one module"
+        assert all(group.plan.num_row_waves <= 1 for group in groups), "waves are of one module"
         tables: list[PackedTable] = []
         storages: list[RowStorage] = []
         for as_bags in (False, True):

@@ -102,11 +102,6 @@ class HotColdModule(ABC):
         group: RowGroup = sharding.group
         return group
 
-    @property
-    def num_waves(self) -> int:
-        """Waves that its packs travel in where a schedule staggers them."""
-        return len(self.group.plan.waves)
-
     def features_of(self, features: Any) -> KeyedJaggedTensor:
         """What the module looks up of its input, in the order of its tables.
 

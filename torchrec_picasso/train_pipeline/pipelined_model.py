@@ -277,7 +277,8 @@ def _how(group: ModuleGroup, name: str) -> str:
     others = [other for other in group.modules if other != name]
     if others:
         return f" in one exchange with {', '.join(others)}"
-    return f" in {group.num_waves} waves" if group.num_waves > 1 else ""
+    num_waves = group.rows.plan.num_row_waves
+    return f" in {num_waves} waves" if num_waves > 1 else ""
 
 
 def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:

@@ -57,11 +57,6 @@ class ProcessedModule:
         """The tables."""
         return self._tables.group
 
-    @property
-    def num_waves(self) -> int:
-        """Waves that its packs travel in where a schedule staggers them."""
-        return self._tables.num_waves
-
     def preprocess_input(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
