@@ -67,6 +67,25 @@ def test_of_two_micro_batches_only_the_first_chunk_is_exposed() -> None:
     assert step_length(Setting(2, lookahead=True), times).ms == pytest.approx(expected)
 
 
+def test_a_wave_is_updated_while_the_other_is_on_the_wire() -> None:
+    # after backward: gradients until 4 and 8; updates from 4 to 10 and on to 16; dirty rows of the
+    # first wave from 10 to 14, of the second from 16 to 20. In one wave: 8 + 12 + 8
+    times: Times = {
+        ("forward", 0): compute(10),
+        ("backward", 0): compute(10),
+        ("send_gradients", 0): send(8),
+        ("update", None): compute(12),
+        ("fetch_dirty", 0): send(8),
+    }
+    assert step_length(WHOLE, times).ms == pytest.approx(20 + 28)
+    in_waves = step_length(WHOLE, times, (0.5, 0.5))
+    assert in_waves.ms == pytest.approx(20 + 20)
+    assert in_waves.wire_ms == pytest.approx(16)
+    assert in_waves.compute_ms == pytest.approx(32)
+    uneven = step_length(WHOLE, times, (0.25, 0.75))
+    assert 20 + 20 < uneven.ms < 20 + 28
+
+
 def test_a_message_that_takes_the_core_hides_nothing() -> None:
     times: Times = {("forward", 0): compute(10), ("fetch_clean", None): send(7, core_share=1.0)}
     assert step_length(WHOLE, times).ms == pytest.approx(17)

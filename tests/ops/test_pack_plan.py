@@ -10,8 +10,20 @@ from torchrec_picasso.ops.pack_plan import PackPlan
 NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
-def _plan(dims_and_waves: list[tuple[int, int]]) -> PackPlan:
-    """A pack of one table with two features for each dim and wave."""
+def _plan(dims_and_waves: list[tuple[int, int]], num_bag_packs: int = 0) -> PackPlan:
+    """A pack of one table with two features for each dim and wave, then packs of bags."""
+    of_bags = [
+        PackedTable(
+            name=f"b{pack}",
+            pack=len(dims_and_waves) + pack,
+            dim=4 * (pack + 1),
+            block_rows_W=(3, 0),
+            hot_rows_H=NO_ROWS,
+            feature_names=(f"h{pack}",),
+            as_bags=True,
+        )
+        for pack in range(num_bag_packs)
+    ]
     return PackPlan.build(
         [
             PackedTable(
@@ -24,7 +36,8 @@ def _plan(dims_and_waves: list[tuple[int, int]]) -> PackPlan:
                 feature_names=(f"f{pack}", f"g{pack}"),
             )
             for pack, (dim, wave) in enumerate(dims_and_waves)
-        ],
+        ]
+        + of_bags,
         torch.device("cpu"),
     )
 
@@ -70,3 +83,13 @@ def test_tables_of_a_pack_count_once() -> None:
     plan = PackPlan.build(tables, torch.device("cpu"))
     assert plan.waves == plan.matrices == (slice(0, 2),)
     assert plan.features_M == (3,)
+
+
+def test_bags_are_in_waves_of_their_own_four_at_most() -> None:
+    plan = _plan([(4, 0), (8, 0)], num_bag_packs=3)
+    assert plan.waves == (slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5))
+    assert plan.num_row_waves == 1
+    bags_alone = _plan([], num_bag_packs=6)
+    assert bags_alone.waves == (slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 6))
+    assert bags_alone.num_row_waves == 0
+    assert _plan([(4, 0), (4, 1)], num_bag_packs=1).num_row_waves == 2
