@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -142,7 +143,12 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(CONTESTANTS)}, rows:K:HOT, bags:K (default: {names})",
     )
     add("--model", choices=MODELS, default=default.model, help="what is trained")
-    add("--data", metavar="FILE", help="Parquet, of columns or of clicks for sequences; or uniform")
+    add(
+        "--data",
+        type=os.path.relpath,
+        metavar="FILE",
+        help="Parquet, of columns or of clicks for sequences; or uniform",
+    )
     add("--weighted", action="store_true", help="ids carry weights")
     add("--local-costs", action="store_true", help="measure the planner's local costs, too")
     add("--dense", action="store_true", help="measure the model's dense part, too")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
 from benchmarks.fields.field_specs import FieldSpec
-from benchmarks.fields.model import FieldsModel, build_model
+from benchmarks.fields.model import FieldsModel, build_model, model_tables
 from benchmarks.fields.question import UNIFORM, Question
 from benchmarks.fields.samples import NUM_DENSE
 from benchmarks.fields.workload import ModelTable
@@ -69,16 +69,7 @@ class ColumnsWorkload:
     @property
     def tables(self) -> Sequence[ModelTable]:
         """All tables, in the model's order."""
-        return [
-            ModelTable(
-                name=of.table,
-                module="collection",
-                num_embeddings=of.num_embeddings,
-                dim=of.dim,
-                ids_per_sample=1,
-            )
-            for of in self._fields
-        ]
+        return model_tables(self._fields)
 
     def model(self) -> FieldsModel:
         """The model before sharding."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torchrec.datasets.utils import Batch
 
 from benchmarks.fields.field_specs import draw_fields
-from benchmarks.fields.model import FieldsModel, build_model
+from benchmarks.fields.model import FieldsModel, build_model, model_tables
 from benchmarks.fields.question import Question
 from benchmarks.fields.samples import Samples
 from benchmarks.fields.workload import ModelTable
@@ -30,17 +30,7 @@ class FieldsWorkload:
     @property
     def tables(self) -> Sequence[ModelTable]:
         """All tables, in the model's order."""
-        return [
-            ModelTable(
-                name=of.table,
-                module="collection",
-                num_embeddings=of.num_embeddings,
-                dim=of.dim,
-                ids_per_sample=of.pooling_factor,
-                mean=of.mean,
-            )
-            for of in self._fields
-        ]
+        return model_tables(self._fields)
 
     def model(self) -> FieldsModel:
         """The model before sharding."""

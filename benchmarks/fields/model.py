@@ -19,8 +19,9 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from benchmarks.fields.field_specs import FieldSpec
 from benchmarks.fields.samples import NUM_DENSE
+from benchmarks.fields.workload import ModelTable
 
-__all__ = ["FieldsModel", "build_model"]
+__all__ = ["FieldsModel", "build_model", "model_tables"]
 
 _HIDDEN = 64
 _TABLE_LR = 0.02
@@ -62,6 +63,25 @@ class FieldsModel(nn.Module):
         logits_B = self.over_arch(torch.cat([batch.dense_features, pooled_BD], dim=1)).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits_B, batch.labels)
         return loss, (loss.detach(), logits_B.detach(), batch.labels.detach())
+
+
+def model_tables(fields: Sequence[FieldSpec]) -> list[ModelTable]:
+    """The model's tables, in its order.
+
+    Args:
+        fields: What a sample has.
+    """
+    return [
+        ModelTable(
+            name=of.table,
+            module="collection",
+            num_embeddings=of.num_embeddings,
+            dim=of.dim,
+            ids_per_sample=of.pooling_factor,
+            mean=of.mean,
+        )
+        for of in fields
+    ]
 
 
 def build_model(fields: Sequence[FieldSpec], weighted: bool, seed: int) -> FieldsModel:

@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -127,7 +128,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     own = argparse.SUPPRESS  # not given = the question's or the scenario's own
     names = [scenario.name for scenario in SCENARIOS]
-    add("--data", required=True, help=f"Criteo file, or one of {', '.join(GENERATED)} to generate")
+    add(
+        "--data",
+        type=os.path.relpath,
+        required=True,
+        help=f"Criteo file, or one of {', '.join(GENERATED)} to generate",
+    )
     add("--rate-mbit", type=float, default=own, help="of each link; 0 = loopback (default: 1000)")
     add("--towers", choices=tuple(TOWERS), default=own, help="(default: thin)")
     add("--contestants", default=own, metavar="A,B,...", help=f"(default: {','.join(CONTESTANTS)})")

@@ -73,7 +73,9 @@ def refusals_of(
     refusal = why_not_exact(params, data_type=data_type, device_type=device_type)
     no_bags = why_no_bags(options) if as_bags else None
     if refusal is None and no_bags is not None:
-        refusal = Refusal(what=f"its bags were asked for, but {no_bags}", instead="ask for rows")
+        refusal = Refusal(
+            what=f"its bags were asked for, but {no_bags}", instead="ask for form='rows'"
+        )
     if refusal is None and not kernels:
         refusal = _NO_ROW_WISE
     if refusal is None:

@@ -27,7 +27,8 @@ __all__ = ["BatchCut", "filled_up"]
 def filled_up(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Gives every feature as many bags as the one with most, empty ones at its end.
 
-    Homes that pool bags for other ranks are told one number of samples.
+    Homes that pool bags for other ranks are told one number of samples, and sequences are given out
+    with one. TorchRec's ``pad_vbe_kjt_lengths`` does without weights, feature by feature.
 
     Args:
         features: Each with a batch size of its own.
@@ -43,6 +44,8 @@ def filled_up(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         weights=features.weights_or_none(),
         lengths=lengths_FS.view(-1),
         stride=most,
+        length_per_key=features.length_per_key_or_none(),
+        offset_per_key=features.offset_per_key_or_none(),
     )
 
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec.distributed.embedding import pad_vbe_kjt_lengths
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.rows.batch_rows import PartRows
+from torchrec_picasso.rows.cut import filled_up
 from torchrec_picasso.sharding.spread import SpreadBags, SpreadSequences
 
 __all__ = ["OddFeatures", "spread"]
@@ -105,4 +105,4 @@ class _PaddedRows(PartRows):
 
     @property
     def features(self) -> KeyedJaggedTensor:
-        return pad_vbe_kjt_lengths(self.rows.layout.features_of[self.module])
+        return filled_up(self.rows.layout.features_of[self.module])
