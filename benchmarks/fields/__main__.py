@@ -36,7 +36,9 @@ alternating order, so whatever else the machine does hits all of them:
 - rows:K, rows:K:HOT_ROWS and bags:K: likewise, in K micro-batches, nothing chosen.
 
 What the planner's cost model says of each is beside what it took, for plans made by hand, too; with
---local-costs and --dense it knows all that calibration can tell.
+--local-costs and --dense it knows all that calibration can tell. Plans are made by what is measured
+before the turns; predictions are the mean of that and of the same measured after them, as the pace
+of a machine changes.
 
 Numbers are defined as in `python -m benchmarks.pipelines`; calls are the collectives of a step.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from benchmarks.fields.plans import (
     plan_stock,
     plan_table_wise,
 )
-from benchmarks.fields.predicted import Predicted, predict
+from benchmarks.fields.predicted import Predicted, mean_of, predict
 from benchmarks.fields.question import COUNTED_STEPS, WARMUP_STEPS, Question
 from benchmarks.fields.trainer import ContestantTrainer
 from benchmarks.fields.workload import Workload
@@ -28,6 +29,7 @@ from benchmarks.pipelines.memory import PeakMemory
 from benchmarks.pipelines.runner import RankResult, Runner
 from benchmarks.sequences.workload import SequencesWorkload
 from torchrec_picasso import CommCurves, FrequencyStats
+from torchrec_picasso.decision.decision import Decision
 from torchrec_picasso.launch.progress import Progress
 from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.runs.dense_probe import measure_dense_of
@@ -37,8 +39,6 @@ from torchrec_picasso.runs.pipelines import describe_pipeline
 __all__ = ["RankAnswer", "compare_on_rank", "make_workload"]
 
 _MAX_BATCHES = 32
-_CHOICE_STEPS = 100
-"""Most steps of a pipeline's choice between all its settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class RankAnswer:
         results: Of the contestants.
         says: What the planner of each predicts, on the first rank.
         chose: What each pipeline says of its modules and its choice.
-        predicted: What the cost model says of each, in its micro-batches; without those it has no
-            price for.
+        predicted: What the cost model says of each, in its micro-batches, by curves from before and
+            after the turns; without those it has no price for.
         dense_bytes: Sent per step to sum dense gradients.
     """
 
@@ -110,19 +110,11 @@ def compare_on_rank(
             progress.advance()
     progress.close()
     results = [runner.result() for runner in runners]
-    dist.barrier()  # what pipelines read ahead is on the wire: no rank leaves before the others
-    prices = {
-        of.contestant.name: bench.predict(
-            trainers[of.contestant.name],
-            of.num_micro_batches if of.contestant.pipeline == "interleaved" else None,
-        )
-        for of in results
-    }
     return RankAnswer(
         results=results,
         says=says,
         chose={name: describe_pipeline(of.pipeline) for name, of in trainers.items()},
-        predicted={name: of for name, of in prices.items() if of is not None},
+        predicted=bench.predict(results, trainers),
         dense_bytes=bench.decision.dense.parameter_bytes * 2 * (world_size - 1) / world_size,
     )
 
@@ -140,24 +132,46 @@ class _Bench:
         self._batches = self._workload.training(rank, min(_MAX_BATCHES, question.num_steps))
         heldout = self._workload.heldout(world_size, question.heldout_steps)
         self._stats = FrequencyStats.collect(heldout, self._workload.model())
-        dist.barrier()  # nothing else uses the cores while the links are measured
-        self._curves = curves or CommCurves.measure(pg)
-        if question.local_costs:
-            local = measure_local_costs()
-            self._curves = dataclasses.replace(self._curves, local=local)
-        if question.dense:
-            model = self._workload.model()
-            dense = measure_dense_of(model, self._batches[0], question.batch_size)
-            self._curves = dataclasses.replace(self._curves, dense=dense)
-        self.decision = decide_hot_cold(
-            self._workload.model(), pg, question.batch_size, self._stats, self._curves
-        )
+        self._links = curves
+        self._curves = self._measure()
+        self.decision = self._decide(self._curves)
+
+    def _measure(self) -> CommCurves:
+        """Curves of the links, unless given, and of the ranks' own work where that is asked for."""
+        dist.barrier()  # nothing else uses the cores, and nothing is on the wire
+        curves = self._links or CommCurves.measure(self._pg)
+        if self._question.local_costs:
+            curves = dataclasses.replace(curves, local=measure_local_costs())
+        if self._question.dense:
+            model, size = self._workload.model(), self._question.batch_size
+            dense = measure_dense_of(model, self._batches[0], size)
+            curves = dataclasses.replace(curves, dense=dense)
+        return curves
+
+    def _decide(self, curves: CommCurves) -> Decision:
+        model, size = self._workload.model(), self._question.batch_size
+        return decide_hot_cold(model, self._pg, size, self._stats, curves)
 
     def predict(
-        self, trainer: ContestantTrainer, num_micro_batches: int | None
-    ) -> Predicted | None:
-        """What the cost model says of a contestant."""
-        return predict(self.decision, trainer.placement, num_micro_batches)
+        self, results: Sequence[RankResult], trainers: Mapping[str, ContestantTrainer]
+    ) -> dict[str, Predicted]:
+        """What the cost model says of the contestants, once their turns are over.
+
+        A machine's pace may change within the turns, so curves are measured once more, and the
+        prediction is the mean of both.
+        """
+        later = self._decide(self._measure())
+        dist.barrier()  # no rank leaves while another is at work
+        predicted = {}
+        for of in results:
+            name = of.contestant.name
+            pieces = of.num_micro_batches if of.contestant.pipeline == "interleaved" else None
+            placement = trainers[name].placement
+            prices = [predict(by, placement, pieces) for by in (self.decision, later)]
+            known = [price for price in prices if price is not None]
+            if known:
+                predicted[name] = mean_of(known)
+        return predicted
 
     def make(self, contestant: Contestant) -> tuple[Runner, ContestantTrainer, str]:
         """A contestant at work, its trainer, and what its planner says."""
@@ -171,8 +185,6 @@ class _Bench:
             contestant,
             trainer,
             self._batches,
-            self._question.num_steps,
-            choice_steps=_CHOICE_STEPS,
             on_links=self._question.rate_mbit is not None,
             memory=memory,
         )

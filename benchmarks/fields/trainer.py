@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -74,20 +73,18 @@ class ContestantTrainer:
         """What trains."""
         return self._pipeline
 
-    def steps(self, batches: Iterable[Batch], num_steps: int | None = None) -> Iterator[Tensor]:
-        """Trains on the given batches, one at a time. Collective.
+    def steps(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
+        """Trains on the given batches, one at a time, until they end. Collective.
 
         Args:
-            batches: This rank's batches, more of them than steps: a pipeline reads ahead, and what
-                it has read after the last step it keeps.
-            num_steps: Steps to take; ``None`` = until the batches end.
+            batches: This rank's batches; each rank must give as many.
 
         Yields:
             This rank's loss of each step, a scalar.
         """
         self._model.train()
         stream = iter(batches)
-        for _ in itertools.count() if num_steps is None else range(num_steps):
+        while True:
             try:
                 loss, _, _ = self._pipeline.progress(stream)
             except StopIteration:

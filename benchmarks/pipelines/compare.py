@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.pipelines.contestants import parse_contestant
 from benchmarks.pipelines.memory import PeakMemory
 from benchmarks.pipelines.probes import choose_finalists
-from benchmarks.pipelines.question import COUNTED_STEPS, LAST_STEPS, WARMUP_STEPS, Question
+from benchmarks.pipelines.question import COUNTED_STEPS, WARMUP_STEPS, Question
 from benchmarks.pipelines.runner import RankResult, Runner, dlrm_trainer
 from torchrec_picasso.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.cost import CommCurves
@@ -78,7 +78,6 @@ def compare_on_rank(
             contestant,
             dlrm_trainer(contestant, question.config(), source, curves),
             batches,
-            question.num_steps,
             on_links=question.rate_mbit is not None,
             memory=memory,
         )
@@ -92,9 +91,6 @@ def compare_on_rank(
             progress.tell(f"{runner.contestant.name}, round {turn + 1} of {question.rounds}")
             runner.block(question.block_steps)
             progress.advance(1 + question.block_steps)
-    for runner in runners:
-        runner.train(LAST_STEPS)
-        progress.advance(LAST_STEPS)
     progress.close()
     results = [runner.result() for runner in runners]
     return RankAnswer(results=results, probe_ms=probe_ms, left_out=left_out)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from benchmarks.pipelines.contestants import parse_contestant
 from benchmarks.pipelines.probes import alone_ms
-from benchmarks.pipelines.question import LAST_STEPS, WARMUP_STEPS, Question
+from benchmarks.pipelines.question import WARMUP_STEPS, Question
 from benchmarks.pipelines.standings import Standing
 from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.launch.run_ranks import run_ranks
@@ -60,7 +60,7 @@ def floor_on_rank(rank: int, world_size: int, question: Question) -> float:
     """
     quiet_upstream()
     source = make_source(question.config().data, seed=0)
-    num_steps = WARMUP_STEPS + 1 + _FLOOR_STEPS + LAST_STEPS
+    num_steps = WARMUP_STEPS + 1 + _FLOOR_STEPS
     batches = list(itertools.islice(source.batches(rank, world_size), num_steps))
     contestant = parse_contestant("hot_cold:0")
     return alone_ms(contestant, question, source, batches, _FLOOR_STEPS)[0]

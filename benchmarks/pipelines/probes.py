@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchrec.datasets.utils import Batch
 
 from benchmarks.pipelines.contestants import Contestant
-from benchmarks.pipelines.question import LAST_STEPS, WARMUP_STEPS, Question
+from benchmarks.pipelines.question import WARMUP_STEPS, Question
 from benchmarks.pipelines.runner import Runner, dlrm_trainer
 from torchrec_picasso.launch.progress import Progress
 from torchrec_picasso.zoo.source import BatchSource
@@ -102,11 +102,9 @@ def alone_ms(
     Returns:
         Milliseconds on the slowest rank, and whether its plan trains what an unsharded model would.
     """
-    total = WARMUP_STEPS + 1 + num_steps + LAST_STEPS
-    runner = Runner(contestant, dlrm_trainer(contestant, question.config(), source), batches, total)
+    runner = Runner(contestant, dlrm_trainer(contestant, question.config(), source), batches)
     runner.train(WARMUP_STEPS)
     step_ms = torch.tensor(median(runner.block(num_steps).step_s) * 1e3)
-    runner.train(LAST_STEPS)
     dist.all_reduce(step_ms, dist.ReduceOp.MAX)
     is_exact = runner.result().trains_same_model
     del runner

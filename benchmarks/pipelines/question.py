@@ -10,7 +10,6 @@ __all__ = [
     "CONTESTANTS",
     "COUNTED_STEPS",
     "GENERATED",
-    "LAST_STEPS",
     "Question",
     "TOWERS",
     "WARMUP_STEPS",
@@ -24,8 +23,8 @@ CONTESTANTS = (
     *("hot_cold", "hot_cold:0", "hot_cold:5000", "interleaved", "interleaved:4"),
 )
 
-WARMUP_STEPS, COUNTED_STEPS, LAST_STEPS = 3, 2, 3
-"""Steps before, under the byte meter, and at the end; the last ones read no batch ahead."""
+WARMUP_STEPS, COUNTED_STEPS = 3, 2
+"""Steps before, and under the byte meter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +66,8 @@ class Question:
 
     @property
     def num_steps(self) -> int:
-        """Steps that every contestant takes."""
-        timed = self.rounds * (self.block_steps + 1)
-        return WARMUP_STEPS + COUNTED_STEPS + timed + LAST_STEPS
+        """Steps that every contestant takes before its data end."""
+        return WARMUP_STEPS + COUNTED_STEPS + self.rounds * (self.block_steps + 1)
 
     @property
     def link(self) -> str:

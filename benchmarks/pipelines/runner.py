@@ -8,6 +8,7 @@ behind it are: each inherits as much work in flight as it leaves behind.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -37,7 +38,8 @@ from torchrec_picasso.zoo.source import BatchSource
 __all__ = ["Block", "RankResult", "Runner", "Trains", "dlrm_trainer", "schedule_used"]
 
 _SETTLE_S = 0.02
-_CHOICE_STEPS = 48
+_CHOICE_STEPS = 100
+"""More than any pipeline takes to choose its micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class RankResult:
     Args:
         contestant: Which one.
         blocks: Its turns.
-        losses: This rank's loss of every step.
+        losses: This rank's loss of every step until its data ended.
         metered_bytes: Bytes that this rank sent per step, by the byte meter.
         collectives: Collectives per step.
         tables: How many tables are sharded in which way.
@@ -100,8 +102,8 @@ class Trains(Protocol):
         """What trains."""
         ...
 
-    def steps(self, batches: Iterable[Batch], num_steps: int | None = None) -> Iterator[Tensor]:
-        """This rank's loss of each step."""
+    def steps(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
+        """This rank's loss of each step, until the batches end."""
         ...
 
 
@@ -112,8 +114,6 @@ class Runner:
         contestant: Who trains.
         trainer: Its model and pipeline.
         batches: This rank's batches, used again and again.
-        num_steps: Steps that it will take in all, without those of :meth:`settle`.
-        choice_steps: Most steps that a pipeline that chooses its micro-batches may choose in.
         on_links: Whether this rank's host has a link of its own, whose bytes can be counted.
         memory: Begun before the trainer was made.
     """
@@ -123,8 +123,6 @@ class Runner:
         contestant: Contestant,
         trainer: Trains,
         batches: Sequence[Batch],
-        num_steps: int,
-        choice_steps: int = _CHOICE_STEPS,
         on_links: bool = False,
         memory: PeakMemory | None = None,
     ) -> None:
@@ -132,9 +130,8 @@ class Runner:
         self._on_links, self._memory = on_links, memory
         self._peak_bytes: int | None = None
         self._placement, self._pipeline = trainer.placement, trainer.pipeline
-        self._choice_steps = choice_steps if contestant.chooses else 0
-        num_steps += self._choice_steps
-        self._steps = trainer.steps(itertools.cycle(batches), num_steps)
+        self._batches = _UntilEnded(batches)
+        self._steps = trainer.steps(self._batches)
         self._losses: list[Tensor] = []
         self._blocks: list[Block] = []
         self._metered = (0.0, 0.0)
@@ -145,12 +142,12 @@ class Runner:
             self._losses.append(next(self._steps))
 
     def settle(self) -> None:
-        """Lets a pipeline that chooses its micro-batches choose; steps left over are its last."""
-        for _ in range(self._choice_steps):
+        """Lets a pipeline that chooses its micro-batches choose."""
+        for _ in range(_CHOICE_STEPS):
             if is_settled(self._pipeline):
                 return
             self.train(1)
-        assert is_settled(self._pipeline), f"it still chooses after {self._choice_steps} steps"
+        raise AssertionError(f"{self.contestant.name} still chooses after {_CHOICE_STEPS} steps")
 
     def count(self, num_steps: int) -> None:
         """Takes steps under the byte meter, which slows them."""
@@ -182,8 +179,9 @@ class Runner:
         return block
 
     def result(self) -> RankResult:
-        """What this rank measured; call it when all steps but those of the choice are taken."""
-        self._losses += self._steps  # what settle() left, which empties the pipeline
+        """What this rank measured. Ends the data: batches that were read ahead are trained."""
+        self._batches.end()
+        collections.deque(self._steps, maxlen=0)
         tables, hot_rows, is_exact = _describe(self._placement)
         num_micro_batches, lookahead = schedule_used(self.contestant, self._pipeline)
         return RankResult(
@@ -207,6 +205,25 @@ class Runner:
         cpu_s = time.process_time()
         dist.barrier()
         return link_bytes, cpu_s
+
+
+class _UntilEnded:
+    """Batches again and again, until somebody ends them."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches, self._is_ended = itertools.cycle(batches), False
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._is_ended:
+            raise StopIteration
+        return next(self._batches)
+
+    def end(self) -> None:
+        """Gives no more."""
+        self._is_ended = True
 
 
 def dlrm_trainer(

@@ -144,8 +144,21 @@ class _Remembering(_Model):
         return super().act(hidden)
 
 
+class _WritingClicked(_Clicked):
+    """Writes into what the tables gave it."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        pooled = self.ebc(batch.sparse_features)
+        values = pooled.values()
+        values *= 0.5
+        hidden = self.hidden(torch.cat([batch.dense_features, values], dim=1))
+        out = self.over(hidden).squeeze(1)
+        return self.loss(out, hidden, batch), out.detach()
+
+
 FOUND: dict[str, tuple[type[_Model], list[str]]] = {
     "clicked": (_Clicked, ["the gradient of the output of ebc differs by"]),
+    "writing": (_WritingClicked, ["the gradient of the output of ebc differs by"]),
     "padded": (_Padded, ["the gradient of the output of ebc differs by"]),
     "dice": (_Dice, ["the gradient of the output of ebc differs by"]),
     "counting": (_Counting, ["the buffer forwards differs after the forward"]),
@@ -333,4 +346,4 @@ def test_a_difference_that_shows_late_ends_the_cutting_with_that_very_step() -> 
 
 def test_checks_become_rare() -> None:
     due: Callable[[int], bool] = is_due
-    assert [step for step in range(1, 40) if due(step)] == [1, 2, 4, 8, 16, 32]
+    assert [step for step in range(1, 300) if due(step)] == [1, 2, 4, 8, 16, 64, 256]

@@ -24,6 +24,8 @@ __all__ = ["Tolerance", "difference_of", "difference_of_outputs"]
 _NEGLIGIBLE = 1e-3
 """Of the mean: a sample below this counts as this much, so that noise around 0 is not relative."""
 
+_ELEMENTS_AT_ONCE = 1 << 17
+
 
 class Tolerance:
     """What rounding may do.
@@ -50,19 +52,35 @@ def difference_of(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | Non
     """
     if whole.shape != cut.shape:
         return f"has shape {tuple(cut.shape)} instead of {tuple(whole.shape)}"
-    if not whole.numel() or not whole.isfinite().all():
+    if not whole.numel():
+        return None
+    whole_B, off_B = _sizes(whole.detach(), cut.detach())
+    if not whole_B.isfinite().all():
         return None  # nothing to compare with
-    wide = torch.promote_types(whole.dtype, torch.float32)
-    whole_B, off_B = (
-        values.detach().to(wide).reshape(values.size(0) if values.dim() else 1, -1).abs().sum(1)
-        for values in (whole, cut - whole)
-    )
+    wide = whole_B.dtype
     mean = float(off_B.mean() / whole_B.mean().clamp_min(torch.finfo(wide).tiny))
     floor = (_NEGLIGIBLE * whole_B.mean()).clamp_min(torch.finfo(wide).tiny)
     median = float((off_B / torch.maximum(whole_B, floor)).median())
     if mean <= tolerance.mean and median <= tolerance.median:
         return None
     return f"differs by {100 * max(mean, median):.2g} %"
+
+
+def _sizes(whole: Tensor, cut: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of absolute values and of absolute differences, by sample, a few samples at a time.
+
+    A whole difference, tens of megabytes, would be written to memory only to be read once.
+    """
+    wide = torch.promote_types(whole.dtype, torch.float32)
+    num_samples = whole.size(0) if whole.dim() else 1
+    flat, flat_cut = whole.reshape(num_samples, -1), cut.reshape(num_samples, -1)
+    at_once = max(1, _ELEMENTS_AT_ONCE // max(1, flat.size(1)))
+    sums = [
+        (one.to(wide).abs().sum(1), (other.to(wide) - one.to(wide)).abs_().sum(1))
+        for one, other in zip(flat.split(at_once), flat_cut.split(at_once))
+    ]
+    whole_B, off_B = (torch.cat(of) for of in zip(*sums))
+    return whole_B, off_B
 
 
 def difference_of_outputs(

@@ -14,7 +14,7 @@ is one where the model runs on random numbers that cannot be held still. Evaluat
 at.
 
 Cost: about two dense forwards and backwards more, and the memory of one over the whole batch, in a
-step with a check: 1, 2, 4, 8, ...
+step with a check: 1, 2, 4, 8, 16, 64, 256, ...
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ __all__ = ["CutCheck", "agree", "is_due"]
 _TENSOR_FLOAT = 2.0**-11
 """Rounding step of float32 products where the device is allowed to shorten them."""
 
+_OFTEN_UNTIL = 16
+"""Steps in which data that differ from the first batch are likely to be new."""
+
 ADVICE = (
     "Either the loss is no mean over samples (a mean over clicked samples or over padded positions "
     "is not; loss_reduction='sum' if it is a sum), or the model computes over the batch (its own "
@@ -61,8 +64,12 @@ ADVICE = (
 
 
 def is_due(step: int) -> bool:
-    """Whether a training step, counted from 1, begins with a check: steps 1, 2, 4, 8, ..."""
-    return step & (step - 1) == 0
+    """Whether a training step, counted from 1, begins with a check.
+
+    Steps 1, 2, 4, 8, 16, then 64, 256, 1024, ...
+    """
+    is_power_of_2 = step & (step - 1) == 0
+    return is_power_of_2 and (step <= _OFTEN_UNTIL or step.bit_length() % 2 == 1)
 
 
 @dataclass(frozen=True)
@@ -232,15 +239,14 @@ class CutCheck:
 
 def _grads(loss: Tensor, given: Mapping[str, WholeOutput]) -> dict[str, Sequence[Tensor]]:
     """Gradients of the loss by the tables' outputs; none where the model lets none through."""
-    names_and_leaves = [(name, leaf) for name, whole in given.items() for leaf in whole.leaves]
-    if not names_and_leaves or not loss.requires_grad:
+    leaves = [leaf for whole in given.values() for leaf in whole.leaves]
+    if not leaves or not loss.requires_grad:
         return {}
-    leaves = [leaf for _, leaf in names_and_leaves]
-    grads: dict[str, list[Tensor]] = {}
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    for (name, leaf), grad in zip(names_and_leaves, found):
-        grads.setdefault(name, []).append(torch.zeros_like(leaf) if grad is None else grad)
-    return dict(grads)
+    found = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
+    return {
+        name: whole.join_gradients([next(found) for _ in whole.leaves])
+        for name, whole in given.items()
+    }
 
 
 def _difference(whole: _Run, cut: _Run, tolerance: Tolerance) -> str | None:

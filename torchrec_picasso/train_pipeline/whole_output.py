@@ -1,8 +1,14 @@
-"""The output of a module that is not interleaved: computed once per batch, given out in parts."""
+"""The output of a module that is not interleaved: computed once per batch, given out in parts.
+
+Shape letters: K micro-batches, V values of the output that gradients run back to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,10 +49,10 @@ class UncutOutput:
 class WholeOutput:
     """An output of a whole batch, cut off from its graph.
 
-    Micro-batches run backward into leaves; the module's own backward, which exchanges and updates,
-    runs once, with the sums. That needs tensors, pooled (KeyedTensor) or by sequences (dicts of
-    JaggedTensors), alone or in containers. Anything else is handed to a whole batch as it is, with
-    its graph.
+    Every micro-batch gets a copy of its samples, so a model may write into it, and runs backward
+    into leaves of its own; the module's backward, which exchanges and updates, runs once, with all
+    of them. That needs tensors, pooled (KeyedTensor) or by sequences (dicts of JaggedTensors),
+    alone or in containers. Anything else is handed to a whole batch as it is, with its graph.
 
     Args:
         output: What the module returned, awaitable or not.
@@ -57,9 +63,12 @@ class WholeOutput:
     def __init__(self, output: Any, name: str, *, always_leaves: bool = False) -> None:
         self._name = name
         self._always_leaves = always_leaves
-        self._values_and_leaves: list[tuple[Tensor, Tensor]] = []
-        self._output = self._off_graph(output)
-        self._parts: dict[tuple[int, ...], Sequence[Any]] = {}
+        self._values: list[Tensor] = []
+        """Those that gradients run back to."""
+        self._has_leaf: list[bool] = []
+        """Of every tensor of the output."""
+        self._output = self._map(output, self._off_graph)
+        self._cuts: dict[tuple[int, ...], _Cut] = {}
 
     def part(self, sizes_K: Sequence[int], index: int) -> Any:
         """The output for one micro-batch.
@@ -68,11 +77,43 @@ class WholeOutput:
             CompatError: If it cannot be cut.
         """
         sizes = tuple(sizes_K)
-        if sizes not in self._parts:
-            self._parts[sizes] = [self._output] if len(sizes) == 1 else self._cut(sizes)
-        return self._parts[sizes][index]
+        if sizes not in self._cuts:
+            parts_K = [self._output] if len(sizes) == 1 else self._split(sizes)
+            self._cuts[sizes] = self._with_leaves(parts_K)
+        return self._cuts[sizes].parts_K[index]
 
-    def _cut(self, sizes: tuple[int, ...]) -> Sequence[Any]:
+    def backward(self) -> None:
+        """Runs the module's backward, unless no gradient came. Collective."""
+        grads = [leaf.grad for leaf in self.leaves]
+        if all(grad is None for grad in grads):
+            return  # nor would the module's backward run in a plain loop
+        torch.autograd.backward(self._values, self.join_gradients(grads))
+
+    def detached(self) -> WholeOutput:
+        """The same output with leaves of its own, whose backward nobody waits for."""
+        other = copy.copy(self)
+        other._cuts = {}
+        return other
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What gradients of all parts that were handed out arrive at."""
+        return [leaf for cut in self._cuts.values() for leaves in cut.leaves_VK for leaf in leaves]
+
+    def join_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """Those of the whole output's values, zeros where none came.
+
+        Args:
+            grads: Of :attr:`leaves`, in their order.
+        """
+        found = iter(grads)
+        by_cut_V = [
+            [_join_gradients([next(found) for _ in leaves], leaves) for leaves in cut.leaves_VK]
+            for cut in self._cuts.values()
+        ]
+        return [torch.stack(of).sum(0) if len(of) > 1 else of[0] for of in zip(*by_cut_V)]
+
+    def _split(self, sizes: tuple[int, ...]) -> Sequence[Any]:
         try:
             return split_batch(self._output, sizes)
         except (CompatError, InputError) as error:
@@ -81,55 +122,74 @@ class WholeOutput:
                 f"into micro-batches ({error}); use num_micro_batches=1"
             ) from error
 
-    def backward(self) -> None:
-        """Runs the module's backward, unless no gradient came. Collective."""
-        if all(leaf.grad is None for _, leaf in self._values_and_leaves):
-            return  # nor would the module's backward run in a plain loop
-        torch.autograd.backward(
-            [values for values, _ in self._values_and_leaves],
-            [
-                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                for _, leaf in self._values_and_leaves
-            ],
-        )
+    def _with_leaves(self, parts_K: Sequence[Any]) -> _Cut:
+        leaves_KV: list[list[Tensor]] = []
 
-    def detached(self) -> WholeOutput:
-        """The same output with leaves of its own, whose backward nobody waits for."""
-        return WholeOutput(self._output, self._name)
+        def leaf_of(tensor: Tensor, has_leaf: Iterator[bool], leaves_V: list[Tensor]) -> Tensor:
+            if not next(has_leaf):
+                return tensor
+            leaves_V.append(tensor.detach().requires_grad_())
+            return leaves_V[-1].clone()
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        """What gradients of the output arrive at."""
-        return [leaf for _, leaf in self._values_and_leaves]
+        handed_out = []
+        for part in parts_K:
+            leaves_KV.append([])
+            take = partial(leaf_of, has_leaf=iter(self._has_leaf), leaves_V=leaves_KV[-1])
+            with torch.enable_grad():
+                handed_out.append(self._map(part, take))
+        return _Cut(handed_out, list(zip(*leaves_KV)))
 
-    def _off_graph(self, value: Any) -> Any:
+    def _off_graph(self, values: Tensor) -> Tensor:
+        is_float = values.is_floating_point()
+        self._has_leaf.append(values.requires_grad or (self._always_leaves and is_float))
+        if self._has_leaf[-1]:
+            self._values.append(values)
+        return values.detach()
+
+    def _map(self, value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        """The output with every tensor changed, always in the same order."""
         if isinstance(value, Awaitable):
             value = value.wait()
         if isinstance(value, KeyedTensor):
             return KeyedTensor(
                 keys=value.keys(),
                 length_per_key=value.length_per_key(),
-                values=self._leaf(value.values()),
+                values=change(value.values()),
                 key_dim=value.key_dim(),
             )
         if isinstance(value, JaggedTensor) and not isinstance(value, KeyedJaggedTensor):
             return JaggedTensor(
-                values=self._leaf(value.values()),
+                values=change(value.values()),
                 weights=value.weights_or_none(),
                 lengths=value.lengths_or_none(),
                 offsets=value.offsets_or_none(),
             )
         if isinstance(value, Tensor):
-            return self._leaf(value)
+            return change(value)
         members = children_of(value)
         if members is None:
             return value
-        found = [self._off_graph(member) for _, member in members]
+        found = [self._map(member, change) for _, member in members]
         return rebuild(value, found, f"output of {self._name}", "use TrainPipelineSparseDist")
 
-    def _leaf(self, values: Tensor) -> Tensor:
-        if not values.requires_grad and not self._always_leaves:
-            return values
-        leaf = values.detach().requires_grad_()
-        self._values_and_leaves.append((values, leaf))
-        return leaf
+
+@dataclass(frozen=True)
+class _Cut:
+    """An output cut to some sizes.
+
+    Args:
+        parts_K: By micro-batch.
+        leaves_VK: By value of the output, those of its parts.
+    """
+
+    parts_K: Sequence[Any]
+    leaves_VK: Sequence[Sequence[Tensor]]
+
+
+def _join_gradients(grads_K: Sequence[Tensor | None], leaves_K: Sequence[Tensor]) -> Tensor:
+    known_K = [
+        torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads_K, leaves_K)
+    ]
+    if len(known_K) == 1:
+        return known_K[0]
+    return torch.cat(known_K) if leaves_K[0].dim() else torch.stack(known_K).sum()
