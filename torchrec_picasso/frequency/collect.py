@@ -21,6 +21,9 @@ from torchrec_picasso.frequency.table import ModelTable
 
 __all__ = ["count_lookups", "model_tables"]
 
+_BATCHES_LOOKED_AT = 16
+"""As wholes, for their distinct rows; that takes a sort."""
+
 
 def model_tables(model: nn.Module) -> list[ModelTable]:
     """Lists the embedding tables of an unsharded model, in module order.
@@ -86,19 +89,49 @@ def count_lookups(
             table.
     """
     counters = [CountAccumulator(table, max_rows_counted) for table in tables]
+    distinct = [_Distinct() for _ in tables]
     batches_read = samples_read = 0
     for batch in islice(batches, num_batches):
         features = _sparse_features(batch)
         values_by_feature = _values_by_feature(features)
         num_bags = dict(zip(features.keys(), features.stride_per_key()))
-        for table, counter in zip(tables, counters):
-            for feature in table.feature_names:
-                ids_N = _checked_ids(values_by_feature, feature, table)
+        for table, counter, of_batches in zip(tables, counters, distinct):
+            ids_of = {
+                feature: _checked_ids(values_by_feature, feature, table)
+                for feature in table.feature_names
+            }
+            for feature, ids_N in ids_of.items():
                 counter.add(feature, ids_N, num_bags[feature])
+            if batches_read < _BATCHES_LOOKED_AT:
+                of_batches.add(list(ids_of.values()))
         batches_read += 1
         samples_read += features.stride()
-    counts = {table.name: counter.result() for table, counter in zip(tables, counters)}
+    counts = {
+        table.name: of_batches.told(counter.result())
+        for table, counter, of_batches in zip(tables, counters, distinct)
+    }
     return counts, batches_read, samples_read
+
+
+class _Distinct:
+    """How many distinct rows whole batches look up in a table."""
+
+    def __init__(self) -> None:
+        self._num_lookups = self._num_distinct = self._num_batches = 0
+
+    def add(self, ids_of_features: Sequence[Tensor]) -> None:
+        """Takes a batch."""
+        ids_N = torch.cat(list(ids_of_features))
+        self._num_lookups += ids_N.numel()
+        self._num_distinct += ids_N.unique().numel()
+        self._num_batches += 1
+
+    def told(self, counts: TableCounts) -> TableCounts:
+        """Counts that know of it."""
+        number = self._num_batches
+        if number < 2:  # one batch is the whole sample, whose distinct rows are known
+            return counts
+        return counts.with_distinct(self._num_lookups / number, self._num_distinct / number, number)
 
 
 def _sparse_features(batch: object) -> KeyedJaggedTensor:

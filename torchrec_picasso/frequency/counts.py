@@ -10,7 +10,7 @@ Shape letters: U rows counted, V rows sampled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -44,6 +44,8 @@ class TableCounts:
         total_lookups: Lookups of the table; ``None`` = the sum of ``counts_U``.
         feature_lookups: Lookups by feature, in the order of ``feature_names``; empty = not known.
         feature_bags: Bags (samples) by feature, empty ones included; empty = not known.
+        effective_share: Independent lookups that one lookup of a batch counts as, see
+            :mod:`.spectrum`; 1 where no batches were looked at.
     """
 
     num_embeddings: int
@@ -55,6 +57,7 @@ class TableCounts:
     total_lookups: float | None = None
     feature_lookups: tuple[float, ...] = ()
     feature_bags: tuple[float, ...] = ()
+    effective_share: float = 1.0
 
     @property
     def num_lookups(self) -> float:
@@ -83,7 +86,10 @@ class TableCounts:
     def _spectrum(self) -> CountSpectrum:
         if self.tail is None:
             return CountSpectrum.of(
-                self.counts_U, self.num_embeddings, num_lookups=self.total_lookups
+                self.counts_U,
+                self.num_embeddings,
+                num_lookups=self.total_lookups,
+                effective_share=self.effective_share,
             )
         sure_U = self.counts_U >= max(_SURE_COUNT * self.max_undercount, 1)
         head_U, rows_U = self.counts_U[sure_U], self.rows_U[sure_U]
@@ -101,6 +107,7 @@ class TableCounts:
             self.tail.counts_V[~is_head_V],
             self.tail.rows_per_sampled,
             self.num_lookups,
+            self.effective_share,
         )
 
     def pooling_factor(self, feature: str) -> float:
@@ -123,6 +130,19 @@ class TableCounts:
         counts_U, order_U = self.counts_U.sort(descending=True, stable=True)
         return self.rows_U[order_U], counts_U
 
+    def with_distinct(
+        self, num_lookups: float, num_distinct: float, num_batches: int
+    ) -> TableCounts:
+        """These counts, of lookups that depend on each other as those of some batches do.
+
+        Args:
+            num_lookups: Lookups of a batch, on average.
+            num_distinct: Distinct rows among them, on average.
+            num_batches: Batches that these are the averages of.
+        """
+        spectrum = self.spectrum().with_distinct(num_lookups, num_distinct, num_batches)
+        return replace(self, effective_share=spectrum.effective_share)
+
     def merge(self, other: TableCounts, max_rows_counted: int | None = None) -> TableCounts:
         """The counts of two samples of the same table; exact if both are and the rows fit.
 
@@ -144,6 +164,7 @@ class TableCounts:
             total_lookups=None if tail is None else self.num_lookups + other.num_lookups,
             feature_lookups=_added(self.feature_lookups, other.feature_lookups),
             feature_bags=_added(self.feature_bags, other.feature_bags),
+            effective_share=self._mean_share(other),
         )
         return merged if max_rows_counted is None else merged.shrunk(max_rows_counted)
 
@@ -154,24 +175,19 @@ class TableCounts:
         rows, counts, subtracted = keep_heaviest(
             self.rows_U.numpy(), self.counts_U.numpy(), max_rows_counted
         )
-        return TableCounts(
-            num_embeddings=self.num_embeddings,
-            feature_names=self.feature_names,
+        return replace(
+            self,
             rows_U=torch.from_numpy(rows),
             counts_U=torch.from_numpy(counts),
             max_undercount=self.max_undercount + subtracted,
             tail=self._sample(),
             total_lookups=self.num_lookups,
-            feature_lookups=self.feature_lookups,
-            feature_bags=self.feature_bags,
         )
 
     def decayed(self, factor: float) -> TableCounts:
         """These counts, all multiplied by a factor; they become float64."""
-        return TableCounts(
-            num_embeddings=self.num_embeddings,
-            feature_names=self.feature_names,
-            rows_U=self.rows_U,
+        return replace(
+            self,
             counts_U=self.counts_U.double() * factor,
             max_undercount=self.max_undercount * factor,
             tail=None if self.tail is None else self.tail.scaled(factor),
@@ -179,6 +195,14 @@ class TableCounts:
             feature_lookups=tuple(number * factor for number in self.feature_lookups),
             feature_bags=tuple(number * factor for number in self.feature_bags),
         )
+
+    def _mean_share(self, other: TableCounts) -> float:
+        """The effective share of both samples' lookups together."""
+        numbers = self.num_lookups, other.num_lookups
+        if self.effective_share == other.effective_share or not sum(numbers):
+            return self.effective_share
+        shares = self.effective_share, other.effective_share
+        return sum(n * share for n, share in zip(numbers, shares)) / sum(numbers)
 
     def _sample(self) -> TailSample:
         """The tail, or of exact counts the one that a stream of them would have left."""
@@ -196,6 +220,7 @@ class TableCounts:
             and self.num_lookups == other.num_lookups
             and self.feature_lookups == other.feature_lookups
             and self.feature_bags == other.feature_bags
+            and self.effective_share == other.effective_share
         )
 
 

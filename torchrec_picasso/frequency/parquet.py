@@ -157,6 +157,8 @@ def _about(counts: TableCounts) -> dict[str, Any]:
     for name in ("total_lookups", "feature_lookups", "feature_bags"):
         if getattr(counts, name):
             about[name] = getattr(counts, name)
+    if counts.effective_share != 1:
+        about["effective_share"] = counts.effective_share
     return about
 
 
@@ -196,6 +198,7 @@ def _table(
         total_lookups=about.get("total_lookups"),
         feature_lookups=tuple(about.get("feature_lookups", ())),
         feature_bags=tuple(about.get("feature_bags", ())),
+        effective_share=about.get("effective_share", 1.0),
     )
 
 

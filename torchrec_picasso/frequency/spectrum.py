@@ -8,8 +8,12 @@ Distinct rows follow rarefaction: lookups of a batch are a random subset of the 
 which is unbiased up to the size of the sample, where plugging shares into ``1 - (1 - p)^n`` is too
 low by the rows that the sample never saw. Beyond the sample, rows not seen yet are extrapolated.
 
+Lookups of a batch need not be independent: a history comes with its sample, and holds the same few
+categories. Such bursts count as fewer independent lookups, which leaves fewer distinct rows; how
+many fewer is told by the distinct rows of whole batches.
+
 Source: Hurlbert 1971 (rarefaction); Chao 1984 and Colwell et al. 2012, eq. 9 (extrapolation);
-Good 1953 (mass of the unseen).
+Good 1953 (mass of the unseen); Kish 1965 (effective sample size).
 
 Shape letters: K distinct counts.
 """
@@ -17,7 +21,7 @@ Shape letters: K distinct counts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +31,11 @@ __all__ = ["CountSpectrum"]
 _FEW_BINS = 1 << 16
 _EXACT_UP_TO = 1e6
 """Lookups up to which log-gammas keep enough digits."""
+_AS_INDEPENDENT, _SIGMAS = 0.01, 2.0
+"""Distinct rows, as a share of them and as a multiple of what luck does, that lookups may lack or
+have more and still pass for independent."""
+_LEAST_SHARE, _MOST_SHARE = 1e-4, 8.0
+_HALVINGS = 24
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,12 +47,14 @@ class CountSpectrum:
         rows_K: How many rows have each count; estimates where a tail was sampled; float64.
         num_lookups: Lookups counted, the sum of ``counts_K * rows_K`` up to a tail's estimate.
         num_embeddings: Rows of the table.
+        effective_share: Independent lookups that one lookup of a batch counts as.
     """
 
     counts_K: Tensor
     rows_K: Tensor
     num_lookups: float
     num_embeddings: int
+    effective_share: float = 1.0
 
     @staticmethod
     def of(
@@ -52,6 +63,7 @@ class CountSpectrum:
         tail_counts_V: Tensor | None = None,
         tail_rows_per_sampled: float = 1.0,
         num_lookups: float | None = None,
+        effective_share: float = 1.0,
     ) -> CountSpectrum:
         """Makes the spectrum of counted rows and, where only a sample of the tail was kept, of it.
 
@@ -61,6 +73,7 @@ class CountSpectrum:
             tail_counts_V: Counts of sampled rows outside ``counts_U``.
             tail_rows_per_sampled: Rows that each sampled row stands for.
             num_lookups: Lookups in all; ``None`` = the sum over the rows.
+            effective_share: Independent lookups that one lookup of a batch counts as.
         """
         if tail_counts_V is None and _is_soon_counted(counts_U):
             rows = torch.bincount(counts_U)
@@ -80,6 +93,7 @@ class CountSpectrum:
             rows_K=rows.flip(0),
             num_lookups=total,
             num_embeddings=num_embeddings,
+            effective_share=effective_share,
         )
 
     def presence(self, num_lookups: float) -> Tensor:
@@ -91,11 +105,13 @@ class CountSpectrum:
         Returns:
             Between 0 and 1, float64, shape ``(K,)``; 1 from the size of the sample on.
         """
-        total, drawn = self.num_lookups, min(float(num_lookups), self.num_lookups)
-        if not total:
+        if not self.num_lookups:
             return torch.zeros_like(self.counts_K)
-        left_K = total - self.counts_K - drawn
-        log_absent_K = _log_absent(total, self.counts_K, drawn)
+        total = self.num_lookups * self.effective_share
+        drawn = min(float(num_lookups) * self.effective_share, total)
+        counts_K = self.counts_K * self.effective_share
+        left_K = total - counts_K - drawn
+        log_absent_K = _log_absent(total, counts_K, drawn)
         absent_K = torch.where(left_K >= 0, log_absent_K.exp(), torch.zeros_like(left_K))
         return (1 - absent_K).clamp(0, 1)
 
@@ -105,6 +121,30 @@ class CountSpectrum:
         return min(
             seen + self.expected_unseen(num_lookups), float(self.num_embeddings), num_lookups
         )
+
+    def with_distinct(
+        self, num_lookups: float, num_distinct: float, num_batches: int
+    ) -> CountSpectrum:
+        """The same counts, of lookups that depend on each other as those of some batches do.
+
+        Args:
+            num_lookups: Lookups of a batch, on average.
+            num_distinct: Distinct rows among them, on average.
+            num_batches: Batches that these are the averages of.
+
+        Returns:
+            Itself where independent lookups have about as many distinct rows.
+        """
+        luck = _SIGMAS * math.sqrt(num_distinct / num_batches)
+        least = max(luck, _AS_INDEPENDENT * num_distinct)
+        if abs(self.expected_unique(num_lookups) - num_distinct) <= least:
+            return self
+        low, high = _LEAST_SHARE, _MOST_SHARE
+        for _ in range(_HALVINGS):
+            middle = math.sqrt(low * high)
+            found = replace(self, effective_share=middle).expected_unique(num_lookups)
+            low, high = (middle, high) if found < num_distinct else (low, middle)
+        return replace(self, effective_share=math.sqrt(low * high))
 
     def expected_hot(self, num_lookups: float, num_hot: float) -> float:
         """Expected distinct rows among some lookups that are of the ``num_hot`` most frequent."""

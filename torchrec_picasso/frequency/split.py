@@ -97,8 +97,9 @@ class WinnersCurse:
     def __init__(self, spectrum: CountSpectrum, num_lookups: float) -> None:
         self._num_embeddings = spectrum.num_embeddings
         self._counts_K, self._rows_K = _whole_counts(spectrum)
+        num_drawn = num_lookups * spectrum.effective_share
         self._share = min(
-            num_lookups / float((self._counts_K * self._rows_K).sum()), _LARGEST_SHARE_HELD_OUT
+            num_drawn / float((self._counts_K * self._rows_K).sum()), _LARGEST_SHARE_HELD_OUT
         )
         # ascending: rows of at least a count are the last ones
         self._rising_K = self._counts_K[::-1]
@@ -238,8 +239,12 @@ def _taken(rows_K: Tensor, num_rows: float) -> Tensor:
 
 
 def _whole_counts(spectrum: CountSpectrum) -> tuple[np.ndarray, np.ndarray]:
-    """Counts and rows with the counts rounded, to 1 at least: decayed ones are no whole numbers."""
-    counts_K, rows_K = spectrum.counts_K.numpy(), spectrum.rows_K.numpy()
+    """Counts of independent lookups, and rows; counts are rounded, to 1 at least.
+
+    Those of a part, decayed or in bursts, are no whole numbers.
+    """
+    counts_K = spectrum.counts_K.numpy() * spectrum.effective_share
+    rows_K = spectrum.rows_K.numpy()
     whole_K = np.maximum(counts_K.round(), 1)
     if np.array_equal(whole_K, counts_K):
         return counts_K, rows_K

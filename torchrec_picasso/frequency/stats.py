@@ -324,8 +324,8 @@ class FrequencyStats:
         """Expected distinct rows among lookups drawn like the counted ones, by rarefaction.
 
         Unbiased up to the size of the sample; beyond it, rows never seen are extrapolated from
-        those seen once and twice. Ids that come in bursts repeat more than independent lookups do:
-        for them it is high.
+        those seen once and twice. Ids that come in bursts repeat more than independent lookups do;
+        how much more is known where batches were counted (:meth:`collect`), else this is high.
 
         Args:
             table: Table name.

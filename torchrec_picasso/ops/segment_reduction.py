@@ -23,6 +23,7 @@ __all__ = [
     "mean_scale",
     "mean_weights",
     "pool_rows",
+    "sum_by_row",
 ]
 
 _MEAN_EPS = 1e-6
@@ -189,3 +190,46 @@ def gather_sum(
     return torch.embedding_bag(
         rows, indices, offsets, False, 0, False, weights, include_last_offset=True
     )[0]
+
+
+def sum_by_row(
+    rows_N: Tensor,
+    grads_SD: Tensor,
+    offsets_S1: Tensor | None = None,
+    weights_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sums gradients by row, in a fixed order.
+
+    Args:
+        rows_N: Row of each lookup, integer below 2^31, shape ``(N,)``.
+        grads_SD: Gradient of each bag of lookups, float32.
+        offsets_S1: First lookup of each bag, and N; ``None`` = every lookup is a bag.
+        weights_N: Weight of each lookup, float32; ``None`` = ones.
+
+    Returns:
+        Distinct rows, ascending int64, shape ``(U,)``, and their gradients, ``(U, D)``; where every
+        lookup is a bag and none repeats a row, rows and gradients as they came.
+
+    Cost:
+        One sort of N; reads N * D and writes U * D floats.
+    """
+    sorted_N, lookups_by_row_N = torch.sort(rows_N.to(torch.int32), stable=True)
+    is_first_N = torch.ones_like(sorted_N, dtype=torch.bool)
+    torch.ne(sorted_N[1:], sorted_N[:-1], out=is_first_N[1:])
+    start_U = is_first_N.nonzero().squeeze(1)
+    if offsets_S1 is None and weights_N is None and start_U.numel() == rows_N.numel():
+        return rows_N.to(torch.int64), grads_SD
+    offsets_U1 = torch.cat([start_U, start_U.new_full((1,), rows_N.numel())])
+    bags_by_row_N = lookups_by_row_N
+    if offsets_S1 is not None:
+        lookups_S = torch.diff(offsets_S1)
+        bags_N = torch.repeat_interleave(
+            torch.arange(lookups_S.numel(), device=rows_N.device),
+            lookups_S,
+            output_size=rows_N.numel(),
+        )
+        bags_by_row_N = bags_N.index_select(0, lookups_by_row_N)
+    if weights_N is not None:
+        weights_N = weights_N.index_select(0, lookups_by_row_N)
+    sums_UD = gather_sum(grads_SD.contiguous(), bags_by_row_N, offsets_U1, weights_N)
+    return sorted_N.index_select(0, start_U).to(torch.int64), sums_UD

@@ -27,9 +27,14 @@ from torchrec_picasso._torchrec import (
     SplitTableBatchedEmbeddingBagsCodegen,
     data_type_to_sparse_type,
 )
+from torchrec_picasso.ops.segment_reduction import sum_by_row
 from torchrec_picasso.storage.memory_layout import MemoryLayout
+from torchrec_picasso.storage.row_wise_adagrad import RowWiseAdagrad
 
 __all__ = ["HomesAndReplicas", "RowTables"]
+
+_SUM = "sum"
+"""Row-wise Adagrad's state in TorchRec's names."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,11 @@ class RowTables(nn.Module):
             else:
                 self.shared_states[key] = states[0]
         self._counting = torch.empty(0, dtype=torch.int64, device=device)
+        self._adagrad = RowWiseAdagrad.of(
+            config.fused_params or {},
+            data_type=config.data_type,
+            is_on_host=layout.homes == EmbeddingLocation.HOST,
+        )
 
     def per_row(self) -> list[HomesAndReplicas]:
         """Weights and every optimizer state kept per row."""
@@ -117,6 +127,12 @@ class RowTables(nn.Module):
             grads_mD: Gradients of the home rows, then of the replicas, shape ``(n + h, D)``.
         """
         num_home, num_hot = rows_n.numel(), hot_slots_h.numel()
+        if self._adagrad is not None:
+            self._update_homes(self._adagrad, *sum_by_row(rows_n, grads_mD[:num_home]))
+            replicas, sums = self.weights.replicas, self.row_states[_SUM].replicas
+            grads_hD, rate = grads_mD[num_home:], self.tbe.get_learning_rate()
+            self._adagrad.update(replicas, sums, hot_slots_h, grads_hD, rate)
+            return
         in_two = self.layout.in_two_tables
         if not in_two:
             hot_slots_h = hot_slots_h + self.layout.num_home_rows
@@ -142,12 +158,21 @@ class RowTables(nn.Module):
             grads_SD: Gradients of the weighted sums.
         """
         assert not self.layout.num_hot_rows
+        if self._adagrad is not None:
+            self._update_homes(self._adagrad, *sum_by_row(rows_N, grads_SD, offsets_S1, weights_N))
+            return
         if offsets_S1.numel() == 1:
             offsets_S1 = offsets_S1.new_zeros(2)  # one empty bag: the step counts
             grads_SD = grads_SD.new_zeros(1, self._dim)
         with torch.enable_grad():
             pooled_SD = self.tbe(rows_N, offsets_S1, per_sample_weights=weights_N)
             torch.autograd.backward(pooled_SD, grads_SD)
+
+    def _update_homes(self, adagrad: RowWiseAdagrad, rows_U: Tensor, grads_UD: Tensor) -> None:
+        """Updates homes, and counts one step."""
+        homes, sums = self.weights.homes, self.row_states[_SUM].homes
+        adagrad.update(homes, sums, rows_U, grads_UD, self.tbe.get_learning_rate())
+        self.tbe.iter.add_(1)
 
     def _two_offsets(self, num_home: int, num_hot: int) -> Tensor:
         """Bags of two tables, those without a row last: int64, shape ``(2 S + 1,)``."""
