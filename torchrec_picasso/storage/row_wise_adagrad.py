@@ -10,7 +10,7 @@ sum in the same order everywhere and replicas stay bit-equal.
 Source: Duchi et al., Adaptive Subgradient Methods (JMLR 2011), with one accumulator per row, as in
 FBGEMM's ``EXACT_ROWWISE_ADAGRAD``.
 
-Shape letters: D dim, R rows kept, U distinct rows of an update, n rows of an update.
+Shape letters: D dim, R rows of a matrix, U unique rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The output of a module that is not interleaved: computed once per batch, given out in parts.
 
-Shape letters: K micro-batches, V values of the output that gradients run back to.
+Shape letters: K micro-batches, V values that gradients run back to.
 """
 
 from __future__ import annotations
