@@ -242,7 +242,7 @@ class CommCurves:
             document["levels"] = {name: _curves(of) for name, of in document["levels"].items()}
             document["local"] = LocalCosts.from_dict(document["local"])
             if document.get("dense") is not None:
-                document["dense"] = DenseTimes(**document["dense"])
+                document["dense"] = DenseTimes.from_dict(document["dense"])
             return CommCurves(**document)
         except PicassoError:
             raise

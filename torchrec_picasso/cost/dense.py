@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 __all__ = ["DenseTimes"]
 
@@ -20,12 +25,15 @@ class DenseTimes:
         backward_ms: Likewise.
         parameter_bytes: Bytes of the parameters whose gradients all ranks sum.
         batch_size: Samples that the times are of; 0 = those of the plan.
+        in_parts: Where measured, what the same samples take in micro-batches, ascending: how many,
+            forward and backward. Smaller buffers stay in caches, and in memory that is kept.
     """
 
     forward_ms: float = 0.0
     backward_ms: float = 0.0
     parameter_bytes: float = 0.0
     batch_size: int = 0
+    in_parts: tuple[tuple[int, float, float], ...] = ()
 
     @staticmethod
     def of(total_ms: float, parameter_bytes: float = 0.0) -> DenseTimes:
@@ -37,10 +45,27 @@ class DenseTimes:
             parameter_bytes=parameter_bytes,
         )
 
+    @staticmethod
+    def from_dict(document: Mapping[str, Any]) -> DenseTimes:
+        """Reads what ``dataclasses.asdict`` made of it."""
+        in_parts = tuple(tuple(of) for of in document.get("in_parts", ()))
+        return DenseTimes(**{**document, "in_parts": in_parts})
+
     @property
     def total_ms(self) -> float:
         """Forward and backward."""
         return self.forward_ms + self.backward_ms
+
+    def cut(self, num_micro_batches: int) -> DenseTimes:
+        """The same samples in micro-batches, between two that were measured in proportion."""
+        known = ((1, self.forward_ms, self.backward_ms), *self.in_parts)
+        places, *times = zip(*known)
+        forward_ms, backward_ms = (
+            float(np.interp(math.log(num_micro_batches), np.log(places), of)) for of in times
+        )
+        return dataclasses.replace(
+            self, forward_ms=forward_ms, backward_ms=backward_ms, in_parts=()
+        )
 
     def at(self, batch_size: int) -> DenseTimes:
         """The same for another number of samples, in proportion."""
@@ -52,4 +77,8 @@ class DenseTimes:
             forward_ms=self.forward_ms * factor,
             backward_ms=self.backward_ms * factor,
             batch_size=batch_size,
+            in_parts=tuple(
+                (pieces, forward_ms * factor, backward_ms * factor)
+                for pieces, forward_ms, backward_ms in self.in_parts
+            ),
         )

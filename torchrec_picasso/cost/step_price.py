@@ -84,6 +84,7 @@ class StepPricer:
         self.curves, self.world_size = curves, world_size
         self.dense = dense if dense is not None else curves.dense or DenseTimes()
         self.pieces = tuple(pieces)
+        self._dense_in: dict[int, DenseTimes] = {}
         dense_bytes = 2 * (world_size - 1) / world_size * self.dense.parameter_bytes
         self._reduce = self._message("all_reduce", dense_bytes)
 
@@ -132,6 +133,12 @@ class StepPricer:
             compute_ms=compute_ms,
         )
 
+    def dense_in(self, num_parts: int) -> DenseTimes:
+        """The dense part of a batch in micro-batches."""
+        if num_parts not in self._dense_in:
+            self._dense_in[num_parts] = self.dense.cut(num_parts)
+        return self._dense_in[num_parts]
+
     def _message(self, collective: str, num_bytes: float) -> Message | None:
         if num_bytes <= 0 or self.world_size == 1:
             return None
@@ -171,7 +178,8 @@ class _Interleaved:
         num_packs: int,
         uneven_bags: float,
     ) -> None:
-        self._message, self._dense, self._reduce = pricer._message, pricer.dense, pricer._reduce
+        self._message, self._reduce = pricer._message, pricer._reduce
+        self._dense = pricer.dense_in(num_parts)
         self._totals, self._stock, self._num_parts = totals, stock, num_parts
         costs, work = pricer.curves.local.hot_cold, exchange_work(totals, num_parts)
         self._ids_ms = ids_cost_ms(totals, pricer.curves.local)

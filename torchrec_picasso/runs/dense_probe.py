@@ -1,4 +1,4 @@
-"""Measures a model's dense part alone: forward and backward with its rows given.
+"""Measures a model's dense part alone: forward and backward with its rows given, whole and cut.
 
 All ranks measure at once, so that ranks that share cores slow each other as they will in training.
 """
@@ -6,7 +6,7 @@ All ranks measure at once, so that ranks that share cores slow each other as the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -16,6 +16,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.runs.trainer import unsharded_model
@@ -24,6 +25,8 @@ from torchrec_picasso.zoo.registry import make_source
 __all__ = ["measure_dense", "measure_dense_of"]
 
 _WARMUP_STEPS, _TIMED_STEPS = 2, 7
+_PIECES, _FEWEST_SAMPLES = (1, 4, 16), 64
+"""Micro-batches that a batch is measured in, and the samples that each must have."""
 
 
 def measure_dense(config: TrainConfig, device: torch.device | None = None) -> DenseTimes:
@@ -65,75 +68,102 @@ def measure_dense_of(
         The same times on every rank: those of the slowest.
     """
     device = device or torch.device("cpu")
-    given = _give_rows(model, batch_size, device)
+    given = _give_rows(model, device)
     model.to(device)
     batch = batch.to(device)
-    times_ms: list[list[float]] = []
-    for _ in range(_WARMUP_STEPS + _TIMED_STEPS):
-        model.zero_grad()
-        for rows in given:
-            rows.forget_gradients()
-        start_s = _now_s(device)
-        loss, _ = model(batch)
-        middle_s = _now_s(device)
-        loss.backward()
-        times_ms.append([(middle_s - start_s) * 1e3, (_now_s(device) - middle_s) * 1e3])
-    typical = [median(of_part) for of_part in zip(*times_ms[_WARMUP_STEPS:])]
-    slowest = torch.tensor(typical, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    forward_ms, backward_ms = slowest.tolist()
+    measured = [
+        (pieces, *_in_parts(model, given, batch, batch_size, pieces, device))
+        for pieces in _PIECES
+        if batch_size >= _FEWEST_SAMPLES * pieces or pieces == 1
+    ]
+    (_, forward_ms, backward_ms), *in_parts = measured
     return DenseTimes(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         batch_size=batch_size,
+        in_parts=tuple(in_parts),
     )
+
+
+def _in_parts(
+    model: nn.Module,
+    given: Sequence[_GivenRows],
+    batch: Batch,
+    batch_size: int,
+    pieces: int,
+    device: torch.device,
+) -> tuple[float, float]:
+    """Forward and backward of a batch in so many equal parts, one after the other. Collective."""
+    each, more = divmod(batch_size, pieces)
+    parts = split_batch(batch, [each + (index < more) for index in range(pieces)])
+    times_ms: list[list[float]] = []
+    for _ in range(_WARMUP_STEPS + _TIMED_STEPS):
+        model.zero_grad()
+        forward_ms = backward_ms = 0.0
+        for part in parts:
+            for rows in given:
+                rows.forget_gradients()
+            start_s = _now_s(device)
+            loss, _ = model(part)
+            middle_s = _now_s(device)
+            loss.backward()
+            forward_ms += (middle_s - start_s) * 1e3
+            backward_ms += (_now_s(device) - middle_s) * 1e3
+        times_ms.append([forward_ms, backward_ms])
+    for rows in given:
+        rows.forget()
+    typical = [median(of) for of in zip(*times_ms[_WARMUP_STEPS:])]
+    slowest = torch.tensor(typical, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    forward_ms, backward_ms = slowest.tolist()
+    return forward_ms, backward_ms
 
 
 class _GivenRows(nn.Module):
     """Stands for tables: gives the same rows for every batch, and takes their gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._rows: dict[str, Tensor] = {}  # no parameters, whose gradients ranks would sum
+        self._device = device
+        self._rows: dict[tuple[str, int], Tensor] = {}  # no parameters, which ranks would sum
 
     def forget_gradients(self) -> None:
         """Lets go of what backward gave."""
         for rows in self._rows.values():
             rows.grad = None
 
-    def _given(self, name: str, num_rows: int, dim: int, device: torch.device) -> Tensor:
-        if name not in self._rows:
-            self._rows[name] = torch.rand(num_rows, dim, device=device).requires_grad_()
-        return self._rows[name]
+    def forget(self) -> None:
+        """Lets go of the rows."""
+        self._rows = {}
+
+    def _given(self, name: str, num_rows: int, dim: int) -> Tensor:
+        place = name, num_rows
+        if place not in self._rows:
+            self._rows[place] = torch.rand(num_rows, dim, device=self._device).requires_grad_()
+        return self._rows[place]
 
 
 class _GivenBags(_GivenRows):
     """For a pooled collection."""
 
-    def __init__(
-        self, collection: EmbeddingBagCollection, batch_size: int, device: torch.device
-    ) -> None:
-        super().__init__()
+    def __init__(self, collection: EmbeddingBagCollection, device: torch.device) -> None:
+        super().__init__(device)
         configs = collection.embedding_bag_configs()
         self._keys = [name for config in configs for name in config.feature_names]
         self._dims = [config.embedding_dim for config in configs for _ in config.feature_names]
-        self._shape = batch_size, sum(self._dims), device
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """All bags side by side, as a sharded collection gives them."""
-        values = self._given("all", *self._shape)
+        values = self._given("all", features.stride(), sum(self._dims))
         return KeyedTensor(keys=self._keys, length_per_key=self._dims, values=values)
 
 
 class _GivenSequences(_GivenRows):
     """For a collection of sequences."""
 
-    def __init__(
-        self, collection: EmbeddingCollection, batch_size: int, device: torch.device
-    ) -> None:
-        super().__init__()
-        self._device = device
+    def __init__(self, collection: EmbeddingCollection, device: torch.device) -> None:
+        super().__init__(device)
         self._dims = {
             name: config.embedding_dim
             for config in collection.embedding_configs()
@@ -145,7 +175,7 @@ class _GivenSequences(_GivenRows):
         bags = {name: features[name] for name in self._dims}
         return {
             name: JaggedTensor(
-                values=self._given(name, of.values().numel(), self._dims[name], self._device),
+                values=self._given(name, of.values().numel(), self._dims[name]),
                 lengths=of.lengths(),
             )
             for name, of in bags.items()
@@ -158,7 +188,7 @@ _STANDS_FOR: dict[type[nn.Module], Callable[..., _GivenRows]] = {
 }
 
 
-def _give_rows(model: nn.Module, batch_size: int, device: torch.device) -> list[_GivenRows]:
+def _give_rows(model: nn.Module, device: torch.device) -> list[_GivenRows]:
     """Puts given rows in the place of every collection of tables."""
     found = [
         (parent, name, child)
@@ -166,7 +196,7 @@ def _give_rows(model: nn.Module, batch_size: int, device: torch.device) -> list[
         for name, child in parent.named_children()
         if type(child) in _STANDS_FOR
     ]
-    given = [_STANDS_FOR[type(child)](child, batch_size, device) for _, _, child in found]
+    given = [_STANDS_FOR[type(child)](child, device) for _, _, child in found]
     for (parent, name, _), rows in zip(found, given):
         setattr(parent, name, rows)
     return given
