@@ -7,8 +7,8 @@ import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.zoo.test_clicks import make_clicks
-from torchrec_picasso.zoo.attention_unit import AttentionUnit
 from torchrec_picasso.zoo.din import DINTrain, build_din
+from torchrec_picasso.zoo.layers.attention_unit import AttentionUnit
 
 
 def test_attention_is_that_of_a_loop_over_samples() -> None:

@@ -17,8 +17,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.zoo.attention_unit import AttentionUnit
 from torchrec_picasso.zoo.clicks import Clicks, history_of
+from torchrec_picasso.zoo.layers.attention_unit import AttentionUnit
 
 __all__ = ["DIN", "DINTrain", "build_din"]
 

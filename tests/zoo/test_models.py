@@ -1,0 +1,174 @@
+"""Every published model trains as stock TorchRec trains it, whole and in micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingEnv
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from tests.train_pipeline.runs import run_to_the_end
+from tests.zoo.model_cases import CASES, NUM_ROWS, batch_of, build, group
+from torchrec_picasso import (
+    HotColdEmbeddingBagCollectionSharder,
+    HotColdEmbeddingCollectionSharder,
+    InterleavedTrainPipeline,
+    hot_cold_planner,
+)
+from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.zoo.click_model import ClickModel
+from torchrec_picasso.zoo.dlrm import write_initial_tables
+from torchrec_picasso.zoo.feature_groups import FeatureGroup, FeatureGroups
+from torchrec_picasso.zoo.models.can import CAN
+
+CPU = torch.device("cpu")
+STEPS = 4
+SCHEDULES = {"K=1": 1, "K=2": 2, "K=4": 4}
+
+
+def _on_cpu(name: str) -> ClickModel:
+    model = build(name)
+    for collection in model.embeddings.collections.values():
+        collection.to_empty(device=CPU)
+        for parameter in collection.parameters():
+            torch.nn.init.uniform_(parameter, -0.5, 0.5)
+    return model
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_loss_is_a_mean_over_samples_and_reaches_every_weight(name: str) -> None:
+    model, batch = _on_cpu(name), batch_of(name, 0)
+    loss, (same, logits, labels) = model(batch)
+    assert torch.equal(loss, same)
+    assert logits.shape == labels.shape == batch.labels.shape
+    loss.backward()
+    without = [key for key, of in model.named_parameters() if of.grad is None or not of.grad.any()]
+    assert not without
+    alone = []
+    for sample in range(4):
+        one = batch_of(name, 0, 24)
+        lengths = one.sparse_features.lengths().view(len(one.sparse_features.keys()), -1)
+        ends = one.sparse_features.lengths().cumsum(0).view_as(lengths)
+        ids = torch.cat(
+            [
+                one.sparse_features.values()[end - length : end]
+                for end, length in zip(ends[:, sample].tolist(), lengths[:, sample].tolist())
+            ]
+        )
+        one.sparse_features = type(one.sparse_features)(
+            keys=one.sparse_features.keys(), values=ids, lengths=lengths[:, sample].contiguous()
+        )
+        one.dense_features = one.dense_features[sample : sample + 1]
+        one.labels = one.labels[sample : sample + 1]
+        alone.append(model(one)[1][1])
+    torch.testing.assert_close(torch.cat(alone), logits[:4])
+
+
+def _sharded(name: str, is_stock: bool) -> tuple[DistributedModelParallel, Any]:
+    model, pg = build(name), dist.group.WORLD
+    apply_optimizer_in_backward(RowWiseAdagrad, model.embeddings.parameters(), {"lr": 0.1})
+    topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
+    sharders: list[Any]
+    if is_stock:
+        sharders = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+        whole = ParameterConstraints(sharding_types=["table_wise"])
+        planner: Any = EmbeddingShardingPlanner(
+            topology=topology,
+            batch_size=24,
+            constraints={table.name: whole for table in model.embeddings.tables},
+            debug=False,
+        )
+    else:
+        sharders = [HotColdEmbeddingBagCollectionSharder(), HotColdEmbeddingCollectionSharder()]
+        planner = hot_cold_planner(topology, None, hot_rows=20, batch_size=24, debug=False)
+    plan = planner.collective_plan(model, sharders, pg)
+    env = ShardingEnv.from_process_group(pg)
+    tables = model.embeddings.tables
+    sharded = DistributedModelParallel(model, env, CPU, plan, sharders)
+    write_initial_tables(sharded, tables, [table.dim for table in tables], seed=0)
+    dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
+    wrapped = KeyedOptimizerWrapper(dense, lambda of: torch.optim.SGD(of, lr=0.1))
+    return sharded, CombinedOptimizer([sharded.fused_optimizer, wrapped])
+
+
+def _train(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    batches = [batch_of(name, step * world_size + rank) for step in range(STEPS)]
+    model, optimizer = _sharded(name, is_stock=True)
+    found = {"stock": run_to_the_end(TrainPipelineSparseDist(model, optimizer, CPU), iter(batches))}
+    for schedule, num_micro_batches in SCHEDULES.items():
+        model, optimizer = _sharded(name, is_stock=False)
+        pipeline = InterleavedTrainPipeline(
+            model, optimizer, CPU, num_micro_batches=num_micro_batches, lookahead=True
+        )
+        found[schedule] = run_to_the_end(pipeline, iter(batches))
+        assert pipeline.num_micro_batches == num_micro_batches
+        lines = pipeline.summary().splitlines()[:-1]
+        assert all(line.endswith("interleaved") for line in lines), lines
+    return found
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_it_trains_as_stock_trains_it(name: str) -> None:
+    for found in run_ranks(_train, 2, name, timeout_s=120):
+        assert len(found["stock"]) == STEPS
+        for schedule in SCHEDULES:
+            torch.testing.assert_close(found[schedule], found["stock"], rtol=2e-5, atol=2e-5)
+
+
+def test_groups_of_one_column_have_a_table_each_or_share_it() -> None:
+    groups = [
+        group("target", ("item",)),
+        group("history", ("item_history",), tables_of="target"),
+        group("wide", ("item",), 4),
+    ]
+    made = FeatureGroups(groups, NUM_ROWS)
+    assert [(table.name, table.dim, table.features) for table in made.tables] == [
+        ("target_item", 8, ("item", "item_history")),
+        ("wide_item", 4, ("item",)),
+    ]
+    assert set(made.collections) == {"target_8", "wide"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([FeatureGroup(name="a", columns=("item",), dims=())], "1 columns and 0 dims"),
+        (
+            [group("a", ("item",)), group("b", ("item_history",), tables_of="c")],
+            "reads the tables of 'c'",
+        ),
+        (
+            [group("a", ("item",)), group("b", ("item_history",), 4, tables_of="a")],
+            "as many tables of its own",
+        ),
+        (
+            [
+                group("a", ("item",), kind="bag"),
+                group("b", ("item_history",), tables_of="a", kind="sequence"),
+            ],
+            "one as bags and one as sequences",
+        ),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(groups: list[FeatureGroup], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        FeatureGroups(groups, NUM_ROWS)
+
+
+def test_networks_of_another_width_are_refused() -> None:
+    groups = FeatureGroups(CASES["can"].groups, NUM_ROWS)
+    with pytest.raises(ConfigError, match=r"group 'network' has dims \[48, 48\].*need 160"):
+        CAN(groups, 3, (16, 8, 4))
