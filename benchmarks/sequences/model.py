@@ -5,8 +5,9 @@ from __future__ import annotations
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from torchrec_picasso.zoo.click_model import ClickModel
 from torchrec_picasso.zoo.clicks import Clicks
-from torchrec_picasso.zoo.din import DINTrain, build_din
+from torchrec_picasso.zoo.din import build_din
 
 __all__ = ["PROFILE_DIM", "SEQUENCE_DIM", "build_model"]
 
@@ -14,7 +15,7 @@ SEQUENCE_DIM, PROFILE_DIM = 64, 16
 _TABLE_LR = 0.02
 
 
-def build_model(clicks: Clicks, seed: int) -> DINTrain:
+def build_model(clicks: Clicks, seed: int) -> ClickModel:
     """The model before sharding.
 
     Args:
@@ -22,6 +23,5 @@ def build_model(clicks: Clicks, seed: int) -> DINTrain:
         seed: Draws the dense weights.
     """
     train = build_din(clicks, SEQUENCE_DIM, PROFILE_DIM, seed)
-    for collection in (train.model.sequences, train.model.profiles):
-        apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": _TABLE_LR})
+    apply_optimizer_in_backward(RowWiseAdagrad, train.embeddings.parameters(), {"lr": _TABLE_LR})
     return train

@@ -12,8 +12,8 @@ from benchmarks.sequences.alimama import generate_alimama
 from benchmarks.sequences.batches import HELDOUT, TRAIN, Shares
 from benchmarks.sequences.clicks import read_clicks
 from benchmarks.sequences.model import PROFILE_DIM, SEQUENCE_DIM, build_model
+from torchrec_picasso.zoo.click_model import ClickModel
 from torchrec_picasso.zoo.clicks import Clicks
-from torchrec_picasso.zoo.din import DINTrain
 
 __all__ = ["SequencesWorkload"]
 
@@ -51,7 +51,7 @@ class SequencesWorkload:
         sequences = [
             ModelTable(
                 name=f"t_{target}",
-                module="model.sequences",
+                module=f"embeddings.collections.target_{SEQUENCE_DIM}",
                 num_embeddings=clicks.num_rows(target),
                 dim=SEQUENCE_DIM,
                 ids_per_sample=1 + float(np.mean(of.lengths_n)),
@@ -61,7 +61,7 @@ class SequencesWorkload:
         profiles = [
             ModelTable(
                 name=f"t_{name}",
-                module="model.profiles",
+                module="embeddings.collections.profile",
                 num_embeddings=clicks.num_rows(name),
                 dim=PROFILE_DIM,
                 ids_per_sample=1,
@@ -70,7 +70,7 @@ class SequencesWorkload:
         ]
         return [*sequences, *profiles]
 
-    def model(self) -> DINTrain:
+    def model(self) -> ClickModel:
         """The model before sharding."""
         return build_model(self._clicks, self._seed)
 

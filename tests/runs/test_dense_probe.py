@@ -14,7 +14,7 @@ from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.runs.dense_probe import measure_dense_of
 
-POOLED = Question(model="columns", data=UNIFORM, batch_size=64, max_rows=50, dim=8)
+POOLED = Question(model="columns", data=UNIFORM, batch_size=256, max_rows=50, dim=8)
 SEQUENCES = SequenceJob(placement={"*": 0})
 SLEEP_S = 0.02
 
@@ -50,6 +50,9 @@ def test_all_ranks_get_the_times_of_the_slowest() -> None:
     assert 0 < pooled.backward_ms < SLEEP_S * 1e3
     assert pooled.parameter_bytes == dense_bytes  # no table is among them
     assert pooled.batch_size == POOLED.batch_size
+    ((pieces, forward_ms, _),) = pooled.in_parts  # 256 samples are too few for 16
+    assert pieces == 4
+    assert forward_ms >= 4 * SLEEP_S * 1e3
     assert min(sequences.forward_ms, sequences.backward_ms) > 0
     assert np.isfinite(sequences.total_ms)
     over = SequenceModel(SEQUENCES).over

@@ -136,8 +136,8 @@ def test_groups_of_one_column_have_a_table_each_or_share_it() -> None:
     ]
     made = FeatureGroups(groups, NUM_ROWS)
     assert [(table.name, table.dim, table.features) for table in made.tables] == [
-        ("target_item", 8, ("item", "item_history")),
-        ("wide_item", 4, ("item",)),
+        ("t_item", 8, ("item", "item_history")),
+        ("t_item_wide", 4, ("item",)),
     ]
     assert set(made.collections) == {"target_8", "wide"}
 

@@ -32,8 +32,9 @@ from torchrec_picasso.sharding.sharder import (
     HotColdEmbeddingCollectionSharder,
 )
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
+from torchrec_picasso.zoo.click_model import ClickModel
 from torchrec_picasso.zoo.clicks import Clicks
-from torchrec_picasso.zoo.din import DINTrain, build_din
+from torchrec_picasso.zoo.din import build_din
 from torchrec_picasso.zoo.dlrm import write_initial_tables
 from torchrec_picasso.zoo.tables import TableSpec
 
@@ -67,11 +68,11 @@ class SequenceTask:
     profile_dim: int = 8
     seed: int = 0
 
-    def model(self) -> DINTrain:
+    def model(self) -> ClickModel:
         """The model before sharding, row-wise Adagrad fused into its tables."""
         train = build_din(self.clicks, self.sequence_dim, self.profile_dim, self.seed)
-        for collection in (train.model.sequences, train.model.profiles):
-            apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": _TABLE_LR})
+        tables = train.embeddings.parameters()
+        apply_optimizer_in_backward(RowWiseAdagrad, tables, {"lr": _TABLE_LR})
         return train
 
     def heldout(self, world_size: int) -> Iterator[Batch]:

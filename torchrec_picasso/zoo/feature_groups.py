@@ -6,7 +6,7 @@ EmbeddingCollections, one for each dim, since TorchRec's hold one; else one Embe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["KINDS", "FeatureGroup", "FeatureGroups", "Found", "Table"]
+__all__ = ["BAG", "KINDS", "ONE_HOT", "SEQUENCE", "FeatureGroup", "FeatureGroups", "Found", "Table"]
 
 ONE_HOT, BAG, SEQUENCE = KINDS = ("one_hot", "bag", "sequence")
 """One id per sample; any number, whose rows are summed; any number, each with its row."""
@@ -53,7 +53,7 @@ class Table:
     """A table of a model.
 
     Args:
-        name: ``<group>_<column>``, of the group that has it.
+        name: ``t_<column>``; ``t_<column>_<group>`` where an earlier group has that.
         num_embeddings: Rows.
         dim: Columns.
         features: That read it.
@@ -92,7 +92,8 @@ class FeatureGroups(nn.Module):
         self._place: dict[tuple[str, int], str] = {}
         self._in_lists: set[str] = set()
         for name, of in readers.items():
-            tables = _tables_of(self.groups[name], of, num_rows)
+            taken = {table.name for table in self.tables}
+            tables = _tables_of(self.groups[name], of, num_rows, taken)
             self.tables += tables
             is_ordered = any(group.kind == SEQUENCE for group in of)
             by_key: dict[str, list[Table]] = {}
@@ -147,14 +148,18 @@ class FeatureGroups(nn.Module):
 
 
 def _tables_of(
-    owner: FeatureGroup, readers: Sequence[FeatureGroup], num_rows: Mapping[str, int]
+    owner: FeatureGroup,
+    readers: Sequence[FeatureGroup],
+    num_rows: Mapping[str, int],
+    taken: Collection[str],
 ) -> list[Table]:
     found = []
     for index, (column, dim) in enumerate(zip(owner.columns, owner.dims)):
+        name = f"t_{column}"
         features = tuple(dict.fromkeys(group.columns[index] for group in readers))
         found.append(
             Table(
-                name=f"{owner.name}_{column}",
+                name=f"{name}_{owner.name}" if name in taken else name,
                 num_embeddings=max(num_rows[feature] for feature in features),
                 dim=dim,
                 features=features,
