@@ -159,15 +159,15 @@ class SideCosts:
 
 
 # Calibrated with 2 ranks on 2 cores of an Intel Xeon: FP32, row-wise Adagrad, torch 2.13,
-# fbgemm-gpu-cpu 1.8. Only a start: calibrate where you train. The update of a row takes 0.6 to 0.8
-# us whatever its dim: FBGEMM's kernel of row-wise Adagrad for CPUs mixes SSE and AVX instructions.
+# fbgemm-gpu-cpu 1.8. Only a start: calibrate where you train. The update of a stock row takes 0.6
+# to 0.8 us whatever its dim: FBGEMM's kernel for CPUs mixes SSE and AVX instructions.
 _ASSUMED_HOT_COLD = SideCosts(
     input_dist=PhaseCost(fixed_ms=2.9, feature_us=18, lookup_ns=115, row_ns=60),
     forward=PhaseCost(
         fixed_ms=0.9, lookup_ns=1, row_ns=46, lookup_element_ns=1.0, row_element_ns=2.0
     ),
     backward=PhaseCost(
-        fixed_ms=1.6, lookup_ns=16, lookup_element_ns=0.5, row_element_ns=3.7, update_ns=800
+        fixed_ms=1.6, lookup_ns=16, lookup_element_ns=0.5, row_element_ns=3.7, update_ns=150
     ),
 )
 _ASSUMED_STOCK = SideCosts(

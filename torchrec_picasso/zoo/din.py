@@ -12,7 +12,7 @@ import torch
 
 from torchrec_picasso.zoo.click_model import ClickModel
 from torchrec_picasso.zoo.clicks import Clicks, history_of
-from torchrec_picasso.zoo.feature_groups import SEQUENCE, FeatureGroup, FeatureGroups
+from torchrec_picasso.zoo.feature_groups import ONE_HOT, SEQUENCE, FeatureGroup, FeatureGroups
 from torchrec_picasso.zoo.models.din import DIN
 
 __all__ = ["build_din"]
@@ -51,11 +51,10 @@ def build_din(
 def _group(
     name: str, columns: Sequence[str], dim: int, tables_of: str | None = None
 ) -> FeatureGroup:
-    kind = {} if tables_of is None else {"kind": SEQUENCE}
     return FeatureGroup(
         name=name,
         columns=tuple(columns),
         dims=(dim,) * len(columns),
+        kind=ONE_HOT if tables_of is None else SEQUENCE,
         tables_of=tables_of,
-        **kind,
     )
