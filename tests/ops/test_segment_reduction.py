@@ -89,11 +89,14 @@ def test_gradient_is_bit_equal_between_runs() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.booleans(), st.booleans())
-def test_sums_by_row_equal_a_loop(data: st.DataObject, weighted: bool, in_bags: bool) -> None:
+@given(st.data(), st.booleans(), st.booleans(), st.sampled_from([6, 2**32]))
+def test_sums_by_row_equal_a_loop(
+    data: st.DataObject, weighted: bool, in_bags: bool, num_rows: int
+) -> None:
     sizes = data.draw(st.lists(st.integers(0, 4), max_size=6)) if in_bags else None
     num_lookups = sum(sizes) if sizes is not None else data.draw(st.integers(0, 9))
-    rows = data.draw(st.lists(st.integers(0, 5), min_size=num_lookups, max_size=num_lookups))
+    some = st.sampled_from([*range(5), num_rows - 1])
+    rows = data.draw(st.lists(some, min_size=num_lookups, max_size=num_lookups))
     bag_of = [bag for bag, size in enumerate(sizes or ()) for _ in range(size)]
     bag_of = bag_of if sizes is not None else list(range(num_lookups))
     grads_SD = torch.randn(num_lookups if sizes is None else len(sizes), 3)
@@ -105,8 +108,8 @@ def test_sums_by_row_equal_a_loop(data: st.DataObject, weighted: bool, in_bags: 
     offsets_S1 = None
     if sizes is not None:
         offsets_S1 = torch.tensor([0, *sizes]).cumsum(0)
-    rows_N = torch.tensor(rows, dtype=torch.int32)
-    rows_U, sums_UD = sum_by_row(rows_N, grads_SD, offsets_S1, weights_N)
+    rows_N = torch.tensor(rows, dtype=torch.int64)
+    rows_U, sums_UD = sum_by_row(rows_N, grads_SD, num_rows, offsets_S1, weights_N)
     assert sorted(rows_U.tolist()) == sorted(expected)
     for row, found_D in zip(rows_U.tolist(), sums_UD):
         torch.testing.assert_close(found_D, expected[row])
@@ -114,6 +117,6 @@ def test_sums_by_row_equal_a_loop(data: st.DataObject, weighted: bool, in_bags: 
 
 def test_rows_that_are_there_once_stay_as_they_are() -> None:
     grads_SD = torch.randn(3, 2)
-    rows_U, sums_UD = sum_by_row(torch.tensor([4, 0, 2]), grads_SD)
+    rows_U, sums_UD = sum_by_row(torch.tensor([4, 0, 2]), grads_SD, num_rows=5)
     assert rows_U.tolist() == [4, 0, 2]
     assert sums_UD is grads_SD

@@ -26,6 +26,7 @@ __all__ = [
     "sum_by_row",
 ]
 
+_LARGEST_INT32 = 2**31 - 1
 _MEAN_EPS = 1e-6
 """Added to a weighted mean's divisor, as TorchRec's row-wise mean pooling does."""
 
@@ -195,14 +196,16 @@ def gather_sum(
 def sum_by_row(
     rows_N: Tensor,
     grads_SD: Tensor,
+    num_rows: int,
     offsets_S1: Tensor | None = None,
     weights_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sums gradients by row, in a fixed order.
 
     Args:
-        rows_N: Row of each lookup, integer below 2^31, shape ``(N,)``.
+        rows_N: Row of each lookup, integer, shape ``(N,)``.
         grads_SD: Gradient of each bag of lookups, float32.
+        num_rows: Rows that there are; fewer than 2^31 are sorted in half the time.
         offsets_S1: First lookup of each bag, and N; ``None`` = every lookup is a bag.
         weights_N: Weight of each lookup, float32; ``None`` = ones.
 
@@ -213,7 +216,8 @@ def sum_by_row(
     Cost:
         One sort of N; reads N * D and writes U * D floats.
     """
-    sorted_N, lookups_by_row_N = torch.sort(rows_N.to(torch.int32), stable=True)
+    short = torch.int32 if num_rows <= _LARGEST_INT32 else torch.int64
+    sorted_N, lookups_by_row_N = torch.sort(rows_N.to(short), stable=True)
     is_first_N = torch.ones_like(sorted_N, dtype=torch.bool)
     torch.ne(sorted_N[1:], sorted_N[:-1], out=is_first_N[1:])
     start_U = is_first_N.nonzero().squeeze(1)

@@ -128,7 +128,8 @@ class RowTables(nn.Module):
         """
         num_home, num_hot = rows_n.numel(), hot_slots_h.numel()
         if self._adagrad is not None:
-            self._update_homes(self._adagrad, *sum_by_row(rows_n, grads_mD[:num_home]))
+            summed = sum_by_row(rows_n, grads_mD[:num_home], self.layout.num_home_rows)
+            self._update_homes(self._adagrad, *summed)
             replicas, sums = self.weights.replicas, self.row_states[_SUM].replicas
             grads_hD, rate = grads_mD[num_home:], self.tbe.get_learning_rate()
             self._adagrad.update(replicas, sums, hot_slots_h, grads_hD, rate)
@@ -159,7 +160,9 @@ class RowTables(nn.Module):
         """
         assert not self.layout.num_hot_rows
         if self._adagrad is not None:
-            self._update_homes(self._adagrad, *sum_by_row(rows_N, grads_SD, offsets_S1, weights_N))
+            num_rows = self.layout.num_home_rows
+            summed = sum_by_row(rows_N, grads_SD, num_rows, offsets_S1, weights_N)
+            self._update_homes(self._adagrad, *summed)
             return
         if offsets_S1.numel() == 1:
             offsets_S1 = offsets_S1.new_zeros(2)  # one empty bag: the step counts
