@@ -147,7 +147,7 @@ def test_skewed_ids_take_the_exchange() -> None:
 def test_work_to_hide_under_lets_even_distinct_rows_travel() -> None:
     # what the exchange computes more than stock is less than what stock leaves exposed
     questions = ask([work(str(i), None) for i in range(8)])
-    network = curves(gbytes_per_s=0.05, latency_ms=0.01)
+    network = curves(gbytes_per_s=0.05, latency_ms=0.01, reduce_gbytes_per_s=0.05)
     busy = choose(questions, pricer(network, dense_ms=200.0))
     assert busy.hot_cold == (True,) * 8
     assert busy.step.num_micro_batches > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -25,8 +26,10 @@ from torchrec.distributed.types import ShardingPlan
 
 from benchmarks.planning_time import Workload
 from tests.planner.samples import AbleSharder, Model
+from torchrec_picasso.cost.local import LocalCosts
 from torchrec_picasso.planner import HotColdEnumerator, hot_cold_planner
 from torchrec_picasso.planner.search import PlanSearch, find_best
+from torchrec_picasso.planner.table_facts import assumed_curves
 
 MODEL = Model()
 KINDS = {
@@ -113,9 +116,17 @@ def test_the_best_proposal_is_torchrecs(
 
 def planned(proposer: Any, num_tables: int, stats: bool) -> tuple[ShardingPlan, int]:
     workload = Workload(num_tables=num_tables, seed=3)
+    # rows that are dear to update leave some tables stock, so that there are several plans
+    costs = LocalCosts()
+    backward = dataclasses.replace(costs.hot_cold.backward, update_ns=800)
+    hot_cold = dataclasses.replace(costs.hot_cold, backward=backward)
+    curves = dataclasses.replace(
+        assumed_curves(workload.topology()), local=dataclasses.replace(costs, hot_cold=hot_cold)
+    )
     planner = hot_cold_planner(
         workload.topology(),
         workload.stats() if stats else None,
+        curves=curves,
         batch_size=2048,
         debug=False,
         **({"proposer": proposer} if proposer else {}),

@@ -32,8 +32,6 @@ class TBSM(nn.Module):
         hidden: Last layers.
     """
 
-    pairs: Tensor
-
     def __init__(
         self,
         embeddings: FeatureGroups,
@@ -46,9 +44,9 @@ class TBSM(nn.Module):
         self.max_length = embeddings.groups["history"].max_length
         dims = [*embeddings.dims("target"), *embeddings.dims("profile")]
         (dim,) = set(dims)
-        pairs = torch.triu_indices(len(dims), len(dims), offset=1)
-        self.register_buffer("pairs", pairs, persistent=False)
-        self.of_step = tower(len(dims) * dim + pairs.size(1), step_hidden, dim)
+        self.num_fields = len(dims)
+        num_pairs = self.num_fields * (self.num_fields - 1) // 2
+        self.of_step = tower(self.num_fields * dim + num_pairs, step_hidden, dim)
         self.series = TimeSeriesLayer(self.max_length, series_hidden)
         self.over_arch = tower(num_dense + 2 * dim, hidden)
 
@@ -59,7 +57,8 @@ class TBSM(nn.Module):
         clicks = torch.cat([now, before], dim=1)
         user = torch.stack(found["profile"], dim=1)[:, None].expand(-1, clicks.size(1), -1, -1)
         fields = torch.cat([clicks, user], dim=2)
-        products = (fields @ fields.transpose(2, 3))[:, :, self.pairs[0], self.pairs[1]]
+        one, other = torch.triu_indices(self.num_fields, self.num_fields, 1, device=fields.device)
+        products = (fields @ fields.transpose(2, 3))[:, :, one, other]
         steps = self.of_step(torch.cat([fields.flatten(2), products], dim=2))
         is_there = mask_of(found["history"][0], self.max_length)
         target_BD, history = steps[:, 0], steps[:, 1:] * is_there[:, :, None]
