@@ -96,10 +96,10 @@ class RowWiseAdagrad:
         """
         if not rows_U.numel():
             return
-        dim = grads_UD.size(1)
-        squares_U = torch.linalg.vector_norm(grads_UD, dim=1).square_().div_(dim)
-        new_U = sums_R.index_select(0, rows_U).add_(squares_U)
-        sums_R.index_copy_(0, rows_U, new_U)
-        scale_U = new_U.sqrt_().add_(self._eps).reciprocal_().mul_(-learning_rate)
-        steps_UD = grads_UD * scale_U[:, None]
-        weights_RD.scatter_add_(0, rows_U[:, None].expand_as(steps_UD), steps_UD)
+        norm_U = torch.linalg.vector_norm(grads_UD, dim=1)
+        before_U = sums_R.index_select(0, rows_U)
+        sums_U = torch.addcmul(before_U, norm_U, norm_U, value=1 / grads_UD.size(1))
+        sums_R.index_copy_(0, rows_U, sums_U)
+        scale_U = sums_U.sqrt_().add_(self._eps).reciprocal_().mul_(-learning_rate)
+        steps_UD = grads_UD * scale_U.unsqueeze(1)
+        weights_RD.scatter_add_(0, rows_U.unsqueeze(1).expand_as(steps_UD), steps_UD)
