@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchrec_picasso.ops.unique import first_of_runs
+
 __all__ = [
     "PoolingIndex",
     "gather_sum",
@@ -218,9 +220,7 @@ def sum_by_row(
     """
     short = torch.int32 if num_rows <= _LARGEST_INT32 else torch.int64
     sorted_N, lookups_by_row_N = torch.sort(rows_N.to(short), stable=True)
-    is_first_N = torch.ones_like(sorted_N, dtype=torch.bool)
-    torch.ne(sorted_N[1:], sorted_N[:-1], out=is_first_N[1:])
-    start_U = is_first_N.nonzero().squeeze(1)
+    start_U = first_of_runs(sorted_N).nonzero().squeeze(1)
     if offsets_S1 is None and weights_N is None and start_U.numel() == rows_N.numel():
         return rows_N.to(torch.int64), grads_SD
     offsets_U1 = torch.cat([start_U, start_U.new_full((1,), rows_N.numel())])

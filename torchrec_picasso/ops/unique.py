@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["UniqueRows", "unique_rows"]
+__all__ = ["UniqueRows", "first_of_runs", "unique_rows"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,17 @@ class UniqueRows:
     """How often each row is looked up, int64, shape ``(U,)``; sums to N."""
 
 
+def first_of_runs(sorted_N: Tensor) -> Tensor:
+    """Which entries are the first of their value: bool, shape ``(N,)``.
+
+    Args:
+        sorted_N: Equal ones side by side.
+    """
+    first_N = torch.ones_like(sorted_N, dtype=torch.bool)
+    torch.ne(sorted_N[1:], sorted_N[:-1], out=first_N[1:])
+    return first_N
+
+
 def unique_rows(ids_N: Tensor) -> UniqueRows:
     """Finds the distinct ids of a batch.
 
@@ -42,8 +53,7 @@ def unique_rows(ids_N: Tensor) -> UniqueRows:
         One sort of N, O(N) else; one host sync on CUDA for U.
     """
     sorted_N, lookups_by_row_N = torch.sort(ids_N)
-    first_N = torch.ones_like(sorted_N, dtype=torch.bool)
-    torch.ne(sorted_N[1:], sorted_N[:-1], out=first_N[1:])
+    first_N = first_of_runs(sorted_N)
     start_U = first_N.nonzero().squeeze(1)
     row_N = first_N.cumsum(0).sub_(1)
     row_of_lookup_N = torch.empty_like(row_N).scatter_(0, lookups_by_row_N, row_N)

@@ -103,7 +103,7 @@ class FeatureGroups(nn.Module):
                 self._place |= {(group.name, index): key for group in of}
             self._in_lists |= set(by_key) if is_ordered else set()
             for key, some in by_key.items():
-                self.collections[key] = _lists(some) if is_ordered else _bags(some)
+                self.collections[key] = _collection(some, is_ordered)
 
     def dims(self, name: str) -> tuple[int, ...]:
         """Columns of each table that a group reads."""
@@ -168,9 +168,16 @@ def _tables_of(
     return found
 
 
-def _bags(tables: Sequence[Table]) -> EmbeddingBagCollection:
+def _collection(
+    tables: Sequence[Table], is_ordered: bool
+) -> EmbeddingBagCollection | EmbeddingCollection:
+    config, collection = (
+        (EmbeddingConfig, EmbeddingCollection)
+        if is_ordered
+        else (EmbeddingBagConfig, EmbeddingBagCollection)
+    )
     configs = [
-        EmbeddingBagConfig(
+        config(
             name=table.name,
             num_embeddings=table.num_embeddings,
             embedding_dim=table.dim,
@@ -178,17 +185,4 @@ def _bags(tables: Sequence[Table]) -> EmbeddingBagCollection:
         )
         for table in tables
     ]
-    return EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-
-
-def _lists(tables: Sequence[Table]) -> EmbeddingCollection:
-    configs = [
-        EmbeddingConfig(
-            name=table.name,
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.dim,
-            feature_names=list(table.features),
-        )
-        for table in tables
-    ]
-    return EmbeddingCollection(tables=configs, device=torch.device("meta"))
+    return collection(tables=configs, device=torch.device("meta"))
