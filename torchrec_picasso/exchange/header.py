@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,27 +125,25 @@ class HeaderExchange:
         """Finishes the exchange and brings it to the host (one sync on CUDA)."""
         wait_for(self._work)
         counts_PQ, lookups_J = self._words.counts_PQ, self._words.lookups_J
-        sizes = counts_PQ.numel(), lookups_J.numel(), self._received_WX.numel()
+        edges = list(accumulate([counts_PQ.numel(), lookups_J.numel()]))
         host = torch.cat([counts_PQ.reshape(-1), lookups_J, self._received_WX.view(-1)]).cpu()
-        counts, lookups, received = host.split(sizes)
+        counts, lookups, received = np.split(host.numpy(), edges)
         world_size, num_packs = self._world_size, counts_PQ.size(0)
-        counts_PQ = counts.view(self._words.counts_PQ.shape)
-        num_chunks = (counts_PQ.size(1) - 1) // world_size
-        mine_PKW = counts_PQ[:, 1:].reshape(num_packs, num_chunks, world_size)
+        own_PQ = counts.reshape(counts_PQ.shape)
+        mine_PKW = own_PQ[:, 1:].reshape(num_packs, -1, world_size)
         of_bags = self._words.bag_words_WX
-        num_words = num_packs * num_chunks, 0 if of_bags is None else of_bags.size(1), 3
-        received_WX = received.view(world_size, -1)
-        counts_WX, bags_WX, flags_W3, bits_WX = received_WX.split(
-            [*num_words, received_WX.size(1) - sum(num_words)], dim=1
+        num_words = [mine_PKW[..., 0].size, 0 if of_bags is None else of_bags.size(1), 3]
+        counts_WX, bags_WX, flags_W3, bits_WX = np.split(
+            received.reshape(world_size, -1), list(accumulate(num_words)), axis=1
         )
-        states_W = flags_W3[:, -1].tolist()
+        outside_ids_W, bad_weights_W, states_W = flags_W3.T.tolist()
         return Header(
-            hot_P=counts_PQ[:, 0].tolist(),
+            hot_P=own_PQ[:, 0].tolist(),
             mine_PKW=mine_PKW.tolist(),
-            asked_PKW=counts_WX.t().reshape(mine_PKW.shape).tolist(),
+            asked_PKW=counts_WX.T.reshape(mine_PKW.shape).tolist(),
             lookups_J=lookups.tolist(),
-            outside_ids_W=flags_W3[:, 0].tolist(),
-            bad_weights_W=flags_W3[:, 1].tolist(),
+            outside_ids_W=outside_ids_W,
+            bad_weights_W=bad_weights_W,
             bad_lengths_W=[bool(state & _BAD_LENGTHS) for state in states_W],
             homes_written=any(state & _HOMES_WRITTEN for state in states_W),
             any_data=any(state & _HAS_DATA for state in states_W),
@@ -152,15 +151,13 @@ class HeaderExchange:
             bag_words_WX=bags_WX.tolist(),
         )
 
-    def _touched_slots(self, bits_WX: Tensor) -> list[Tensor]:
+    def _touched_slots(self, bits_WX: np.ndarray) -> list[Tensor]:
         """Touched hot slots of each pack, from all ranks' words on the host."""
         starts_P1 = self._words.hot_start_P1
         touched_t = _union_of_bits(bits_WX)
-        edges_P1 = torch.searchsorted(touched_t, torch.tensor(starts_P1)).tolist()
-        for start, (first, end) in zip(starts_P1, pairwise(edges_P1)):
-            if start:
-                touched_t[first:end] -= start
-        on_device = touched_t.to(self._sent_WX.device, non_blocking=True)
+        edges_P1 = np.searchsorted(touched_t, starts_P1).tolist()
+        touched_t -= np.repeat(starts_P1[:-1], np.diff(edges_P1))
+        on_device = torch.from_numpy(touched_t).to(self._sent_WX.device, non_blocking=True)
         return [on_device[first:end] for first, end in pairwise(edges_P1)]
 
 
@@ -173,11 +170,7 @@ def _pack_bits(mask_H: Tensor) -> Tensor:
     return (padded * place_8).sum(1, dtype=torch.uint8).view(torch.int64)
 
 
-def _union_of_bits(words_WX: Tensor) -> Tensor:
-    """Positions set in any rank's words, ascending, on the host."""
-    union_X = words_WX[0].clone()
-    for words_X in words_WX[1:]:
-        union_X |= words_X
-    shift_8 = torch.arange(8, dtype=torch.uint8)
-    bits = (union_X.contiguous().view(torch.uint8).unsqueeze(1) >> shift_8) & 1
-    return bits.view(-1).nonzero().squeeze(1)
+def _union_of_bits(words_WX: np.ndarray) -> np.ndarray:
+    """Positions set in any rank's words, ascending."""
+    union_X = np.bitwise_or.reduce(words_WX, axis=0)
+    return np.unpackbits(union_X.view(np.uint8), bitorder="little").nonzero()[0]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -158,10 +159,9 @@ def _lookups_per_feature(
     features: KeyedJaggedTensor, offsets_S1: Tensor, num_features: int
 ) -> Tensor:
     """Lookups of each of the first features, int64, shape ``(F,)``; no host sync."""
-    strides_F = torch.tensor(features.stride_per_key()[:num_features], dtype=torch.int64)
-    ends_F = strides_F.cumsum(0).to(offsets_S1.device, non_blocking=True)
-    end_lookup_F = offsets_S1.to(torch.int64)[ends_F]
-    return torch.diff(end_lookup_F, prepend=end_lookup_F.new_zeros(1))
+    edges_F1 = torch.tensor([0, *accumulate(features.stride_per_key()[:num_features])])
+    edges_F1 = edges_F1.to(offsets_S1.device, non_blocking=True)
+    return torch.diff(offsets_S1.index_select(0, edges_F1).to(torch.int64))
 
 
 def _count_bad_weights(weights_N: Tensor | None, device: torch.device) -> Tensor:
