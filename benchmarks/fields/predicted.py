@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from torchrec.distributed.types import ParameterSharding
+from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from benchmarks.pipelines.standings import Standing
 from torchrec_picasso.cost.step_price import PIECES, StepPricer
@@ -79,6 +79,7 @@ def predict(
     forms: dict[int, Form] = {}
     num_hot: dict[int, int] = {}
     stock_types: list[str | None] = []
+    homes: dict[int, int] = {}
     for position, work in enumerate(decision.works):
         sharding = shardings[work.load.name]
         params, is_priced = sharding.cache_params, sharding.sharding_type in STOCK_TYPES
@@ -87,8 +88,10 @@ def predict(
         elif not is_priced:
             return None
         stock_types.append(sharding.sharding_type if is_priced else None)
+        if sharding.sharding_type == ShardingType.TABLE_WISE.value:
+            (homes[position],) = sharding.ranks or [0]
     pricer = StepPricer(decision.curves, decision.world_size, decision.dense, PIECES)
-    parts = PlanParts(decision.works, num_hot, stock_types, pricer)
+    parts = PlanParts(decision.works, num_hot, stock_types, pricer, homes)
     cost = parts.cost(forms)
     if num_micro_batches is not None and forms:
         price = parts.price(forms, [num_micro_batches])

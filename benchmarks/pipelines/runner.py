@@ -49,7 +49,7 @@ class Block:
     Args:
         step_s: Wall seconds of each timed step.
         thread_s: CPU seconds of the thread that trains, in the same steps.
-        cpu_s: CPU seconds of the whole process per step of the block, the untimed one included.
+        cpu_s: CPU seconds of the whole process per step of the block.
         link_bytes: Bytes that this rank's host put on its link per step of the block; ``None`` on
             loopback.
     """
@@ -134,7 +134,7 @@ class Runner:
         self._steps = trainer.steps(self._batches)
         self._losses: list[Tensor] = []
         self._blocks: list[Block] = []
-        self._metered = (0.0, 0.0)
+        self._num_metered = self._sent_bytes = self._num_collectives = 0
 
     def train(self, num_steps: int) -> None:
         """Takes steps that nobody looks at."""
@@ -151,17 +151,14 @@ class Runner:
 
     def count(self, num_steps: int) -> None:
         """Takes steps under the byte meter, which slows them."""
-        with WireMeter() as meter:
-            self.train(num_steps)
-        count = meter.count
-        self._metered = (count.sent_bytes / num_steps, count.num_collectives / num_steps)
+        self._train_metered(num_steps)
         self._peak_bytes = self._memory.read() if self._memory is not None else None
 
     def block(self, num_steps: int) -> Block:
-        """Takes one turn: a step that is not timed, and ``num_steps`` that are."""
+        """Takes one turn: a step that is metered, not timed, and ``num_steps`` that are timed."""
+        self._train_metered(1)
         link_bytes, cpu_s = self._counters()
         step_s, thread_s = [], []
-        self.train(1)
         for _ in range(num_steps):
             start_s, start_thread_s = time.perf_counter(), time.thread_time()
             self.train(1)
@@ -172,8 +169,8 @@ class Runner:
         block = Block(
             step_s=step_s,
             thread_s=thread_s,
-            cpu_s=(end_cpu_s - cpu_s) / (num_steps + 1),
-            link_bytes=(end_link_bytes - link_bytes) / (num_steps + 1) if has_link else None,  # type: ignore[operator]
+            cpu_s=(end_cpu_s - cpu_s) / num_steps,
+            link_bytes=(end_link_bytes - link_bytes) / num_steps if has_link else None,  # type: ignore[operator]
         )
         self._blocks.append(block)
         return block
@@ -188,8 +185,8 @@ class Runner:
             contestant=self.contestant,
             blocks=self._blocks,
             losses=[float(loss) for loss in self._losses],
-            metered_bytes=self._metered[0],
-            collectives=self._metered[1],
+            metered_bytes=self._sent_bytes / max(1, self._num_metered),
+            collectives=self._num_collectives / max(1, self._num_metered),
             tables=tables,
             hot_rows=hot_rows,
             trains_same_model=is_exact,
@@ -197,6 +194,14 @@ class Runner:
             num_micro_batches=num_micro_batches,
             lookahead=lookahead,
         )
+
+    def _train_metered(self, num_steps: int) -> None:
+        """Takes steps of which bytes and collectives count; batches differ, so more say more."""
+        with WireMeter() as meter:
+            self.train(num_steps)
+        self._num_metered += num_steps
+        self._sent_bytes += meter.count.sent_bytes
+        self._num_collectives += meter.count.num_collectives
 
     def _counters(self) -> tuple[int | None, float]:
         """Link bytes and CPU seconds so far, between two barriers and with the link at rest."""

@@ -88,8 +88,9 @@ def _all_to_all(rank: int, world_size: int) -> int:
 def _headers(rank: int, world_size: int) -> int:
     for case in range(NUM_CASES):
         rng = random.Random(case)
-        num_packs, num_hot = rng.choice((1, 2)), rng.choice((0, 1, 63, 64, 65, 200))
-        hot_start_P1 = [0, num_hot] if num_packs == 1 else [0, num_hot // 3, num_hot]
+        num_packs, num_hot = rng.choice((0, 1, 2)), rng.choice((0, 1, 63, 64, 65, 200))
+        num_hot = num_hot if num_packs else 0  # bags alone have no rows, hot or cold
+        hot_start_P1 = [[0], [0, num_hot], [0, num_hot // 3, num_hot]][num_packs]
         num_chunks = 1 + case % 3
         counts = _counts(case, num_packs, num_chunks * world_size)
         touched_WH = torch.tensor(
@@ -100,7 +101,9 @@ def _headers(rank: int, world_size: int) -> int:
         ranks_with_data = rng.sample(range(world_size), rng.randrange(world_size + 1))
         hot_P = [7 + p for p in range(num_packs)]
         words = HeaderWords(
-            counts_PQ=torch.tensor([[h, *c] for h, c in zip(hot_P, counts[rank])]),
+            counts_PQ=torch.tensor(
+                [[h, *c] for h, c in zip(hot_P, counts[rank])], dtype=torch.int64
+            ).view(num_packs, 1 + num_chunks * world_size),
             lookups_J=torch.arange(5 * num_chunks) + 100 * rank,
             touched_H=touched_WH[rank],
             hot_start_P1=hot_start_P1,

@@ -58,10 +58,10 @@ def test_distinct_rows_of_a_batch_are_those_of_other_batches(bursts: FrequencySt
     assert bursts.expected_unique("t", LOOKUPS) == pytest.approx(measured, rel=0.03)
     spectrum = bursts.spectrum("t")
     alone = FrequencyStats.collect([next(_batches(1, 1, TASTES))], _model())
-    assert alone.tables["t"].effective_share == 1
+    assert alone.tables["t"].dependence.effective_share == 1
     independent = FrequencyStats.collect(_batches(1, 24, None), _model())
     assert independent.expected_unique("t", LOOKUPS) > 1.5 * measured
-    assert spectrum.effective_share < 0.5
+    assert spectrum.dependence.effective_share < 0.5
 
 
 @pytest.mark.parametrize("part", [0.5, 0.125])
@@ -84,7 +84,7 @@ def test_cold_rows_too(bursts: FrequencyStats, num_hot: int) -> None:
 
 def test_independent_lookups_pass_for_independent() -> None:
     stats = FrequencyStats.collect(_batches(1, 24, None), _model())
-    assert stats.tables["t"].effective_share == 1
+    assert stats.tables["t"].dependence.effective_share == 1
 
 
 def test_rows_that_a_bag_never_repeats_are_more() -> None:
@@ -102,15 +102,15 @@ def test_rows_that_a_bag_never_repeats_are_more() -> None:
 
 
 def test_files_merges_and_decay_keep_it(bursts: FrequencyStats, tmp_path: Path) -> None:
-    share = bursts.tables["t"].effective_share
+    share = bursts.tables["t"].dependence.effective_share
     bursts.to_parquet(tmp_path / "stats.parquet")
     read = FrequencyStats.from_parquet(tmp_path / "stats.parquet")
     assert read.tables["t"] == bursts.tables["t"]
-    assert bursts.decayed(0.5).tables["t"].effective_share == share
+    assert bursts.decayed(0.5).tables["t"].dependence.effective_share == share
     assert bursts.decayed(0.5).expected_unique("t", LOOKUPS // 2) > 0
     independent = FrequencyStats.collect(_batches(3, 24, None), _model())
     merged = bursts.merge(independent).tables["t"]
-    assert merged.effective_share == pytest.approx((share + 1) / 2)
+    assert merged.dependence.effective_share == pytest.approx((share + 1) / 2)
 
 
 def test_histories_of_real_samples() -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "STOCK_TYPES",
     "StockTotals",
     "max_over_mean",
+    "placed_over_mean",
     "stock_cost",
     "stock_memory_bytes",
     "stock_totals",
@@ -202,13 +203,29 @@ def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: in
     for load in loads:
         shards = _column_shards(load, world_size) if sharding_type == "column_wise" else 1
         weights += [load.bags * load.dim / shards] * shards
-    total = sum(weights)
-    if not total:
-        return 1.0
     rank_loads = [0.0] * world_size
     for weight in sorted(weights, reverse=True):
         heapq.heapreplace(rank_loads, rank_loads[0] + weight)
-    return max(rank_loads) * world_size / total
+    return _busiest_over_mean(rank_loads)
+
+
+def placed_over_mean(loads: Sequence[TableLoad], homes: Sequence[int], world_size: int) -> float:
+    """The same of whole tables whose ranks are known.
+
+    Args:
+        loads: The tables.
+        homes: Rank of each.
+        world_size: Ranks.
+    """
+    rank_loads = [0.0] * world_size
+    for load, home in zip(loads, homes):
+        rank_loads[home] += load.bags * load.dim
+    return _busiest_over_mean(rank_loads)
+
+
+def _busiest_over_mean(rank_loads: Sequence[float]) -> float:
+    total = sum(rank_loads)
+    return max(rank_loads) * len(rank_loads) / total if total else 1.0
 
 
 def stock_memory_bytes(sharding_type: str, load: TableLoad, world_size: int) -> float:

@@ -2,7 +2,8 @@
 
 Built once per (table, batch, world size) from the table's spectrum; every question afterwards is
 an interpolation in cumulative sums, so trying thousands of hot sets costs nothing. What the hot
-set owes to luck in the sample it was chosen from is taken off (:mod:`frequency.split`).
+set owes to luck in the sample it was chosen from is taken off (:mod:`frequency.split`), and what
+later batches do not use of it any more.
 
 Shape letters: K distinct counts, descending: the hottest rows come first; Q quantities of rows that
 add up; S first parts of a batch.
@@ -139,8 +140,9 @@ class TableWork:
         """
         luck = self._luck(num_hot)
         coverage, used, touched, *rest = self._sums_of_first(num_hot)
-        hot_used = max(0.0, used - luck)
-        hot_touched = max(hot_used, touched - luck)
+        lasting = self._persistence(num_hot)
+        hot_used = lasting * max(0.0, used - luck)
+        hot_touched = max(hot_used, lasting * (touched - luck))
         # what luck takes off, it takes off alike in every part of a batch
         held = hot_used / used if used else 0.0
         all_rest = self._sums_KQ[-1, 3:].tolist()
@@ -149,7 +151,7 @@ class TableWork:
         unseen = [share * self._unseen_used for share in EARLY_SHARES]
         return HotSplit(
             num_hot=num_hot,
-            coverage=coverage,
+            coverage=lasting * coverage,
             hot_used=hot_used,
             hot_touched=hot_touched,
             cold_used=max(0.0, self.unique - hot_used),
@@ -170,6 +172,10 @@ class TableWork:
         low, high = self._sums_KQ[right - 1], self._sums_KQ[right]
         sums: list[float] = (low + (high - low) * ((num_hot - start) / (end - start))).tolist()
         return sums
+
+    def _persistence(self, num_hot: float) -> float:
+        spectrum = self.load.spectrum
+        return 1.0 if spectrum is None or not num_hot else spectrum.persistence_of(num_hot)
 
     def _luck(self, num_hot: float) -> float:
         """Hot rows that a batch of the sample uses, but a new batch does not."""

@@ -8,7 +8,13 @@ from torchrec_picasso.cost.exchange_totals import HotColdTotals
 from torchrec_picasso.cost.hot_cold import hot_cold_cost
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.step_price import StepPrice, StepPricer
-from torchrec_picasso.cost.stock import StockTotals, max_over_mean, stock_cost, sum_stock
+from torchrec_picasso.cost.stock import (
+    StockTotals,
+    max_over_mean,
+    placed_over_mean,
+    stock_cost,
+    sum_stock,
+)
 from torchrec_picasso.cost.table_work import TableWork
 from torchrec_picasso.decision.hot_counts import Beside
 from torchrec_picasso.ops.pack_plan import MOST_BAG_WAVES
@@ -28,6 +34,8 @@ class PlanParts:
         num_hot: Hot rows by position; 0 where there is none.
         stock_types: Stock type of each table, if it has one.
         pricer: Prices a step.
+        homes: Rank of each whole table, by position, of a plan that has been placed; ``None`` = as
+            even as the planner will deal them out.
     """
 
     def __init__(
@@ -36,8 +44,10 @@ class PlanParts:
         num_hot: Mapping[int, int],
         stock_types: Sequence[str | None],
         pricer: StepPricer,
+        homes: Mapping[int, int] | None = None,
     ) -> None:
         self._works, self._num_hot, self._pricer = works, num_hot, pricer
+        self._homes = homes
         self._totals: dict[tuple[int, Form], tuple[float, ...]] = {}
         self._by_type: dict[str, dict[int, StockTotals]] = {}
         for kind in sorted({kind for kind in stock_types if kind is not None}):
@@ -87,7 +97,7 @@ class PlanParts:
         cost = StepCost()
         for kind, tables in self._by_type.items():
             group = [i for i in tables if i not in forms]
-            uneven = max_over_mean(kind, [self._works[i].load for i in group], world_size)
+            uneven = self._uneven(kind, group)
             of_kind = sum_stock(tables[i] for i in group)
             cost = cost.plus(stock_cost(kind, of_kind, curves, world_size, uneven=uneven))
         return cost
@@ -111,5 +121,11 @@ class PlanParts:
         return max(1, min(len(dims), MOST_BAG_WAVES))
 
     def _uneven_bags(self, forms: Forms) -> float:
-        loads = [self._works[i].load for i in sorted(forms) if forms[i] == "bags"]
-        return max_over_mean("table_wise", loads, self._pricer.world_size)
+        return self._uneven("table_wise", [i for i in sorted(forms) if forms[i] == "bags"])
+
+    def _uneven(self, kind: str, group: Sequence[int]) -> float:
+        """Load of the busiest rank over the mean, of tables of one sharding type."""
+        loads, world_size = [self._works[i].load for i in group], self._pricer.world_size
+        if self._homes is None or kind != "table_wise":
+            return max_over_mean(kind, loads, world_size)
+        return placed_over_mean(loads, [self._homes[i] for i in group], world_size)

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchrec_picasso.exchange.gloo_threads import let_training_go_first
+
 __all__ = ["Pending", "start_all_to_all"]
 
 
@@ -75,6 +77,7 @@ class _Traffic:
     """Exchanges of one process group that have been started and not waited for, in order."""
 
     def __init__(self) -> None:
+        let_training_go_first()  # the group's threads are there by now
         self.num_started = 0
         self.in_flight: deque[_Messages] = deque()
 
@@ -90,6 +93,12 @@ class _Traffic:
 
 
 _traffic: WeakKeyDictionary[dist.ProcessGroup, _Traffic] = WeakKeyDictionary()
+
+
+def _traffic_of(pg: dist.ProcessGroup) -> _Traffic:
+    if pg not in _traffic:
+        _traffic[pg] = _Traffic()
+    return _traffic[pg]
 
 
 class _Messages:
@@ -108,7 +117,7 @@ class _Messages:
         receive_W: Sequence[int],
         send_W: Sequence[int],
     ) -> None:
-        self._traffic = _traffic.setdefault(pg, _Traffic())
+        self._traffic = _traffic_of(pg)
         rank, world_size, tag = pg.rank(), pg.size(), self._traffic.next_tag
         received_W = output_m.split(list(receive_W))
         sent_W = input_n.split(list(send_W))

@@ -130,9 +130,10 @@ class HeaderExchange:
         counts, lookups, received = np.split(host.numpy(), edges)
         world_size, num_packs = self._world_size, counts_PQ.size(0)
         own_PQ = counts.reshape(counts_PQ.shape)
-        mine_PKW = own_PQ[:, 1:].reshape(num_packs, -1, world_size)
+        num_chunks = (own_PQ.shape[1] - 1) // world_size
+        mine_PKW = own_PQ[:, 1:].reshape(num_packs, num_chunks, world_size)
         of_bags = self._words.bag_words_WX
-        num_words = [mine_PKW[..., 0].size, 0 if of_bags is None else of_bags.size(1), 3]
+        num_words = [num_packs * num_chunks, 0 if of_bags is None else of_bags.size(1), 3]
         counts_WX, bags_WX, flags_W3, bits_WX = np.split(
             received.reshape(world_size, -1), list(accumulate(num_words)), axis=1
         )
@@ -153,7 +154,7 @@ class HeaderExchange:
 
     def _touched_slots(self, bits_WX: np.ndarray) -> list[Tensor]:
         """Touched hot slots of each pack, from all ranks' words on the host."""
-        starts_P1 = self._words.hot_start_P1
+        starts_P1 = np.array(self._words.hot_start_P1)
         touched_t = _union_of_bits(bits_WX)
         edges_P1 = np.searchsorted(touched_t, starts_P1).tolist()
         touched_t -= np.repeat(starts_P1[:-1], np.diff(edges_P1))

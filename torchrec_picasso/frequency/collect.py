@@ -18,11 +18,9 @@ from torchrec_picasso.errors import InputError, PlanError
 from torchrec_picasso.frequency.accumulate import MAX_ROWS_COUNTED, CountAccumulator
 from torchrec_picasso.frequency.counts import TableCounts
 from torchrec_picasso.frequency.table import ModelTable
+from torchrec_picasso.frequency.whole_batches import WholeBatches
 
 __all__ = ["count_lookups", "model_tables"]
-
-_BATCHES_LOOKED_AT = 16
-"""As wholes, for their distinct rows; that takes a sort."""
 
 
 def model_tables(model: nn.Module) -> list[ModelTable]:
@@ -89,49 +87,28 @@ def count_lookups(
             table.
     """
     counters = [CountAccumulator(table, max_rows_counted) for table in tables]
-    distinct = [_Distinct() for _ in tables]
+    wholes = [WholeBatches() for _ in tables]
     batches_read = samples_read = 0
     for batch in islice(batches, num_batches):
         features = _sparse_features(batch)
         values_by_feature = _values_by_feature(features)
         num_bags = dict(zip(features.keys(), features.stride_per_key()))
-        for table, counter, of_batches in zip(tables, counters, distinct):
+        for table, counter, batches_of in zip(tables, counters, wholes):
             ids_of = {
                 feature: _checked_ids(values_by_feature, feature, table)
                 for feature in table.feature_names
             }
             for feature, ids_N in ids_of.items():
                 counter.add(feature, ids_N, num_bags[feature])
-            if batches_read < _BATCHES_LOOKED_AT:
-                of_batches.add(list(ids_of.values()))
+            if not batches_of.are_enough:
+                batches_of.add(list(ids_of.values()))
         batches_read += 1
         samples_read += features.stride()
     counts = {
-        table.name: of_batches.told(counter.result())
-        for table, counter, of_batches in zip(tables, counters, distinct)
+        table.name: batches_of.told(counter.result())
+        for table, counter, batches_of in zip(tables, counters, wholes)
     }
     return counts, batches_read, samples_read
-
-
-class _Distinct:
-    """How many distinct rows whole batches look up in a table."""
-
-    def __init__(self) -> None:
-        self._num_lookups = self._num_distinct = self._num_batches = 0
-
-    def add(self, ids_of_features: Sequence[Tensor]) -> None:
-        """Takes a batch."""
-        ids_N = torch.cat(list(ids_of_features))
-        self._num_lookups += ids_N.numel()
-        self._num_distinct += ids_N.unique().numel()
-        self._num_batches += 1
-
-    def told(self, counts: TableCounts) -> TableCounts:
-        """Counts that know of it."""
-        number = self._num_batches
-        if number < 2:  # one batch is the whole sample, whose distinct rows are known
-            return counts
-        return counts.with_distinct(self._num_lookups / number, self._num_distinct / number, number)
 
 
 def _sparse_features(batch: object) -> KeyedJaggedTensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.errors import PlanError
+from torchrec_picasso.frequency.dependence import INDEPENDENT, Dependence
 from torchrec_picasso.frequency.heavy_hitters import keep_heaviest
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.frequency.sums import sum_counts
@@ -44,8 +45,8 @@ class TableCounts:
         total_lookups: Lookups of the table; ``None`` = the sum of ``counts_U``.
         feature_lookups: Lookups by feature, in the order of ``feature_names``; empty = not known.
         feature_bags: Bags (samples) by feature, empty ones included; empty = not known.
-        effective_share: Independent lookups that one lookup of a batch counts as, see
-            :mod:`.spectrum`; 1 where no batches were looked at.
+        dependence: How lookups of batches depend on each other; as if they did not where no batches
+            were looked at.
     """
 
     num_embeddings: int
@@ -57,7 +58,7 @@ class TableCounts:
     total_lookups: float | None = None
     feature_lookups: tuple[float, ...] = ()
     feature_bags: tuple[float, ...] = ()
-    effective_share: float = 1.0
+    dependence: Dependence = INDEPENDENT
 
     @property
     def num_lookups(self) -> float:
@@ -89,7 +90,7 @@ class TableCounts:
                 self.counts_U,
                 self.num_embeddings,
                 num_lookups=self.total_lookups,
-                effective_share=self.effective_share,
+                dependence=self.dependence,
             )
         sure_U = self.counts_U >= max(_SURE_COUNT * self.max_undercount, 1)
         head_U, rows_U = self.counts_U[sure_U], self.rows_U[sure_U]
@@ -107,7 +108,7 @@ class TableCounts:
             self.tail.counts_V[~is_head_V],
             self.tail.rows_per_sampled,
             self.num_lookups,
-            self.effective_share,
+            self.dependence,
         )
 
     def pooling_factor(self, feature: str) -> float:
@@ -130,19 +131,6 @@ class TableCounts:
         counts_U, order_U = self.counts_U.sort(descending=True, stable=True)
         return self.rows_U[order_U], counts_U
 
-    def with_distinct(
-        self, num_lookups: float, num_distinct: float, num_batches: int
-    ) -> TableCounts:
-        """These counts, of lookups that depend on each other as those of some batches do.
-
-        Args:
-            num_lookups: Lookups of a batch, on average.
-            num_distinct: Distinct rows among them, on average.
-            num_batches: Batches that these are the averages of.
-        """
-        spectrum = self.spectrum().with_distinct(num_lookups, num_distinct, num_batches)
-        return replace(self, effective_share=spectrum.effective_share)
-
     def merge(self, other: TableCounts, max_rows_counted: int | None = None) -> TableCounts:
         """The counts of two samples of the same table; exact if both are and the rows fit.
 
@@ -164,7 +152,7 @@ class TableCounts:
             total_lookups=None if tail is None else self.num_lookups + other.num_lookups,
             feature_lookups=_added(self.feature_lookups, other.feature_lookups),
             feature_bags=_added(self.feature_bags, other.feature_bags),
-            effective_share=self._mean_share(other),
+            dependence=self.dependence.mean(other.dependence, self.num_lookups, other.num_lookups),
         )
         return merged if max_rows_counted is None else merged.shrunk(max_rows_counted)
 
@@ -196,14 +184,6 @@ class TableCounts:
             feature_bags=tuple(number * factor for number in self.feature_bags),
         )
 
-    def _mean_share(self, other: TableCounts) -> float:
-        """The effective share of both samples' lookups together."""
-        numbers = self.num_lookups, other.num_lookups
-        if self.effective_share == other.effective_share or not sum(numbers):
-            return self.effective_share
-        shares = self.effective_share, other.effective_share
-        return sum(n * share for n, share in zip(numbers, shares)) / sum(numbers)
-
     def _sample(self) -> TailSample:
         """The tail, or of exact counts the one that a stream of them would have left."""
         return TailSample.of(self.rows_U, self.counts_U) if self.tail is None else self.tail
@@ -220,7 +200,7 @@ class TableCounts:
             and self.num_lookups == other.num_lookups
             and self.feature_lookups == other.feature_lookups
             and self.feature_bags == other.feature_bags
-            and self.effective_share == other.effective_share
+            and self.dependence == other.dependence
         )
 
 

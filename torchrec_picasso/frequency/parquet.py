@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.frequency.counts import TableCounts
+from torchrec_picasso.frequency.dependence import INDEPENDENT, Dependence
 from torchrec_picasso.frequency.tail import TailSample
 
 __all__ = ["read_tables", "write_tables"]
@@ -157,8 +159,9 @@ def _about(counts: TableCounts) -> dict[str, Any]:
     for name in ("total_lookups", "feature_lookups", "feature_bags"):
         if getattr(counts, name):
             about[name] = getattr(counts, name)
-    if counts.effective_share != 1:
-        about["effective_share"] = counts.effective_share
+    for name, value in asdict(counts.dependence).items():
+        if value != getattr(INDEPENDENT, name):
+            about[name] = value
     return about
 
 
@@ -198,7 +201,10 @@ def _table(
         total_lookups=about.get("total_lookups"),
         feature_lookups=tuple(about.get("feature_lookups", ())),
         feature_bags=tuple(about.get("feature_bags", ())),
-        effective_share=about.get("effective_share", 1.0),
+        dependence=Dependence(
+            effective_share=about.get("effective_share", 1.0),
+            persistence=tuple(about.get("persistence", INDEPENDENT.persistence)),
+        ),
     )
 
 

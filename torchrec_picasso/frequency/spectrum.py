@@ -8,12 +8,11 @@ Distinct rows follow rarefaction: lookups of a batch are a random subset of the 
 which is unbiased up to the size of the sample, where plugging shares into ``1 - (1 - p)^n`` is too
 low by the rows that the sample never saw. Beyond the sample, rows not seen yet are extrapolated.
 
-Lookups of a batch need not be independent: a history comes with its sample, and holds the same few
-categories. Such bursts count as fewer independent lookups, which leaves fewer distinct rows; how
-many fewer is told by the distinct rows of whole batches.
+Lookups of a batch need not be independent (:mod:`.dependence`). Bursts count as fewer independent
+lookups, which leaves fewer distinct rows; how many fewer is told by those of whole batches.
 
 Source: Hurlbert 1971 (rarefaction); Chao 1984 and Colwell et al. 2012, eq. 9 (extrapolation);
-Good 1953 (mass of the unseen); Kish 1965 (effective sample size).
+Good 1953 (mass of the unseen).
 
 Shape letters: K distinct counts.
 """
@@ -25,6 +24,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from torchrec_picasso.frequency.dependence import INDEPENDENT, Dependence
 
 __all__ = ["CountSpectrum"]
 
@@ -47,14 +48,14 @@ class CountSpectrum:
         rows_K: How many rows have each count; estimates where a tail was sampled; float64.
         num_lookups: Lookups counted, the sum of ``counts_K * rows_K`` up to a tail's estimate.
         num_embeddings: Rows of the table.
-        effective_share: Independent lookups that one lookup of a batch counts as.
+        dependence: How lookups of batches depend on each other.
     """
 
     counts_K: Tensor
     rows_K: Tensor
     num_lookups: float
     num_embeddings: int
-    effective_share: float = 1.0
+    dependence: Dependence = INDEPENDENT
 
     @staticmethod
     def of(
@@ -63,7 +64,7 @@ class CountSpectrum:
         tail_counts_V: Tensor | None = None,
         tail_rows_per_sampled: float = 1.0,
         num_lookups: float | None = None,
-        effective_share: float = 1.0,
+        dependence: Dependence = INDEPENDENT,
     ) -> CountSpectrum:
         """Makes the spectrum of counted rows and, where only a sample of the tail was kept, of it.
 
@@ -73,7 +74,7 @@ class CountSpectrum:
             tail_counts_V: Counts of sampled rows outside ``counts_U``.
             tail_rows_per_sampled: Rows that each sampled row stands for.
             num_lookups: Lookups in all; ``None`` = the sum over the rows.
-            effective_share: Independent lookups that one lookup of a batch counts as.
+            dependence: How lookups of batches depend on each other.
         """
         if tail_counts_V is None and _is_soon_counted(counts_U):
             rows = torch.bincount(counts_U)
@@ -93,7 +94,7 @@ class CountSpectrum:
             rows_K=rows.flip(0),
             num_lookups=total,
             num_embeddings=num_embeddings,
-            effective_share=effective_share,
+            dependence=dependence,
         )
 
     def presence(self, num_lookups: float) -> Tensor:
@@ -107,9 +108,10 @@ class CountSpectrum:
         """
         if not self.num_lookups:
             return torch.zeros_like(self.counts_K)
-        total = self.num_lookups * self.effective_share
-        drawn = min(float(num_lookups) * self.effective_share, total)
-        counts_K = self.counts_K * self.effective_share
+        share = self.dependence.effective_share
+        total = self.num_lookups * share
+        drawn = min(float(num_lookups) * share, total)
+        counts_K = self.counts_K * share
         left_K = total - counts_K - drawn
         log_absent_K = _log_absent(total, counts_K, drawn)
         absent_K = torch.where(left_K >= 0, log_absent_K.exp(), torch.zeros_like(left_K))
@@ -125,7 +127,7 @@ class CountSpectrum:
     def with_distinct(
         self, num_lookups: float, num_distinct: float, num_batches: int
     ) -> CountSpectrum:
-        """The same counts, of lookups that depend on each other as those of some batches do.
+        """The same counts, of lookups that come in bursts as those of some batches do.
 
         Args:
             num_lookups: Lookups of a batch, on average.
@@ -142,9 +144,17 @@ class CountSpectrum:
         low, high = _LEAST_SHARE, _MOST_SHARE
         for _ in range(_HALVINGS):
             middle = math.sqrt(low * high)
-            found = replace(self, effective_share=middle).expected_unique(num_lookups)
+            found = self._in_bursts(middle).expected_unique(num_lookups)
             low, high = (middle, high) if found < num_distinct else (low, middle)
-        return replace(self, effective_share=math.sqrt(low * high))
+        return self._in_bursts(math.sqrt(low * high))
+
+    def _in_bursts(self, effective_share: float) -> CountSpectrum:
+        dependence = replace(self.dependence, effective_share=effective_share)
+        return replace(self, dependence=dependence)
+
+    def persistence_of(self, num_hot: float) -> float:
+        """Of the ``num_hot`` most frequent rows that batches like these use, what later ones do."""
+        return self.dependence.persistence_of(num_hot, float(self.rows_K.sum()))
 
     def expected_hot(self, num_lookups: float, num_hot: float) -> float:
         """Expected distinct rows among some lookups that are of the ``num_hot`` most frequent."""

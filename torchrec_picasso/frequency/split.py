@@ -5,7 +5,8 @@ rows that were lucky there (the winner's curse). So cold rows are judged on look
 was not chosen from: all ways of holding out a batch from the sample, averaged, which for a row with
 ``m`` lookups is a binomial sum. From one half of a Criteo sample to the cold rows of batches of the
 other, with 20,000 hot rows, the error falls from -8 % to +2 %. What remains is on the high side:
-the hot set is judged as if chosen from a sample smaller by one batch.
+the hot set is judged as if chosen from a sample smaller by one batch. Of what is hot then, later
+batches use the share that persists (:mod:`.dependence`).
 
 Source: Stone 1974 and Geisser 1975 (predictive sample reuse); McAllester and Schapire 2000 (holding
 out one lookup is Good-Turing's estimate).
@@ -67,9 +68,10 @@ def expected_unique_cold(spectrum: CountSpectrum, num_lookups: float, num_hot: f
         return 0.0
     if num_hot <= 0:
         return spectrum.expected_unique(num_lookups)
-    hot = spectrum.expected_hot(num_lookups, num_hot)
-    as_sampled = max(0.0, spectrum.expected_unique(num_lookups) - hot)
-    return as_sampled + winners_curse(spectrum, num_lookups, num_hot)
+    unique = spectrum.expected_unique(num_lookups)
+    as_sampled = min(unique, spectrum.expected_hot(num_lookups, num_hot))
+    hot = max(0.0, as_sampled - winners_curse(spectrum, num_lookups, num_hot))
+    return unique - spectrum.persistence_of(num_hot) * hot
 
 
 def winners_curse(spectrum: CountSpectrum, num_lookups: float, num_hot: float) -> float:
@@ -97,7 +99,7 @@ class WinnersCurse:
     def __init__(self, spectrum: CountSpectrum, num_lookups: float) -> None:
         self._num_embeddings = spectrum.num_embeddings
         self._counts_K, self._rows_K = _whole_counts(spectrum)
-        num_drawn = num_lookups * spectrum.effective_share
+        num_drawn = num_lookups * spectrum.dependence.effective_share
         self._share = min(
             num_drawn / float((self._counts_K * self._rows_K).sum()), _LARGEST_SHARE_HELD_OUT
         )
@@ -243,7 +245,7 @@ def _whole_counts(spectrum: CountSpectrum) -> tuple[np.ndarray, np.ndarray]:
 
     Those of a part, decayed or in bursts, are no whole numbers.
     """
-    counts_K = spectrum.counts_K.numpy() * spectrum.effective_share
+    counts_K = spectrum.counts_K.numpy() * spectrum.dependence.effective_share
     rows_K = spectrum.rows_K.numpy()
     whole_K = np.maximum(counts_K.round(), 1)
     if np.array_equal(whole_K, counts_K):
