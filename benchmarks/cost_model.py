@@ -37,7 +37,7 @@ from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.planner.table_facts import facts_of_model
 from torchrec_picasso.runs.exchange_step import ExchangeStep, bag_collection, one_hot_batch
 from torchrec_picasso.runs.placements import make_placement
-from torchrec_picasso.zoo.generated import zipf_cdf
+from torchrec_picasso.zoo.data.generated import zipf_cdf
 
 _STATS_BATCHES = 20
 _WARMUP_STEPS, _TIMED_STEPS = 2, 9

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.zoo.generated import zipf_cdf
+from torchrec_picasso.zoo.data.generated import zipf_cdf
 from torchrec_picasso.zoo.tables import CARDINALITIES
 
 _MAX_CPU_S, _MAX_RSS_GIB = 60.0, 2.0

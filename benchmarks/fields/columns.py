@@ -20,8 +20,8 @@ from benchmarks.fields.question import UNIFORM, Question
 from benchmarks.fields.samples import NUM_DENSE
 from benchmarks.fields.workload import ModelTable
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.zoo.criteo_files import ID_COLUMNS
-from torchrec_picasso.zoo.source import make_batch
+from torchrec_picasso.zoo.data.criteo_files import ID_COLUMNS
+from torchrec_picasso.zoo.data.source import make_batch
 
 __all__ = ["CLICK_COLUMNS", "ColumnsWorkload"]
 

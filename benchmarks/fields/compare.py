@@ -178,9 +178,7 @@ class _Bench:
         memory = PeakMemory()
         model = self._workload.model()
         planned = self._plan(contestant, model)
-        trainer = ContestantTrainer(
-            contestant, model, self._workload.tables, planned, self._pg, self._question.seed
-        )
+        trainer = ContestantTrainer(contestant, model, planned, self._pg, self._question.seed)
         runner = Runner(
             contestant,
             trainer,

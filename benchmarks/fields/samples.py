@@ -15,7 +15,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.fields.field_specs import FieldSpec
-from torchrec_picasso.zoo.generated import zipf_cdf
+from torchrec_picasso.zoo.data.generated import zipf_cdf
 
 __all__ = ["NUM_DENSE", "Samples"]
 

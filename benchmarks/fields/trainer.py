@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,9 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks.fields.contestants import make_pipeline
 from benchmarks.fields.plans import Planned
-from benchmarks.fields.workload import ModelTable
 from benchmarks.pipelines.contestants import Contestant
-from torchrec_picasso.zoo.dlrm import write_initial_tables
-from torchrec_picasso.zoo.tables import TableSpec
+from torchrec_picasso.zoo.initial_tables import write_initial_tables
+from torchrec_picasso.zoo.tables import tables_of
 
 __all__ = ["ContestantTrainer"]
 
@@ -32,7 +31,6 @@ class ContestantTrainer:
     Args:
         contestant: Who trains.
         model: Before sharding.
-        tables: Of the model.
         planned: Where its tables go.
         pg: The ranks.
         seed: Draws the tables' first weights, the same for every plan.
@@ -42,13 +40,12 @@ class ContestantTrainer:
         self,
         contestant: Contestant,
         model: nn.Module,
-        tables: Sequence[ModelTable],
         planned: Planned,
         pg: dist.ProcessGroup,
         seed: int,
     ) -> None:
         self.placement = planned.placement
-        device = torch.device("cpu")
+        device, tables = torch.device("cpu"), tables_of(model)
         self._model = DistributedModelParallel(
             module=model,
             env=ShardingEnv.from_process_group(pg),
@@ -56,11 +53,7 @@ class ContestantTrainer:
             plan=self.placement.plan,
             sharders=self.placement.sharders,
         )
-        specs = [
-            TableSpec(name=of.name, feature=of.name, num_embeddings=of.num_embeddings)
-            for of in tables
-        ]
-        write_initial_tables(self._model, specs, [of.dim for of in tables], seed)
+        write_initial_tables(self._model, tables, seed)
         dense = KeyedOptimizerWrapper(
             dict(in_backward_optimizer_filter(self._model.named_parameters())),
             lambda parameters: torch.optim.Adagrad(parameters, lr=_DENSE_LR),

@@ -22,7 +22,7 @@ from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.zoo.clicks import Clicks, history_of
+from torchrec_picasso.zoo.data.clicks import Clicks, history_of
 
 __all__ = ["Tables", "Travel"]
 

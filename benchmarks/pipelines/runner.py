@@ -33,7 +33,7 @@ from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.runs.pipelines import is_settled
 from torchrec_picasso.runs.placements import Placement
 from torchrec_picasso.runs.trainer import Trainer
-from torchrec_picasso.zoo.source import BatchSource
+from torchrec_picasso.zoo.data.source import BatchSource
 
 __all__ = ["Block", "RankResult", "Runner", "Trains", "dlrm_trainer", "schedule_used"]
 

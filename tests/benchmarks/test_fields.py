@@ -20,7 +20,7 @@ from benchmarks.fields.samples import Samples
 from benchmarks.pipelines.memory import PeakMemory
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.zoo.criteo_files import ID_COLUMNS
+from torchrec_picasso.zoo.data.criteo_files import ID_COLUMNS
 
 NAMES = ("table_wise", "planner", "ours_plain", "all_rows", "rows:2:7", "bags:2")
 TINY = (

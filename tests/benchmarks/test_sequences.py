@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 
 from benchmarks.fields.__main__ import main
-from benchmarks.sequences import alimama, globo
-from benchmarks.sequences.alimama import generate_alimama
-from benchmarks.sequences.batches import HELDOUT, TRAIN, Shares
-from benchmarks.sequences.clicks import read_clicks
 from torchrec_picasso import CommCurves
 from torchrec_picasso.errors import InputError
+from torchrec_picasso.zoo.data import alimama, globo
+from torchrec_picasso.zoo.data.alimama import generate_alimama
+from torchrec_picasso.zoo.data.click_files import read_clicks
+from torchrec_picasso.zoo.data.shares import HELDOUT, TRAIN, Shares
 
 TINY = (
     *("--model", "sequences", "--batch-size", "16", "--rate-mbit", "0", "--max-rows", "1000"),

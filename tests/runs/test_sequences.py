@@ -9,7 +9,7 @@ import pytest
 
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.runs.sequences import SequenceTask
-from torchrec_picasso.zoo.click_log import generate_log, samples_of_log
+from torchrec_picasso.zoo.data.click_log import generate_log, samples_of_log
 
 
 def make_task() -> SequenceTask:

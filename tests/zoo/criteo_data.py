@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from torchrec_picasso.zoo.criteo_files import DENSE_COLUMNS, ID_COLUMNS
+from torchrec_picasso.zoo.data.criteo_files import DENSE_COLUMNS, ID_COLUMNS
 
 
 def samples(num_samples: int, seed: int = 0) -> dict[str, list[int | None]]:

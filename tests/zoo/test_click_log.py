@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.zoo.click_log import generate_log, samples_of_log
+from torchrec_picasso.zoo.data.click_log import generate_log, samples_of_log
 
 NUM_CLICKS = 3000
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchrec_picasso.zoo.clicks import Clicks, history_of
-from torchrec_picasso.zoo.history import History
+from torchrec_picasso.zoo.data.clicks import Clicks, history_of
+from torchrec_picasso.zoo.data.history import History
 
 LISTS = [[4, 9], [], [9, 9, 1], [2]]
 

@@ -14,9 +14,9 @@ import torch
 from tests.zoo.criteo_data import samples, text_lines, write_parquet, write_text
 from torchrec_picasso.config import DataConfig
 from torchrec_picasso.errors import ConfigError, PicassoError
-from torchrec_picasso.zoo import criteo_files
-from torchrec_picasso.zoo.criteo import CriteoSource, hash_ids, log_dense
-from torchrec_picasso.zoo.criteo_files import MISSING_ID, read_criteo
+from torchrec_picasso.zoo.data import criteo_files
+from torchrec_picasso.zoo.data.criteo import CriteoSource, hash_ids, log_dense
+from torchrec_picasso.zoo.data.criteo_files import MISSING_ID, read_criteo
 from torchrec_picasso.zoo.registry import check_source, make_source
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchrec_picasso.config import DataConfig
-from torchrec_picasso.zoo.generated import GeneratedSource, zipf_cdf
+from torchrec_picasso.zoo.data.generated import GeneratedSource, zipf_cdf
 
 
 def make(**data: object) -> GeneratedSource:

@@ -31,9 +31,10 @@ from torchrec_picasso import (
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.zoo.click_model import ClickModel
-from torchrec_picasso.zoo.dlrm import write_initial_tables
 from torchrec_picasso.zoo.feature_groups import FeatureGroup, FeatureGroups
+from torchrec_picasso.zoo.initial_tables import write_initial_tables
 from torchrec_picasso.zoo.models.can import CAN
+from torchrec_picasso.zoo.tables import tables_of
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -89,7 +90,7 @@ def _sharded(name: str, is_stock: bool) -> tuple[DistributedModelParallel, Any]:
         planner: Any = EmbeddingShardingPlanner(
             topology=topology,
             batch_size=24,
-            constraints={table.name: whole for table in model.embeddings.tables},
+            constraints={table.name: whole for table in tables_of(model)},
             debug=False,
         )
     else:
@@ -98,9 +99,9 @@ def _sharded(name: str, is_stock: bool) -> tuple[DistributedModelParallel, Any]:
         planner = hot_cold_planner(topology, stats, hot_rows=20, batch_size=24, debug=False)
     plan = planner.collective_plan(model, sharders, pg)
     env = ShardingEnv.from_process_group(pg)
-    tables = model.embeddings.tables
+    tables = tables_of(model)
     sharded = DistributedModelParallel(model, env, CPU, plan, sharders)
-    write_initial_tables(sharded, tables, [table.dim for table in tables], seed=0)
+    write_initial_tables(sharded, tables, seed=0)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     wrapped = KeyedOptimizerWrapper(dense, lambda of: torch.optim.SGD(of, lr=0.1))
     return sharded, CombinedOptimizer([sharded.fused_optimizer, wrapped])
@@ -137,7 +138,7 @@ def test_groups_of_one_column_have_a_table_each_or_share_it() -> None:
         group("wide", ("item",), 4),
     ]
     made = FeatureGroups(groups, NUM_ROWS)
-    assert [(table.name, table.dim, table.features) for table in made.tables] == [
+    assert [(table.name, table.dim, table.features) for table in tables_of(made)] == [
         ("t_item", 8, ("item", "item_history")),
         ("t_item_wide", 4, ("item",)),
     ]

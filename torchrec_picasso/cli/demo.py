@@ -15,7 +15,8 @@ from torchrec_picasso.config import (
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.runs.compare import CompareSpec, compare_on_rank
-from torchrec_picasso.zoo.registry import check_source, make_source
+from torchrec_picasso.zoo.model_kinds import DLRM, model_kinds, needs_clicks
+from torchrec_picasso.zoo.registry import check_run
 
 __all__ = ["add_parser", "run", "demo_spec"]
 
@@ -23,6 +24,7 @@ _EXAMPLE = """\
 example:
   torchrec-picasso demo
   torchrec-picasso demo --data day_0.tsv --hot-rows 20000 --out criteo_demo
+  torchrec-picasso demo --model din --batch-size 1024
 """
 
 _MIN_STEPS = 10  # warm-up, counted steps and one timed block
@@ -36,7 +38,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         "demo",
         help="compare stock TorchRec with this package",
         description=(
-            "Trains one DLRM twice from the same weights on the same batches: with TorchRec's best "
+            "Trains one model twice from equal weights on the same batches: with TorchRec's best "
             "stock plan and with hot/cold sharding. Prints a table, writes demo.json and demo.png."
         ),
         epilog=_EXAMPLE,
@@ -45,7 +47,15 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--data",
         metavar="FILE",
-        help="Criteo samples, Parquet or tab-separated text (default: generated samples)",
+        help="Criteo samples, Parquet or tab-separated text; for models of histories Alimama's "
+        "rows or Globo's clicks (default: generated samples)",
+    )
+    parser.add_argument(
+        "--model",
+        choices=model_kinds(),
+        default=DLRM,
+        metavar="NAME",
+        help=f"any of `torchrec-picasso models` (default: {DLRM})",
     )
     for flag, default, text in (
         ("--steps", 30, "steps of each side"),
@@ -77,17 +87,24 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
         ranks=args.ranks,
         seed=args.seed,
         data=DataConfig(
+            kind="clicks" if needs_clicks(args.model) else "criteo",
             path=args.data,
             batch_size=args.batch_size,
             row_scale=1.0 if args.data else _GENERATED_ROW_SCALE,
             heldout_steps=2,
         ),
-        model=ModelConfig(embedding_dim=args.dim, dense_layers=(64,), over_layers=(64,)),
+        model=_model(args.model, args.dim),
         sharding=ShardingConfig(hot_rows=args.hot_rows),
     )
     spec = CompareSpec(config=config)
     spare = config.steps - spec.num_steps  # steps that fill no whole block go to the warm-up
     return CompareSpec(config=config, warmup_steps=spec.warmup_steps + spare)
+
+
+def _model(kind: str, dim: int) -> ModelConfig:
+    if kind == DLRM:
+        return ModelConfig(embedding_dim=dim, dense_layers=(64,), over_layers=(64,))
+    return ModelConfig(kind=kind, embedding_dim=dim)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -105,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--out {folder}: cannot make this folder ({error.strerror}); name another"
         ) from error
-    check_source(make_source(spec.config.data, spec.config.seed), spec.config.ranks)
+    check_run(spec.config, spec.config.ranks)
     result = run_ranks(compare_on_rank, spec.config.ranks, spec, timeout_s=_TIMEOUT_S)[0]
     comparison = Comparison(spec=spec, **result)
     print_comparison(comparison)

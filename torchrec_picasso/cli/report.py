@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.launch.environment import describe_environment
 from torchrec_picasso.runs.compare import CompareSpec, SideResult
 
@@ -57,13 +58,20 @@ class Comparison:
         return self.ours.cpu_s_per_step / self.stock.cpu_s_per_step
 
 
+def _in_words(kind: str, config: TrainConfig) -> str:
+    dim = config.model.embedding_dim
+    if config.data.kind == "criteo":
+        return f"{kind.upper()}, {config.data.num_tables} tables x {dim}"
+    return f"{kind.upper()}, clicks with histories, dim {dim}"
+
+
 def print_comparison(comparison: Comparison) -> None:
     """Prints the table on stdout."""
     config = comparison.spec.config
     stock, ours = comparison.stock, comparison.ours
     print(
-        f"\nDLRM, {config.data.num_tables} tables x {config.model.embedding_dim}, {config.ranks} "
-        f"ranks x {config.data.batch_size} samples, {len(stock.losses)} steps, "
+        f"\n{_in_words(config.model.kind, config)}, {config.ranks} ranks x "
+        f"{config.data.batch_size} samples, {len(stock.losses)} steps, "
         f"{config.data.path or 'generated samples'}"
     )
     if comparison.probe_ms:

@@ -24,10 +24,10 @@ from torchrec_picasso.frequency.drift import DriftReport, drift_of_windows
 from torchrec_picasso.frequency.files import CHUNK_ROWS, Reading, num_samples_of
 from torchrec_picasso.frequency.windows import TimedIds, read_windows
 from torchrec_picasso.launch.progress import Progress
-from torchrec_picasso.zoo.criteo import hash_ids, log_dense
-from torchrec_picasso.zoo.criteo_files import MISSING_ID, read_criteo
+from torchrec_picasso.zoo.data.criteo import hash_ids, log_dense
+from torchrec_picasso.zoo.data.criteo_files import MISSING_ID, read_criteo
+from torchrec_picasso.zoo.data.source import make_batch
 from torchrec_picasso.zoo.registry import make_source
-from torchrec_picasso.zoo.source import make_batch
 from torchrec_picasso.zoo.tables import table_specs
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""``torchrec-picasso train``: a DLRM from a YAML file, with checkpoints and resume."""
+"""``torchrec-picasso train``: a model from a YAML file, with checkpoints and resume."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrec_picasso.cli.launcher import join_torchrun, under_torchrun
 from torchrec_picasso.config import load_config
 from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.runs.train import check_checkpoint_folder, train_on_rank
-from torchrec_picasso.zoo.registry import check_source, make_source
+from torchrec_picasso.zoo.registry import check_run
 
 __all__ = ["add_parser", "run"]
 
@@ -19,6 +19,7 @@ _EXAMPLE = """\
 example:
   torchrec-picasso train --config configs/dlrm_criteo.yaml
   torchrec-picasso train --config configs/dlrm_criteo.yaml --resume
+  torchrec-picasso train --config configs/din_taobao.yaml
   torchrun --nproc-per-node 2 -m torchrec_picasso train --config configs/dlrm_criteo.yaml
 """
 
@@ -27,9 +28,9 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     """Adds ``train`` to the command line."""
     parser = subcommands.add_parser(
         "train",
-        help="train a DLRM from a configuration file",
+        help="train a model from a configuration file",
         description=(
-            "Trains a DLRM, evaluates its AUC on held-out samples, writes checkpoints and resumes "
+            "Trains a model, evaluates its AUC on held-out samples, writes checkpoints and resumes "
             "from them. Spawns its ranks, or uses those of torchrun."
         ),
         epilog=_EXAMPLE,
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     config = load_config(args.config)
     spawns = not under_torchrun()
     world_size = config.ranks if spawns else int(os.environ.get("WORLD_SIZE", "1"))
-    check_source(make_source(config.data, config.seed), world_size)
+    check_run(config, world_size)
     check_checkpoint_folder(config, args.resume)
     if spawns:
         run_ranks(train_on_rank, world_size, config, args.resume, timeout_s=config.timeout_s)

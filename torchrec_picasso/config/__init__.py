@@ -7,6 +7,7 @@ from torchrec_picasso.config.schema import (
     PLACEMENTS,
     CheckpointConfig,
     DataConfig,
+    FeatureConfig,
     ModelConfig,
     OptimizerConfig,
     PipelineConfig,
@@ -17,6 +18,7 @@ from torchrec_picasso.config.schema import (
 __all__ = [
     "TrainConfig",
     "DataConfig",
+    "FeatureConfig",
     "ModelConfig",
     "ShardingConfig",
     "OptimizerConfig",

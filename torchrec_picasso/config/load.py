@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,10 +93,17 @@ def _build(cls: type[ConfigT], document: Any, prefix: str, problems: list[str]) 
         if isinstance(annotation, type) and issubclass(annotation, Rules):
             values[name] = _build(annotation, value, f"{prefix}{name}.", problems)
             continue
+        of_each = _rules_of_each(annotation)
+        if of_each is not None and isinstance(value, Mapping):
+            values[name] = {
+                key: _build(of_each, each, f"{prefix}{name}.{key}.", problems)
+                for key, each in value.items()
+            }
+            continue
         value = _number_from_text(value, annotation)
         found = list(value_problems(value, annotation, field.metadata))
         problems.extend(f"{prefix}{name}: {problem}" for problem in found)
-        values[name] = tuple(value) if isinstance(value, list) else value
+        values[name] = _lists_as_tuples(value)
     if len(problems) > num_before:
         return None
     try:
@@ -103,6 +111,16 @@ def _build(cls: type[ConfigT], document: Any, prefix: str, problems: list[str]) 
     except ConfigError as error:  # only problems between fields are left
         problems.append(prefix + str(error).removeprefix(f"{cls.__name__}: "))
         return None
+
+
+def _rules_of_each(annotation: Any) -> type[Rules] | None:
+    """The config dataclass that each value of a mapping is, if the annotation says so."""
+    for arm in (annotation, *typing.get_args(annotation)):
+        args = typing.get_args(arm)
+        if len(args) == 2 and isinstance(args[1], type) and issubclass(args[1], Rules):
+            found: type[Rules] = args[1]
+            return found
+    return None
 
 
 def _number_from_text(value: Any, annotation: Any) -> Any:
@@ -113,6 +131,12 @@ def _number_from_text(value: Any, annotation: Any) -> Any:
         except ValueError:
             return value
     return value
+
+
+def _lists_as_tuples(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _lists_as_tuples(item) for key, item in value.items()}
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _unknown(key: Any, fields: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from torchrec_picasso.config.rules import Rules, rule
 __all__ = [
     "TrainConfig",
     "DataConfig",
+    "FeatureConfig",
     "ModelConfig",
     "ShardingConfig",
     "OptimizerConfig",
@@ -19,6 +20,8 @@ __all__ = [
     "PLACEMENTS",
     "PIPELINES",
     "CARDINALITY_NAMES",
+    "DATA_KINDS",
+    "FEATURE_KINDS",
 ]
 
 PLACEMENTS = ("hot_cold", "table_wise", "row_wise", "column_wise", "planner")
@@ -30,6 +33,12 @@ PIPELINES = ("interleaved", "sparse_dist")
 CARDINALITY_NAMES = ("criteo_kaggle", "criteo_terabyte_10m", "criteo_terabyte_40m")
 """Published table sizes that the generated data and the Criteo files can use."""
 
+DATA_KINDS = ("criteo", "clicks")
+"""Samples of Criteo's columns, or clicks with the history before them."""
+
+FEATURE_KINDS = ("one_hot", "bag", "sequence")
+"""One id per sample; any number, whose rows are summed; any number, each with its row."""
+
 NUM_CRITEO_TABLES = 26
 
 
@@ -37,7 +46,12 @@ NUM_CRITEO_TABLES = 26
 class DataConfig(Rules):
     """Where samples come from and how large the tables are that they look up."""
 
-    path: str | None = rule(None, "Criteo file, Parquet or published text; null = generated data.")
+    kind: str = rule("criteo", "What a sample is.", choices=DATA_KINDS)
+    path: str | None = rule(
+        None,
+        "Criteo file, Parquet or published text; for clicks a Parquet file of Alimama's rows or "
+        "Globo's clicks; null = generated data.",
+    )
     batch_size: int = rule(2048, "Samples per rank and step.", at_least=1)
     cardinalities: str = rule(
         "criteo_kaggle", "Published table sizes to start from.", choices=CARDINALITY_NAMES
@@ -55,12 +69,28 @@ class DataConfig(Rules):
     zipf_exponent: float = rule(
         1.05, "Mean skew of the generated ids; 0 = uniform.", at_least=0, at_most=4
     )
+    num_tasks: int = rule(
+        1, "Labels of a sample; 2 for generated Criteo data only.", at_least=1, at_most=2
+    )
+    task_correlation: float = rule(
+        0.5, "How alike the second label's taste is to the first's.", at_least=-1, at_most=1
+    )
+    max_history: int = rule(
+        50, "Clicks of a history; the latest stay. For clicks only.", at_least=1, at_most=10_000
+    )
     heldout_steps: int = rule(
         4, "Global batches kept out of training, for statistics and evaluation.", at_least=1
     )
 
     def cross_problems(self) -> list[str]:
-        """A Criteo file has 26 id columns, so it cannot feed another number of tables."""
+        """A Criteo file has 26 id columns and one label; so have clicks."""
+        if self.num_tasks > 1 and (self.path is not None or self.kind != "criteo"):
+            return [
+                f"num_tasks: only generated samples of kind criteo have {self.num_tasks} labels; "
+                "remove num_tasks, or set path to null and kind to criteo"
+            ]
+        if self.kind != "criteo":
+            return []
         if self.path is not None and self.num_tables != NUM_CRITEO_TABLES:
             return [
                 f"num_tables: a Criteo file feeds {NUM_CRITEO_TABLES} tables, got "
@@ -70,18 +100,60 @@ class DataConfig(Rules):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Rules):
-    """The DLRM: width of the embeddings and of the two towers around them."""
+class FeatureConfig(Rules):
+    """A group of columns that a model treats alike; what is left out the model says itself."""
 
+    columns: tuple[str, ...] | None = rule(None, "Columns; null = all that the data has for it.")
+    dim: int | None = rule(
+        None,
+        "Columns of their tables; null = the model's own, or model.embedding_dim.",
+        at_least=4,
+        multiple_of=4,
+    )
+    kind: str | None = rule(None, "Ids of a sample; null = the model's.", choices=FEATURE_KINDS)
+    tables_of: str | None = rule(
+        None, "Group whose tables these columns read; null = the model's, or their own."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Rules):
+    """The model: TorchRec's DLRM by width, any other one by its kind and its sizes."""
+
+    kind: str = rule("dlrm", "Which model; `torchrec-picasso models` lists them.")
     embedding_dim: int = rule(
         64, "Columns of every table (FBGEMM needs a multiple of 4).", at_least=4, multiple_of=4
     )
     dense_layers: tuple[int, ...] = rule(
-        (256,), "Hidden sizes under the dense features; embedding_dim is appended.", at_least=1
+        (256,),
+        "Hidden sizes under a DLRM's dense features; embedding_dim is appended.",
+        at_least=1,
     )
     over_layers: tuple[int, ...] = rule(
-        (256, 128), "Hidden sizes above the interaction; a size of 1 is appended.", at_least=1
+        (256, 128),
+        "Hidden sizes above a DLRM's interaction; a size of 1 is appended.",
+        at_least=1,
     )
+    sizes: Mapping[str, int | float | str | tuple[int, ...]] | None = rule(
+        None, "Arguments of any other model by name; those left out are the published ones."
+    )
+
+    def cross_problems(self) -> list[str]:
+        """A DLRM has keys of its own, other models have not."""
+        if self.kind == "dlrm":
+            if not self.sizes:
+                return []
+            return [
+                f"sizes: a dlrm has dense_layers and over_layers, got {', '.join(self.sizes)}; "
+                "remove sizes"
+            ]
+        plain = {field.name: field.default for field in dataclasses.fields(self)}
+        return [
+            f"{name}: only kind dlrm has it, got {list(getattr(self, name))} with kind "
+            f"{self.kind}; give model.sizes"
+            for name in ("dense_layers", "over_layers")
+            if getattr(self, name) != plain[name]
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +241,9 @@ class TrainConfig(Rules):
     seed: int = rule(0, "Seed of the weights and of the generated data.", at_least=0)
     log_every: int = rule(10, "Steps between two lines of progress.", at_least=1)
     timeout_s: int = rule(3600, "Seconds after which spawned ranks are ended.", at_least=1)
+    features: Mapping[str, FeatureConfig] | None = rule(
+        None, "Groups of columns by name, of any model but a dlrm; those left out are the model's."
+    )
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)

@@ -32,8 +32,8 @@ from torchrec_picasso.runs.placements import STOCK_PLACEMENTS, Placement
 from torchrec_picasso.runs.trainer import Trainer
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
+from torchrec_picasso.zoo.data.source import BatchSource
 from torchrec_picasso.zoo.registry import make_source
-from torchrec_picasso.zoo.source import BatchSource
 
 __all__ = ["CompareSpec", "SideResult", "compare_on_rank"]
 

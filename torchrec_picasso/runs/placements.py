@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
@@ -21,7 +23,6 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_picasso.config import PLACEMENTS
 from torchrec_picasso.cost import CommCurves
@@ -29,7 +30,11 @@ from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
-from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionSharder
+from torchrec_picasso.sharding.sharder import (
+    HotColdEmbeddingBagCollectionSharder,
+    HotColdEmbeddingCollectionSharder,
+)
+from torchrec_picasso.zoo.tables import tables_of
 
 __all__ = ["Placement", "make_placement", "STOCK_PLACEMENTS"]
 
@@ -102,7 +107,10 @@ def make_placement(
         raise PlanError(f"placement: expected one of {', '.join(PLACEMENTS)}; got {name!r}")
     topology = Topology(world_size=pg.size(), compute_device=device_type)
     if name == "hot_cold":
-        sharder: ModuleSharder[nn.Module] = HotColdEmbeddingBagCollectionSharder()
+        sharders: list[Any] = [
+            HotColdEmbeddingBagCollectionSharder(),
+            HotColdEmbeddingCollectionSharder(),
+        ]
         planner = hot_cold_planner(
             topology,
             stats,
@@ -113,7 +121,7 @@ def make_placement(
             debug=False,
         )
     else:
-        sharder = AnyTypeSharder()
+        sharders = [AnyTypeSharder(), EmbeddingCollectionSharder()]
         planner = EmbeddingShardingPlanner(
             topology=topology,
             batch_size=batch_size,
@@ -122,8 +130,8 @@ def make_placement(
             constraints=_stock_constraints(name, model, pg.size()),
             debug=False,
         )
-    plan = planner.collective_plan(model, [sharder], pg)
-    return Placement(name=name, plan=plan, sharders=[sharder], hot_rows=_hot_rows_of(plan))
+    plan = planner.collective_plan(model, sharders, pg)
+    return Placement(name=name, plan=plan, sharders=sharders, hot_rows=_hot_rows_of(plan))
 
 
 def _stock_constraints(
@@ -131,14 +139,12 @@ def _stock_constraints(
 ) -> dict[str, ParameterConstraints]:
     kinds = STOCK_PLACEMENTS if name == "planner" else (name,)
     return {
-        config.name: ParameterConstraints(
-            sharding_types=_trainable(kinds, config.num_embeddings, world_size),
+        table.name: ParameterConstraints(
+            sharding_types=_trainable(kinds, table.num_embeddings, world_size),
             compute_kernels=["fused"],
-            min_partition=_column_width(config.embedding_dim, world_size),
+            min_partition=_column_width(table.dim, world_size),
         )
-        for module in model.modules()
-        if isinstance(module, EmbeddingBagCollection)
-        for config in module.embedding_bag_configs()
+        for table in tables_of(model)
     }
 
 

@@ -33,10 +33,10 @@ from torchrec_picasso.sharding.sharder import (
 )
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
 from torchrec_picasso.zoo.click_model import ClickModel
-from torchrec_picasso.zoo.clicks import Clicks
+from torchrec_picasso.zoo.data.clicks import Clicks
 from torchrec_picasso.zoo.din import build_din
-from torchrec_picasso.zoo.dlrm import write_initial_tables
-from torchrec_picasso.zoo.tables import TableSpec
+from torchrec_picasso.zoo.initial_tables import write_initial_tables
+from torchrec_picasso.zoo.tables import tables_of
 
 __all__ = ["SequenceTask", "Trained", "train_plans"]
 
@@ -87,17 +87,6 @@ class SequenceTask:
         """One rank's batches."""
         steps = range(self.heldout_steps, self.heldout_steps + self.steps)
         return (self._batch(step, rank, world_size) for step in steps)
-
-    def write_initial(self, sharded: DistributedModelParallel) -> None:
-        """Gives the tables their first weights, which no plan changes."""
-        clicks = self.clicks
-        columns = [*clicks.targets, *clicks.profiles]
-        tables = [
-            TableSpec(name=f"t_{name}", feature=name, num_embeddings=clicks.num_rows(name))
-            for name in columns
-        ]
-        dims = [self.sequence_dim] * len(clicks.targets) + [self.profile_dim] * len(clicks.profiles)
-        write_initial_tables(sharded, tables, dims, self.seed)
 
     def _batch(self, step: int, rank: int, world_size: int) -> Batch:
         first = (step * world_size + rank) * self.batch_size
@@ -160,15 +149,16 @@ def _train(
     sharders: list[Any] = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
     if num_micro_batches is not None:
         sharders = [HotColdEmbeddingBagCollectionSharder(), HotColdEmbeddingCollectionSharder()]
-    device = torch.device("cpu")
+    device, unsharded = torch.device("cpu"), task.model()
+    tables = tables_of(unsharded)
     model = DistributedModelParallel(
-        module=task.model(),
+        module=unsharded,
         env=ShardingEnv.from_process_group(pg),
         device=device,
         plan=plan,
         sharders=sharders,
     )
-    task.write_initial(model)
+    write_initial_tables(model, tables, task.seed)
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())),
         lambda parameters: torch.optim.Adagrad(parameters, lr=_DENSE_LR),

@@ -69,7 +69,8 @@ def train_on_rank(
         device: Where to train, CPU if ``None``.
 
     Returns:
-        ``first_step``, the ``losses`` of the steps trained here, and the held-out ``auc``.
+        ``first_step``, the ``losses`` of the steps trained here, the held-out ``auc`` of the first
+        task and the ``aucs`` of all.
 
     Raises:
         PicassoError: If the input or the checkpoint cannot be used.
@@ -99,9 +100,10 @@ def train_on_rank(
         _save(trainer, config, step, progress)
     progress.close()
     num_heldout = config.data.heldout_steps * config.data.batch_size * world_size
-    auc = evaluate_auc(trainer, source.heldout(rank, world_size), num_heldout)
-    progress.say(f"AUC {auc:.5f} on {num_heldout} held-out samples")
-    return {"first_step": first_step, "losses": losses, "auc": auc}
+    aucs = evaluate_auc(trainer, source.heldout(rank, world_size), num_heldout)
+    in_words = ", ".join(f"{auc:.5f}" for auc in aucs)
+    progress.say(f"AUC {in_words} on {num_heldout} held-out samples")
+    return {"first_step": first_step, "losses": losses, "auc": aucs[0], "aucs": aucs}
 
 
 def _steps_at_once(config: TrainConfig, step: int) -> int:

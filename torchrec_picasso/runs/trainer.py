@@ -1,4 +1,4 @@
-"""One sharded DLRM with its optimizers and the pipeline around it that takes its steps."""
+"""One sharded model with its optimizers and the pipeline around it that takes its steps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipeline
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.models.dlrm import DLRMTrain
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -24,14 +24,16 @@ from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.runs.pipelines import MakePipeline, pipeline_maker
 from torchrec_picasso.runs.placements import Placement, make_placement
-from torchrec_picasso.zoo.dlrm import build_dlrm, write_initial_tables
-from torchrec_picasso.zoo.source import BatchSource
+from torchrec_picasso.zoo.data.source import BatchSource
+from torchrec_picasso.zoo.initial_tables import write_initial_tables
+from torchrec_picasso.zoo.registry import build_model
+from torchrec_picasso.zoo.tables import tables_of
 
 __all__ = ["MakePipeline", "Trainer", "unsharded_model"]
 
 
 class Trainer:
-    """A DLRM placed, initialised and ready to train.
+    """A model placed, initialised and ready to train.
 
     Collective: every rank of the default process group makes one, in the same order. Two trainers
     of equal ``config.seed`` start from equal weights, however their tables are placed.
@@ -62,8 +64,8 @@ class Trainer:
         self.device = device or torch.device("cpu")
         name = placement or config.sharding.placement
         model = unsharded_model(config, source)
-        for tower in (model.model.dense_arch, model.model.inter_arch, model.model.over_arch):
-            tower.to(self.device)
+        tables = tables_of(model)
+        _move_dense_part(model, self.device)
         self.placement: Placement = make_placement(
             name,
             model,
@@ -84,7 +86,7 @@ class Trainer:
             plan=self.placement.plan,
             sharders=self.placement.sharders,
         )
-        write_initial_tables(self.model, source.tables, config.model.embedding_dim, config.seed)
+        write_initial_tables(self.model, tables, config.seed)
         dense = KeyedOptimizerWrapper(
             dict(in_backward_optimizer_filter(self.model.named_parameters())),
             _dense_optimizer(config.optimizer),
@@ -129,7 +131,7 @@ class Trainer:
             batches: This rank's batches; each rank must give as many.
 
         Yields:
-            Probabilities and labels, each of shape ``(B,)``.
+            Probabilities and labels, each of shape ``(B,)``, or of several tasks ``(B, tasks)``.
         """
         self.model.eval()
         with torch.no_grad():
@@ -164,20 +166,27 @@ class Trainer:
                 return
 
 
-def unsharded_model(config: TrainConfig, source: BatchSource) -> DLRMTrain:
-    """The DLRM of a configuration before sharding: tables on the meta device, optimizer fused in.
+def unsharded_model(config: TrainConfig, source: BatchSource) -> nn.Module:
+    """The model of a configuration before sharding: tables on the meta device, optimizer fused in.
 
     Args:
         config: Model, optimizer and seed.
         source: Tells the tables.
     """
-    model = build_dlrm(config.model, source.tables, config.seed)
+    model = build_model(config, source)
     _fuse_table_optimizer(model, config.optimizer)
     return model
 
 
+def _move_dense_part(model: nn.Module, device: torch.device) -> None:
+    """All but the tables, which have no memory yet."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+
+
 def _stats(
-    config: TrainConfig, source: BatchSource, model: torch.nn.Module, world_size: int
+    config: TrainConfig, source: BatchSource, model: nn.Module, world_size: int
 ) -> FrequencyStats | None:
     """The file's statistics, or counts of the held-out samples of all ranks: a past sample."""
     if config.sharding.stats is not None:
@@ -193,7 +202,7 @@ def _curves(config: TrainConfig) -> CommCurves | None:
     return CommCurves.from_json(path) if path is not None else None
 
 
-def _fuse_table_optimizer(model: DLRMTrain, optimizer: OptimizerConfig) -> None:
+def _fuse_table_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> None:
     kinds = {
         "rowwise_adagrad": RowWiseAdagrad,
         "adagrad": torch.optim.Adagrad,
@@ -202,11 +211,11 @@ def _fuse_table_optimizer(model: DLRMTrain, optimizer: OptimizerConfig) -> None:
     settings = {"lr": optimizer.embedding_lr}
     if optimizer.embedding_optimizer != "sgd":
         settings["eps"] = optimizer.embedding_eps
-    apply_optimizer_in_backward(
-        kinds[optimizer.embedding_optimizer],
-        model.model.sparse_arch.parameters(),
-        settings,
-    )
+    for module in model.modules():
+        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+            apply_optimizer_in_backward(
+                kinds[optimizer.embedding_optimizer], module.parameters(), settings
+            )
 
 
 def _dense_optimizer(

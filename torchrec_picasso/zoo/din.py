@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from torchrec_picasso.zoo.click_model import ClickModel
-from torchrec_picasso.zoo.clicks import Clicks, history_of
+from torchrec_picasso.zoo.data.clicks import Clicks, history_of
 from torchrec_picasso.zoo.feature_groups import ONE_HOT, SEQUENCE, FeatureGroup, FeatureGroups
 from torchrec_picasso.zoo.models.din import DIN
 

@@ -17,8 +17,18 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.zoo.tables import Table
 
-__all__ = ["BAG", "KINDS", "ONE_HOT", "SEQUENCE", "FeatureGroup", "FeatureGroups", "Found", "Table"]
+__all__ = [
+    "BAG",
+    "KINDS",
+    "ONE_HOT",
+    "SEQUENCE",
+    "FeatureGroup",
+    "FeatureGroups",
+    "Found",
+    "Reads",
+]
 
 ONE_HOT, BAG, SEQUENCE = KINDS = ("one_hot", "bag", "sequence")
 """One id per sample; any number, whose rows are summed; any number, each with its row."""
@@ -48,21 +58,21 @@ class FeatureGroup:
     tables_of: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """A table of a model.
+@dataclass(frozen=True)
+class Reads:
+    """A group of columns that a model reads, as it says itself.
 
     Args:
-        name: ``t_<column>``; ``t_<column>_<group>`` where an earlier group has that.
-        num_embeddings: Rows.
-        dim: Columns.
-        features: That read it.
+        role: What of the data, see :class:`torchrec_picasso.zoo.data.source.BatchSource`.
+        kind: One of :data:`KINDS`.
+        tables_of: The group whose tables it reads; ``None`` = its own.
+        dim: Columns of each table; ``None`` = as the configuration says.
     """
 
-    name: str
-    num_embeddings: int
-    dim: int
-    features: tuple[str, ...]
+    role: str
+    kind: str = ONE_HOT
+    tables_of: str | None = None
+    dim: int | None = None
 
 
 class FeatureGroups(nn.Module):
@@ -86,15 +96,14 @@ class FeatureGroups(nn.Module):
             for group in groups
             if group.tables_of is None
         }
-        self.tables: list[Table] = []
-        """In the order of the collections."""
+        all_tables: list[Table] = []
         self.collections = nn.ModuleDict()
         self._place: dict[tuple[str, int], str] = {}
         self._in_lists: set[str] = set()
         for name, of in readers.items():
-            taken = {table.name for table in self.tables}
+            taken = {table.name for table in all_tables}
             tables = _tables_of(self.groups[name], of, num_rows, taken)
-            self.tables += tables
+            all_tables += tables
             is_ordered = any(group.kind == SEQUENCE for group in of)
             by_key: dict[str, list[Table]] = {}
             for index, table in enumerate(tables):

@@ -1,23 +1,64 @@
-"""Picks the source of samples that a configuration asks for."""
+"""From a configuration to samples and model."""
 
 from __future__ import annotations
 
-from torchrec_picasso.config import DataConfig
-from torchrec_picasso.zoo.criteo import CriteoSource
-from torchrec_picasso.zoo.generated import GeneratedSource
-from torchrec_picasso.zoo.source import BatchSource
+import torch
+from torch import nn
 
-__all__ = ["make_source", "check_source"]
+from torchrec_picasso.config import DataConfig, TrainConfig
+from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.zoo.click_model import ClickModel
+from torchrec_picasso.zoo.data.click_source import ClickSource
+from torchrec_picasso.zoo.data.criteo import CriteoSource
+from torchrec_picasso.zoo.data.generated import GeneratedSource
+from torchrec_picasso.zoo.data.source import BatchSource
+from torchrec_picasso.zoo.dlrm import build_dlrm
+from torchrec_picasso.zoo.feature_groups import FeatureGroups
+from torchrec_picasso.zoo.model_kinds import DLRM, groups_of, make_head
+
+__all__ = ["build_model", "check_run", "check_source", "make_source"]
 
 
 def make_source(data: DataConfig, seed: int) -> BatchSource:
-    """A Criteo file when ``data.path`` names one, generated samples otherwise.
+    """The samples of a run: read where ``data.path`` names a file, generated otherwise.
 
     Args:
-        data: Path, batch size and table sizes.
-        seed: Seed of the generated samples; a file ignores it.
+        data: Kind, path, batch size and table sizes.
+        seed: Seed of what is drawn; a Criteo file ignores it.
+
+    Raises:
+        PicassoError: If a file of clicks cannot be used.
     """
+    if data.kind == "clicks":
+        return ClickSource(data, seed)
     return GeneratedSource(data, seed) if data.path is None else CriteoSource(data)
+
+
+def build_model(config: TrainConfig, source: BatchSource) -> nn.Module:
+    """The model of a run before sharding; its forward takes a batch and gives the loss first.
+
+    Args:
+        config: Model, features and seed.
+        source: Tells columns and their rows.
+
+    Returns:
+        Tables on the meta device, the rest initialised from the seed.
+
+    Raises:
+        ConfigError: If the model is unknown, or does not fit the data.
+    """
+    if config.model.kind == DLRM:
+        if not isinstance(source, (CriteoSource, GeneratedSource)) or source.num_tasks > 1:
+            raise ConfigError(
+                "model.kind: a dlrm reads Criteo's columns and learns one label; choose another "
+                "model, or set data.kind to criteo and data.num_tasks to 1"
+            )
+        return build_dlrm(config.model, source.tables, config.seed)
+    groups = groups_of(config.model, config.features or {}, source, config.data.max_history)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        embeddings = FeatureGroups(groups, source.num_rows)
+        return ClickModel(embeddings, make_head(config.model, embeddings, source))
 
 
 def check_source(source: BatchSource, world_size: int) -> None:
@@ -32,3 +73,18 @@ def check_source(source: BatchSource, world_size: int) -> None:
     """
     for batches in (source.heldout(0, world_size), source.batches(0, world_size)):
         next(iter(batches))
+
+
+def check_run(config: TrainConfig, world_size: int) -> None:
+    """Makes samples and model once, so that what cannot be used ends a run before ranks start.
+
+    Args:
+        config: The run.
+        world_size: Its ranks.
+
+    Raises:
+        PicassoError: If the data or the model cannot be used.
+    """
+    source = make_source(config.data, config.seed)
+    check_source(source, world_size)
+    build_model(config, source)

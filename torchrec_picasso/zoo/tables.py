@@ -1,12 +1,15 @@
-"""The tables of a DLRM on Criteo: published sizes, scaled and capped."""
+"""Tables: those of any model, and the published sizes of Criteo's, scaled and capped."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
 from torchrec_picasso.config import DataConfig
 
-__all__ = ["TableSpec", "table_specs", "CARDINALITIES", "NUM_DENSE"]
+__all__ = ["CARDINALITIES", "NUM_DENSE", "Table", "TableSpec", "table_specs", "tables_of"]
 
 NUM_DENSE = 13
 """Dense features of a Criteo sample."""
@@ -33,6 +36,46 @@ CARDINALITIES: dict[str, tuple[int, ...]] = {
     ),
 }
 # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of a model.
+
+    Args:
+        name: ``t_<column>``; ``t_<column>_<group>`` where another group of columns has that.
+        num_embeddings: Rows.
+        dim: Columns.
+        features: That read it.
+    """
+
+    name: str
+    num_embeddings: int
+    dim: int
+    features: tuple[str, ...]
+
+
+def tables_of(model: nn.Module) -> list[Table]:
+    """The tables of an unsharded model, module by module.
+
+    Args:
+        model: Holds EmbeddingBagCollections or EmbeddingCollections at any depth.
+    """
+    configs = []
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            configs += module.embedding_bag_configs()
+        elif isinstance(module, EmbeddingCollection):
+            configs += module.embedding_configs()
+    return [
+        Table(
+            name=config.name,
+            num_embeddings=config.num_embeddings,
+            dim=config.embedding_dim,
+            features=tuple(config.feature_names),
+        )
+        for config in configs
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

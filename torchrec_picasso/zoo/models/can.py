@@ -5,13 +5,14 @@ Source: Bian et al., CAN: Feature Co-Action for Click-Through Rate Prediction (a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.zoo.feature_groups import FeatureGroups, Found
+from torchrec_picasso.zoo.feature_groups import SEQUENCE, FeatureGroups, Found, Reads
 from torchrec_picasso.zoo.layers.attention_unit import AttentionUnit
 from torchrec_picasso.zoo.layers.co_action import CoAction
 from torchrec_picasso.zoo.layers.padded import mask_of, padded
@@ -38,6 +39,14 @@ class CAN(nn.Module):
     Raises:
         ConfigError: If the tables' dims are not those of the networks.
     """
+
+    reads: ClassVar[Mapping[str, Reads]] = {
+        "target": Reads("target"),
+        "history": Reads("history", SEQUENCE, tables_of="target"),
+        "profile": Reads("profile"),
+        "network": Reads("target", dim=160),  # the weights of networks of the sizes below
+        "read": Reads("history", SEQUENCE, dim=16),
+    }
 
     def __init__(
         self,

@@ -5,12 +5,13 @@ Source: Guo et al., DeepFM (arXiv 1703.04247), section 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from torchrec_picasso.zoo.feature_groups import FeatureGroups, Found
+from torchrec_picasso.zoo.feature_groups import FeatureGroups, Found, Reads
 from torchrec_picasso.zoo.layers.factorization_machine import FactorizationMachine
 from torchrec_picasso.zoo.layers.tower import tower
 
@@ -28,6 +29,11 @@ class DeepFM(nn.Module):
         hidden: Layers of the tower.
         dropout: Of its layers.
     """
+
+    reads: ClassVar[Mapping[str, Reads]] = {
+        "deep": Reads("fields"),
+        "wide": Reads("fields", dim=4),
+    }
 
     def __init__(
         self,

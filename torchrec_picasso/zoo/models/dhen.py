@@ -6,12 +6,13 @@ Rate Prediction (arXiv 2203.11014).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from torchrec_picasso.zoo.feature_groups import FeatureGroups, Found
+from torchrec_picasso.zoo.feature_groups import FeatureGroups, Found, Reads
 from torchrec_picasso.zoo.layers.dhen_layer import DHENLayer
 from torchrec_picasso.zoo.layers.tower import tower
 
@@ -29,6 +30,10 @@ class DHEN(nn.Module):
         num_heads: Heads of the attention.
         hidden: Last layers.
     """
+
+    reads: ClassVar[Mapping[str, Reads]] = {
+        "fields": Reads("fields"),
+    }
 
     def __init__(
         self,

@@ -5,12 +5,13 @@ Source: Zhou et al., Deep Interest Evolution Network (arXiv 1809.03672), section
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from torchrec_picasso.zoo.feature_groups import FeatureGroups, Found
+from torchrec_picasso.zoo.feature_groups import SEQUENCE, FeatureGroups, Found, Reads
 from torchrec_picasso.zoo.layers.augru import AUGRU, InterestAttention
 from torchrec_picasso.zoo.layers.auxiliary_loss import AuxiliaryLoss
 from torchrec_picasso.zoo.layers.padded import mask_of, padded
@@ -33,6 +34,13 @@ class DIEN(nn.Module):
         auxiliary_weight: Of the auxiliary loss.
         activation: Of the last layers.
     """
+
+    reads: ClassVar[Mapping[str, Reads]] = {
+        "target": Reads("target"),
+        "history": Reads("history", SEQUENCE, tables_of="target"),
+        "negatives": Reads("negatives", SEQUENCE, tables_of="target"),
+        "profile": Reads("profile"),
+    }
 
     def __init__(
         self,

@@ -5,12 +5,13 @@ Source: Zhou et al., Deep Interest Network (arXiv 1706.06978), section 4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from torchrec_picasso.zoo.feature_groups import FeatureGroups, Found
+from torchrec_picasso.zoo.feature_groups import SEQUENCE, FeatureGroups, Found, Reads
 from torchrec_picasso.zoo.layers.attention_unit import AttentionUnit
 from torchrec_picasso.zoo.layers.tower import tower
 
@@ -27,6 +28,12 @@ class DIN(nn.Module):
         hidden: Last layers.
         activation: Of the last layers; ``dice``, the paper's, has statistics of the batch.
     """
+
+    reads: ClassVar[Mapping[str, Reads]] = {
+        "target": Reads("target"),
+        "history": Reads("history", SEQUENCE, tables_of="target"),
+        "profile": Reads("profile"),
+    }
 
     def __init__(
         self,

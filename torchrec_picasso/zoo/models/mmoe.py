@@ -6,12 +6,13 @@ Mixture-of-Experts (KDD 2018).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from torchrec_picasso.zoo.feature_groups import FeatureGroups, Found
+from torchrec_picasso.zoo.feature_groups import FeatureGroups, Found, Reads
 from torchrec_picasso.zoo.layers.mixture_of_experts import MixtureOfExperts
 from torchrec_picasso.zoo.layers.tower import tower
 
@@ -29,6 +30,10 @@ class MMoE(nn.Module):
         tower_hidden: Layers of each task.
         num_tasks: Tasks.
     """
+
+    reads: ClassVar[Mapping[str, Reads]] = {
+        "fields": Reads("fields"),
+    }
 
     def __init__(
         self,

@@ -6,12 +6,13 @@ Source: Ishkhanov et al., Time-based Sequence Model for Personalization and Reco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from torchrec_picasso.zoo.feature_groups import FeatureGroups, Found
+from torchrec_picasso.zoo.feature_groups import SEQUENCE, FeatureGroups, Found, Reads
 from torchrec_picasso.zoo.layers.padded import mask_of, padded
 from torchrec_picasso.zoo.layers.time_series_layer import TimeSeriesLayer
 from torchrec_picasso.zoo.layers.tower import tower
@@ -31,6 +32,12 @@ class TBSM(nn.Module):
         series_hidden: Layers that weigh the steps.
         hidden: Last layers.
     """
+
+    reads: ClassVar[Mapping[str, Reads]] = {
+        "target": Reads("target"),
+        "history": Reads("history", SEQUENCE, tables_of="target"),
+        "profile": Reads("profile"),
+    }
 
     def __init__(
         self,

@@ -5,12 +5,13 @@ Source: Cheng et al., Wide & Deep Learning for Recommender Systems (arXiv 1606.0
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from torchrec_picasso.zoo.feature_groups import FeatureGroups, Found
+from torchrec_picasso.zoo.feature_groups import FeatureGroups, Found, Reads
 from torchrec_picasso.zoo.layers.tower import tower
 
 __all__ = ["WideDeep"]
@@ -26,6 +27,11 @@ class WideDeep(nn.Module):
         num_dense: Dense features.
         hidden: Layers of the tower.
     """
+
+    reads: ClassVar[Mapping[str, Reads]] = {
+        "deep": Reads("fields"),
+        "wide": Reads("fields", dim=4),
+    }
 
     def __init__(
         self, embeddings: FeatureGroups, num_dense: int, hidden: Sequence[int] = (1024, 512, 256)

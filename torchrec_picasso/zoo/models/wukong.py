@@ -6,12 +6,13 @@ Source: Zhang et al., Wukong: Towards a Scaling Law for Large-Scale Recommendati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from torchrec_picasso.zoo.feature_groups import FeatureGroups, Found
+from torchrec_picasso.zoo.feature_groups import FeatureGroups, Found, Reads
 from torchrec_picasso.zoo.layers.tower import tower
 from torchrec_picasso.zoo.layers.wukong_layer import WukongLayer
 
@@ -32,6 +33,10 @@ class Wukong(nn.Module):
         layer_hidden: Layers over the products.
         hidden: Last layers.
     """
+
+    reads: ClassVar[Mapping[str, Reads]] = {
+        "fields": Reads("fields"),
+    }
 
     def __init__(
         self,

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from torchrec_picasso.zoo.clicks import Clicks
-from torchrec_picasso.zoo.generated import zipf_cdf
-from torchrec_picasso.zoo.history import History, Ids
+from torchrec_picasso.zoo.data.clicks import Clicks
+from torchrec_picasso.zoo.data.generated import zipf_cdf
+from torchrec_picasso.zoo.data.history import History, Ids
 
 __all__ = ["COLUMNS", "generate_alimama", "read_alimama"]
 

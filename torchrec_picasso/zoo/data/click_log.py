@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.zoo.clicks import Clicks
-from torchrec_picasso.zoo.generated import zipf_cdf
-from torchrec_picasso.zoo.history import History, Ids
+from torchrec_picasso.zoo.data.clicks import Clicks
+from torchrec_picasso.zoo.data.generated import zipf_cdf
+from torchrec_picasso.zoo.data.history import History, Ids
 
 __all__ = ["generate_log", "samples_of_log"]
 

@@ -17,14 +17,14 @@ from torchrec.datasets.utils import Batch
 
 from torchrec_picasso.config import DataConfig
 from torchrec_picasso.errors import ConfigError, PicassoError
-from torchrec_picasso.zoo.criteo_files import SampleChunk, read_criteo
-from torchrec_picasso.zoo.source import make_batch
-from torchrec_picasso.zoo.tables import TableSpec, table_specs
+from torchrec_picasso.zoo.data.criteo_columns import CriteoColumns
+from torchrec_picasso.zoo.data.criteo_files import SampleChunk, read_criteo
+from torchrec_picasso.zoo.data.source import make_batch
 
 __all__ = ["CriteoSource", "hash_ids", "log_dense"]
 
 
-class CriteoSource:
+class CriteoSource(CriteoColumns):
     """Endless batches from a Criteo file.
 
     Args:
@@ -37,14 +37,8 @@ class CriteoSource:
     def __init__(self, data: DataConfig) -> None:
         if data.path is None:
             raise ConfigError("data.path: expected the path of a Criteo file, got null")
-        self._data = data
+        super().__init__(data)
         self._path = Path(data.path)
-        self._tables = table_specs(data)
-
-    @property
-    def tables(self) -> tuple[TableSpec, ...]:
-        """The tables that the batches look up."""
-        return self._tables
 
     def batches(self, rank: int, world_size: int, start_step: int = 0) -> Iterator[Batch]:
         """This rank's share of the global batches from ``start_step`` on, without end.

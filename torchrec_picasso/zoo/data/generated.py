@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
 from torchrec_picasso.config import DataConfig
-from torchrec_picasso.zoo.source import make_batch
-from torchrec_picasso.zoo.tables import NUM_DENSE, TableSpec, table_specs
+from torchrec_picasso.zoo.data.criteo_columns import CriteoColumns
+from torchrec_picasso.zoo.data.source import make_batch
+from torchrec_picasso.zoo.tables import NUM_DENSE
 
 __all__ = ["GeneratedSource", "zipf_cdf"]
 
@@ -26,6 +27,7 @@ _EXPONENT_SPREAD = 0.15  # tables differ in skew by up to this much around the m
 _ID_LOGIT_SCALE = 2.0  # standard deviation that all ids together add to the logit
 _DENSE_LOGIT_SCALE = 0.5
 _BASE_LOGIT = -1.0  # about 3 clicks in 10 samples
+_SALTS_PER_TASK = 500_009
 
 
 def zipf_cdf(num_rows: int, exponent: float) -> NDArray[np.float64]:
@@ -43,7 +45,7 @@ def zipf_cdf(num_rows: int, exponent: float) -> NDArray[np.float64]:
     return cdf / cdf[-1]
 
 
-class GeneratedSource:
+class GeneratedSource(CriteoColumns):
     """Endless generated batches.
 
     Args:
@@ -52,9 +54,8 @@ class GeneratedSource:
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
-        self._data = data
+        super().__init__(data)
         self._seed = seed
-        self._tables = table_specs(data)
         rng = np.random.default_rng([seed, _TABLES])
         spread = _EXPONENT_SPREAD * rng.uniform(-1.0, 1.0, len(self._tables))
         self._exponents = np.maximum(0.0, data.zipf_exponent + spread)
@@ -65,11 +66,6 @@ class GeneratedSource:
         self._shifts = [int(rng.integers(table.num_embeddings)) for table in self._tables]
         self._dense_weights = rng.normal(size=NUM_DENSE) / math.sqrt(NUM_DENSE)
         self._cdfs: list[NDArray[np.float64]] | None = None  # made on first use, not sent to ranks
-
-    @property
-    def tables(self) -> tuple[TableSpec, ...]:
-        """The tables that the batches look up."""
-        return self._tables
 
     @property
     def exponents(self) -> NDArray[np.float64]:
@@ -98,20 +94,36 @@ class GeneratedSource:
             row_B = frequency_rank_B * self._strides[index] + self._shifts[index]
             ids_BT[:, index] = row_B % table.num_embeddings
         dense_BI = np.log1p(rng.exponential(10.0, (batch_size, NUM_DENSE))).astype(np.float32)
-        logit_B = self._logits(ids_BT, dense_BI)
-        labels_B = (rng.random(batch_size) < 1 / (1 + np.exp(-logit_B))).astype(np.float32)
+        logits_BL = self._logits(ids_BT, dense_BI)
+        labels = [rng.random(batch_size) < 1 / (1 + np.exp(-logit_B)) for logit_B in logits_BL.T]
+        labels_B = np.stack(labels, axis=1).astype(np.float32)
+        if self.num_tasks == 1:
+            labels_B = labels_B[:, 0]
         return make_batch(labels_B, dense_BI, ids_BT, [table.feature for table in self._tables])
 
     def _logits(
         self, ids_BT: NDArray[np.int64], dense_BI: NDArray[np.float32]
     ) -> NDArray[np.float64]:
-        num_tables = ids_BT.shape[1]
-        # Every row of every table has its own fixed taste in [-1, 1), whose deviation is 1/sqrt(3).
-        taste_BT = _hashed_uniform(ids_BT, np.arange(num_tables) + self._seed * 1_000_003)
-        id_part_B = taste_BT.sum(axis=1) * _ID_LOGIT_SCALE * math.sqrt(3 / num_tables)
+        """Of every task, shape ``(B, L)``."""
         dense_part_B = (dense_BI - 2.0) @ self._dense_weights * _DENSE_LOGIT_SCALE
-        logit_B: NDArray[np.float64] = _BASE_LOGIT + id_part_B + dense_part_B
-        return logit_B
+        id_parts = [self._id_part(ids_BT, task) for task in range(self.num_tasks)]
+        alike = self._data.task_correlation
+        for task in range(1, self.num_tasks):
+            id_parts[task] = alike * id_parts[0] + math.sqrt(1 - alike**2) * id_parts[task]
+        logits_BL: NDArray[np.float64] = np.stack(
+            [_BASE_LOGIT + id_part_B + dense_part_B for id_part_B in id_parts], axis=1
+        )
+        return logits_BL
+
+    def _id_part(self, ids_BT: NDArray[np.int64], task: int) -> NDArray[np.float64]:
+        # Every row of every table has its own fixed taste in [-1, 1), whose deviation is 1/sqrt(3).
+        num_tables = ids_BT.shape[1]
+        salts_T = np.arange(num_tables) + self._seed * 1_000_003 + task * _SALTS_PER_TASK
+        taste_BT = _hashed_uniform(ids_BT, salts_T)
+        id_part_B: NDArray[np.float64] = (
+            taste_BT.sum(axis=1) * _ID_LOGIT_SCALE * math.sqrt(3 / num_tables)
+        )
+        return id_part_B
 
 
 def _coprime(rng: np.random.Generator, num_rows: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.zoo.tables import TableSpec
-
 __all__ = ["BatchSource", "make_batch"]
 
 
@@ -20,8 +18,28 @@ class BatchSource(Protocol):
     """Endless batches that depend only on (rank, world size, step), so a run can be repeated."""
 
     @property
-    def tables(self) -> tuple[TableSpec, ...]:
-        """The tables that the batches look up."""
+    def columns(self) -> Mapping[str, tuple[str, ...]]:
+        """Columns of ids by the role that models know them in.
+
+        ``fields``: all with one id per sample. Clicks have beside these ``target``, what is clicked
+        or not, ``profile``, the other fields, ``history``, of each target what was clicked before,
+        and ``negatives``, for each click of a history something that was not clicked.
+        """
+        ...
+
+    @property
+    def num_rows(self) -> Mapping[str, int]:
+        """Rows that the ids of each column need."""
+        ...
+
+    @property
+    def num_dense(self) -> int:
+        """Dense features of a sample."""
+        ...
+
+    @property
+    def num_tasks(self) -> int:
+        """Labels of a sample."""
         ...
 
     def batches(self, rank: int, world_size: int, start_step: int = 0) -> Iterator[Batch]:
@@ -42,7 +60,7 @@ def make_batch(
     """Builds a one-hot batch.
 
     Args:
-        labels_B: Clicks, 0 or 1, shape ``(B,)``.
+        labels_B: Clicks, 0 or 1, shape ``(B,)``, or of several tasks ``(B, tasks)``.
         dense_BI: Dense features, shape ``(B, I)``.
         ids_BF: Row ids, shape ``(B, F)``, each inside its table.
         features: Names of the F features.

@@ -7,9 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.sequences import alimama, globo
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.zoo.clicks import Clicks
+from torchrec_picasso.zoo.data import alimama, globo
+from torchrec_picasso.zoo.data.clicks import Clicks
 
 __all__ = ["read_clicks"]
 

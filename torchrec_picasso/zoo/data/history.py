@@ -81,6 +81,10 @@ class History:
         """The same lists, with ids modulo a number of rows."""
         return replace(self, values=self.values % num_rows)
 
+    def latest(self, most: int) -> History:
+        """The last ids of each list, ``most`` at most."""
+        return replace(self, starts_n=np.maximum(self.starts_n, self.ends_n - most))
+
     def of(self, samples_m: Ids) -> History:
         """The lists of some samples, in their order."""
         return replace(self, starts_n=self.starts_n[samples_m], ends_n=self.ends_n[samples_m])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchrec_picasso.zoo.history import Ids
+from torchrec_picasso.zoo.data.history import Ids
 
 __all__ = ["HELDOUT", "TRAIN", "Shares"]
 

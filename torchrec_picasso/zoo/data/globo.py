@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.zoo.click_log import samples_of_log
-from torchrec_picasso.zoo.clicks import Clicks
+from torchrec_picasso.zoo.data.click_log import samples_of_log
+from torchrec_picasso.zoo.data.clicks import Clicks
 
 __all__ = ["COLUMNS", "read_globo"]
 

@@ -1,0 +1,172 @@
+"""What an exchange takes of a core that computes meanwhile, by the urgency of gloo's thread.
+
+    python -m benchmarks.gloo_threads
+    python -m benchmarks.gloo_threads --rate-mbit 100 --nice 0 5 -o gloo_threads.json
+
+Two emulated hosts of one core each. A turn starts an exchange of rows, sorts numbers for some
+milliseconds, and waits for the exchange. Shown are medians of the slower rank: the sorting alone,
+the whole turn, the CPU time of the process beside that of the thread that sorts, and the exchange
+with nothing else to do. Settings take turns. Setting a thread back to nice 0 needs root, as the
+hosts do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster import run_on_hosts, usable_rate
+from torchrec_picasso.exchange.all_to_all import start_all_to_all
+from torchrec_picasso.launch.environment import describe_environment
+
+__all__ = ["Question", "Turns", "main", "measure"]
+
+_SORTED, _TURNS, _ROUNDS = 120_000, 20, 4
+_TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    Args:
+        rate_mbit: Rate of each host's link, Mbit/s; ``None`` = as fast as the machine.
+        nice: Of gloo's thread; the thread that sorts has 0.
+        floats: Sent to the other host, per exchange.
+    """
+
+    rate_mbit: float | None = 1000.0
+    nice: tuple[int, ...] = (0, 5, 10, 19)
+    floats: tuple[int, ...] = (1, 1_000, 25_000, 100_000, 300_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Milliseconds of a turn, of the slower rank.
+
+    Args:
+        nice: Of gloo's thread.
+        floats: Sent.
+        sorting_ms: Without an exchange.
+        both_ms: With one.
+        beside_ms: CPU time of other threads in a turn with one.
+        exchange_ms: Without sorting.
+    """
+
+    nice: int
+    floats: int
+    sorting_ms: float
+    both_ms: float
+    beside_ms: float
+    exchange_ms: float
+
+
+def measure(question: Question) -> list[Turns]:
+    """Measures on two hosts.
+
+    Args:
+        question: What.
+    """
+    by_rank = run_on_hosts(_on_rank, 2, question.rate_mbit, question, timeout_s=_TIMEOUT_S)
+    return [max(of, key=lambda turns: turns.both_ms) for of in zip(*by_rank)]
+
+
+def _on_rank(rank: int, world_size: int, question: Question) -> list[Turns]:
+    _turns(1)  # the first exchange connects, and makes gloo's thread nicer
+    times: dict[tuple[int, int], list[tuple[float, float, float, float]]] = {}
+    for turn in range(_ROUNDS):
+        for nice in question.nice if turn % 2 == 0 else question.nice[::-1]:
+            for floats in question.floats:
+                _set_nice(nice)
+                times.setdefault((nice, floats), []).append(_turns(floats))
+    return [
+        Turns(
+            nice=nice,
+            floats=floats,
+            **dict(zip(("sorting_ms", "both_ms", "beside_ms", "exchange_ms"), _medians(of))),
+        )
+        for (nice, floats), of in times.items()
+    ]
+
+
+def _turns(floats: int) -> tuple[float, float, float, float]:
+    pg = dist.group.WORLD
+    assert pg is not None
+    numbers, sent, received = torch.rand(_SORTED), torch.zeros(2 * floats), torch.zeros(2 * floats)
+
+    def exchange(work: Callable[[], object]) -> None:
+        pending = start_all_to_all(pg, received, sent, [floats] * 2, [floats] * 2)
+        work()
+        pending.wait()
+
+    sorting_ms, _ = _time_ms(lambda: numbers.sort())
+    both_ms, beside_ms = _time_ms(lambda: exchange(lambda: numbers.sort()))
+    exchange_ms, _ = _time_ms(lambda: exchange(lambda: None))
+    return sorting_ms, both_ms, beside_ms, exchange_ms
+
+
+def _time_ms(work: Callable[[], object]) -> tuple[float, float]:
+    """Wall time of a turn, and CPU time of other threads of this process in it."""
+    dist.barrier()
+    start_s, thread_s, process_s = time.perf_counter(), time.thread_time(), time.process_time()
+    for _ in range(_TURNS):
+        work()
+    wall_s = time.perf_counter() - start_s
+    beside_s = time.process_time() - process_s - (time.thread_time() - thread_s)
+    return wall_s * 1e3 / _TURNS, beside_s * 1e3 / _TURNS
+
+
+def _medians(of: Sequence[Sequence[float]]) -> list[float]:
+    return [round(statistics.median(column), 3) for column in zip(*of)]
+
+
+def _set_nice(nice: int) -> None:
+    for task in Path("/proc/self/task").glob("*"):
+        if (task / "comm").read_text().startswith("gloo"):
+            os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints a line per setting."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    usual = Question()
+    parser.add_argument("--rate-mbit", type=float, default=usual.rate_mbit, help="0 = unshaped")
+    parser.add_argument("--nice", type=int, nargs="+", default=usual.nice, metavar="N")
+    parser.add_argument("--floats", type=int, nargs="+", default=usual.floats, metavar="N")
+    parser.add_argument("-o", "--out", metavar="FILE", help="write JSON")
+    args = parser.parse_args(argv)
+    question = Question(
+        rate_mbit=usable_rate(args.rate_mbit or None),
+        nice=tuple(args.nice),
+        floats=tuple(args.floats),
+    )
+    found = measure(question)
+    print("ms a turn    floats  sorting  with exchange  beside it  exchange alone")
+    for of in found:
+        print(
+            f"nice {of.nice:<4} {of.floats:>9} {of.sorting_ms:8.2f} {of.both_ms:14.2f} "
+            f"{of.beside_ms:10.2f} {of.exchange_ms:15.2f}"
+        )
+    if args.out:
+        with open(args.out, "w") as file:
+            document = {
+                "environment": describe_environment(),
+                "question": asdict(question),
+                "found": list(map(asdict, found)),
+            }
+            json.dump(document, file, indent=1)
+            file.write("\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Where samples come from: generated ones, Criteo's files, clicks with the history before them."""
