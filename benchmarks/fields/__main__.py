@@ -114,6 +114,7 @@ def answer(question: Question, curves: CommCurves | None = None) -> Report:
         chose=answers[0].chose,
         predicted=answers[0].predicted,
         errors=errors_of(answers[0].predicted, found, answers[0].dense_bytes),
+        dense_ms=answers[0].dense_ms,
     )
 
 

@@ -27,6 +27,7 @@ from benchmarks.fields.workload import Workload
 from benchmarks.pipelines.contestants import Contestant
 from benchmarks.pipelines.memory import PeakMemory
 from benchmarks.pipelines.runner import RankResult, Runner
+from benchmarks.scoreboard.workload import ZooWorkload
 from benchmarks.sequences.workload import SequencesWorkload
 from torchrec_picasso import CommCurves, FrequencyStats
 from torchrec_picasso.decision.decision import Decision
@@ -52,6 +53,7 @@ class RankAnswer:
         predicted: What the cost model says of each, in its micro-batches, by curves from before and
             after the turns; without those it has no price for.
         dense_bytes: Sent per step to sum dense gradients.
+        dense_ms: Forward and backward of the dense part, where it was measured.
     """
 
     results: list[RankResult]
@@ -59,10 +61,13 @@ class RankAnswer:
     chose: dict[str, str]
     predicted: dict[str, Predicted]
     dense_bytes: float
+    dense_ms: float
 
 
 def make_workload(question: Question) -> Workload:
     """What the question's contestants train."""
+    if question.zoo is not None:
+        return ZooWorkload(question.zoo, question.hosts)
     if question.model == "sequences":
         return SequencesWorkload(
             question.data,
@@ -116,6 +121,7 @@ def compare_on_rank(
         chose={name: describe_pipeline(of.pipeline) for name, of in trainers.items()},
         predicted=bench.predict(results, trainers),
         dense_bytes=bench.decision.dense.parameter_bytes * 2 * (world_size - 1) / world_size,
+        dense_ms=bench.decision.dense.total_ms,
     )
 
 

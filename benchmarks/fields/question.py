@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["COUNTED_STEPS", "MODELS", "UNIFORM", "WARMUP_STEPS", "Question"]
+from torchrec_picasso.config import TrainConfig
+
+__all__ = ["COUNTED_STEPS", "MODELS", "UNIFORM", "WARMUP_STEPS", "ZOO", "Question"]
 
 WARMUP_STEPS, COUNTED_STEPS = 3, 2
 """Steps before, and under the byte meter."""
 MODELS = ("fields", "columns", "sequences")
+ZOO = "zoo"
 UNIFORM = "uniform"
 """In place of a file: ids that are all alike often."""
 
@@ -20,7 +23,8 @@ class Question:
     Args:
         fields: Generated fields, each with a table of its own.
         model: One of :data:`MODELS`: generated fields; columns of a log, one id each; or a DIN-like
-            model of sequences. The latter two have their own tables.
+            model of sequences. The latter two have their own tables. Or :data:`ZOO`.
+        zoo: The configuration of a model of the zoo.
         data: File of columns, or :data:`UNIFORM`; or of sequences, ``None`` = generated ones.
         dim: Columns of every table of a log.
         batch_size: Samples per rank and step.
@@ -39,6 +43,7 @@ class Question:
 
     fields: int = 40
     model: str = "fields"
+    zoo: TrainConfig | None = None
     data: str | None = None
     dim: int = 64
     batch_size: int = 1024

@@ -32,6 +32,7 @@ class Report:
         chose: What each one's pipeline says of its modules and its choice.
         predicted: What the cost model says of each that has a price.
         errors: Of these.
+        dense_ms: Forward and backward of the dense part, where it was measured.
     """
 
     question: Question
@@ -42,6 +43,7 @@ class Report:
     chose: dict[str, str]
     predicted: dict[str, Predicted]
     errors: Errors | None
+    dense_ms: float = 0.0
 
 
 def write_report(report: Report, path: str | Path) -> None:

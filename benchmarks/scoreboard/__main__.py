@@ -1,0 +1,110 @@
+"""All models of the zoo against stock TorchRec in an emulated cluster: the scoreboard.
+
+    python -m benchmarks.scoreboard -o scoreboard
+    python -m benchmarks.scoreboard -o scoreboard --only din dien --rate-mbit 100
+    python -m benchmarks.scoreboard -o scoreboard --data-folder ../shared/data
+
+Each model, in its published sizes, is trained by stock's two contestants of `benchmarks.fields`,
+``table_wise`` and ``planner``, under TrainPipelineSparseDist, and by ``ours``: what a user gets who
+chooses nothing. They take turns. Every model is a JSON file of its own in the folder; one that is
+there is not measured again, so a run that was stopped goes on. The table and the picture show all
+that are there, those that lose too, with the reason where it is known:
+
+- work, wire, predicted: what the planner's cost model says of our step, by curves measured before
+  and after the turns; no schedule is faster than work or wire.
+- dense: part of that work that is the dense part's. exposed: part of our step in which the thread
+  that trains waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.cluster import ClusterError, usable_rate
+from benchmarks.fields.__main__ import answer
+from benchmarks.fields.question import ZOO, Question
+from benchmarks.fields.report import print_report, write_report
+from benchmarks.scoreboard.board import draw, print_board, read_line
+from benchmarks.scoreboard.entries import ENTRIES, train_config
+from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.launch.run_ranks import RankError
+
+__all__ = ["main", "question_of"]
+
+_CONTESTANTS = ("table_wise", "planner", "ours")
+
+
+def question_of(name: str, args: argparse.Namespace) -> Question:
+    """What is measured of a model.
+
+    Raises:
+        PicassoError: If the data is not there, or links cannot have the rate.
+    """
+    config = train_config(name, args.data_folder, args.seed)
+    return Question(
+        model=ZOO,
+        zoo=config,
+        batch_size=config.data.batch_size,
+        rate_mbit=usable_rate(args.rate_mbit or None),
+        rounds=args.rounds,
+        block_steps=args.block_steps,
+        seed=args.seed,
+        local_costs=True,
+        dense=True,
+        max_rows=config.data.max_rows,
+        contestants=_CONTESTANTS,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures what is not there yet, and shows all.
+
+    Returns:
+        0; 2 where the options allow no answer.
+    """
+    args = _parser().parse_args(argv)
+    folder = Path(args.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for place, name in enumerate(args.only):
+            path = folder / f"{name}.json"
+            if path.exists():
+                print(f"{name}: {path} is there", flush=True)
+                continue
+            print(f"{name}: {place + 1} of {len(args.only)}", flush=True)
+            report = answer(question_of(name, args))
+            print_report(report)
+            write_report(report, path)
+    except (PicassoError, RankError, ClusterError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    lines = [
+        read_line(name, folder / f"{name}.json")
+        for name in ENTRIES
+        if (folder / f"{name}.json").exists()
+    ]
+    print_board(lines)
+    draw(lines, folder / "scoreboard.png")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scoreboard", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("-o", "--out", required=True, metavar="FOLDER", help="a JSON file per model goes there")
+    names = list(ENTRIES)
+    add("--only", nargs="+", choices=names, default=names, metavar="MODEL", help=", ".join(names))
+    add("--rate-mbit", type=float, default=1000.0, help="0 = loopback (default: 1000)")
+    add("--data-folder", metavar="FOLDER", help="real samples (default: generated ones)")
+    add("--rounds", type=int, default=3, metavar="N", help="turns of each (default: 3)")
+    add("--block-steps", type=int, default=6, metavar="N", help="timed steps of one (default: 6)")
+    add("--seed", type=int, default=0, metavar="N", help="draws everything (default: 0)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

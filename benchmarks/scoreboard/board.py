@@ -1,0 +1,138 @@
+"""What was measured of each line, as a table and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Line", "draw", "print_board", "read_line"]
+
+_OURS, _STOCK_COLOR, _OURS_COLOR = "ours", "#868e96", "#4c6ef5"
+_MB = 1e6
+_HIDDEN = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One model; what has no unit is a ratio.
+
+    Args:
+        name: Of the model.
+        times_stock: Samples per second, ours over the best stock contestant's.
+        stock: That contestant.
+        stock_ms: Its step.
+        ours_ms: Our step.
+        compute_ms: Work of one core in it, as predicted: no schedule is faster.
+        wire_ms: Likewise on the wire.
+        predicted_ms: What the planner's cost model says of our step.
+        stock_bytes: Sent per rank and step.
+        ours_bytes: Likewise.
+        collectives: Ours, per step.
+        exposed: Part of our step in which the thread that trains waits.
+        dense_share: Part of that work which is the dense part's.
+        peak_bytes: Most memory of a rank that ours took.
+        setting: Micro-batches and lookahead.
+    """
+
+    name: str
+    times_stock: float
+    stock: str
+    stock_ms: float
+    ours_ms: float
+    compute_ms: float
+    wire_ms: float
+    predicted_ms: float
+    stock_bytes: float
+    ours_bytes: float
+    collectives: float
+    exposed: float
+    dense_share: float
+    peak_bytes: float
+    setting: str
+
+    @property
+    def why(self) -> str:
+        """Why it is not more."""
+        if self.ours_ms <= 1.1 * self.compute_ms:
+            return "the core has no more to give"
+        if self.dense_share > 1 - _HIDDEN:
+            return "the dense part hides all of the exchange, stock's too"
+        return ""
+
+
+def read_line(name: str, path: Path) -> Line:
+    """Reads what :func:`benchmarks.fields.report.write_report` wrote."""
+    document: dict[str, Any] = json.loads(path.read_text())
+    found, predicted = document["contestants"], document["predicted"]
+    stock = max(
+        (of for of in found if found[of]["is_stock"]), key=lambda of: found[of]["samples_per_s"]
+    )
+    ours, best, price = found[_OURS], found[stock], predicted[_OURS]
+    return Line(
+        name=name,
+        times_stock=ours["samples_per_s"] / best["samples_per_s"],
+        stock=stock,
+        stock_ms=best["step_ms"][1],
+        ours_ms=ours["step_ms"][1],
+        compute_ms=price["compute_ms"],
+        wire_ms=price["wire_ms"],
+        predicted_ms=price["step_ms"],
+        stock_bytes=best["metered_bytes_per_step"],
+        ours_bytes=ours["metered_bytes_per_step"],
+        collectives=ours["collectives_per_step"],
+        exposed=ours["exposed_share"],
+        dense_share=min(1.0, document["dense_ms"] / max(price["compute_ms"], 1e-9)),
+        peak_bytes=ours["peak_bytes"] or 0.0,
+        setting=f"K={ours['num_micro_batches']}{'' if ours['lookahead'] else ', no lookahead'}",
+    )
+
+
+def print_board(lines: Sequence[Line]) -> None:
+    """Prints the table."""
+    print(
+        f"{'':<12}{'x stock':>8}{'stock ms':>10}{'ours ms':>9}{'work':>7}{'wire':>7}"
+        f"{'predicted':>11}{'stock MB':>10}{'ours MB':>9}{'calls':>7}{'exposed':>9}{'dense':>7}"
+        f"{'peak MB':>9}  {'setting':<18}"
+    )
+    for of in lines:
+        print(
+            f"{of.name:<12}{of.times_stock:>8.2f}{of.stock_ms:>10.0f}{of.ours_ms:>9.0f}"
+            f"{of.compute_ms:>7.0f}{of.wire_ms:>7.0f}{of.predicted_ms:>11.0f}"
+            f"{of.stock_bytes / _MB:>10.2f}{of.ours_bytes / _MB:>9.2f}{of.collectives:>7.0f}"
+            f"{of.exposed:>9.0%}{of.dense_share:>7.0%}{of.peak_bytes / _MB:>9.0f}"
+            f"  {of.setting:<18} {of.why}"
+        )
+
+
+def draw(lines: Sequence[Line], path: Path) -> None:
+    """Draws steps of stock and ours, and the work of one core that no schedule gets below."""
+    import matplotlib  # here, because only a picture needs it and it is slow to import
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(10, 0.5 * len(lines) + 1.5), layout="constrained")
+    places = range(len(lines))
+    for shift, color, label, step_ms in (
+        (0.2, _STOCK_COLOR, "stock", [of.stock_ms for of in lines]),
+        (-0.2, _OURS_COLOR, "ours", [of.ours_ms for of in lines]),
+    ):
+        axes.barh([place + shift for place in places], step_ms, 0.36, color=color, label=label)
+    for place, of in zip(places, lines):
+        axes.plot([of.compute_ms] * 2, [place - 0.4, place], color="black", linewidth=1.5)
+        axes.annotate(
+            f"{of.times_stock:.1f} x",
+            (of.stock_ms, place + 0.2),
+            va="center",
+            xytext=(4, 0),
+            textcoords="offset points",
+        )
+    axes.set_yticks(list(places), [of.name for of in lines])
+    axes.invert_yaxis()
+    axes.set(xlabel="milliseconds a step; the line: work of one core in ours")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

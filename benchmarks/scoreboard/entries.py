@@ -1,0 +1,102 @@
+"""What each model trains: published sizes, and batches that two cores can take in seconds.
+
+Where a folder of real data is given, models of fields read Criteo's samples and models of histories
+Alimama's rows; MMoE needs two labels, which only generated samples have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrec_picasso.config import DataConfig, FeatureConfig, ModelConfig, TrainConfig
+from torchrec_picasso.errors import InputError
+from torchrec_picasso.zoo.model_kinds import needs_clicks
+
+__all__ = ["ENTRIES", "Entry", "train_config"]
+
+_CRITEO, _ALIMAMA = "criteo_tb_80k.parquet", "alimama_10k.parquet"
+_MOST_ROWS = 200_000
+_GENERATED_ROW_SCALE = 0.02
+_COUNTED_STEPS = 8
+"""Global batches that lookups are counted in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A line of the scoreboard.
+
+    Args:
+        model: Kind and sizes; those left out are the published ones.
+        batch_size: Samples per rank and step.
+        features: Dims that differ.
+        max_history: Longest history.
+        num_tasks: Labels.
+    """
+
+    model: ModelConfig
+    batch_size: int
+    features: dict[str, FeatureConfig] | None = None
+    max_history: int = 50
+    num_tasks: int = 1
+
+
+_PROFILE = {"profile": FeatureConfig(dim=16)}
+
+ENTRIES = {
+    "wide_deep": Entry(model=ModelConfig(kind="wide_deep", embedding_dim=32), batch_size=2048),
+    "dlrm": Entry(
+        model=ModelConfig(embedding_dim=128, dense_layers=(512, 256), over_layers=(512, 512, 256)),
+        batch_size=2048,
+    ),
+    "deepfm": Entry(model=ModelConfig(kind="deepfm", embedding_dim=12), batch_size=2048),
+    "din": Entry(
+        model=ModelConfig(kind="din", embedding_dim=64), batch_size=2048, features=_PROFILE
+    ),
+    "dien": Entry(
+        model=ModelConfig(kind="dien", embedding_dim=64), batch_size=1024, features=_PROFILE
+    ),
+    "mmoe": Entry(model=ModelConfig(kind="mmoe", embedding_dim=16), batch_size=2048, num_tasks=2),
+    "can": Entry(model=ModelConfig(kind="can", embedding_dim=16), batch_size=1024),
+    "wukong": Entry(model=ModelConfig(kind="wukong", embedding_dim=128), batch_size=1024),
+    "dhen": Entry(model=ModelConfig(kind="dhen", embedding_dim=64), batch_size=512),
+    "tbsm": Entry(
+        model=ModelConfig(kind="tbsm", embedding_dim=16), batch_size=1024, max_history=20
+    ),
+}
+"""By name, in the order in which they were published or nearly so."""
+
+
+def train_config(name: str, data_folder: str | None, seed: int) -> TrainConfig:
+    """What a line trains.
+
+    Args:
+        name: Of :data:`ENTRIES`.
+        data_folder: Where real samples are; ``None`` = generated ones.
+        seed: Draws weights and generated samples.
+
+    Raises:
+        InputError: If the folder lacks the file.
+    """
+    entry = ENTRIES[name]
+    clicks = needs_clicks(entry.model.kind)
+    path = None
+    if data_folder is not None and entry.num_tasks == 1:
+        path = Path(data_folder) / (_ALIMAMA if clicks else _CRITEO)
+        if not path.is_file():
+            raise InputError(f"--data-folder: there is no {path}; leave it out for generated data")
+    return TrainConfig(
+        seed=seed,
+        features=entry.features,
+        model=entry.model,
+        data=DataConfig(
+            kind="clicks" if clicks else "criteo",
+            path=None if path is None else str(path),
+            batch_size=entry.batch_size,
+            max_rows=_MOST_ROWS,
+            row_scale=1.0 if path is not None else _GENERATED_ROW_SCALE,
+            num_tasks=entry.num_tasks,
+            max_history=entry.max_history,
+            heldout_steps=1 if clicks else _COUNTED_STEPS,
+        ),
+    )

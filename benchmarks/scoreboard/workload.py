@@ -1,0 +1,93 @@
+"""A model of the zoo for contestants."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from benchmarks.fields.workload import ModelTable
+from torchrec_picasso.config import TrainConfig
+from torchrec_picasso.zoo.registry import build_model, make_source
+
+__all__ = ["ZooWorkload"]
+
+_TABLE_LR = 0.02
+_COUNTED_FROM = 1000
+"""The first step of clicks that lookups are counted in; contestants train on those from 0 on."""
+
+
+class ZooWorkload:
+    """A configuration's model and samples.
+
+    Args:
+        config: What is trained.
+        world_size: Ranks that share a step.
+    """
+
+    def __init__(self, config: TrainConfig, world_size: int) -> None:
+        self._config, self._world_size = config, world_size
+        self._source = make_source(config.data, config.seed)
+
+    @property
+    def tables(self) -> Sequence[ModelTable]:
+        """All tables, in the model's order."""
+        features = self.training(0, 1)[0].sparse_features
+        lookups = dict(zip(features.keys(), features.length_per_key()))
+        found = []
+        for path, module in build_model(self._config, self._source).named_modules():
+            if isinstance(module, EmbeddingBagCollection):
+                configs = module.embedding_bag_configs()
+            elif isinstance(module, EmbeddingCollection):
+                configs = module.embedding_configs()
+            else:
+                continue
+            found += [
+                ModelTable(
+                    name=of.name,
+                    module=path,
+                    num_embeddings=of.num_embeddings,
+                    dim=of.embedding_dim,
+                    ids_per_sample=sum(lookups[name] for name in of.feature_names)
+                    / self._config.data.batch_size,
+                )
+                for of in configs
+            ]
+        return found
+
+    def model(self) -> nn.Module:
+        """The model before sharding, a row-wise optimizer fused into its tables."""
+        model = build_model(self._config, self._source)
+        for module in model.modules():
+            if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+                apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": _TABLE_LR})
+        return model
+
+    def training(self, rank: int, num_batches: int) -> list[Batch]:
+        """One rank's batches."""
+        return list(itertools.islice(self._source.batches(rank, self._world_size), num_batches))
+
+    def heldout(self, world_size: int, num_steps: int) -> Iterator[Batch]:
+        """All ranks' batches that hot rows are chosen from.
+
+        Too few clicks are held out for that; they are drawn from those that are trained on.
+        """
+        shares = [
+            self._source.batches(rank, world_size, _COUNTED_FROM)
+            if self._config.data.kind == "clicks"
+            else self._source.heldout(rank, world_size)
+            for rank in range(world_size)
+        ]
+        steps = itertools.islice(zip(*shares), num_steps)
+        return (batch for of_step in steps for batch in of_step)
+
+    def in_words(self) -> str:
+        """What is trained, for the head of a report."""
+        data = self._config.data
+        samples = data.path or f"generated {data.kind}"
+        return f"{self._config.model.kind}, {samples}"
