@@ -18,7 +18,9 @@ from torchrec_picasso.zoo.models.deepfm import DeepFM
 from torchrec_picasso.zoo.models.dhen import DHEN
 from torchrec_picasso.zoo.models.dien import DIEN
 from torchrec_picasso.zoo.models.din import DIN
+from torchrec_picasso.zoo.models.logistic_regression import LogisticRegression
 from torchrec_picasso.zoo.models.mmoe import MMoE
+from torchrec_picasso.zoo.models.pooled_history import PooledHistory
 from torchrec_picasso.zoo.models.tbsm import TBSM
 from torchrec_picasso.zoo.models.wide_deep import WideDeep
 from torchrec_picasso.zoo.models.wukong import Wukong
@@ -61,6 +63,10 @@ class ModelCase:
 
 
 CASES = {
+    "logistic_regression": ModelCase(
+        (group("wide", (*ONE_HOT, *TARGETS), 4),), lambda of: LogisticRegression(of, NUM_DENSE)
+    ),
+    "pooled_history": ModelCase(CLICKS, lambda of: PooledHistory(of, NUM_DENSE, (16,), "tanh")),
     "wide_deep": ModelCase(WIDE, lambda of: WideDeep(of, NUM_DENSE, (16, 8))),
     "deepfm": ModelCase(WIDE, lambda of: DeepFM(of, NUM_DENSE, (16, 8))),
     "din": ModelCase(CLICKS, lambda of: DIN(of, NUM_DENSE, 6, (16,), "tanh")),

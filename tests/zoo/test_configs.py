@@ -22,7 +22,8 @@ from torchrec_picasso.runs.train import train_on_rank
 from torchrec_picasso.zoo.model_kinds import model_kinds, needs_clicks
 from torchrec_picasso.zoo.registry import build_model, make_source
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+FOLDER = Path(__file__).parents[2] / "configs"
+CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "quality")
 STEPS = 4
 
 

@@ -14,7 +14,7 @@ from torchrec_picasso.config.rules import Rules, field_types, value_problems
 from torchrec_picasso.config.schema import TrainConfig
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["load_config", "parse_config"]
+__all__ = ["load_config", "load_rules", "parse_config"]
 
 ConfigT = TypeVar("ConfigT", bound=Rules)
 
@@ -25,6 +25,22 @@ def load_config(path: str | Path) -> TrainConfig:
     Args:
         path: YAML file with the keys of :class:`~torchrec_picasso.config.TrainConfig`; a key left
             out takes its default.
+
+    Returns:
+        The checked configuration.
+
+    Raises:
+        ConfigError: As :func:`load_rules` does.
+    """
+    return load_rules(TrainConfig, path)
+
+
+def load_rules(cls: type[ConfigT], path: str | Path) -> ConfigT:
+    """Reads any configuration.
+
+    Args:
+        cls: A config dataclass.
+        path: YAML file with its keys; a key left out takes its default.
 
     Returns:
         The checked configuration.
@@ -48,7 +64,7 @@ def load_config(path: str | Path) -> TrainConfig:
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{where}: not valid YAML: {reason}") from error
-    return parse_config(TrainConfig, {} if document is None else document, place=str(path))
+    return parse_config(cls, {} if document is None else document, place=str(path))
 
 
 def parse_config(cls: type[ConfigT], document: Any, place: str) -> ConfigT:

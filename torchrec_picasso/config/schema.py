@@ -134,7 +134,7 @@ class ModelConfig(Rules):
         "Hidden sizes above a DLRM's interaction; a size of 1 is appended.",
         at_least=1,
     )
-    sizes: Mapping[str, int | float | str | tuple[int, ...]] | None = rule(
+    sizes: Mapping[str, bool | int | float | str | tuple[int, ...]] | None = rule(
         None, "Arguments of any other model by name; those left out are the published ones."
     )
 

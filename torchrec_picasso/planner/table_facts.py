@@ -79,9 +79,13 @@ def stock_types_of(
     """Stock types that the planner may take unasked, and those that the user's constraints name.
 
     Column-wise sharding keeps a row-wise optimizer's state per column shard, which trains another
-    model; data-parallel tables need an optimizer of their own. Both are taken when asked for.
+    model; data-parallel tables need an optimizer of their own. Both are taken when asked for. A
+    table that leaves a rank without rows is not cut by rows where it can be whole: FBGEMM takes
+    tables without rows for tables in a GPU's memory.
     """
     found = [t for t in STOCK_TYPES if any(o.sharding_type == t for o in options)]
+    if len(found) > 1 and _leaves_a_rank_without_rows(options):
+        found.remove(ShardingType.ROW_WISE.value)
     if asked_types:
         return tuple(found)
     optimizer = _optimizer_class(options[0])
@@ -90,6 +94,14 @@ def stock_types_of(
         t
         for t in found
         if t != _NOT_UNASKED and not (row_wise_state and t == ShardingType.COLUMN_WISE.value)
+    )
+
+
+def _leaves_a_rank_without_rows(options: Sequence[ShardingOption]) -> bool:
+    return any(
+        option.sharding_type == ShardingType.ROW_WISE.value
+        and any(shard.size[0] == 0 for shard in option.shards)
+        for option in options
     )
 
 
