@@ -6,37 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.train_pipeline.runs import run_to_the_end
 from tests.zoo.model_cases import CASES, NUM_ROWS, batch_of, build, group
-from torchrec_picasso import (
-    FrequencyStats,
-    HotColdEmbeddingBagCollectionSharder,
-    HotColdEmbeddingCollectionSharder,
-    InterleavedTrainPipeline,
-    hot_cold_planner,
-)
+from tests.zoo.sharded_models import CPU, sharded
+from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.zoo.click_model import ClickModel
 from torchrec_picasso.zoo.feature_groups import FeatureGroup, FeatureGroups
-from torchrec_picasso.zoo.initial_tables import write_initial_tables
 from torchrec_picasso.zoo.models.can import CAN
 from torchrec_picasso.zoo.tables import tables_of
 
-CPU = torch.device("cpu")
 STEPS = 4
 SCHEDULES = {"K=1": 1, "K=2": 2, "K=4": 4}
 
@@ -79,40 +61,12 @@ def test_a_loss_is_a_mean_over_samples_and_reaches_every_weight(name: str) -> No
     torch.testing.assert_close(torch.cat(alone), logits[:4])
 
 
-def _sharded(name: str, is_stock: bool) -> tuple[DistributedModelParallel, Any]:
-    model, pg = build(name), dist.group.WORLD
-    apply_optimizer_in_backward(RowWiseAdagrad, model.embeddings.parameters(), {"lr": 0.1})
-    topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
-    sharders: list[Any]
-    if is_stock:
-        sharders = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-        whole = ParameterConstraints(sharding_types=["table_wise"])
-        planner: Any = EmbeddingShardingPlanner(
-            topology=topology,
-            batch_size=24,
-            constraints={table.name: whole for table in tables_of(model)},
-            debug=False,
-        )
-    else:
-        sharders = [HotColdEmbeddingBagCollectionSharder(), HotColdEmbeddingCollectionSharder()]
-        stats = FrequencyStats.collect([batch_of(name, step) for step in range(8)], model)
-        planner = hot_cold_planner(topology, stats, hot_rows=20, batch_size=24, debug=False)
-    plan = planner.collective_plan(model, sharders, pg)
-    env = ShardingEnv.from_process_group(pg)
-    tables = tables_of(model)
-    sharded = DistributedModelParallel(model, env, CPU, plan, sharders)
-    write_initial_tables(sharded, tables, seed=0)
-    dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    wrapped = KeyedOptimizerWrapper(dense, lambda of: torch.optim.SGD(of, lr=0.1))
-    return sharded, CombinedOptimizer([sharded.fused_optimizer, wrapped])
-
-
 def _train(rank: int, world_size: int, name: str) -> dict[str, Any]:
     batches = [batch_of(name, step * world_size + rank) for step in range(STEPS)]
-    model, optimizer = _sharded(name, is_stock=True)
+    model, optimizer = sharded(name, is_stock=True)
     found = {"stock": run_to_the_end(TrainPipelineSparseDist(model, optimizer, CPU), iter(batches))}
     for schedule, num_micro_batches in SCHEDULES.items():
-        model, optimizer = _sharded(name, is_stock=False)
+        model, optimizer = sharded(name, is_stock=False)
         pipeline = InterleavedTrainPipeline(
             model, optimizer, CPU, num_micro_batches=num_micro_batches, lookahead=True
         )

@@ -23,7 +23,7 @@ __all__ = ["let_training_go_first"]
 
 _NAME = "gloo_tcp_loop"
 _NICE = 5
-"""Ten was better yet where little is sent, and worse by 7 % where the wire decides."""
+"""More frees more of the core, and leaves the wire idle where the wire decides."""
 _MOST_NICE = 19
 
 

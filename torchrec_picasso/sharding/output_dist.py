@@ -63,6 +63,7 @@ class _OutputAwaitable(Awaitable[Tensor]):
         self._anchor = anchor
         self._needs_grad = torch.is_grad_enabled()  # of the call; it is waited for at the first use
 
+    @torch.compiler.disable  # a compiled dense part waits here, for messages it cannot trace
     def _wait_impl(self) -> Tensor:
         with torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled()):
             return self._pool()

@@ -73,5 +73,5 @@ def refuse_model(model: nn.Module) -> None:
         raise CompatError(
             f"the model is {kind}; InterleavedTrainPipeline reduces the gradients of whole dense "
             "weights over one group. Use TrainPipelineSparseDist, or DistributedModelParallel "
-            "with its default wrapper"
+            "with its default wrapper, or fully_shard (FSDP2) without it"
         )
