@@ -25,6 +25,8 @@ from torchrec_picasso.zoo.registry import build_model, make_source
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "quality")
 STEPS = 4
+RESUMED = ("dien_taobao", "mmoe_generated", "deepfm_criteo")
+"""One with sequences, one with several tasks, one with two collections of bags."""
 
 
 def tiny(config: TrainConfig, folder: Path | None, steps: int = STEPS) -> TrainConfig:
@@ -53,11 +55,12 @@ def test_it_trains_and_is_resumed(path: Path, tmp_path: Path) -> None:
     assert len(first["losses"]) == STEPS
     assert len(first["aucs"]) == config.data.num_tasks
     assert all(0.0 < auc < 1.0 for auc in first["aucs"])
+    if path.stem not in RESUMED:
+        return
     more = run_ranks(train_on_rank, 2, tiny(config, tmp_path, STEPS + 1), True, timeout_s=120)[0]
     assert more["first_step"] == STEPS
-    if path.stem in ("dien_taobao", "mmoe_generated"):
-        whole = run_ranks(train_on_rank, 2, tiny(config, None, STEPS + 1), False, timeout_s=120)[0]
-        assert [*first["losses"], *more["losses"]] == pytest.approx(whole["losses"], rel=1e-5)
+    whole = run_ranks(train_on_rank, 2, tiny(config, None, STEPS + 1), False, timeout_s=120)[0]
+    assert [*first["losses"], *more["losses"]] == pytest.approx(whole["losses"], rel=1e-5)
 
 
 def made(**of: object) -> None:
