@@ -2,8 +2,9 @@
 
 One idea per file, each using those above it: ``question`` what is asked, ``workload`` what a model
 has to tell, ``field_specs`` the fields that a seed draws, ``samples`` their batches, ``model``
-tables and over-arch, ``generated`` these as a workload, ``plans`` where tables go, ``contestants``
-who takes part, ``trainer`` one contestant's model in a pipeline, ``compare`` what every rank runs,
-``report`` the table and the file. Turns, clocks and arithmetic are those of
-:mod:`benchmarks.pipelines`, the model of sequences is :mod:`benchmarks.sequences`.
+tables and over-arch, ``generated`` these as a workload, ``zoo`` a configuration's model as one,
+``plans`` where tables go, ``contestants`` who takes part, ``trainer`` one contestant's model in a
+pipeline, ``compare`` what every rank runs, ``report`` the table and the file. Turns,
+clocks and arithmetic are those of :mod:`benchmarks.pipelines`, the model of sequences is
+:mod:`benchmarks.sequences`.
 """

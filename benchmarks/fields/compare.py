@@ -24,10 +24,10 @@ from benchmarks.fields.predicted import Predicted, mean_of, predict
 from benchmarks.fields.question import COUNTED_STEPS, WARMUP_STEPS, Question
 from benchmarks.fields.trainer import ContestantTrainer
 from benchmarks.fields.workload import Workload
+from benchmarks.fields.zoo import ZooWorkload
 from benchmarks.pipelines.contestants import Contestant
 from benchmarks.pipelines.memory import PeakMemory
 from benchmarks.pipelines.runner import RankResult, Runner
-from benchmarks.scoreboard.workload import ZooWorkload
 from benchmarks.sequences.workload import SequencesWorkload
 from torchrec_picasso import CommCurves, FrequencyStats
 from torchrec_picasso.decision.decision import Decision

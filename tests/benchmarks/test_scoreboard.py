@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.fields.__main__ import answer
 from benchmarks.fields.report import write_report
+from benchmarks.fields.zoo import ZooWorkload
 from benchmarks.scoreboard.__main__ import main, question_of
 from benchmarks.scoreboard.board import draw, print_board, read_line
 from benchmarks.scoreboard.entries import ENTRIES, train_config
-from benchmarks.scoreboard.workload import ZooWorkload
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.zoo.model_kinds import model_kinds
 from torchrec_picasso.zoo.tables import tables_of
