@@ -130,8 +130,12 @@ def _configured(name: str, wanted: QualityCheck, folder: Path) -> TrainConfig:
         "row_scale": wanted.row_scale,
     }
     data: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
+    sizes = {**(config.model.sizes or {}), **(wanted.sizes or {})}
     return dataclasses.replace(
-        config, steps=wanted.steps, data=dataclasses.replace(config.data, **data)
+        config,
+        steps=wanted.steps,
+        data=dataclasses.replace(config.data, **data),
+        model=dataclasses.replace(config.model, sizes=sizes or None),
     )
 
 

@@ -29,6 +29,9 @@ class QualityCheck(Rules):
         None, "Global batches to evaluate on; null = as configured.", at_least=1
     )
     row_scale: float | None = rule(None, "Factor on table sizes; null = as configured.", above=0)
+    sizes: Mapping[str, bool | int | float | str | tuple[int, ...]] | None = rule(
+        None, "Sizes of the model that differ from the configuration's."
+    )
     hot_rows: int = rule(
         1000, "Replicated rows, for kind parity: no table is left to stock.", at_least=0
     )
