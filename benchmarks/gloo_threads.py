@@ -13,7 +13,6 @@ hosts do.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster import run_on_hosts, usable_rate
+from benchmarks.pipelines.report import write_json
 from torchrec_picasso.exchange.all_to_all import start_all_to_all
 from torchrec_picasso.launch.environment import describe_environment
 
@@ -158,14 +158,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{of.beside_ms:10.2f} {of.exchange_ms:15.2f}"
         )
     if args.out:
-        with open(args.out, "w") as file:
-            document = {
-                "environment": describe_environment(),
-                "question": asdict(question),
-                "found": list(map(asdict, found)),
-            }
-            json.dump(document, file, indent=1)
-            file.write("\n")
+        document = {
+            "environment": describe_environment(),
+            "question": asdict(question),
+            "found": list(map(asdict, found)),
+        }
+        write_json(document, args.out)
 
 
 if __name__ == "__main__":

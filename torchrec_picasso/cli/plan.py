@@ -21,8 +21,8 @@ from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.planner.planner import hot_cold_planner
 from torchrec_picasso.planner.table_facts import assumed_curves, dense_bytes_of, facts_of_model
+from torchrec_picasso.runs.placements import hot_cold_sharders
 from torchrec_picasso.runs.trainer import unsharded_model
-from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionSharder
 from torchrec_picasso.zoo.registry import make_source
 
 __all__ = ["add_parser", "run"]
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> None:
     for warning in caught:
         if "curves" in str(warning.message):
             print(f"warning: {warning.message}")
-    planner.plan(model, [HotColdEmbeddingBagCollectionSharder()])
+    planner.plan(model, hot_cold_sharders())
     decision = planner.decision
     frame, summary = explain(decision), summarize(decision)
     print_plan(frame, summary)

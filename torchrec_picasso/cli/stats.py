@@ -14,11 +14,11 @@ import numpy as np
 from torchrec.datasets.utils import Batch
 
 from torchrec_picasso.cli.outputs import check_outputs, new_picture, save_picture
-from torchrec_picasso.config import DataConfig, load_config
+from torchrec_picasso.config import DataConfig, TrainConfig, load_config
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_rows
 from torchrec_picasso.frequency.accumulate import MAX_ROWS_COUNTED
-from torchrec_picasso.frequency.collect import count_lookups
+from torchrec_picasso.frequency.collect import count_lookups, model_tables
 from torchrec_picasso.frequency.decay import decayed_stats
 from torchrec_picasso.frequency.drift import DriftReport, drift_of_windows
 from torchrec_picasso.frequency.files import CHUNK_ROWS, Reading, num_samples_of
@@ -27,7 +27,7 @@ from torchrec_picasso.launch.progress import Progress
 from torchrec_picasso.zoo.data.criteo import hash_ids, log_dense
 from torchrec_picasso.zoo.data.criteo_files import MISSING_ID, read_criteo
 from torchrec_picasso.zoo.data.source import make_batch
-from torchrec_picasso.zoo.registry import make_source
+from torchrec_picasso.zoo.registry import build_model, make_source
 from torchrec_picasso.zoo.tables import table_specs
 
 if TYPE_CHECKING:
@@ -120,29 +120,22 @@ def run(args: argparse.Namespace) -> None:
         PicassoError: If an argument, a file or the output cannot be used.
     """
     _check_arguments(args)
-    data = None
-    if args.config:
-        config = load_config(args.config)
-        data = config.data if not args.files else replace(config.data, path=args.files[0])
-        seed = config.seed
-    batch_size = args.batch_size or (data.batch_size if data is not None else 4096)
-    if data is None:
+    config = load_config(args.config) if args.config else None
+    if config is not None and args.files:
+        config = replace(config, data=replace(config.data, path=args.files[0]))
+    batch_size = args.batch_size or (config.data.batch_size if config is not None else 4096)
+    if config is None:
         tables = _tables_of(args)
         reading = Reading(hash_ids=args.hash)
         stats = _count_parquet(args, args.files, tables, reading)
     else:
-        tables = [
-            ModelTable(
-                name=spec.name, num_embeddings=spec.num_embeddings, feature_names=(spec.feature,)
-            )
-            for spec in table_specs(data)
-        ]
+        tables = model_tables(build_model(config, make_source(config.data, config.seed)))
         reading = Reading(hash_ids=True, missing_id=MISSING_ID)
-        files = args.files or ([data.path] if data.path is not None else [])
-        if files and all(_is_parquet(file) for file in files):
+        files = args.files or ([config.data.path] if config.data.path is not None else [])
+        if files and config.data.kind == "criteo" and all(_is_parquet(file) for file in files):
             stats = _count_parquet(args, files, tables, reading)
         else:
-            stats = _count_batches(args, files, data, seed, tables)
+            stats = _count_batches(args, files, config, tables)
         args.files = files
     tables = [  # sizes that were found while counting
         replace(table, num_embeddings=stats.tables[table.name].num_embeddings) for table in tables
@@ -246,21 +239,21 @@ def _count_parquet(
 def _count_batches(
     args: argparse.Namespace,
     files: list[str],
-    data: DataConfig,
-    seed: int,
+    config: TrainConfig,
     tables: list[ModelTable],
 ) -> FrequencyStats:
-    """Criteo's text, or generated samples where there are no files."""
+    """Criteo's text; clicks, whose histories no file has as columns; or generated samples."""
     if args.time_column:
         raise ConfigError("--time-column: expected Parquet files, which have columns by name")
     batches: Iterator[Batch]
-    if files:
+    is_text = bool(files) and config.data.kind == "criteo"
+    if is_text:
         num_bytes = sum(Path(file).stat().st_size for file in files if Path(file).is_file())
         progress = Progress("count", -(-num_bytes // _TEXT_BYTES_PER_CHUNK))
-        batches = itertools.chain.from_iterable(_text_batches(file, tables) for file in files)
+        batches = itertools.chain.from_iterable(_text_batches(file, config.data) for file in files)
     else:
         progress = Progress("count", args.batches)
-        source = make_source(data, seed)
+        source = make_source(config.data, config.seed)
         batches = itertools.islice(source.batches(rank=0, world_size=1), args.batches)
 
     def counted() -> Iterator[Batch]:
@@ -271,14 +264,15 @@ def _count_batches(
     counts, num_batches, num_samples = count_lookups(counted(), tables, None, args.max_rows_counted)
     progress.close()
     return FrequencyStats(
-        tables=counts, num_batches=0 if files else num_batches, num_samples=num_samples
+        tables=counts, num_batches=0 if is_text else num_batches, num_samples=num_samples
     )
 
 
-def _text_batches(file: str, tables: list[ModelTable]) -> Iterator[Batch]:
+def _text_batches(file: str, data: DataConfig) -> Iterator[Batch]:
     """A Criteo file's samples, mapped to rows as training maps them."""
-    rows_F = np.array([table.num_embeddings for table in tables], dtype=np.int64)
-    names = [table.feature_names[0] for table in tables]
+    columns = table_specs(data)
+    rows_F = np.array([column.num_embeddings for column in columns], dtype=np.int64)
+    names = [column.feature for column in columns]
     for chunk in read_criteo(file):
         ids_BF = hash_ids(chunk.ids_NF, rows_F)
         yield make_batch(chunk.labels_N, log_dense(chunk.dense_NI), ids_BF, names)

@@ -36,7 +36,7 @@ from torchrec_picasso.sharding.sharder import (
 )
 from torchrec_picasso.zoo.tables import tables_of
 
-__all__ = ["Placement", "make_placement", "STOCK_PLACEMENTS"]
+__all__ = ["STOCK_PLACEMENTS", "Placement", "hot_cold_sharders", "make_placement"]
 
 STOCK_PLACEMENTS = ("table_wise", "row_wise", "column_wise")
 """Placements that use one stock sharding type for all tables that stock can train so."""
@@ -69,6 +69,11 @@ class AnyTypeSharder(EmbeddingBagCollectionSharder):
         return [kind.value for kind in (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE)] + [
             ShardingType.ROW_WISE.value
         ]
+
+
+def hot_cold_sharders() -> list[Any]:
+    """This package's sharders, of bags and of sequences."""
+    return [HotColdEmbeddingBagCollectionSharder(), HotColdEmbeddingCollectionSharder()]
 
 
 def make_placement(
@@ -107,10 +112,7 @@ def make_placement(
         raise PlanError(f"placement: expected one of {', '.join(PLACEMENTS)}; got {name!r}")
     topology = Topology(world_size=pg.size(), compute_device=device_type)
     if name == "hot_cold":
-        sharders: list[Any] = [
-            HotColdEmbeddingBagCollectionSharder(),
-            HotColdEmbeddingCollectionSharder(),
-        ]
+        sharders = hot_cold_sharders()
         planner = hot_cold_planner(
             topology,
             stats,
