@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torchrec.datasets.utils import Batch
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from benchmarks.fields.workload import ModelTable
 from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.zoo.registry import build_model, make_source
+from torchrec_picasso.zoo.tables import collections_of, tables_of
 
 __all__ = ["ZooWorkload"]
 
@@ -39,33 +39,24 @@ class ZooWorkload:
         """All tables, in the model's order."""
         features = self.training(0, 1)[0].sparse_features
         lookups = dict(zip(features.keys(), features.length_per_key()))
-        found = []
-        for path, module in build_model(self._config, self._source).named_modules():
-            if isinstance(module, EmbeddingBagCollection):
-                configs = module.embedding_bag_configs()
-            elif isinstance(module, EmbeddingCollection):
-                configs = module.embedding_configs()
-            else:
-                continue
-            found += [
-                ModelTable(
-                    name=of.name,
-                    module=path,
-                    num_embeddings=of.num_embeddings,
-                    dim=of.embedding_dim,
-                    ids_per_sample=sum(lookups[name] for name in of.feature_names)
-                    / self._config.data.batch_size,
-                )
-                for of in configs
-            ]
-        return found
+        return [
+            ModelTable(
+                name=of.name,
+                module=path,
+                num_embeddings=of.num_embeddings,
+                dim=of.dim,
+                ids_per_sample=sum(lookups[name] for name in of.features)
+                / self._config.data.batch_size,
+            )
+            for path, module in collections_of(build_model(self._config, self._source))
+            for of in tables_of(module)
+        ]
 
     def model(self) -> nn.Module:
         """The model before sharding, a row-wise optimizer fused into its tables."""
         model = build_model(self._config, self._source)
-        for module in model.modules():
-            if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
-                apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": _TABLE_LR})
+        for _, module in collections_of(model):
+            apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": _TABLE_LR})
         return model
 
     def training(self, rank: int, num_batches: int) -> list[Batch]:

@@ -15,6 +15,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -118,14 +119,13 @@ def area_under_curve(labels_N: NDArray[np.float32], scores_N: NDArray[np.float32
     Returns:
         0.5 where one class is missing.
     """
-    _, place_N, counts_U = np.unique(scores_N, return_inverse=True, return_counts=True)
-    rank_U = counts_U.cumsum() - (counts_U - 1) / 2  # mean rank of equal scores, from 1 on
+    rank_N = pd.Series(scores_N).rank().to_numpy()  # from 1 on, equal scores their mean rank
     is_one_N = labels_N > 0.5
     num_ones = int(is_one_N.sum())
     num_zeros = len(labels_N) - num_ones
     if not num_ones or not num_zeros:
         return 0.5
-    above = rank_U[place_N[is_one_N]].sum() - num_ones * (num_ones + 1) / 2
+    above = rank_N[is_one_N].sum() - num_ones * (num_ones + 1) / 2
     return float(above / (num_ones * num_zeros))
 
 

@@ -13,7 +13,6 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipeline
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -27,7 +26,7 @@ from torchrec_picasso.runs.placements import Placement, make_placement
 from torchrec_picasso.zoo.data.source import BatchSource
 from torchrec_picasso.zoo.initial_tables import write_initial_tables
 from torchrec_picasso.zoo.registry import build_model
-from torchrec_picasso.zoo.tables import tables_of
+from torchrec_picasso.zoo.tables import collections_of, tables_of
 
 __all__ = ["MakePipeline", "Trainer", "unsharded_model"]
 
@@ -211,11 +210,10 @@ def _fuse_table_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> None:
     settings = {"lr": optimizer.embedding_lr}
     if optimizer.embedding_optimizer != "sgd":
         settings["eps"] = optimizer.embedding_eps
-    for module in model.modules():
-        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
-            apply_optimizer_in_backward(
-                kinds[optimizer.embedding_optimizer], module.parameters(), settings
-            )
+    for _, module in collections_of(model):
+        apply_optimizer_in_backward(
+            kinds[optimizer.embedding_optimizer], module.parameters(), settings
+        )
 
 
 def _dense_optimizer(

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_picasso.config import DataConfig
 
-__all__ = ["CARDINALITIES", "NUM_DENSE", "Table", "TableSpec", "table_specs", "tables_of"]
+__all__ = [
+    "CARDINALITIES",
+    "NUM_DENSE",
+    "Table",
+    "TableSpec",
+    "collections_of",
+    "table_specs",
+    "tables_of",
+]
 
 NUM_DENSE = 13
 """Dense features of a Criteo sample."""
@@ -61,12 +71,6 @@ def tables_of(model: nn.Module) -> list[Table]:
     Args:
         model: Holds EmbeddingBagCollections or EmbeddingCollections at any depth.
     """
-    configs = []
-    for module in model.modules():
-        if isinstance(module, EmbeddingBagCollection):
-            configs += module.embedding_bag_configs()
-        elif isinstance(module, EmbeddingCollection):
-            configs += module.embedding_configs()
     return [
         Table(
             name=config.name,
@@ -74,8 +78,25 @@ def tables_of(model: nn.Module) -> list[Table]:
             dim=config.embedding_dim,
             features=tuple(config.feature_names),
         )
-        for config in configs
+        for _, module in collections_of(model)
+        for config in _configs(module)
     ]
+
+
+def collections_of(
+    model: nn.Module,
+) -> Iterator[tuple[str, EmbeddingBagCollection | EmbeddingCollection]]:
+    """The modules of an unsharded model that hold its tables, with their paths."""
+    for path, module in model.named_modules():
+        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+            yield path, module
+
+
+def _configs(
+    module: EmbeddingBagCollection | EmbeddingCollection,
+) -> Sequence[EmbeddingBagConfig | EmbeddingConfig]:
+    is_pooled = isinstance(module, EmbeddingBagCollection)
+    return module.embedding_bag_configs() if is_pooled else module.embedding_configs()
 
 
 @dataclass(frozen=True, kw_only=True)
