@@ -104,7 +104,7 @@ def compare_on_rank(
         runner, trainer, says[contestant.name] = bench.make(contestant)
         trainers[contestant.name] = trainer
         runner.train(WARMUP_STEPS)
-        runner.settle()
+        runner.settle(question.num_steps)
         runner.count(COUNTED_STEPS)
         runners.append(runner)
         progress.advance()

@@ -82,7 +82,7 @@ def compare_on_rank(
             memory=memory,
         )
         runner.train(WARMUP_STEPS)
-        runner.settle()
+        runner.settle(question.num_steps)
         runner.count(COUNTED_STEPS)
         runners.append(runner)
         progress.advance(1 + WARMUP_STEPS + COUNTED_STEPS)

@@ -33,13 +33,24 @@ from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.runs.pipelines import is_settled
 from torchrec_picasso.runs.placements import Placement
 from torchrec_picasso.runs.trainer import Trainer
+from torchrec_picasso.train_pipeline.cut_check import is_due
 from torchrec_picasso.zoo.data.source import BatchSource
 
-__all__ = ["Block", "RankResult", "Runner", "Trains", "dlrm_trainer", "schedule_used"]
+__all__ = [
+    "Block",
+    "RankResult",
+    "Runner",
+    "Trains",
+    "dlrm_trainer",
+    "schedule_used",
+    "steps_past_checks",
+]
 
 _SETTLE_S = 0.02
 _CHOICE_STEPS = 100
 """More than any pipeline takes to choose its micro-batches."""
+_LAST_EARLY_CHECK = 64
+"""The check of the cut after it comes in step 256."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,13 +152,23 @@ class Runner:
         for _ in range(num_steps):
             self._losses.append(next(self._steps))
 
-    def settle(self) -> None:
-        """Lets a pipeline that chooses its micro-batches choose."""
+    def settle(self, num_ahead: int) -> None:
+        """Lets a pipeline that chooses its micro-batches choose, and check them on early batches.
+
+        A check of the cut takes two steps' time or three and comes in steps 1, 2, 4, 8, 16, 64, 256
+        and ever more rarely: among some tens of timed steps one would count as in no training.
+
+        Args:
+            num_ahead: Steps that its turns will take, at most.
+        """
         for _ in range(_CHOICE_STEPS):
             if is_settled(self._pipeline):
-                return
+                break
             self.train(1)
-        raise AssertionError(f"{self.contestant.name} still chooses after {_CHOICE_STEPS} steps")
+        else:
+            raise AssertionError(f"{self.contestant.name} chose nothing in {_CHOICE_STEPS} steps")
+        if (schedule_used(self.contestant, self._pipeline)[0] or 1) > 1:
+            self.train(steps_past_checks(len(self._losses), num_ahead))
 
     def count(self, num_steps: int) -> None:
         """Takes steps under the byte meter, which slows them."""
@@ -263,6 +284,14 @@ def schedule_used(contestant: Contestant, pipeline: Any) -> tuple[int | None, bo
         getattr(pipeline, "num_micro_batches", contestant.num_micro_batches),
         getattr(pipeline, "lookahead", contestant.lookahead),
     )
+
+
+def steps_past_checks(num_taken: int, num_ahead: int) -> int:
+    """Steps to take so that of the ones after them none begins with a check, as far as step 64."""
+    past = num_taken
+    while past < _LAST_EARLY_CHECK and any(is_due(past + 1 + step) for step in range(num_ahead)):
+        past += 1
+    return past - num_taken
 
 
 def _with_sharding(config: TrainConfig, contestant: Contestant, curves: str | None) -> TrainConfig:

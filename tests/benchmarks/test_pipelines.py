@@ -19,7 +19,7 @@ from benchmarks.pipelines.contestants import (
     parse_contestant,
     pipeline_options,
 )
-from benchmarks.pipelines.runner import Block, RankResult, schedule_used
+from benchmarks.pipelines.runner import Block, RankResult, schedule_used, steps_past_checks
 from benchmarks.pipelines.standings import standings
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import ConfigError
@@ -270,3 +270,10 @@ def test_what_cannot_run_is_refused_in_one_line(
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("num_taken", "num_ahead", "expected"), [(3, 20, 13), (3, 47, 13), (3, 48, 61), (70, 300, 0)]
+)
+def test_turns_begin_after_early_checks(num_taken: int, num_ahead: int, expected: int) -> None:
+    assert steps_past_checks(num_taken, num_ahead) == expected
