@@ -56,7 +56,6 @@ from typing import Any
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
 from benchmarks.fields.compare import RankAnswer, compare_on_rank, make_workload
 from benchmarks.fields.contestants import CONTESTANTS, named
-from benchmarks.fields.field_specs import LEAST_ROWS
 from benchmarks.fields.predicted import errors_of
 from benchmarks.fields.question import MODELS, Question
 from benchmarks.fields.report import Report, print_report, write_report
@@ -65,6 +64,7 @@ from torchrec_picasso import CommCurves
 from torchrec_picasso.cli.outputs import check_outputs
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.zoo.data.field_specs import LEAST_ROWS
 
 _TIMEOUT_S = 3600.0
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from torchrec.datasets.utils import Batch
 
-from benchmarks.fields.field_specs import draw_fields
 from benchmarks.fields.model import FieldsModel, build_model, model_tables
 from benchmarks.fields.question import Question
-from benchmarks.fields.samples import Samples
 from benchmarks.fields.workload import ModelTable
+from torchrec_picasso.zoo.data.field_specs import draw_fields
+from torchrec_picasso.zoo.data.fields import FieldsSource
 
 __all__ = ["FieldsWorkload"]
 
@@ -25,7 +26,10 @@ class FieldsWorkload:
     def __init__(self, question: Question) -> None:
         self._question = question
         self._fields = draw_fields(question.fields, question.max_rows, question.seed)
-        self._samples = Samples(self._fields, question.batch_size, question.seed, question.weighted)
+        size, weighted = question.batch_size, question.weighted
+        self._source = FieldsSource(
+            self._fields, size, question.heldout_steps, question.seed, weighted
+        )
 
     @property
     def tables(self) -> Sequence[ModelTable]:
@@ -38,11 +42,12 @@ class FieldsWorkload:
 
     def training(self, rank: int, num_batches: int) -> list[Batch]:
         """One rank's batches."""
-        return self._samples.training(rank, num_batches)
+        return list(itertools.islice(self._source.batches(rank, self._question.hosts), num_batches))
 
     def heldout(self, world_size: int, num_steps: int) -> Iterator[Batch]:
         """All ranks' batches of a stream that is never trained on."""
-        return self._samples.heldout(world_size, num_steps)
+        shares = [self._source.heldout(rank, world_size) for rank in range(world_size)]
+        return (batch for of_step in itertools.islice(zip(*shares), num_steps) for batch in of_step)
 
     def in_words(self) -> str:
         """What is trained, for the head of a report."""

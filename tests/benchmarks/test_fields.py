@@ -13,10 +13,8 @@ import torch
 
 from benchmarks.fields.__main__ import main
 from benchmarks.fields.columns import CLICK_COLUMNS, ColumnsWorkload
-from benchmarks.fields.field_specs import draw_fields
 from benchmarks.fields.plans import deal_by_size
 from benchmarks.fields.question import UNIFORM, Question
-from benchmarks.fields.samples import Samples
 from benchmarks.pipelines.memory import PeakMemory
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import InputError
@@ -29,42 +27,6 @@ TINY = (
 )
 LEAST_STEPS = 11  # 3 to warm up, 2 counted, 2 blocks of 1 + 2
 LOSS_TOLERANCE = 1e-4  # float32 sums in another order, over some 11 to 100 steps
-
-
-def test_a_seed_draws_the_same_fields_and_batches_again() -> None:
-    fields = draw_fields(40, 100_000, seed=3)
-    assert fields == draw_fields(40, 100_000, seed=3) != draw_fields(40, 100_000, seed=4)
-    batches = [Samples(fields, 8, seed=3).training(1, 2)[1] for _ in range(2)]
-    torch.testing.assert_close(*(of.sparse_features.values() for of in batches), rtol=0, atol=0)
-    torch.testing.assert_close(*(of.labels for of in batches), rtol=0, atol=0)
-
-
-def test_fields_keep_to_their_bounds_and_differ() -> None:
-    fields = draw_fields(60, 100_000, seed=0)
-    assert len({of.table for of in fields}) == 60
-    assert {of.dim for of in fields} == {8, 16, 32, 64}
-    assert {of.mean for of in fields} == {True, False}
-    assert {of.pooling_factor for of in fields} == set(range(1, 9))
-    assert all(1_000 <= of.num_embeddings <= 100_000 for of in fields)
-    assert all(0.4 <= of.exponent <= 1.3 for of in fields)
-    assert sum(of.num_embeddings < 10_000 for of in fields) == pytest.approx(30, abs=12)
-
-
-def test_every_sample_has_its_fields_ids_inside_their_tables() -> None:
-    fields = draw_fields(9, 3_000, seed=1)
-    bags = Samples(fields, 20, seed=1, weighted=True).training(0, 1)[0].sparse_features
-    for of in fields:
-        bag = bags[of.feature]
-        assert bag.lengths().tolist() == [of.pooling_factor] * 20
-        assert 0 <= int(bag.values().min()) <= int(bag.values().max()) < of.num_embeddings
-        assert bool((bag.weights() == 1).all()) == of.mean
-
-
-def test_held_out_batches_are_none_of_those_trained_on() -> None:
-    samples = Samples(draw_fields(3, 3_000, seed=1), 20, seed=1)
-    heldout = [batch.labels.tolist() for batch in samples.heldout(2, 3)]
-    trained = [batch.labels.tolist() for rank in range(2) for batch in samples.training(rank, 3)]
-    assert len({tuple(labels) for labels in heldout + trained}) == 12
 
 
 def test_the_largest_table_is_dealt_first_to_the_lightest_rank() -> None:

@@ -62,6 +62,8 @@ def _in_words(kind: str, config: TrainConfig) -> str:
     dim = config.model.embedding_dim
     if config.data.kind == "criteo":
         return f"{kind.upper()}, {config.data.num_tables} tables x {dim}"
+    if config.data.kind == "fields":
+        return f"{kind.upper()}, {config.data.num_tables} fields, dim {dim}"
     return f"{kind.upper()}, clicks with histories, dim {dim}"
 
 

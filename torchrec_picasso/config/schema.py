@@ -33,8 +33,8 @@ PIPELINES = ("interleaved", "sparse_dist")
 CARDINALITY_NAMES = ("criteo_kaggle", "criteo_terabyte_10m", "criteo_terabyte_40m")
 """Published table sizes that the generated data and the Criteo files can use."""
 
-DATA_KINDS = ("criteo", "clicks")
-"""Samples of Criteo's columns, or clicks with the history before them."""
+DATA_KINDS = ("criteo", "clicks", "fields")
+"""Samples of Criteo's columns, clicks with the history before them, or many generated fields."""
 
 FEATURE_KINDS = ("one_hot", "bag", "sequence")
 """One id per sample; any number, whose rows are summed; any number, each with its row."""
@@ -62,7 +62,7 @@ class DataConfig(Rules):
     max_rows: int = rule(1_000_000, "Cap on the rows of one table; ids wrap around.", at_least=1)
     num_tables: int = rule(
         NUM_CRITEO_TABLES,
-        "Number of tables; other than 26 for generated data only.",
+        "Number of tables, of fields one each; other than 26 for generated data only.",
         at_least=1,
         at_most=10_000,
     )
@@ -83,12 +83,14 @@ class DataConfig(Rules):
     )
 
     def cross_problems(self) -> list[str]:
-        """A Criteo file has 26 id columns and one label; so have clicks."""
+        """A Criteo file has 26 id columns and one label; fields are in no file."""
         if self.num_tasks > 1 and (self.path is not None or self.kind != "criteo"):
             return [
                 f"num_tasks: only generated samples of kind criteo have {self.num_tasks} labels; "
                 "remove num_tasks, or set path to null and kind to criteo"
             ]
+        if self.kind == "fields" and self.path is not None:
+            return [f"path: fields are generated, got {self.path}; remove path or change kind"]
         if self.kind != "criteo":
             return []
         if self.path is not None and self.num_tables != NUM_CRITEO_TABLES:

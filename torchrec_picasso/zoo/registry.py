@@ -10,6 +10,8 @@ from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.zoo.click_model import ClickModel
 from torchrec_picasso.zoo.data.click_source import ClickSource
 from torchrec_picasso.zoo.data.criteo import CriteoSource
+from torchrec_picasso.zoo.data.field_specs import draw_fields
+from torchrec_picasso.zoo.data.fields import FieldsSource
 from torchrec_picasso.zoo.data.generated import GeneratedSource
 from torchrec_picasso.zoo.data.source import BatchSource
 from torchrec_picasso.zoo.dlrm import build_dlrm
@@ -27,10 +29,13 @@ def make_source(data: DataConfig, seed: int) -> BatchSource:
         seed: Seed of what is drawn; a Criteo file ignores it.
 
     Raises:
-        PicassoError: If a file of clicks cannot be used.
+        PicassoError: If a file of clicks cannot be used, or tables of fields have too few rows.
     """
     if data.kind == "clicks":
         return ClickSource(data, seed)
+    if data.kind == "fields":
+        fields = draw_fields(data.num_tables, data.max_rows, seed)
+        return FieldsSource(fields, data.batch_size, data.heldout_steps, seed)
     return GeneratedSource(data, seed) if data.path is None else CriteoSource(data)
 
 

@@ -1,1 +1,2 @@
-"""Where samples come from: generated ones, Criteo's files, clicks with the history before them."""
+"""Where samples come from: generated ones, Criteo's files, clicks with the history before them,
+many generated fields."""

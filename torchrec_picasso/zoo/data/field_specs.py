@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchrec_picasso.errors import ConfigError
+
 __all__ = ["FieldSpec", "LEAST_ROWS", "draw_fields"]
 
 LEAST_ROWS = 1_000
@@ -56,7 +58,15 @@ def draw_fields(num_fields: int, max_rows: int, seed: int) -> tuple[FieldSpec, .
 
     Returns:
         The same ones in every process.
+
+    Raises:
+        ConfigError: If tables may have fewer rows than the smallest of them needs.
     """
+    if max_rows < LEAST_ROWS:
+        raise ConfigError(
+            f"data.max_rows: generated fields have tables of {LEAST_ROWS:,} rows or more, got "
+            f"{max_rows:,}; raise max_rows"
+        )
     rng = np.random.default_rng([seed, num_fields])
     log_rows_F = rng.uniform(math.log(LEAST_ROWS), math.log(max_rows), num_fields)
     return tuple(

@@ -1,12 +1,14 @@
-"""Batches of generated fields, each of which depends on (seed, stream, rank, step) alone.
+"""Many generated fields on mixed tables: one id per sample or several, of any skew.
 
-Ids are drawn by inverting the exact Zipf distribution; frequent rows lie anywhere in their table.
-Labels follow a hidden taste of some rows, so that there is something to learn.
+A batch depends on (seed, stream, rank, step) alone. Ids are drawn by inverting the exact Zipf
+distribution; frequent rows lie anywhere in their table. Labels follow a hidden taste of some rows,
+so that there is something to learn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,31 +16,37 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.fields.field_specs import FieldSpec
+from torchrec_picasso.zoo.data.field_specs import FieldSpec
 from torchrec_picasso.zoo.data.generated import zipf_cdf
 
-__all__ = ["NUM_DENSE", "Samples"]
+__all__ = ["NUM_DENSE", "FieldsSource"]
 
 NUM_DENSE = 4
 _TRAIN, _HELDOUT, _TASTE, _ROWS = 0, 1, 2, 3  # which random stream a number belongs to
 
 
-class Samples:
-    """Where batches come from.
+class FieldsSource:
+    """Endless generated batches.
 
     Args:
         fields: What a sample has.
         batch_size: Samples of a batch.
+        heldout_steps: Batches of each rank that training never sees.
         seed: Another seed gives other ids and labels.
         weighted: Whether ids carry weights, 1 where a field is averaged: TorchRec's placements do
             not agree on what a weighted mean is.
     """
 
     def __init__(
-        self, fields: Sequence[FieldSpec], batch_size: int, seed: int, weighted: bool = False
+        self,
+        fields: Sequence[FieldSpec],
+        batch_size: int,
+        heldout_steps: int,
+        seed: int,
+        weighted: bool = False,
     ) -> None:
         self._fields = tuple(fields)
-        self._batch_size = batch_size
+        self._batch_size, self._heldout_steps = batch_size, heldout_steps
         self._seed = seed
         self._weighted = weighted
         rng = np.random.default_rng([seed, _ROWS])
@@ -47,17 +55,33 @@ class Samples:
         taste = np.random.default_rng([seed, _TASTE])
         self._taste = [taste.normal(size=of.num_embeddings) for of in fields]
 
-    def training(self, rank: int, num_batches: int) -> list[Batch]:
-        """One rank's batches."""
-        return [self._batch(_TRAIN, rank, step) for step in range(num_batches)]
+    @property
+    def columns(self) -> Mapping[str, tuple[str, ...]]:
+        """All are fields."""
+        return {"fields": tuple(of.feature for of in self._fields)}
 
-    def heldout(self, world_size: int, num_steps: int) -> Iterator[Batch]:
-        """All ranks' batches of a stream that is never trained on."""
-        return (
-            self._batch(_HELDOUT, rank, step)
-            for step in range(num_steps)
-            for rank in range(world_size)
-        )
+    @property
+    def num_rows(self) -> Mapping[str, int]:
+        """Rows that the ids of each column need."""
+        return {of.feature: of.num_embeddings for of in self._fields}
+
+    @property
+    def num_dense(self) -> int:
+        """Dense features of a sample."""
+        return NUM_DENSE
+
+    @property
+    def num_tasks(self) -> int:
+        """Labels of a sample."""
+        return 1
+
+    def batches(self, rank: int, world_size: int, start_step: int = 0) -> Iterator[Batch]:
+        """This rank's batches from ``start_step`` on, without end."""
+        return (self._batch(_TRAIN, rank, step) for step in itertools.count(start_step))
+
+    def heldout(self, rank: int, world_size: int) -> Iterator[Batch]:
+        """This rank's share of ``heldout_steps`` batches from a stream of their own."""
+        return (self._batch(_HELDOUT, rank, step) for step in range(self._heldout_steps))
 
     def _batch(self, stream: int, rank: int, step: int) -> Batch:
         rng = np.random.default_rng([self._seed, stream, rank, step])
