@@ -15,7 +15,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from benchmarks.fields.workload import ModelTable
 from torchrec_picasso.zoo.data.field_specs import FieldSpec
@@ -51,16 +50,16 @@ class FieldsModel(nn.Module):
             is_weighted=weighted,
             device=torch.device("meta"),
         )
-        self._groups = [[of.feature for of in fields]]
+        self._names = [of.feature for of in fields]
         width = NUM_DENSE + sum(of.dim for of in fields)
         self.over_arch = nn.Sequential(nn.Linear(width, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, 1))
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """The loss, and what a pipeline hands out of a step: loss, logits and labels."""
-        pooled = self.collection(batch.sparse_features)
-        # a plan decides in which order its columns come
-        (pooled_BD,) = KeyedTensor.regroup([pooled], self._groups)
-        logits_B = self.over_arch(torch.cat([batch.dense_features, pooled_BD], dim=1)).squeeze(1)
+        pooled = self.collection(batch.sparse_features).to_dict()
+        # by name: a plan decides in which order columns come; and in one copy, as TorchRec's DLRM
+        columns = [batch.dense_features, *(pooled[name] for name in self._names)]
+        logits_B = self.over_arch(torch.cat(columns, dim=1)).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits_B, batch.labels)
         return loss, (loss.detach(), logits_B.detach(), batch.labels.detach())
 

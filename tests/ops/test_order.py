@@ -1,15 +1,19 @@
-"""The order of small integers is the stable sort's, for every width of key."""
+"""Sorted as Python sorts, for every width of key, by vector words and without them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from torchrec_picasso.ops.order import stable_order
+from torchrec_picasso.ops.order import places_of, sort_with_tags, stable_order
+
+DTYPES = (torch.int32, torch.int64)  # the second does not fit into a word with its place
 
 
 @pytest.mark.parametrize("num_keys", [1, 9, 256, 257, 40_000])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_is_the_stable_order(num_keys: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(num_keys)
     keys_n = torch.randint(num_keys, (3000,), generator=generator).to(dtype)
@@ -20,3 +24,31 @@ def test_is_the_stable_order(num_keys: int, dtype: torch.dtype) -> None:
 
 def test_nothing_to_sort() -> None:
     assert stable_order(torch.zeros(0, dtype=torch.int64), 4).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(keys=st.lists(st.one_of(st.integers(0, 5), st.integers(0, 2**31 - 1))))
+def test_keys_carry_their_places(dtype: torch.dtype, keys: list[int]) -> None:
+    keys_N = torch.tensor(keys, dtype=dtype)
+    sorted_N, places_N = sort_with_tags(keys_N)
+    assert (sorted_N.dtype, places_N.dtype) == (dtype, torch.int64)
+    expected = sorted((key, place) for place, key in enumerate(keys))
+    assert list(zip(sorted_N.tolist(), places_N.tolist())) == expected
+    assert keys_N.tolist() == keys  # untouched
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(counts=st.lists(st.integers(0, 4), min_size=1), data=st.data())
+def test_keys_carry_tags(dtype: torch.dtype, counts: list[int], data: st.DataObject) -> None:
+    tags = [tag for tag, count in enumerate(counts) for _ in range(count)]
+    keys = data.draw(st.lists(st.integers(0, 3), min_size=len(tags), max_size=len(tags)))
+    keys_N, tags_N = torch.tensor(keys, dtype=dtype), torch.tensor(tags, dtype=torch.int64)
+    found = sort_with_tags(keys_N, tags_N, len(counts))
+    assert list(zip(*(of.tolist() for of in found))) == sorted(zip(keys, tags))
+
+
+@given(st.lists(st.booleans()))
+def test_places_of_a_mask(mask: list[bool]) -> None:
+    places_N = places_of(torch.tensor(mask, dtype=torch.bool))
+    assert places_N.dtype == torch.int64
+    assert places_N.tolist() == [place for place, is_it in enumerate(mask) if is_it]

@@ -68,7 +68,7 @@ def _update(rank: int, world_size: int, two_tables: bool) -> dict[str, list[Tens
             grads_mD = torch.randn(5, 4)
             # row 1 comes twice, as from two ranks; slot 2 is a replica; nothing else may move
             rows_n = torch.tensor([1, 7, 1, 8], dtype=torch.int32)
-            storage.update(rows_n, torch.tensor([2]), grads_mD)
+            storage.update(rows_n, torch.tensor([2]), grads_mD.clone())
             summed = {1: grads_mD[0] + grads_mD[2], 7: grads_mD[1], 8: grads_mD[3]}
             for row, grad_D in {**summed, NUM_HOME + 2: grads_mD[4]}.items():
                 by_row[row].grad = grad_D.unsqueeze(0)

@@ -57,7 +57,7 @@ def _train(tables: RowTables, steps: Any = STEPS) -> list[Tensor]:
     for rows, slots in steps:
         grads_mD = torch.randn(len(rows) + len(slots), 4, generator=generator)
         rows_n = torch.tensor(rows, dtype=torch.int32)
-        tables.update(rows_n, torch.tensor(slots, dtype=torch.int64), grads_mD)
+        tables.update(rows_n, torch.tensor(slots, dtype=torch.int64), grads_mD.clone())
     return [part for rows in tables.per_row() for part in (rows.homes, rows.replicas)]
 
 

@@ -48,7 +48,7 @@ def _train_rows(tables: RowTables, dim: int) -> list[Tensor]:
         rows_n = torch.randint(ROWS, (200,), generator=generator, dtype=torch.int32)
         slots_h = torch.randperm(NUM_HOT, generator=generator)[: 7 + step]
         grads_mD = torch.randn(200 + 7 + step, dim, generator=generator)
-        tables.update(rows_n, slots_h, grads_mD)
+        tables.update(rows_n, slots_h, grads_mD.clone())
     return _left(tables)
 
 
@@ -68,7 +68,7 @@ def _train_bags(tables: RowTables, dim: int, weighted: bool) -> list[Tensor]:
         rows_N = torch.randint(ROWS, (num_lookups,), generator=generator)
         weights_N = torch.rand(num_lookups, generator=generator) if weighted else None
         grads_SD = torch.randn(90, dim, generator=generator)
-        tables.update_bags(rows_N, offsets_S1, weights_N, grads_SD)
+        tables.update_bags(rows_N, offsets_S1, weights_N, grads_SD.clone())
     nothing = torch.empty(0, dtype=torch.int64)
     tables.update_bags(nothing, torch.zeros(1, dtype=torch.int64), None, torch.empty(0, dim))
     return _left(tables)

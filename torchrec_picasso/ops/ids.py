@@ -17,6 +17,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from torchrec_picasso.ops.shift_rows import shift_rows
+
 __all__ = ["IdSpace", "PackedTable"]
 
 
@@ -136,18 +138,14 @@ class IdSpace:
             lookups_F: Number of lookups of each feature, int64, shape ``(F,)``, summing to N.
 
         Returns:
-            Packed ids ``(N,)`` (int32 when the space allows: sorting is half the work) and a mask
-            ``(N,)`` of lookups whose row lies outside the table.
+            Packed ids ``(N,)`` (int32 when the space allows: sorting is half the work) and the
+            number of lookups whose row lies outside the table, which are packed as 0.
 
         Cost:
             O(N) time, no host sync.
         """
-        num_lookups = rows_N.numel()
-        base_N = torch.repeat_interleave(self.feature_base_F, lookups_F, output_size=num_lookups)
-        limit_N = torch.repeat_interleave(self.feature_rows_F, lookups_F, output_size=num_lookups)
-        outside_N = (rows_N < 0) | (rows_N >= limit_N)
-        packed_N = base_N.add_(rows_N).masked_fill_(outside_N, 0)
-        return packed_N.to(self.id_dtype), outside_N
+        base_F, limit_F = self.feature_base_F, self.feature_rows_F
+        return shift_rows(rows_N, lookups_F, base_F, limit_F, self.id_dtype)
 
     def find_blocks(self, ids_n: Tensor) -> tuple[Tensor, Tensor]:
         """Where rows are at home.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrec_picasso.ops.bags import Bags
 from torchrec_picasso.ops.order import stable_order
 from torchrec_picasso.ops.places import LocatedRows
-from torchrec_picasso.ops.segment_reduction import PoolingIndex
+from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
 from torchrec_picasso.ops.unique import UniqueRows
 
 __all__ = ["PartPooling", "count_lookups", "cut_pooling", "part_of_lookup"]
@@ -160,12 +160,7 @@ def cut_pooling(
 
 def _bags_of(lookups_n: Tensor, offsets_S1: Tensor) -> Tensor:
     """The bag of each of some lookups, N in all."""
-    bag_of_lookup_N = torch.repeat_interleave(
-        torch.arange(offsets_S1.numel() - 1, device=offsets_S1.device),
-        torch.diff(offsets_S1),
-        output_size=lookups_n.numel(),
-    )
-    return bag_of_lookup_N.index_select(0, lookups_n)
+    return bag_of_lookup(offsets_S1, lookups_n.numel()).index_select(0, lookups_n)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchrec_picasso.ops.order import places_of, sort_with_tags
 from torchrec_picasso.ops.unique import first_of_runs
 
 __all__ = [
     "PoolingIndex",
+    "bag_of_lookup",
     "gather_sum",
     "gradient_of_rows",
     "gradient_of_weights",
@@ -101,16 +103,22 @@ def mean_weights(
     if weights_N is None:
         divisor_S = lookups_S.float()
     else:
-        bag_N = torch.repeat_interleave(
-            torch.arange(lookups_S.numel(), device=lookups_S.device),
-            lookups_S,
-            output_size=num_lookups,
-        )
+        bag_N = bag_of_lookup(offsets_S1, num_lookups)
         sums_S = weights_N.new_zeros(lookups_S.numel()).index_add_(0, bag_N, weights_N.detach())
         divisor_S = sums_S + _MEAN_EPS
     scale_S = mean_scale(divisor_S, mean_S)
     scale_N = torch.repeat_interleave(scale_S, lookups_S, output_size=num_lookups)
     return scale_N if weights_N is None else weights_N * scale_N
+
+
+def bag_of_lookup(offsets_S1: Tensor, num_lookups: int) -> Tensor:
+    """The bag of each lookup, int64, shape ``(N,)``.
+
+    Args:
+        offsets_S1: First lookup of each bag, and the end, counted from any number.
+        num_lookups: Lookups N of all bags.
+    """
+    return torch.repeat_interleave(torch.diff(offsets_S1), output_size=num_lookups)
 
 
 def mean_scale(divisor_S: Tensor, mean_S: Tensor) -> Tensor:
@@ -219,21 +227,21 @@ def sum_by_row(
         One sort of N; reads N * D and writes U * D floats.
     """
     short = torch.int32 if num_rows <= _LARGEST_INT32 else torch.int64
-    sorted_N, lookups_by_row_N = torch.sort(rows_N.to(short), stable=True)
-    start_U = first_of_runs(sorted_N).nonzero().squeeze(1)
-    if offsets_S1 is None and weights_N is None and start_U.numel() == rows_N.numel():
+    bags_N, num_bags = None, rows_N.numel()
+    if offsets_S1 is not None:
+        bags_N = bag_of_lookup(offsets_S1, rows_N.numel())
+        num_bags = offsets_S1.numel() - 1
+    # of weighted lookups the lookup is carried along, of others the bag at once
+    carried_N = bags_N if weights_N is None else None
+    sorted_N, by_row_N = sort_with_tags(rows_N.to(short), carried_N, num_bags)
+    start_U = places_of(first_of_runs(sorted_N))
+    if bags_N is None and weights_N is None and start_U.numel() == rows_N.numel():
         return rows_N.to(torch.int64), grads_SD
     offsets_U1 = torch.cat([start_U, start_U.new_full((1,), rows_N.numel())])
-    bags_by_row_N = lookups_by_row_N
-    if offsets_S1 is not None:
-        lookups_S = torch.diff(offsets_S1)
-        bags_N = torch.repeat_interleave(
-            torch.arange(lookups_S.numel(), device=rows_N.device),
-            lookups_S,
-            output_size=rows_N.numel(),
-        )
-        bags_by_row_N = bags_N.index_select(0, lookups_by_row_N)
+    bags_by_row_N = by_row_N
     if weights_N is not None:
-        weights_N = weights_N.index_select(0, lookups_by_row_N)
+        weights_N = weights_N.index_select(0, by_row_N)
+        if bags_N is not None:
+            bags_by_row_N = bags_N.index_select(0, by_row_N)
     sums_UD = gather_sum(grads_SD.contiguous(), bags_by_row_N, offsets_U1, weights_N)
     return sorted_N.index_select(0, start_U).to(torch.int64), sums_UD

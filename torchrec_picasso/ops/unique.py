@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchrec_picasso.ops.order import places_of, sort_with_tags
+
 __all__ = ["UniqueRows", "first_of_runs", "unique_rows"]
 
 
@@ -47,14 +49,14 @@ def unique_rows(ids_N: Tensor) -> UniqueRows:
     """Finds the distinct ids of a batch.
 
     Args:
-        ids_N: Packed ids, int32 or int64, shape ``(N,)``; may be empty.
+        ids_N: Packed ids, int32 or int64, none below 0, shape ``(N,)``; may be empty.
 
     Cost:
         One sort of N, O(N) else; one host sync on CUDA for U.
     """
-    sorted_N, lookups_by_row_N = torch.sort(ids_N)
+    sorted_N, lookups_by_row_N = sort_with_tags(ids_N)
     first_N = first_of_runs(sorted_N)
-    start_U = first_N.nonzero().squeeze(1)
+    start_U = places_of(first_N)
     row_N = first_N.cumsum(0).sub_(1)
     row_of_lookup_N = torch.empty_like(row_N).scatter_(0, lookups_by_row_N, row_N)
     end = start_U.new_full((1,), ids_N.numel())

@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.bag_pack import BagPack
+from torchrec_picasso.ops.shift_rows import shift_rows
 
 __all__ = ["BagIds", "check_bags_can_travel", "read_bag_words"]
 
@@ -76,19 +77,14 @@ class BagIds:
         first_row_F = torch.cat([pack.first_row_F for pack in packs])
         lengths_S = lengths_S[first_bag:]
         lookups_F = lengths_S.view(limit_F.numel(), num_samples).sum(1)
-
-        def spread(per_feature_F: Tensor) -> Tensor:
-            return torch.repeat_interleave(per_feature_F, lookups_F, output_size=high - low)
-
-        ids_N = features.values()[low:high].to(torch.int64)
-        outside_N = (ids_N < 0) | (ids_N >= spread(limit_F))
-        rows_N = spread(first_row_F).add_(ids_N).masked_fill_(outside_N, 0)
+        ids_N = features.values()[low:high]
+        rows_N, num_outside = shift_rows(ids_N, lookups_F, first_row_F, limit_F, torch.int64)
         return BagIds(
             rows_A=rows_N.split(lookups_A),
             lengths_A=lengths_S.split([num_samples * pack.num_features for pack in packs]),
             weights_A=None if weights_N is None else weights_N[low:high].float().split(lookups_A),
             lookups_AW=lookups_AW,
-            outside_ids=outside_N.sum(),
+            outside_ids=num_outside,
             first_bag=first_bag,
             first_lookup=low,
         )

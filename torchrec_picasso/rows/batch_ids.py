@@ -91,7 +91,7 @@ class BatchIds:
             lengths_S = lengths_S[: bag_ids.first_bag]
             offsets_S1 = offsets_S1[: bag_ids.first_bag + 1]
         lookups_F = _lookups_per_feature(features, offsets_S1, space.feature_base_F.numel())
-        packed_N, outside_N = space.pack_ids(values_N, lookups_F)
+        packed_N, num_outside = space.pack_ids(values_N, lookups_F)
         bags = reorder_bags(
             packed_N,
             lengths_S,
@@ -120,7 +120,7 @@ class BatchIds:
                 lookups_J=lookups_J,
                 touched_H=located.touched_H,
                 hot_start_P1=hot.start_P1,
-                outside_ids=outside_N.sum() + (0 if bag_ids is None else bag_ids.outside_ids),
+                outside_ids=num_outside + (0 if bag_ids is None else bag_ids.outside_ids),
                 bad_weights=_count_bad_weights(weights_N, packed_N.device),
                 bad_lengths=bad_lengths,
                 homes_written=group.replicas_stale(),

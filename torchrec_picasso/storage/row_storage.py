@@ -127,7 +127,8 @@ class RowStorage(nn.Module):
         Args:
             rows_n: Home rows, shape ``(n,)``; gradients of a repeated row are summed first.
             hot_slots_h: Replicas, the same on all ranks, shape ``(h,)``.
-            grads_mD: Gradients of the home rows, then of the replicas, shape ``(n + h, D)``.
+            grads_mD: Gradients of the home rows, then of the replicas, shape ``(n + h, D)``; may be
+                overwritten.
         """
         self._order.before_reading()
         self._tables.update(rows_n, hot_slots_h, grads_mD)
@@ -148,7 +149,7 @@ class RowStorage(nn.Module):
             rows_N: As for :meth:`pool`.
             offsets_S1: Likewise.
             weights_N: Likewise.
-            grads_SD: Gradients of the sums.
+            grads_SD: Gradients of the sums; may be overwritten.
         """
         self._order.before_reading()
         self._tables.update_bags(rows_N, offsets_S1, weights_N, grads_SD)

@@ -127,7 +127,8 @@ class RowTables(nn.Module):
             rows_n: Home rows, integer, shape ``(n,)``; gradients of a repeated row are summed
                 first.
             hot_slots_h: Replicas, int64, shape ``(h,)``.
-            grads_mD: Gradients of the home rows, then of the replicas, shape ``(n + h, D)``.
+            grads_mD: Gradients of the home rows, then of the replicas, shape ``(n + h, D)``; may be
+                overwritten.
         """
         num_home, num_hot = rows_n.numel(), hot_slots_h.numel()
         if self._adagrad is not None:
@@ -159,7 +160,7 @@ class RowTables(nn.Module):
             rows_N: Home row of each lookup, int64, shape ``(N,)``; there are no replicas.
             offsets_S1: First lookup of each bag, and N, int64, shape ``(S + 1,)``.
             weights_N: Weight of each lookup, float32; ``None`` = ones.
-            grads_SD: Gradients of the weighted sums.
+            grads_SD: Gradients of the weighted sums; may be overwritten.
         """
         assert not self.layout.num_hot_rows
         if self._adagrad is not None:

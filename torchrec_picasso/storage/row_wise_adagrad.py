@@ -91,7 +91,7 @@ class RowWiseAdagrad:
             weights_RD: Float32 weights.
             sums_R: Float32 sums of mean squares.
             rows_U: Rows, int64, each once.
-            grads_UD: Their gradients, float32.
+            grads_UD: Their gradients, float32; overwritten with the steps taken.
             learning_rate: Of this step.
         """
         if not rows_U.numel():
@@ -101,5 +101,5 @@ class RowWiseAdagrad:
         sums_U = torch.addcmul(before_U, norm_U, norm_U, value=1 / grads_UD.size(1))
         sums_R.index_copy_(0, rows_U, sums_U)
         scale_U = sums_U.sqrt_().add_(self._eps).reciprocal_().mul_(-learning_rate)
-        steps_UD = grads_UD * scale_U.unsqueeze(1)
+        steps_UD = grads_UD.mul_(scale_U.unsqueeze(1))
         weights_RD.scatter_add_(0, rows_U.unsqueeze(1).expand_as(steps_UD), steps_UD)

@@ -121,6 +121,8 @@ class FeatureGroups(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> Found:
         """Gives what each column reads; of a column with one id its row, whatever holds it."""
         rows = {key: collection(features) for key, collection in self.collections.items()}
+        # one split has one backward; a column at a time would have one over all columns each
+        rows |= {key: rows[key].to_dict() for key in rows if key not in self._in_lists}
         return {
             name: [
                 self._value(rows, self._place[name, index], column, group.kind)
