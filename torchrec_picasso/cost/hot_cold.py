@@ -132,16 +132,18 @@ def exchange_work(totals: HotColdTotals, num_parts: int = 1) -> ExchangeWork:
 def bag_costs_ms(totals: HotColdTotals, costs: LocalCosts) -> tuple[float, float]:
     """What a home does with the lookups of bags: pools them, and sums their gradients by row.
 
-    That is what stock tables do with theirs. A home has as many of them as a rank's batch has:
-    those of all ranks, spread over the homes.
+    Both by the operators that pool rows which travelled and sum their gradients; lookups are sorted
+    by row as those of such rows are, but in backward. A home has as many of them as a rank's batch
+    has: those of all ranks, spread over the homes.
 
     Returns:
         Milliseconds in forward and in backward.
     """
     work = LocalWork(lookups=totals.bag_lookups, lookup_elements=totals.bag_lookup_elements)
-    _, forward_ms, _ = costs.stock.forward.split_ms(work)
-    _, backward_ms, _ = costs.stock.backward.split_ms(work)
-    return forward_ms, backward_ms
+    _, pool_ms, _ = costs.hot_cold.forward.split_ms(work)
+    _, sum_ms, _ = costs.hot_cold.backward.split_ms(work)
+    sort_ms = costs.hot_cold.input_dist.lookup_ns * totals.bag_lookups * 1e-6
+    return pool_ms, sum_ms + sort_ms
 
 
 def ids_cost_ms(totals: HotColdTotals, costs: LocalCosts) -> float:
