@@ -9,16 +9,19 @@ Interest Network, KDD 2018.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from torchrec_picasso.zoo.data.clicks import Clicks
 from torchrec_picasso.zoo.data.generated import zipf_cdf
 from torchrec_picasso.zoo.data.history import History, Ids
 
-__all__ = ["COLUMNS", "generate_alimama", "read_alimama"]
+__all__ = ["COLUMNS", "generate_alimama", "largest_id", "read_alimama"]
 
 _HISTORIES = {"cate_id": "tag_category_list", "brand": "tag_brand_list"}
 """Columns of the target, and of the history that looks up the same table."""
@@ -30,6 +33,7 @@ _PROFILES = (
 """Columns with one id per sample."""
 COLUMNS = ("clk", *_PROFILES, *_HISTORIES, *_HISTORIES.values())
 
+_MISSING = -1
 _NUM_GENERATED = 10_000
 _EMPTY_SHARE, _MOST_CLICKS, _MEAN_CLICKS = 0.42, 50, 31
 _GENERATED_ROWS = {
@@ -41,26 +45,60 @@ _FEW_ROWS = 12
 _TASTES = 4  # distinct rows of a history, at most
 
 
-def read_alimama(path: str | Path) -> Clicks:
+def read_alimama(path: str | Path, row_groups: Sequence[int] | None = None) -> Clicks:
     """Reads a Parquet file.
 
     Args:
         path: With :data:`COLUMNS`. Ids count from 1 afterwards, and 0 is a missing one.
+        row_groups: Which of the file's row groups; ``None`` = all.
     """
-    frame = pd.read_parquet(path, columns=list(COLUMNS))
-
-    def ids_of(column: str) -> Ids:
-        return frame[column].fillna(-1).to_numpy(np.int64) + 1
-
+    file = pq.ParquetFile(path)
+    groups = range(file.num_row_groups) if row_groups is None else row_groups
+    table = file.read_row_groups(list(groups), columns=list(COLUMNS))
     return Clicks(
-        targets={column: ids_of(column) for column in _HISTORIES},
-        histories={
-            target: History.of_lists([np.asarray(of, dtype=np.int64) + 1 for of in frame[column]])
-            for target, column in _HISTORIES.items()
-        },
-        profiles={column: ids_of(column) for column in _PROFILES},
-        clicked=frame["clk"].to_numpy(np.float32),
+        targets={column: _ids(table[column]) for column in _HISTORIES},
+        histories={target: _lists(table[column]) for target, column in _HISTORIES.items()},
+        profiles={column: _ids(table[column]) for column in _PROFILES},
+        clicked=np.asarray(table["clk"], dtype=np.float32),
     )
+
+
+def largest_id(path: str | Path, column: str) -> int:
+    """The largest id of a column and of the history that looks up the same table.
+
+    Read off the file's statistics; where it has none, off the column, one row group at a time.
+
+    Args:
+        path: As for :func:`read_alimama`.
+        column: Of a target or a profile.
+    """
+    file = pq.ParquetFile(path)
+    names = [column, *([_HISTORIES[column]] if column in _HISTORIES else [])]
+    largest = _MISSING
+    for group in range(file.num_row_groups):
+        of_group = file.metadata.row_group(group)
+        for part in map(of_group.column, range(of_group.num_columns)):
+            if part.path_in_schema.split(".")[0] not in names:
+                continue
+            if part.statistics is not None and part.statistics.has_min_max:
+                largest = max(largest, int(part.statistics.max))
+                continue
+            values = file.read_row_group(group, columns=[part.path_in_schema]).column(0)
+            if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+                values = pc.list_flatten(values)
+            largest = max(largest, int(pc.max(values).as_py() or _MISSING))
+    return largest + 1
+
+
+def _ids(column: pa.ChunkedArray) -> Ids:
+    ids: Ids = np.asarray(column.fill_null(_MISSING).cast(pa.int64()), dtype=np.int64) + 1
+    return ids
+
+
+def _lists(column: pa.ChunkedArray) -> History:
+    lengths = pc.list_value_length(column).fill_null(0)
+    values = _ids(pc.list_flatten(column))
+    return History.of_lengths(values, np.asarray(lengths, dtype=np.int64))
 
 
 def generate_alimama(seed: int = 0) -> Clicks:

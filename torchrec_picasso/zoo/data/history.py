@@ -34,9 +34,19 @@ class History:
     @staticmethod
     def of_lists(lists: Sequence[Ids]) -> History:
         """From lists, one after the other."""
-        ends_n = np.cumsum([len(of) for of in lists], dtype=np.int64)
         values = np.concatenate([np.empty(0, dtype=np.int64), *lists]).astype(np.int64)
-        return History(values, np.concatenate([[0], ends_n])[:-1].astype(np.int64), ends_n)
+        return History.of_lengths(values, np.array([len(of) for of in lists], dtype=np.int64))
+
+    @staticmethod
+    def of_lengths(values: Ids, lengths_n: Ids) -> History:
+        """From lists that lie one after the other.
+
+        Args:
+            values: All of them.
+            lengths_n: Ids of each list, summing to all.
+        """
+        ends_n = np.cumsum(lengths_n, dtype=np.int64)
+        return History(values, ends_n - lengths_n, ends_n)
 
     @staticmethod
     def before(key_n: Ids, ids_n: Ids, most: int) -> History:

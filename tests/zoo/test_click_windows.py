@@ -1,0 +1,99 @@
+"""Files of clicks in windows: what is read, drawn and held out, against the whole file."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from torchrec.datasets.utils import Batch
+
+from torchrec_picasso.config import DataConfig
+from torchrec_picasso.errors import InputError
+from torchrec_picasso.zoo.data import alimama
+from torchrec_picasso.zoo.data.click_files import ClickFile, read_clicks
+from torchrec_picasso.zoo.data.click_source import ClickSource
+
+NUM_ROWS, GROUP_ROWS, WINDOW = 600, 100, 250
+BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows whose user is their place in the file."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 5, NUM_ROWS)
+    frame = pd.DataFrame({column: rng.integers(1, 40, NUM_ROWS) for column in alimama.COLUMNS})
+    frame["clk"] = rng.integers(0, 2, NUM_ROWS)
+    frame["user_id"] = np.arange(NUM_ROWS)
+    for column in ("tag_category_list", "tag_brand_list"):
+        frame[column] = [rng.integers(1, 60, length).tolist() for length in lengths]
+    path: Path = tmp_path_factory.mktemp("alimama") / "rows.parquet"
+    frame.to_parquet(path, row_group_size=GROUP_ROWS)
+    return path
+
+
+@pytest.fixture
+def windowed(path: Path) -> ClickSource:
+    data = DataConfig(kind="clicks", path=str(path), batch_size=BATCH, heldout_steps=2)
+    return ClickSource(data, seed=0, most_samples=WINDOW)
+
+
+def users_of(batch: Batch) -> list[int]:
+    return (batch.sparse_features["user_id"].values() - 1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("most_samples", "expected"), [(WINDOW, [200, 200, 200]), (50, [100] * 6), (600, [600])]
+)
+def test_windows_are_whole_row_groups(path: Path, most_samples: int, expected: list[int]) -> None:
+    file = ClickFile(path, most_samples)
+    windows = [file.window(number) for number in range(file.num_windows)]
+    assert list(map(len, windows)) == expected
+    assert [file.num_samples(number) for number in range(len(windows))] == expected
+    whole = read_clicks(path)
+    joined = np.concatenate([of.histories["brand"].joined() for of in windows])
+    assert joined.tolist() == whole.histories["brand"].joined().tolist()
+    for column in whole.profiles:
+        together = np.concatenate([of.profiles[column] for of in windows])
+        assert together.tolist() == whole.profiles[column].tolist()
+
+
+@pytest.mark.parametrize("with_statistics", [True, False])
+def test_largest_ids_are_those_of_the_whole_file(
+    path: Path, tmp_path: Path, with_statistics: bool
+) -> None:
+    if not with_statistics:
+        frame, path = pd.read_parquet(path), tmp_path / "plain.parquet"
+        frame.to_parquet(path, row_group_size=GROUP_ROWS, write_statistics=False)
+    whole, file = read_clicks(path), ClickFile(path, WINDOW)
+    for column in (*whole.profiles, *whole.targets):
+        assert file.num_rows(column) == whole.num_rows(column)
+
+
+def test_each_window_serves_as_many_steps_as_it_has_samples_for(windowed: ClickSource) -> None:
+    steps = 200 // (2 * BATCH)
+    batches = [users_of(batch) for batch in islice(windowed.batches(1, 2), 3 * steps + 1)]
+    windows = [{user // 200 for user in users} for users in batches]
+    assert windows == [{0}] * steps + [{1}] * steps + [{2}] * steps + [{0}]
+    again = next(windowed.batches(1, 2, start_step=steps + 3))
+    assert users_of(again) == batches[steps + 3]
+
+
+def test_what_is_held_out_is_never_trained_on(windowed: ClickSource) -> None:
+    heldout = [user for rank in range(2) for b in windowed.heldout(rank, 2) for user in users_of(b)]
+    assert len(set(heldout)) == len(heldout) == 2 * 2 * BATCH
+    assert len({user // 200 for user in heldout}) > 1
+    steps = 6 * NUM_ROWS // (2 * BATCH)
+    batches = [b for rank in range(2) for b in islice(windowed.batches(rank, 2), steps)]
+    trained = {user for batch in batches for user in users_of(batch)}
+    assert not trained & set(heldout)
+    assert len(trained) > 0.8 * NUM_ROWS
+
+
+def test_too_few_can_be_held_out(path: Path) -> None:
+    data = DataConfig(kind="clicks", path=str(path), batch_size=BATCH, heldout_steps=20)
+    with pytest.raises(InputError, match=r"samples can be held out, but 320 are needed"):
+        next(ClickSource(data, seed=0).heldout(0, 2))
