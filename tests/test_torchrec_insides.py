@@ -88,6 +88,7 @@ FOREIGN: dict[str, set[str]] = {
         *("_create_output_dist", "_has_uninitialized_input_dist"),
     },
     "torchrec.distributed.sharding.tw_sharding.TwSparseFeaturesDist": {"_dist"},
+    "torchrec.modules.regroup.KTRegroupAsDict": {"_groups", "_keys"},
     "torch": {"_C"},
     "torch._C": {"_current_graph_task_id"},
     "torch.Tensor": {"_base", "_version"},

@@ -33,6 +33,7 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.regroup import KTRegroupAsDict
 
 from tests.support.layouts import layout_in_tables
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
@@ -102,6 +103,8 @@ class Job:
     weighted: bool = False
     wire: str | None = None
     seed: int = 0
+    regrouped: bool = False
+    """Whether the model takes its columns from a ``KTRegroupAsDict``, the last ones first."""
 
     def batch_size(self, rank: int) -> int:
         return self.batch_sizes[rank % len(self.batch_sizes)]
@@ -152,11 +155,19 @@ class Model(nn.Module):
             ],
         )
         self.keys = job.output_keys
+        self.regroup: KTRegroupAsDict | None = None
+        if job.regrouped:
+            self.regroup = KTRegroupAsDict([self.keys[-1:], self.keys[:-1]], ["last", "first"])
         self.over = nn.Linear(sum(t.dim * len(t.features) for t in job.tables), 1)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         pooled = self.ebc(batch.sparse_features)
-        out = self.over(torch.cat([pooled[key] for key in self.keys], dim=1)).squeeze(1)
+        if self.regroup is None:
+            columns = [pooled[key] for key in self.keys]
+        else:
+            groups = self.regroup([pooled])
+            columns = [groups["first"], groups["last"]]
+        out = self.over(torch.cat(columns, dim=1)).squeeze(1)
         # not a mean: that would be nan for a rank without samples
         loss = ((out - batch.labels) ** 2).sum() / 6
         return loss, out.detach()

@@ -56,6 +56,7 @@ from torchrec_picasso.train_pipeline.pipelined_model import (
     PipelinedModel,
 )
 from torchrec_picasso.train_pipeline.ranges import op_range, step_range
+from torchrec_picasso.train_pipeline.regroup import Regroups
 
 __all__ = ["InterleavedTrainPipeline"]
 
@@ -193,6 +194,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._clock = StepClock(device)
         self._num_trainings = 0
         self._taken: PipelinedModel | None = None
+        self._regroups = Regroups()
         self._look = FirstLook()
 
     @property
@@ -284,6 +286,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             renew_data_parallel(self._model)
         if self._taken is not None:
             self._original_kjt_dist_forwards = self._taken.original_dist_forwards
+        self._regroups.give_back()
         self._num_trainings = 0  # whatever is done to it meanwhile, it is looked at anew
         return super().detach()
 
@@ -293,6 +296,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self.reset()
             self._choice = SettingChoice(self._candidates)
         self._num_trainings = 0
+        self._regroups.give_back()
         super().attach(model, sparse_dist)
         self._taken = None
 
@@ -456,7 +460,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         found.join_splits()
         self._feed.asks_ahead = found.has_stock_means
         self._operations, self._cut_check = self._operating(found), self._checking(found)
-        self._taken = found
+        self._taken, self._regroups = found, Regroups.of(found.inner, self._device)
 
     def _operating(self, taken: PipelinedModel) -> Operations:
         """What runs the model."""
