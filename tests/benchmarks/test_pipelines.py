@@ -198,10 +198,12 @@ def test_all_contestants_take_all_steps_and_the_losses_are_stocks(
     same = {n: of for n, of in document["contestants"].items() if of["trains_same_model"]}
     assert {"table_wise", "hot_cold", "hot_cold:0", "hot_cold:20"} <= set(same)
     for name, of in same.items():
-        assert len(of["losses"]) == STEPS, name
+        is_cut = (of["num_micro_batches"] or 1) > 1  # then turns wait until early checks are over
+        assert (len(of["losses"]) > STEPS) if is_cut else (len(of["losses"]) == STEPS), name
         assert [len(block) for block in of["block_step_ms"]] == [2, 2], name
         assert of["max_loss_difference"] < LOSS_TOLERANCE, name
-        assert of["losses"] == pytest.approx(same["table_wise"]["losses"], rel=LOSS_TOLERANCE)
+        stock = same["table_wise"]["losses"]
+        assert of["losses"][:STEPS] == pytest.approx(stock, rel=LOSS_TOLERANCE)
     assert len(set(same["table_wise"]["losses"])) == STEPS  # it did train
 
 
