@@ -1,9 +1,9 @@
 """TorchRec's own sharding harness, run on our gloo ranks with any sharder.
 
-The harness builds an unsharded TestSparseNN on every rank, trains both for a step on the same
-global batch, and compares predictions. The sharded model may take that step by the interleaved
-pipeline: the harness's own function for a step is replaced then. Beyond the harness, the state
-dicts are compared, key by key and value by value.
+The harness builds an unsharded model on every rank, of bags or of bags and sequences, trains both
+for a step on the same global batch, and compares predictions. The sharded model may take that step
+by the interleaved pipeline: the harness's own function for a step is replaced then. Beyond the
+harness, the state dicts are compared, key by key and value by value.
 
 The wheel leaves out ``torchrec.distributed.tests``, which the harness imports one class from, so a
 stand-in module takes its place before the import, in every process.
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
@@ -36,10 +37,11 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 )
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
+    HotColdEmbeddingCollectionSharder,
     HotColdParams,
     InterleavedTrainPipeline,
 )
@@ -68,14 +70,15 @@ class Case:
     num_micro_batches: int | None = None
     """Pieces that the interleaved pipeline cuts the step into; ``None`` = the harness's own."""
     lookahead: bool = True
+    sequences: bool = False
+    """Half of the tables in an EmbeddingCollection, beside the others in the same model."""
 
 
 def run_case(rank: int, world_size: int, case: Case) -> bool:
     """Runs the harness on this rank; raises where sharded and unsharded differ."""
     _stand_in_for_missing_tests()
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec.distributed.test_utils import test_sharding
-    from torchrec.distributed.test_utils.test_model import TestSparseNN
+    from torchrec.distributed.test_utils import test_model, test_sharding
 
     tables, weighted_tables = _tables(case)
     ours = case.hot_rows is not None
@@ -89,6 +92,12 @@ def run_case(rank: int, world_size: int, case: Case) -> bool:
         fused_params={"optimizer": optim, "learning_rate": 0.1},
         qcomm_codecs_registry=wire and get_qcomm_codecs_registry(wire, device=torch.device("cpu")),
     )
+    sharders: list[Any] = [sharder]
+    model_class = test_model.TestSparseNN
+    if case.sequences:
+        ec_class = HotColdEmbeddingCollectionSharder if ours else EmbeddingCollectionSharder
+        sharders.append(ec_class(fused_params=dict(sharder.fused_params)))
+        model_class = test_model.TestMixedEmbeddingSparseArch
     step = _Step(case, test_sharding.gen_full_pred_after_one_step)
     with mock.patch.object(test_sharding, "gen_full_pred_after_one_step", step):
         test_sharding.sharding_single_rank_test_single_process(
@@ -96,11 +105,11 @@ def run_case(rank: int, world_size: int, case: Case) -> bool:
             device=torch.device("cpu"),
             rank=rank,
             world_size=world_size,
-            model_class=TestSparseNN,
+            model_class=model_class,
             embedding_groups={"group_0": _output_keys(tables)},
             tables=tables,
             weighted_tables=weighted_tables or None,
-            sharders=[sharder],
+            sharders=sharders,
             optim=optim,
             constraints={
                 table.name: _constraints(case, table) for table in [*tables, *weighted_tables]
@@ -205,6 +214,16 @@ def _tables(case: Case) -> tuple[list[EmbeddingBagConfig], list[EmbeddingBagConf
         again = copy.deepcopy(tables[1])  # equal rows: the harness draws a feature's ids once
         again.name, again.embedding_dim = "table_1_again", 12
         tables.append(again)
+    if case.sequences:  # which have one dim
+        tables[2:] = [
+            EmbeddingConfig(
+                num_embeddings=of.num_embeddings,
+                embedding_dim=8,
+                name=of.name,
+                feature_names=of.feature_names,
+            )
+            for of in tables[2:]
+        ]
     weighted = [
         EmbeddingBagConfig(
             num_embeddings=(i + 1) * 10,
@@ -214,7 +233,7 @@ def _tables(case: Case) -> tuple[list[EmbeddingBagConfig], list[EmbeddingBagConf
         )
         for i in range(2)
     ]
-    return tables, weighted if case.weighted else []
+    return tables, weighted if case.weighted and not case.sequences else []
 
 
 def _stand_in_for_missing_tests() -> None:

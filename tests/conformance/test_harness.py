@@ -1,4 +1,4 @@
-"""Our sharder and our pipeline pass TorchRec's own sharding harness, as the stock sharder does."""
+"""Our sharders and our pipeline pass TorchRec's own sharding harness, as the stock ones do."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ CASES = {
     "stock_shared": Case(hot_rows=None, shared=True),
     "batch_per_feature": Case(hot_rows=5, batch_per_feature=True, weighted=False),
     "batch_per_feature_mean": Case(hot_rows=5, batch_per_feature=True, mean=True, weighted=False),
+    "stock_sequences": Case(hot_rows=None, sequences=True),
+    "sequences_no_hot": Case(hot_rows=0, sequences=True),
+    "sequences": Case(hot_rows=5, sequences=True),
+    "sequences_all_hot": Case(hot_rows=1000, sequences=True),
 }
 UNDER_THE_PIPELINE = (
     "no_hot",
@@ -35,6 +39,8 @@ UNDER_THE_PIPELINE = (
     "shared_mean",
     "beside_stock",
     "fp16_wire",
+    "sequences",
+    "sequences_all_hot",
 )
 PIPELINED = {
     f"{name}/{num_micro_batches}": dataclasses.replace(
@@ -61,8 +67,11 @@ def _run(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, bool]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_harness(world_size: int) -> None:
-    for results in run_ranks(_run, world_size, CASES, timeout_s=200):
-        assert results == dict.fromkeys(CASES, True)
+    cases = dict(CASES)
+    if world_size == 3:  # stock TorchRec does not pass it then: predictions are off by 0.01
+        del cases["stock_sequences"]
+    for results in run_ranks(_run, world_size, cases, timeout_s=200):
+        assert results == dict.fromkeys(cases, True)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
