@@ -39,15 +39,12 @@ def stable_order(keys_n: Tensor, num_keys: int) -> Tensor:
     return torch.argsort(keys_n, stable=True)
 
 
-def sort_with_tags(
-    keys_N: Tensor, tags_N: Tensor | None = None, num_tags: int | None = None
-) -> tuple[Tensor, Tensor]:
+def sort_with_tags(keys_N: Tensor, tags_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Sorts integers that each carry a number along; equal ones by that number.
 
     Args:
         keys_N: Not below 0, shape ``(N,)``.
         tags_N: Ascending numbers from 0, int64; ``None`` = places ``0 .. N - 1``.
-        num_tags: More than the last of them.
 
     Returns:
         The integers in order, in their type, and their numbers, int64.
@@ -55,9 +52,12 @@ def sort_with_tags(
     Cost:
         One sort of N; of 64-bit words on the CPU where keys and numbers fit into these.
     """
-    num_tags = keys_N.numel() if tags_N is None or num_tags is None else num_tags
-    tag_bits = num_tags.bit_length()
-    if keys_N.device.type != "cpu" or _KEY_BITS.get(keys_N.dtype, 64) + tag_bits > _WORD_BITS:
+    fits, tag_bits = keys_N.device.type == "cpu", 0
+    if fits and keys_N.numel():
+        last = keys_N.numel() - 1 if tags_N is None else int(tags_N[-1])
+        tag_bits = last.bit_length()
+        fits = _KEY_BITS.get(keys_N.dtype, 64) + tag_bits <= _WORD_BITS
+    if not fits:
         sorted_N, places_N = torch.sort(keys_N, stable=True)
         return sorted_N, places_N if tags_N is None else tags_N.index_select(0, places_N)
     words = keys_N.numpy().astype(np.int64)

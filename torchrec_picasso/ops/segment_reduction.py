@@ -227,13 +227,10 @@ def sum_by_row(
         One sort of N; reads N * D and writes U * D floats.
     """
     short = torch.int32 if num_rows <= _LARGEST_INT32 else torch.int64
-    bags_N, num_bags = None, rows_N.numel()
-    if offsets_S1 is not None:
-        bags_N = bag_of_lookup(offsets_S1, rows_N.numel())
-        num_bags = offsets_S1.numel() - 1
+    bags_N = None if offsets_S1 is None else bag_of_lookup(offsets_S1, rows_N.numel())
     # of weighted lookups the lookup is carried along, of others the bag at once
     carried_N = bags_N if weights_N is None else None
-    sorted_N, by_row_N = sort_with_tags(rows_N.to(short), carried_N, num_bags)
+    sorted_N, by_row_N = sort_with_tags(rows_N.to(short), carried_N)
     start_U = places_of(first_of_runs(sorted_N))
     if bags_N is None and weights_N is None and start_U.numel() == rows_N.numel():
         return rows_N.to(torch.int64), grads_SD

@@ -61,8 +61,8 @@ class Clicks:
     def num_rows(self, column: str) -> int:
         """Rows of the table that a column looks up, with its history."""
         if column in self.profiles:
-            return int(self.profiles[column].max()) + 1
-        return max(self.histories[column].largest, int(self.targets[column].max())) + 1
+            return int(self.profiles[column].max(initial=0)) + 1
+        return max(self.histories[column].largest, int(self.targets[column].max(initial=0))) + 1
 
     def hashed(self, max_rows: int) -> Clicks:
         """The same samples, with ids modulo a number of rows."""
