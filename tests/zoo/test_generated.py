@@ -75,3 +75,14 @@ def test_labels_depend_on_the_ids() -> None:
     rates = [labels[ids == row].mean() for row in np.bincount(ids).argsort()[-20:]]
     assert 0.05 < labels.mean() < 0.95
     assert max(rates) - min(rates) > 0.3  # rows of one table differ by far more than chance (0.03)
+
+
+def test_sines_change_the_labels_and_nothing_else() -> None:
+    own, sines = (
+        next(make(row_scale=0.0005, num_tasks=2, labels=of, batch_size=4000).batches(0, 1))
+        for of in ("own", "sines")
+    )
+    assert torch.equal(own.sparse_features.values(), sines.sparse_features.values())
+    assert torch.equal(own.dense_features, sines.dense_features)
+    assert 0.05 < float((own.labels != sines.labels).float().mean()) < 0.5
+    assert 0.1 < float(sines.labels.mean()) < 0.9

@@ -22,6 +22,7 @@ __all__ = [
     "CARDINALITY_NAMES",
     "DATA_KINDS",
     "FEATURE_KINDS",
+    "LABELS",
 ]
 
 PLACEMENTS = ("hot_cold", "table_wise", "row_wise", "column_wise", "planner")
@@ -35,6 +36,10 @@ CARDINALITY_NAMES = ("criteo_kaggle", "criteo_terabyte_10m", "criteo_terabyte_40
 
 DATA_KINDS = ("criteo", "clicks", "fields")
 """Samples of Criteo's columns, clicks with the history before them, or many generated fields."""
+
+LABELS = ("own", "sines", "co_action")
+"""The data's own; of generated Criteo samples waves of what ids add up to; of clicks a teacher's,
+which looks at each pair of the target and a click before."""
 
 FEATURE_KINDS = ("one_hot", "bag", "sequence")
 """One id per sample; any number, whose rows are summed; any number, each with its row."""
@@ -75,6 +80,9 @@ class DataConfig(Rules):
     task_correlation: float = rule(
         0.5, "How alike the second label's taste is to the first's.", at_least=-1, at_most=1
     )
+    labels: str = rule(
+        "own", "What labels follow: the data's own, or something harder.", choices=LABELS
+    )
     max_history: int = rule(
         50, "Clicks of a history; the latest stay. For clicks only.", at_least=1, at_most=10_000
     )
@@ -84,6 +92,16 @@ class DataConfig(Rules):
 
     def cross_problems(self) -> list[str]:
         """A Criteo file has 26 id columns and one label; fields are in no file."""
+        if self.labels == "co_action" and self.kind != "clicks":
+            return [
+                f"labels: co_action looks at histories, which kind {self.kind} has not; remove "
+                "labels or set kind to clicks"
+            ]
+        if self.labels == "sines" and (self.path is not None or self.kind != "criteo"):
+            return [
+                "labels: only generated samples of kind criteo have sines; remove labels, or set "
+                "path to null and kind to criteo"
+            ]
         if self.num_tasks > 1 and (self.path is not None or self.kind != "criteo"):
             return [
                 f"num_tasks: only generated samples of kind criteo have {self.num_tasks} labels; "

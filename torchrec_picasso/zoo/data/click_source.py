@@ -24,6 +24,7 @@ from torchrec_picasso.errors import InputError
 from torchrec_picasso.zoo.data.click_files import MOST_SAMPLES, ClickFile
 from torchrec_picasso.zoo.data.click_log import generate_log, samples_of_log
 from torchrec_picasso.zoo.data.clicks import Clicks, history_of, negatives_of
+from torchrec_picasso.zoo.data.co_action_teacher import with_co_action_labels
 from torchrec_picasso.zoo.data.history import Ids
 from torchrec_picasso.zoo.data.shares import HELDOUT, TRAIN, Shares
 
@@ -160,6 +161,8 @@ class ClickSource:
     def _prepare(self, number: int) -> _Window:
         clicks = self._file.window(number).hashed(self._data.max_rows)
         clicks = clicks.latest(self._data.max_history).with_negatives(self._seed)
+        if self._data.labels == "co_action":
+            clicks = with_co_action_labels(clicks, self._seed, number)
         num_rows = {of: clicks.num_rows(of) for of in (*clicks.profiles, *clicks.targets)}
         if clicks.in_time_order:
             return _Window(number, clicks, clicks, num_rows)

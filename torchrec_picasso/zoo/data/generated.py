@@ -28,6 +28,8 @@ _ID_LOGIT_SCALE = 2.0  # standard deviation that all ids together add to the log
 _DENSE_LOGIT_SCALE = 0.5
 _BASE_LOGIT = -1.0  # about 3 clicks in 10 samples
 _SALTS_PER_TASK = 500_009
+_LINEAR_SHARE, _WAVE_LOGIT_SCALE = 0.5, 1.5
+_WAVES = ((1.0, 0.5), (2.0, 1.5))  # frequency and phase of each sine
 
 
 def zipf_cdf(num_rows: int, exponent: float) -> NDArray[np.float64]:
@@ -110,6 +112,8 @@ class GeneratedSource(CriteoColumns):
         alike = self._data.task_correlation
         for task in range(1, self.num_tasks):
             id_parts[task] = alike * id_parts[0] + math.sqrt(1 - alike**2) * id_parts[task]
+        if self._data.labels == "sines":
+            id_parts = [_waves(id_part_B) for id_part_B in id_parts]
         logits_BL: NDArray[np.float64] = np.stack(
             [_BASE_LOGIT + id_part_B + dense_part_B for id_part_B in id_parts], axis=1
         )
@@ -124,6 +128,19 @@ class GeneratedSource(CriteoColumns):
             taste_BT.sum(axis=1) * _ID_LOGIT_SCALE * math.sqrt(3 / num_tables)
         )
         return id_part_B
+
+
+def _waves(id_part_B: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sines of what ids add up to: two labels of little correlation need different units.
+
+    Source:
+        Ma et al., Modeling Task Relationships in Multi-task Learning with Multi-gate
+        Mixture-of-Experts (KDD 2018), section 3.2, with labels drawn instead of values.
+    """
+    waves_B: NDArray[np.float64] = id_part_B * _LINEAR_SHARE
+    for frequency, phase in _WAVES:
+        waves_B = waves_B + _WAVE_LOGIT_SCALE * np.sin(frequency * id_part_B + phase)
+    return waves_B
 
 
 def _coprime(rng: np.random.Generator, num_rows: int) -> int:
