@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 
 from tests.cli.support import error_of
 from torchrec_picasso.cli.main import main
-from torchrec_picasso.config import parse_config
-from torchrec_picasso.config.quality import QualityCheck, QualityConfig
+from torchrec_picasso.config import OptimizerConfig, load_config, parse_config
+from torchrec_picasso.config.load import load_rules
+from torchrec_picasso.config.quality import CHECK_KINDS, QualityCheck, QualityConfig
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.runs.quality import Scores, area_under_curve, paired_bootstrap
+from torchrec_picasso.runs.verdicts import Checker
 
 TINY = """\
 ranks: 2
@@ -38,8 +41,33 @@ def test_the_area_is_the_share_of_pairs_in_order() -> None:
 def _scores(noise: float, seed: int, num: int = 3000) -> Scores:
     rng = np.random.default_rng(1)
     labels = (rng.random(num) < 0.5).astype(np.float32)
-    scores = labels + np.random.default_rng(seed).normal(size=num) * noise
-    return Scores(losses=[], labels_N=labels, scores_N=scores.astype(np.float32))
+    scores = (labels + np.random.default_rng(seed).normal(size=num) * noise).astype(np.float32)
+    return Scores(losses=[], labels_NT=labels[:, None], scores_NT=scores[:, None])
+
+
+def test_figures_of_several_tasks_are_their_means() -> None:
+    one, other = _scores(1.0, 2), _scores(3.0, 3)
+    flipped = 1 - other.labels_NT
+    both = Scores(
+        losses=[],
+        labels_NT=np.concatenate([one.labels_NT, flipped], axis=1),
+        scores_NT=np.concatenate([one.scores_NT, other.scores_NT], axis=1),
+    )
+    assert both.aucs == [one.auc, pytest.approx(1 - other.auc)]
+    assert both.auc == pytest.approx((one.auc + 1 - other.auc) / 2)
+    by = paired_bootstrap(one, other)
+    both_better = paired_bootstrap(
+        both, Scores(losses=[], labels_NT=both.labels_NT, scores_NT=both.scores_NT[:, ::-1])
+    )
+    assert both_better.low < both_better.difference < both_better.high
+    assert by.low > 0
+
+
+def test_log_loss_is_the_mean_cross_entropy() -> None:
+    labels = np.array([[1, 0], [0, 0]], dtype=np.float32)
+    scores = np.array([[0.5, 0.25], [0.0, 0.5]], dtype=np.float32)
+    expected = (2 * np.log(2) - np.log(0.75)) / 4
+    assert Scores(losses=[], labels_NT=labels, scores_NT=scores).log_loss == pytest.approx(expected)
 
 
 def test_an_interval_tells_a_better_model_from_one_as_good() -> None:
@@ -65,16 +93,39 @@ def test_the_gate_passes_what_holds_and_names_what_does_not(
         tmp_path,
         "  parity: {config: dlrm.yaml, steps: 6, hot_rows: 50}\n"
         "  never: {kind: above, config: linear.yaml, baseline: linear.yaml, steps: 3}\n"
-        "  absent: {config: dlrm.yaml, data: no_such_file.parquet}\n",
+        "  absent: {config: dlrm.yaml, data: no_such_file.parquet}\n"
+        "  known: {kind: value, config: linear.yaml, steps: 3, metric: log_loss, value: 0.7,"
+        " tolerance: 0.5}\n"
+        "  not_so: {kind: value, config: linear.yaml, steps: 3, value: 0.1, tolerance: 0.01}\n",
     )
-    assert main(["quality", "--config", path, "--only", "parity", "absent"]) == 0
+    kept = tmp_path / "verdicts.json"
+    asked = ["quality", "--config", path, "--json", str(kept), "--seed", "5", "--only"]
+    assert main([*asked, "parity", "absent", "known"]) == 0
+    found = json.loads(kept.read_text())
+    assert found["seed"] == 5
+    assert "torch" in found["environment"]
+    checks = found["checks"]
+    assert checks["absent"] == {"passed_over": "there is no no_such_file.parquet"}
+    assert checks["known"]["kind"] == "value"
+    assert 0.2 < checks["known"]["log_loss"] < 1.2
+    assert checks["parity"]["holds"]
+    assert checks["parity"]["loss_difference"] < 1e-4
     printed = capsys.readouterr().out
     assert "parity: holds: 6 losses within " in printed
     assert "absent: passed over, there is no no_such_file.parquet" in printed
-    message = error_of(["quality", "--config", path, "--only", "never"], capsys)
-    assert message == "1 of the checks do not hold: never"
+    message = error_of([*asked, "never", "not_so"], capsys)
+    assert message == "2 of the checks do not hold: never, not_so"
+    checks = json.loads(kept.read_text())["checks"]
+    assert (
+        checks["never"]["low"] == checks["never"]["high"] == 0
+    )  # one training, compared to itself
+    assert not checks["not_so"]["holds"]
     message = error_of(["quality", "--config", path, "--only", "nver"], capsys)
-    assert message.endswith("there is no check nver; checks are parity, never, absent")
+    assert message.endswith(
+        "there is no check nver; checks are parity, never, absent, known, not_so"
+    )
+    message = error_of(["quality", "--config", path, "--json", "no/such.json"], capsys)
+    assert message.startswith("--json no/such.json: there is no such folder")
 
 
 @pytest.mark.parametrize(
@@ -82,8 +133,16 @@ def test_the_gate_passes_what_holds_and_names_what_does_not(
     [
         ({}, "checks.a.config: names no configuration; give a file"),
         ({"config": "x", "kind": "above"}, "checks.a.baseline: kind above needs one"),
-        ({"config": "x", "baseline": "y"}, "and kind parity none, got kind parity"),
-        ({"config": "x", "kind": "better"}, "checks.a.kind: expected one of parity, above"),
+        ({"config": "x", "baseline": "y"}, "no other kind has it, got kind parity and y"),
+        ({"config": "x", "kind": "value", "value": 0.7}, "checks.a.tolerance: kind value needs"),
+        ({"config": "x", "tolerance": 0.1}, "no other kind has it, got kind parity and 0.1"),
+        ({"config": "x", "metric": "f1"}, "checks.a.metric: expected one of auc, log_loss"),
+        (
+            {"config": "x", "baseline_sizes": {"num_experts": 1}},
+            "checks.a.baseline_sizes: kind parity has no other model; remove them",
+        ),
+        ({"config": "x", "optimizer": {"lr": 1}}, "checks.a.optimizer.lr: unknown key"),
+        ({"config": "x", "kind": "better"}, "checks.a.kind: expected one of parity, above, value"),
         ({"confg": "x"}, "checks.a.confg: unknown key; did you mean 'config'?"),
         ({"config": "x", "steps": 0}, "checks.a.steps: expected at least 1, got 0"),
     ],
@@ -93,3 +152,34 @@ def test_checks_that_cannot_be_used(check: dict[str, object], words: str) -> Non
         parse_config(QualityConfig, {"checks": {"a": check}}, "quality.yaml")
     assert words in str(caught.value)
     assert QualityCheck(config="x").steps == 50
+
+
+def test_the_shipped_gate_has_every_kind_and_names_files_that_are_there() -> None:
+    folder = Path(__file__).parents[2] / "configs"
+    checks = load_rules(QualityConfig, folder / "quality.yaml").checks or {}
+    assert {check.kind for check in checks.values()} == set(CHECK_KINDS)
+    for check in checks.values():
+        for name in filter(None, (check.config, check.baseline)):
+            load_config(folder / name)
+
+
+def test_a_co_action_learns_what_attention_cannot(tmp_path: Path) -> None:
+    sizes = "embedding_dim: 16, sizes: {hidden: [16]}"
+    for kind in ("can", "din"):
+        (tmp_path / f"{kind}.yaml").write_text(
+            f"data: {{kind: clicks, max_history: 10}}\nmodel: {{kind: {kind}, {sizes}}}\n"
+            "sharding: {hot_rows: 50}\n"
+        )
+    check = QualityCheck(
+        kind="above",
+        config="can.yaml",
+        baseline="din.yaml",
+        labels="co_action",
+        max_rows=100,
+        batch_size=128,
+        heldout_steps=8,
+        steps=60,
+        least_margin=0.02,
+        optimizer=OptimizerConfig(embedding_lr=0.05, dense_optimizer="adagrad", dense_lr=0.02),
+    )
+    assert Checker(folder=tmp_path).check(check).holds

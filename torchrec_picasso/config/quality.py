@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchrec_picasso.config.rules import Rules, rule
+from torchrec_picasso.config.schema import CARDINALITY_NAMES, LABELS, OptimizerConfig
 
-__all__ = ["CHECK_KINDS", "QualityCheck", "QualityConfig"]
+__all__ = ["CHECK_KINDS", "METRICS", "QualityCheck", "QualityConfig"]
 
-PARITY, ABOVE = CHECK_KINDS = ("parity", "above")
-"""The same training as stock TorchRec; a higher AUC than another model."""
+PARITY, ABOVE, VALUE = CHECK_KINDS = ("parity", "above", "value")
+"""The same training as stock TorchRec; a higher AUC than another model; a known AUC or loss."""
+
+AUC, LOG_LOSS = METRICS = ("auc", "log_loss")
+"""Area under the ROC curve, and mean cross-entropy, of held-out samples; a mean over tasks."""
+
+_NEEDED = {"baseline": ABOVE, "value": VALUE, "tolerance": VALUE}
+"""Keys without which a kind claims nothing, and which no other kind has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +36,23 @@ class QualityCheck(Rules):
     heldout_steps: int | None = rule(
         None, "Global batches to evaluate on; null = as configured.", at_least=1
     )
+    cardinalities: str | None = rule(
+        None, "Published table sizes; null = as configured.", choices=CARDINALITY_NAMES
+    )
     row_scale: float | None = rule(None, "Factor on table sizes; null = as configured.", above=0)
+    max_rows: int | None = rule(None, "Cap on the rows of one table; likewise.", at_least=1)
+    labels: str | None = rule(None, "What generated labels follow; likewise.", choices=LABELS)
+    task_correlation: float | None = rule(
+        None, "How alike two tasks are; likewise.", at_least=-1, at_most=1
+    )
     sizes: Mapping[str, bool | int | float | str | tuple[int, ...]] | None = rule(
         None, "Sizes of the model that differ from the configuration's."
     )
+    baseline_sizes: Mapping[str, bool | int | float | str | tuple[int, ...]] | None = rule(
+        None, "Likewise of the other model."
+    )
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    """Trains both."""
     hot_rows: int = rule(
         1000, "Replicated rows, for kind parity: no table is left to stock.", at_least=0
     )
@@ -43,14 +64,23 @@ class QualityCheck(Rules):
     least_margin: float = rule(
         0.0, "What the lower end of the AUC difference's 95 % interval must exceed.", at_least=0
     )
+    metric: str = rule(AUC, "What is known, for kind value.", choices=METRICS)
+    value: float | None = rule(None, "Of the metric, for kind value.", above=0)
+    tolerance: float | None = rule(None, "Largest difference from it.", above=0)
 
     def cross_problems(self) -> list[str]:
-        """Each kind needs its files."""
+        """Each kind needs keys that others have not."""
         if not self.config:
             return ["config: names no configuration; give a file"]
-        if (self.kind == ABOVE) != (self.baseline is not None):
-            return [f"baseline: kind above needs one and kind parity none, got kind {self.kind}"]
-        return []
+        problems = [
+            f"{key}: kind {kind} needs one and no other kind has it, got kind {self.kind} and "
+            f"{getattr(self, key)}"
+            for key, kind in _NEEDED.items()
+            if (self.kind == kind) != (getattr(self, key) is not None)
+        ]
+        if self.baseline_sizes and self.kind != ABOVE:
+            problems.append(f"baseline_sizes: kind {self.kind} has no other model; remove them")
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)

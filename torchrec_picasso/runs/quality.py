@@ -2,11 +2,11 @@
 
 Two models are compared on the same held-out samples, so an interval of the difference of their
 areas under the ROC curve is drawn by a paired bootstrap: samples are drawn with replacement, and
-both models are judged on the same draw.
+both models are judged on the same draw. Of several tasks figures are means over the tasks.
 
 Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13: percentiles.
 
-Shape letters: N held-out samples.
+Shape letters: N held-out samples, T tasks.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ __all__ = [
 
 _DRAWS = 400
 _PERCENTILES = (2.5, 97.5)
+_LEAST_CHANCE = 1e-7  # of a label, so that one sample cannot make a mean infinite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +46,39 @@ class Scores:
 
     Args:
         losses: Of every global batch.
-        labels_N: Of the held-out samples of all ranks, of the first task.
-        scores_N: Their predicted probabilities.
+        labels_NT: Of the held-out samples of all ranks.
+        scores_NT: Their predicted probabilities.
     """
 
     losses: list[float]
-    labels_N: NDArray[np.float32]
-    scores_N: NDArray[np.float32]
+    labels_NT: NDArray[np.float32]
+    scores_NT: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.labels_NT)
+
+    @property
+    def aucs(self) -> list[float]:
+        """Area under the ROC curve of each task."""
+        return [area_under_curve(*of) for of in zip(self.labels_NT.T, self.scores_NT.T)]
 
     @property
     def auc(self) -> float:
-        """Area under the ROC curve."""
-        return area_under_curve(self.labels_N, self.scores_N)
+        """Mean of :attr:`aucs`."""
+        return float(np.mean(self.aucs))
+
+    @property
+    def log_loss(self) -> float:
+        """Cross-entropy, a mean over samples and tasks."""
+        chances_NT = np.clip(self.scores_NT.astype(np.float64), _LEAST_CHANCE, 1 - _LEAST_CHANCE)
+        is_one_NT = self.labels_NT > 0.5
+        return float(-np.log(np.where(is_one_NT, chances_NT, 1 - chances_NT)).mean())
+
+    def of(self, samples_n: NDArray[np.int64]) -> Scores:
+        """Those of some samples."""
+        return dataclasses.replace(
+            self, labels_NT=self.labels_NT[samples_n], scores_NT=self.scores_NT[samples_n]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +126,11 @@ def score_on_rank(rank: int, world_size: int, config: TrainConfig) -> Scores:
     trainer = Trainer(config, source)
     losses = trainer.train(source.batches(rank, world_size), config.steps)
     found = list(trainer.predict(source.heldout(rank, world_size)))
-    mine = [
-        torch.cat([of[place].reshape(len(of[place]), -1)[:, 0] for of in found]) for place in (0, 1)
-    ]
+    mine = [torch.cat([of[place].reshape(len(of[place]), -1) for of in found]) for place in (0, 1)]
     gathered: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
     dist.all_gather_object(gathered, mine)
-    scores_N, labels_N = (torch.cat(of).numpy() for of in zip(*gathered))
-    return Scores(losses=trainer.mean_over_ranks(losses), labels_N=labels_N, scores_N=scores_N)
+    scores_NT, labels_NT = (torch.cat(of).numpy() for of in zip(*gathered))
+    return Scores(losses=trainer.mean_over_ranks(losses), labels_NT=labels_NT, scores_NT=scores_NT)
 
 
 def area_under_curve(labels_N: NDArray[np.float32], scores_N: NDArray[np.float32]) -> float:
@@ -140,11 +160,7 @@ def paired_bootstrap(ours: Scores, other: Scores, seed: int = 0) -> Interval:
     rng = np.random.default_rng(seed)
     differences = []
     for _ in range(_DRAWS):
-        drawn_N = rng.integers(len(ours.labels_N), size=len(ours.labels_N))
-        labels_N = ours.labels_N[drawn_N]
-        differences.append(
-            area_under_curve(labels_N, ours.scores_N[drawn_N])
-            - area_under_curve(labels_N, other.scores_N[drawn_N])
-        )
+        drawn_N = rng.integers(len(ours), size=len(ours))
+        differences.append(ours.of(drawn_N).auc - other.of(drawn_N).auc)
     low, high = np.percentile(differences, _PERCENTILES)
     return Interval(difference=ours.auc - other.auc, low=float(low), high=float(high))
