@@ -26,6 +26,7 @@ from torchrec_picasso.errors import CompatError, InputError
 
 __all__ = [
     "PLAIN_TYPES",
+    "check_samples",
     "children_of",
     "micro_batch_sizes",
     "num_samples",
@@ -150,7 +151,7 @@ def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
     sizes_K = list(sizes_K)
     if len(sizes_K) == 1:
         return [batch]
-    found = _check_samples(batch)
+    found = check_samples(batch)
     if not sizes_K or min(sizes_K) < 0:
         raise InputError(
             f"sizes of micro-batches are {sizes_K}, expected one or more, none below 0"
@@ -204,8 +205,13 @@ def rebuild(container: Any, members: Sequence[Any], path: str, advice: str) -> A
     return type(container)(members)
 
 
-def _check_samples(batch: Any) -> int | None:
-    """The number of samples that all of a batch agrees on; ``None`` when nothing in it has any."""
+def check_samples(batch: Any) -> int | None:
+    """The number of samples that all of a batch agrees on; ``None`` when nothing in it has any.
+
+    Raises:
+        InputError: If a field has another number of samples.
+        CompatError: If a field is of a type, or a layout, that cannot be cut by samples.
+    """
     counts = [
         (path, leaf, count)
         for path, leaf in _leaves(batch, "batch")

@@ -22,6 +22,7 @@ from torchrec_picasso._torchrec import (
     TrainPipelineContext,
 )
 from torchrec_picasso.batches.join import join_outputs as join_known_outputs
+from torchrec_picasso.batches.order import in_order
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.batches.split import split_batch as split_known_batch
 from torchrec_picasso.errors import CompatError, ConfigError, InputError, PicassoError
@@ -72,7 +73,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     modules in one exchange; others, in the same module or not, are trained as by TorchRec's
     pipeline and listed by :meth:`summary`, with the reason.
 
-    How a batch is interleaved is chosen by trying on the first 30 training steps, beginning with
+    How a batch is interleaved is chosen by trying on the first 35 training steps, beginning with
     what the plan was priced for. Before a model is
     trained in micro-batches, and again in steps 2, 4, 8, ..., it is compared whether they give what
     the whole batch gives (:mod:`.cut_check`). If not, batches are not cut any more, with a warning
@@ -106,6 +107,10 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             ``None`` = chosen by trying some on the first steps, 1 where batches cannot be cut.
         lookahead: Whether rows of the next batch that this one does not update are fetched early.
             ``None`` = chosen likewise.
+        order_samples: Whether samples whose rows many others need come first in a batch, so that
+            its first micro-batch, whose exchange nothing hides, needs few rows. Outputs are given
+            back in the order of the batch. ``None`` = chosen likewise; of no effect with
+            ``pipeline_postproc`` where a module runs ahead of the model.
         split_batch: Cuts a batch into parts of given sizes, ``(batch, sizes) -> parts``; ``None``
             knows tensors, KeyedJaggedTensors, dataclasses and containers of them. Sizes may be 0.
             On an accelerator it runs on the stream of input dists.
@@ -142,6 +147,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         *,
         num_micro_batches: int | None = None,
         lookahead: bool | None = None,
+        order_samples: bool | None = None,
         split_batch: SplitBatch | None = None,
         join_outputs: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
         loss_reduction: str = "mean",
@@ -150,6 +156,13 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             raise ConfigError(f"loss_reduction is {loss_reduction!r}, expected 'mean' or 'sum'")
         if num_micro_batches is not None and num_micro_batches < 1:
             raise ConfigError(f"num_micro_batches is {num_micro_batches}, expected at least 1")
+        if split_batch is not None or join_outputs is not None:
+            if order_samples:
+                raise ConfigError(
+                    "order_samples is True, which needs the pipeline's own way to cut and to join "
+                    "batches; remove it, or split_batch and join_outputs"
+                )
+            order_samples = False
         refuse_options(
             {
                 "apply_jit": apply_jit,
@@ -189,7 +202,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         )
         self._flights: deque[Flight] = deque()
         self._is_halfway = False
-        self._candidates = candidates(num_micro_batches, lookahead)
+        self._candidates = candidates(num_micro_batches, lookahead, order_samples)
         self._choice = SettingChoice(self._candidates)
         self._clock = StepClock(device)
         self._num_trainings = 0
@@ -206,6 +219,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     def lookahead(self) -> bool:
         """Whether the next batch's clean rows will be fetched early."""
         return self._choice.current.lookahead
+
+    @property
+    def order_samples(self) -> bool:
+        """Whether the next batch's samples will be put in order."""
+        return self._choice.current.ordered
 
     @property
     def is_settled(self) -> bool:
@@ -275,7 +293,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._flights.popleft()
         self._batch_count += 1
         sizes = [flight.sizes_K[index] for index in flight.outputs_K]
-        return self._join_outputs(list(flight.outputs_K.values()), sizes)
+        outputs = list(flight.outputs_K.values())
+        if flight.order_B is not None:
+            joined: Out = join_known_outputs(outputs, sizes, flight.order_B)
+            return joined
+        return self._join_outputs(outputs, sizes)
 
     def detach(self) -> nn.Module:
         """Gives the model back as it was; batches in flight wait for :meth:`attach`. Collective.
@@ -379,7 +401,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             context = self._create_context()
             context.postproc_fwd_results = flight.context.postproc_fwd_results
             again = self._board(replace(flight.fetched, context=context))
-            again.wholes = flight.wholes
+            again.wholes, again.order_B = flight.wholes, flight.order_B
             self._flights.append(again)
             if len(self._flights) == 1:
                 self._fetch_first(again)
@@ -422,13 +444,18 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             num_samples = self._taken.count(batch, fetched.context)
             sizes_K = micro_batch_sizes(num_samples, setting.num_micro_batches)
             # of no samples, every micro-batch is the batch itself
-            parts_K = [batch] * len(sizes_K)
+            parts_K, order_B = [batch] * len(sizes_K), None
             if len(sizes_K) > 1 and num_samples:
                 try:
+                    if setting.ordered:
+                        order_B = self._taken.order_of(batch)
+                    if order_B is not None:
+                        batch = in_order(batch, order_B)
                     parts_K = list(self._split_batch(batch, sizes_K))
                 except InputError as error:  # the header may tell all ranks why, and stop them
-                    fetched = replace(fetched, refusal=error)
-        return Flight(fetched, setting, sizes_K, parts_K)
+                    fetched, order_B = replace(fetched, refusal=error), None
+        fetched = fetched if order_B is None else replace(fetched, batch=batch)
+        return Flight(fetched, setting, sizes_K, parts_K, order_B)
 
     def _rewrite(self, batch: In, context: TrainPipelineContext) -> None:
         """Takes over the model. Collective."""
