@@ -5,13 +5,15 @@
     python -m benchmarks.scoreboard -o scoreboard --data-folder ../shared/data
 
 Each model, in its published sizes, is trained by stock's two contestants of `benchmarks.fields`,
-``table_wise`` and ``planner``, under TrainPipelineSparseDist, and by ``ours``: what a user gets who
-chooses nothing. They take turns. Every model is a JSON file of its own in the folder; one that is
-there is not measured again, so a run that was stopped goes on. The table and the picture show all
-that are there, those that lose too, with the reason where it is known:
+``table_wise`` and ``planner``, under TrainPipelineSparseDist, by ``ours``: what a user gets who
+chooses nothing, and by ours with samples put in order. They take turns. Every model is a JSON file
+of its own in the folder; one that is there is not measured again, so a run that was stopped goes
+on. The table and the picture show all that are there, those that lose too, with the reason where it
+is known:
 
 - work, wire, predicted: what the planner's cost model says of our step, by curves measured before
   and after the turns; no schedule is faster than work or wire.
+- ordered: samples per second with samples put in order, over ours.
 - dense: part of that work that is the dense part's. exposed: part of our step in which the thread
   that trains waits.
 """
@@ -34,7 +36,7 @@ from torchrec_picasso.launch.run_ranks import RankError
 
 __all__ = ["main", "question_of"]
 
-_CONTESTANTS = ("table_wise", "planner", "ours")
+_CONTESTANTS = ("table_wise", "planner", "ours", "ours_ordered")
 
 
 def question_of(name: str, args: argparse.Namespace) -> Question:

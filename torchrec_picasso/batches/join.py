@@ -52,7 +52,7 @@ def join_outputs(
 
     Returns:
         An output of the same type, samples as in the batch. That of one micro-batch is returned as
-        it is.
+        it is, unless its samples are in another order.
 
     Raises:
         InputError: If there is not one size per output.
@@ -67,9 +67,9 @@ def join_outputs(
     if not counted:
         return outputs_K[0]
     outputs, sizes = [list(column) for column in zip(*counted)]
-    if len(outputs) == 1:
-        return outputs[0]
-    return _join(outputs, "output", _Parts(sizes, None if order_B is None else places_of(order_B)))
+    if order_B is not None:
+        return _join(outputs, "output", _Parts(sizes, places_of(order_B)))
+    return outputs[0] if len(outputs) == 1 else _join(outputs, "output", _Parts(sizes))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class _Parts:
         """What was put one after the other, in the order of the batch."""
         if self.places_B is None:
             return joined
-        moved: _Joined = samples_in_order(joined, self.places_B)
+        moved: _Joined = samples_in_order(joined, "output", self.places_B)
         return moved
 
 

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.split import SPLIT_ADVICE, check_samples, children_of, rebuild
+from torchrec_picasso.batches.split import (
+    SPLIT_ADVICE,
+    check_lookups,
+    check_samples,
+    children_of,
+    rebuild,
+)
+from torchrec_picasso.errors import InputError
 
 __all__ = ["Looked", "in_order", "order_by_rows", "places_of", "samples_in_order"]
 
@@ -74,7 +81,7 @@ def _weight(of: Looked, num_samples: int) -> Tensor | None:
     if lengths_S.numel() != num_features * num_samples or not num_samples:
         return None
     lengths_FB = lengths_S.view(num_features, num_samples).to(torch.int64)
-    total, least = torch.stack([lengths_FB.sum(), lengths_FB.min()]).tolist()
+    total, least = _total_and_least(lengths_FB)
     if total != values_N.numel() or least < 0:
         return None
     table_F = torch.tensor(of.table_F, device=values_N.device)
@@ -104,8 +111,11 @@ def in_order(batch: Any, order_B: Tensor) -> Any:
         order_B: Which sample comes at each place, int64, shape ``(B,)``.
 
     Raises:
-        InputError: If a field has another number of samples.
+        InputError: If a field has another number of samples, or lengths do not fit its values.
         CompatError: If a field is of a type, or a layout, that has no samples.
+
+    Cost:
+        One host sync per KeyedJaggedTensor and JaggedTensor on CUDA, to look at its lengths.
     """
     check_samples(batch)
     return _in_order(batch, "batch", order_B)
@@ -116,15 +126,24 @@ def _in_order(value: Any, path: str, order_B: Tensor) -> Any:
     if members is not None:
         moved = [_in_order(member, path + suffix, order_B) for suffix, member in members]
         return rebuild(value, moved, path, SPLIT_ADVICE)
-    return samples_in_order(value, order_B)
+    return samples_in_order(value, path, order_B)
 
 
-def samples_in_order(value: Any, order_B: Tensor) -> Any:
-    """The same for what is no container; a value without samples stays as it is."""
+def samples_in_order(value: Any, path: str, order_B: Tensor) -> Any:
+    """The same for what is no container; a value without samples stays as it is.
+
+    Args:
+        value: Has ``B`` samples or none.
+        path: Where it is found, for messages.
+        order_B: Which sample comes at each place.
+
+    Raises:
+        InputError: If lengths do not sum to their values, or one is below 0.
+    """
     if isinstance(value, KeyedJaggedTensor):
-        return _kjt_in_order(value, order_B)
+        return _kjt_in_order(value, path, order_B)
     if isinstance(value, JaggedTensor):
-        source_N, lengths_B = _source(value.lengths(), order_B, len(value.values()))
+        source_N, lengths_B = _source(value, path, order_B)
         weights_N = value.weights_or_none()
         return JaggedTensor(
             values=value.values().index_select(0, source_N),
@@ -139,13 +158,13 @@ def samples_in_order(value: Any, order_B: Tensor) -> Any:
     return value
 
 
-def _kjt_in_order(kjt: KeyedJaggedTensor, order_B: Tensor) -> KeyedJaggedTensor:
+def _kjt_in_order(kjt: KeyedJaggedTensor, path: str, order_B: Tensor) -> KeyedJaggedTensor:
     keys, num_samples = kjt.keys(), len(order_B)
     if not keys:
         return kjt
     starts_F = torch.arange(len(keys), device=order_B.device) * num_samples
     order_S = (starts_F[:, None] + order_B).view(-1)
-    source_N, lengths_S = _source(kjt.lengths(), order_S, kjt.values().numel())
+    source_N, lengths_S = _source(kjt, path, order_S)
     weights_N = kjt.weights_or_none()
     return KeyedJaggedTensor(
         keys=keys,
@@ -158,10 +177,25 @@ def _kjt_in_order(kjt: KeyedJaggedTensor, order_B: Tensor) -> KeyedJaggedTensor:
     )
 
 
-def _source(lengths_S: Tensor, order_S: Tensor, num_lookups: int) -> tuple[Tensor, Tensor]:
+def _source(
+    jagged: JaggedTensor | KeyedJaggedTensor, path: str, order_S: Tensor
+) -> tuple[Tensor, Tensor]:
     """Which lookup comes at each place, and lengths of the bags, when these are in an order."""
+    lengths_S, num_lookups = jagged.lengths(), len(jagged.values())
+    total, least = _total_and_least(lengths_S)
+    check_lookups(path, total, jagged.values(), jagged.weights_or_none())
+    if least < 0:
+        raise InputError(f"{path}: a length of {least}, expected none below 0")
     lookups_N = torch.arange(num_lookups, device=lengths_S.device)
     lengths_S, source_N, _ = torch.ops.fbgemm.permute_1D_sparse_data(
         order_S.to(torch.int32), lengths_S, lookups_N, None, num_lookups
     )
     return source_N, lengths_S
+
+
+def _total_and_least(lengths: Tensor) -> tuple[int, int]:
+    """In one host sync."""
+    if not lengths.numel():
+        return 0, 0
+    total, least = torch.stack([lengths.sum(), lengths.min().to(torch.int64)]).tolist()
+    return total, least
