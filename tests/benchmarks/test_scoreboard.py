@@ -34,7 +34,7 @@ def test_every_model_has_a_line() -> None:
 @pytest.mark.parametrize("name", ["deepfm", "dien", "mmoe", "dhen"])
 def test_a_line_has_tables_and_batches(name: str) -> None:
     config = train_config(name, None, seed=0)
-    data = dataclasses.replace(config.data, batch_size=16, heldout_steps=2, max_rows=500)
+    data = dataclasses.replace(config.data, batch_size=16, heldout_steps=2, max_rows=1000)
     workload = ZooWorkload(dataclasses.replace(config, data=data), world_size=2)
     tables = workload.tables
     model = workload.model()
