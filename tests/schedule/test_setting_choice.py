@@ -140,14 +140,17 @@ def test_samples_are_put_in_order_only_where_it_clearly_pays() -> None:
 
 def test_the_better_one_of_two_changes_is_chosen() -> None:
     for without_s, ordered_s, chosen in (
-        (0.8, 0.9, Setting(4, lookahead=False)),
-        (0.9, 0.8, Setting(4, lookahead=True, ordered=True)),
+        (0.8, 0.9, Setting(2, lookahead=False)),
+        (0.9, 0.8, Setting(2, lookahead=True, ordered=True)),
     ):
-        choice = SettingChoice(candidates(4, None, None))
+        choice = SettingChoice(candidates(None, None, None))
+        choice.narrow(128, is_interleaved=True)
         _settle(
             choice,
             lambda setting, w=without_s, o=ordered_s: (
-                (1.0 if setting.lookahead else w) * (o if setting.ordered else 1.0)
+                (1.0 if setting.lookahead else w)
+                * (o if setting.ordered else 1.0)
+                * (1.0 if setting.num_micro_batches == 2 else 2.0)
             ),
         )
         assert choice.current == chosen
@@ -155,7 +158,8 @@ def test_the_better_one_of_two_changes_is_chosen() -> None:
 
 def test_the_order_of_samples_is_given_or_tried_of_batches_that_are_cut() -> None:
     assert {s.ordered for s in candidates(1, None, None)} == {False}
-    assert {s.ordered for s in candidates(2, True, None)} == {False, True}
+    assert {s.ordered for s in candidates(None, True, None)} == {False, True}
+    assert {s.ordered for s in candidates(2, None, None)} == {False}  # a setting that is given
     assert candidates(2, True, True) == [Setting(2, lookahead=True, ordered=True)]
     given = SettingChoice(candidates(None, True, True))
     _settle(given, lambda setting: 1.0 + 0.1 * abs(setting.num_micro_batches - 4))

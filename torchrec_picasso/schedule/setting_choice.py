@@ -48,11 +48,13 @@ def candidates(
 ) -> list[Setting]:
     """The settings that are allowed, the plainest first; ``None`` = any.
 
-    Of a batch that is not cut the order of samples makes no difference.
+    Samples are put in order where that is asked for, or tried where micro-batches are; of a batch
+    that is not cut their order makes no difference.
     """
     pieces = _NUM_MICRO_BATCHES if num_micro_batches is None else (num_micro_batches,)
     looks = (True, False) if lookahead is None else (lookahead,)
-    orders = (False, True) if order_samples is None else (order_samples,)
+    orders = (False, True) if num_micro_batches is None else (False,)
+    orders = orders if order_samples is None else (order_samples,)
     return [
         Setting(k, look, ordered)
         for k in pieces

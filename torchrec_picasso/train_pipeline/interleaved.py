@@ -109,8 +109,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             ``None`` = chosen likewise.
         order_samples: Whether samples whose rows many others need come first in a batch, so that
             its first micro-batch, whose exchange nothing hides, needs few rows. Outputs are given
-            back in the order of the batch. ``None`` = chosen likewise; of no effect with
-            ``pipeline_postproc`` where a module runs ahead of the model.
+            back in the order of the batch. ``None`` = chosen likewise where ``num_micro_batches``
+            is; of no effect where a module runs ahead of the model (``pipeline_postproc``).
         split_batch: Cuts a batch into parts of given sizes, ``(batch, sizes) -> parts``; ``None``
             knows tensors, KeyedJaggedTensors, dataclasses and containers of them. Sizes may be 0.
             On an accelerator it runs on the stream of input dists.
