@@ -124,7 +124,7 @@ def source_of(path: Path, heldout_steps: int = 4) -> ClickSource:
     data = DataConfig(
         kind="clicks", path=str(path), batch_size=BATCH, heldout_steps=heldout_steps, max_history=9
     )
-    return ClickSource(data, seed=0, most_samples=LOG_WINDOW)
+    return ClickSource(data, seed=0, most_samples=2 * LOG_WINDOW)
 
 
 def clicks_of(batch: Batch) -> list[int]:
@@ -135,7 +135,7 @@ def clicks_of(batch: Batch) -> list[int]:
 
 def test_a_log_has_windows_of_rows_with_the_clicks_before_as_history(log: Path) -> None:
     users = pd.read_parquet(log)["user"].to_numpy()
-    file = ClickFile(log, LOG_WINDOW)
+    file = ClickFile(log, 2 * LOG_WINDOW)
     assert file.num_windows == NUM_CLICKS // LOG_WINDOW
     for number in range(file.num_windows):
         start = number * LOG_WINDOW
@@ -174,7 +174,7 @@ def test_a_log_is_trained_on_from_its_middle_and_held_out_before(log: Path) -> N
 
 
 def test_rows_of_a_log_are_those_of_its_file(log: Path) -> None:
-    file, frame = ClickFile(log, LOG_WINDOW), pd.read_parquet(log)
+    file, frame = ClickFile(log, 2 * LOG_WINDOW), pd.read_parquet(log)
     for column in ("article", "user", "device"):
         assert file.num_rows(column) == frame[column].max() + 2
 
@@ -183,6 +183,6 @@ def test_a_long_log_must_be_in_time_order(log: Path, tmp_path: Path) -> None:
     shuffled = tmp_path / "shuffled.parquet"
     pd.read_parquet(log).sample(frac=1, random_state=0).to_parquet(shuffled)
     with pytest.raises(InputError, match=r"rows 450 to 600 are not in order of ts_ms, .* sort the"):
-        ClickFile(shuffled, LOG_WINDOW).window(3)
-    in_memory = ClickFile(shuffled, NUM_CLICKS).window(0)
+        ClickFile(shuffled, 2 * LOG_WINDOW).window(3)
+    in_memory = ClickFile(shuffled, 2 * NUM_CLICKS).window(0)
     assert in_memory.targets["article"].max() == NUM_CLICKS  # one window is sorted

@@ -18,8 +18,7 @@ __all__ = ["MOST_SAMPLES", "ClickFile", "largest_id", "read_clicks"]
 
 _KINDS = {"Alimama's rows": alimama.COLUMNS, "Globo's clicks": globo.COLUMNS}
 MOST_SAMPLES = 1 << 18
-"""Of a window, unless one row group of the file has more: some 200 MB with histories of 50; of a
-log clicks, some 50 MB with those before them."""
+"""Of a window, unless one row group of the file has more: some 200 MB with histories of 50."""
 _SAMPLES_OF_CLICK = 2
 
 
@@ -31,7 +30,7 @@ class ClickFile:
     Args:
         path: Of a Parquet file of Alimama's rows or Globo's clicks, whichever has more of its
             columns there.
-        most_samples: Of a window; of a log its clicks, two samples each.
+        most_samples: Of a window.
 
     Raises:
         InputError: If there is no such file, or a column is missing.
@@ -43,7 +42,7 @@ class ClickFile:
         metadata = pq.read_metadata(path)
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if self.is_log:
-            self._windows = _even_ranges(metadata.num_rows, most_samples)
+            self._windows = _even_ranges(metadata.num_rows, most_samples // _SAMPLES_OF_CLICK)
             self._num_samples = [_SAMPLES_OF_CLICK * len(window) for window in self._windows]
         else:
             self._windows = _windows(rows, most_samples)
@@ -81,7 +80,9 @@ def read_clicks(path: str | Path) -> Clicks:
         InputError: If there is no such file, or a column is missing.
     """
     _kind_of(path)
-    return ClickFile(path, most_samples=pq.read_metadata(path).num_rows).window(0)
+    return ClickFile(path, most_samples=_SAMPLES_OF_CLICK * pq.read_metadata(path).num_rows).window(
+        0
+    )
 
 
 def _windows(rows: Sequence[int], most_samples: int) -> list[range]:
