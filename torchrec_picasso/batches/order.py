@@ -88,8 +88,8 @@ def _weight(of: Looked, num_samples: int) -> Tensor | None:
     table_N = table_F.repeat_interleave(lengths_FB.sum(dim=1), output_size=total)
     mixed_N = (values_N.to(torch.int64) + table_N * _MULTIPLIER) * _MULTIPLIER
     counter_N = (mixed_N >> 16) & (_NUM_COUNTERS - 1)
-    count_C = torch.bincount(counter_N, minlength=_NUM_COUNTERS)
-    share_N = count_C.to(torch.float32).reciprocal_()[counter_N]
+    counts = torch.bincount(counter_N, minlength=_NUM_COUNTERS)
+    share_N = counts.to(torch.float32).reciprocal_()[counter_N]
     if min(of.table_F) < 0:
         share_N *= table_N >= 0
     share_S = torch.segment_reduce(share_N, "sum", lengths=lengths_FB.view(-1), unsafe=True)

@@ -21,11 +21,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec_picasso._torchrec import (
     TrainPipelineContext,
 )
-from torchrec_picasso.batches.join import join_outputs as join_known_outputs
-from torchrec_picasso.batches.order import in_order
-from torchrec_picasso.batches.split import micro_batch_sizes
-from torchrec_picasso.batches.split import split_batch as split_known_batch
-from torchrec_picasso.errors import CompatError, ConfigError, InputError, PicassoError
+from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
 from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.feed.id_stream import IdStream
@@ -41,6 +37,7 @@ from torchrec_picasso.schedule.schedule import (
 )
 from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates
 from torchrec_picasso.schedule.step_clock import StepClock
+from torchrec_picasso.train_pipeline.boarding import Boarding
 from torchrec_picasso.train_pipeline.cut_check import CutCheck, is_due
 from torchrec_picasso.train_pipeline.data_parallel import around_data_parallel, renew_data_parallel
 from torchrec_picasso.train_pipeline.flight import Flight
@@ -51,11 +48,7 @@ from torchrec_picasso.train_pipeline.model_parts import (
 )
 from torchrec_picasso.train_pipeline.operations import Operations
 from torchrec_picasso.train_pipeline.parent_options import refuse_model, refuse_options
-from torchrec_picasso.train_pipeline.pipelined_model import (
-    ODD_BATCH,
-    FirstLook,
-    PipelinedModel,
-)
+from torchrec_picasso.train_pipeline.pipelined_model import FirstLook, PipelinedModel
 from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 from torchrec_picasso.train_pipeline.regroup import Regroups
 
@@ -186,9 +179,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         )
         self._custom_forward = custom_model_fwd
         self._losses_are_means = loss_reduction == "mean"
-        self._split_batch = split_batch or split_known_batch
-        self._join_outputs = join_outputs or join_known_outputs
         self._id_stream = IdStream(self._data_dist_stream, self._memcpy_stream)
+        self._boarding = Boarding(split_batch, join_outputs, self._id_stream)
         fetch = self.copy_batch_to_gpu
         if enable_inplace_copy_batch:
             fetch = self.inplace_copy_batch_to_gpu
@@ -196,7 +188,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             fetch,
             self._create_context,
             device,
-            self._split_batch,
+            self._boarding.split,
             execute_all_batches,
             self._id_stream,
         )
@@ -292,12 +284,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
                 self._walk(evaluation_schedule(*settings, num_waves=self._num_waves))
         self._flights.popleft()
         self._batch_count += 1
-        sizes = [flight.sizes_K[index] for index in flight.outputs_K]
-        outputs = list(flight.outputs_K.values())
-        if flight.order_B is not None:
-            joined: Out = join_known_outputs(outputs, sizes, flight.order_B)
-            return joined
-        return self._join_outputs(outputs, sizes)
+        output: Out = self._boarding.output_of(flight)
+        return output
 
     def detach(self) -> nn.Module:
         """Gives the model back as it was; batches in flight wait for :meth:`attach`. Collective.
@@ -431,31 +419,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         return nullcontext()
 
     def _board(self, fetched: Fetched) -> Flight:
-        """Cuts a batch into micro-batches."""
-        batch, setting = fetched.batch, self._choice.current
+        """Cuts a batch into micro-batches, by the setting of now."""
         assert self._taken is not None
-        with self._id_stream.working():
-            self._id_stream.take_batch(batch)
-            for name in self._taken.odd_modules(batch, fetched.context):
-                raise CompatError(
-                    f"{name}: {ODD_BATCH}, and the first batch had not; give the pipeline such a "
-                    "batch first, or use TorchRec's TrainPipelineSparseDist"
-                )
-            num_samples = self._taken.count(batch, fetched.context)
-            sizes_K = micro_batch_sizes(num_samples, setting.num_micro_batches)
-            # of no samples, every micro-batch is the batch itself
-            parts_K, order_B = [batch] * len(sizes_K), None
-            if len(sizes_K) > 1 and num_samples:
-                try:
-                    if setting.ordered:
-                        order_B = self._taken.order_of(batch)
-                    if order_B is not None:
-                        batch = in_order(batch, order_B)
-                    parts_K = list(self._split_batch(batch, sizes_K))
-                except InputError as error:  # the header may tell all ranks why, and stop them
-                    fetched, order_B = replace(fetched, refusal=error), None
-        fetched = fetched if order_B is None else replace(fetched, batch=batch)
-        return Flight(fetched, setting, sizes_K, parts_K, order_B)
+        return self._boarding.board(fetched, self._choice.current, self._taken)
 
     def _rewrite(self, batch: In, context: TrainPipelineContext) -> None:
         """Takes over the model. Collective."""
@@ -514,8 +480,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._forward,
             taken.groups,
             taken.plain,
-            split=self._split_batch,
-            join=self._join_outputs,
+            split=self._boarding.split,
+            join=self._boarding.join,
             postprocs=taken.postprocs,
             losses_are_means=self._losses_are_means,
             pg=process_group_of(self._model),
