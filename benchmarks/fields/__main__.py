@@ -30,6 +30,7 @@ alternating order, so whatever else the machine does hits all of them:
   interleave.
 - ours: what a user gets by default. Curves are measured on these links, hot rows are chosen from
   held-out batches, InterleavedTrainPipeline chooses its settings before the clock starts.
+- ours_ordered: likewise, with samples put in order.
 - ours_plain: the same plan under TrainPipelineSparseDist.
 - all_rows: every table hot/cold without hot rows, interleaved; all_rows_plain: likewise, not
   interleaved; all_bags: every table of a pooled collection as bags, at the homes of table_wise.

@@ -184,7 +184,10 @@ class _Bench:
         memory = PeakMemory()
         model = self._workload.model()
         planned = self._plan(contestant, model)
-        trainer = ContestantTrainer(contestant, model, planned, self._pg, self._question.seed)
+        asked = self._question
+        trainer = ContestantTrainer(
+            contestant, model, planned, self._pg, asked.seed, asked.optimizer
+        )
         runner = Runner(
             contestant,
             trainer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrec_picasso.config import TrainConfig
+from torchrec_picasso.config import OptimizerConfig, TrainConfig
 
 __all__ = ["COUNTED_STEPS", "MODELS", "UNIFORM", "WARMUP_STEPS", "ZOO", "Question"]
 
@@ -58,6 +58,13 @@ class Question:
     heldout_steps: int = 8
     max_rows: int = 100_000
     contestants: tuple[str, ...] = ("table_wise", "planner", "ours", "ours_plain", "all_rows")
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """Of the dense part: a model of the zoo has its own."""
+        if self.zoo is not None:
+            return self.zoo.optimizer
+        return OptimizerConfig(dense_optimizer="adagrad", dense_lr=0.02)
 
     @property
     def num_steps(self) -> int:

@@ -17,12 +17,12 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from benchmarks.fields.contestants import make_pipeline
 from benchmarks.fields.plans import Planned
 from benchmarks.pipelines.contestants import Contestant
+from torchrec_picasso.config import OptimizerConfig
+from torchrec_picasso.runs.trainer import dense_optimizer
 from torchrec_picasso.zoo.initial_tables import write_initial_tables
 from torchrec_picasso.zoo.tables import tables_of
 
 __all__ = ["ContestantTrainer"]
-
-_DENSE_LR = 0.02
 
 
 class ContestantTrainer:
@@ -34,6 +34,7 @@ class ContestantTrainer:
         planned: Where its tables go.
         pg: The ranks.
         seed: Draws the tables' first weights, the same for every plan.
+        optimizer: Of the dense part.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ContestantTrainer:
         planned: Planned,
         pg: dist.ProcessGroup,
         seed: int,
+        optimizer: OptimizerConfig,
     ) -> None:
         self.placement = planned.placement
         device, tables = torch.device("cpu"), tables_of(model)
@@ -56,10 +58,10 @@ class ContestantTrainer:
         write_initial_tables(self._model, tables, seed)
         dense = KeyedOptimizerWrapper(
             dict(in_backward_optimizer_filter(self._model.named_parameters())),
-            lambda parameters: torch.optim.Adagrad(parameters, lr=_DENSE_LR),
+            dense_optimizer(optimizer),
         )
-        optimizer = CombinedOptimizer([self._model.fused_optimizer, dense])
-        self._pipeline = make_pipeline(contestant, self._model, optimizer, device)
+        both = CombinedOptimizer([self._model.fused_optimizer, dense])
+        self._pipeline = make_pipeline(contestant, self._model, both, device)
 
     @property
     def pipeline(self) -> TrainPipeline:

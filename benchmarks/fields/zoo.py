@@ -7,17 +7,15 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torchrec.datasets.utils import Batch
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from benchmarks.fields.workload import ModelTable
 from torchrec_picasso.config import TrainConfig
+from torchrec_picasso.runs.trainer import unsharded_model
 from torchrec_picasso.zoo.registry import build_model, make_source
 from torchrec_picasso.zoo.tables import collections_of, tables_of
 
 __all__ = ["ZooWorkload"]
 
-_TABLE_LR = 0.02
 _COUNTED_FROM = 1000
 """The first step of clicks that lookups are counted in; contestants train on those from 0 on."""
 
@@ -54,10 +52,7 @@ class ZooWorkload:
 
     def model(self) -> nn.Module:
         """The model before sharding, a row-wise optimizer fused into its tables."""
-        model = build_model(self._config, self._source)
-        for _, module in collections_of(model):
-            apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": _TABLE_LR})
-        return model
+        return unsharded_model(self._config, self._source)
 
     def training(self, rank: int, num_batches: int) -> list[Batch]:
         """One rank's batches."""

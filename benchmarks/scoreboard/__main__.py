@@ -5,13 +5,15 @@
     python -m benchmarks.scoreboard -o scoreboard --data-folder ../shared/data
 
 Each model, in its published sizes, is trained by stock's two contestants of `benchmarks.fields`,
-``table_wise`` and ``planner``, under TrainPipelineSparseDist, and by ``ours``: what a user gets who
-chooses nothing. They take turns. Every model is a JSON file of its own in the folder; one that is
-there is not measured again, so a run that was stopped goes on. The table and the picture show all
-that are there, those that lose too, with the reason where it is known:
+``table_wise`` and ``planner``, under TrainPipelineSparseDist, by ``ours``: what a user gets who
+chooses nothing, and by ours with samples put in order. They take turns. Every model is a JSON file
+of its own in the folder; one that is there is not measured again, so a run that was stopped goes
+on. So are the curves of the links and of a core's work, which are measured first. The table and the
+picture show all that are there, those that lose too, with the reason where it is known:
 
-- work, wire, predicted: what the planner's cost model says of our step, by curves measured before
-  and after the turns; no schedule is faster than work or wire.
+- work, wire, predicted: what the planner's cost model says of our step, by these curves and the
+  dense part, measured before and after the turns; no schedule is faster than work or wire.
+- ordered: samples per second with samples put in order, over ours.
 - dense: part of that work that is the dense part's. exposed: part of our step in which the thread
   that trains waits.
 """
@@ -23,18 +25,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.cluster import ClusterError, usable_rate
+from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
 from benchmarks.fields.__main__ import answer
 from benchmarks.fields.question import ZOO, Question
 from benchmarks.fields.report import print_report, write_report
 from benchmarks.scoreboard.board import draw, print_board, read_line
 from benchmarks.scoreboard.entries import ENTRIES, train_config
+from torchrec_picasso import CommCurves
+from torchrec_picasso.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.launch.run_ranks import RankError
+from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
 __all__ = ["main", "question_of"]
 
-_CONTESTANTS = ("table_wise", "planner", "ours")
+_MOST_BYTES, _SECONDS_PER_POINT, _TIMEOUT_S = 64 << 20, 0.3, 600.0
+_CONTESTANTS = ("table_wise", "planner", "ours", "ours_ordered")
 
 
 def question_of(name: str, args: argparse.Namespace) -> Question:
@@ -52,7 +57,6 @@ def question_of(name: str, args: argparse.Namespace) -> Question:
         rounds=args.rounds,
         block_steps=args.block_steps,
         seed=args.seed,
-        local_costs=True,
         dense=True,
         max_rows=config.data.max_rows,
         contestants=_CONTESTANTS,
@@ -75,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{name}: {path} is there", flush=True)
                 continue
             print(f"{name}: {place + 1} of {len(args.only)}", flush=True)
-            report = answer(question_of(name, args))
+            report = answer(question_of(name, args), _curves(folder, args.rate_mbit))
             print_report(report)
             write_report(report, path)
     except (PicassoError, RankError, ClusterError, OSError) as error:
@@ -89,6 +93,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_board(lines)
     draw(lines, folder / "scoreboard.png")
     return 0
+
+
+def _curves(folder: Path, rate_mbit: float) -> CommCurves:
+    """Of links and of a core's work, measured once and kept beside the models."""
+    path = folder / "curves.json"
+    if not path.exists():
+        hosts, rate = Question().hosts, usable_rate(rate_mbit or None)
+        arguments = _MOST_BYTES, _SECONDS_PER_POINT, True
+        if rate is None:
+            curves = run_ranks(calibrate_on_rank, hosts, *arguments, timeout_s=_TIMEOUT_S)[0]
+        else:
+            curves = run_on_hosts(calibrate_on_rank, hosts, rate, *arguments, timeout_s=_TIMEOUT_S)[
+                0
+            ]
+        curves.to_json(path)
+    return CommCurves.from_json(path)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """What each model trains: published sizes, and batches that two cores can take in seconds.
 
 Where a folder of real data is given, models of fields read Criteo's samples and models of histories
-Alimama's rows; MMoE needs two labels, which only generated samples have.
+Alimama's rows; MMoE needs two labels and DHEN many fields, which only generated samples have.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Entry:
         features: Dims that differ.
         max_history: Longest history.
         num_tasks: Labels.
+        num_fields: Generated fields of any skew and number of ids; ``None`` = Criteo's columns.
     """
 
     model: ModelConfig
@@ -39,6 +40,21 @@ class Entry:
     features: dict[str, FeatureConfig] | None = None
     max_history: int = 50
     num_tasks: int = 1
+    num_fields: int | None = None
+
+    @property
+    def data_kind(self) -> str:
+        """Of :data:`torchrec_picasso.config.DATA_KINDS`."""
+        if self.num_fields is not None:
+            return "fields"
+        return "clicks" if needs_clicks(self.model.kind) else "criteo"
+
+    @property
+    def real_file(self) -> str | None:
+        """Where real samples are; ``None`` = there are none."""
+        if self.num_fields is not None or self.num_tasks > 1:
+            return None
+        return _ALIMAMA if self.data_kind == "clicks" else _CRITEO
 
 
 _PROFILE = {"profile": FeatureConfig(dim=16)}
@@ -59,7 +75,7 @@ ENTRIES = {
     "mmoe": Entry(model=ModelConfig(kind="mmoe", embedding_dim=16), batch_size=2048, num_tasks=2),
     "can": Entry(model=ModelConfig(kind="can", embedding_dim=16), batch_size=1024),
     "wukong": Entry(model=ModelConfig(kind="wukong", embedding_dim=128), batch_size=1024),
-    "dhen": Entry(model=ModelConfig(kind="dhen", embedding_dim=64), batch_size=512),
+    "dhen": Entry(model=ModelConfig(kind="dhen", embedding_dim=64), batch_size=512, num_fields=100),
     "tbsm": Entry(
         model=ModelConfig(kind="tbsm", embedding_dim=16), batch_size=1024, max_history=20
     ),
@@ -79,10 +95,9 @@ def train_config(name: str, data_folder: str | None, seed: int) -> TrainConfig:
         InputError: If the folder lacks the file.
     """
     entry = ENTRIES[name]
-    clicks = needs_clicks(entry.model.kind)
     path = None
-    if data_folder is not None and entry.num_tasks == 1:
-        path = Path(data_folder) / (_ALIMAMA if clicks else _CRITEO)
+    if data_folder is not None and entry.real_file is not None:
+        path = Path(data_folder) / entry.real_file
         if not path.is_file():
             raise InputError(f"--data-folder: there is no {path}; leave it out for generated data")
     return TrainConfig(
@@ -90,13 +105,14 @@ def train_config(name: str, data_folder: str | None, seed: int) -> TrainConfig:
         features=entry.features,
         model=entry.model,
         data=DataConfig(
-            kind="clicks" if clicks else "criteo",
+            kind=entry.data_kind,
             path=None if path is None else str(path),
             batch_size=entry.batch_size,
             max_rows=_MOST_ROWS,
             row_scale=1.0 if path is not None else _GENERATED_ROW_SCALE,
+            num_tables=entry.num_fields or DataConfig().num_tables,
             num_tasks=entry.num_tasks,
             max_history=entry.max_history,
-            heldout_steps=1 if clicks else _COUNTED_STEPS,
+            heldout_steps=1 if entry.data_kind == "clicks" else _COUNTED_STEPS,
         ),
     )

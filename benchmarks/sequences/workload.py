@@ -42,6 +42,7 @@ class SequencesWorkload:
             batch_size=batch_size,
             world_size=world_size,
             seed=seed,
+            start=len(clicks) // 2,
         )
 
     @property

@@ -31,10 +31,10 @@ def test_every_model_has_a_line() -> None:
     assert {entry.model.kind for entry in ENTRIES.values()} == set(model_kinds()) - BASELINES
 
 
-@pytest.mark.parametrize("name", ["deepfm", "dien", "mmoe"])
+@pytest.mark.parametrize("name", ["deepfm", "dien", "mmoe", "dhen"])
 def test_a_line_has_tables_and_batches(name: str) -> None:
     config = train_config(name, None, seed=0)
-    data = dataclasses.replace(config.data, batch_size=16, heldout_steps=2, max_rows=500)
+    data = dataclasses.replace(config.data, batch_size=16, heldout_steps=2, max_rows=1000)
     workload = ZooWorkload(dataclasses.replace(config, data=data), world_size=2)
     tables = workload.tables
     model = workload.model()
@@ -59,6 +59,7 @@ def test_real_data_must_be_there(tmp_path: Path) -> None:
 
 def test_a_tiny_run_and_its_board(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     question = question_of("tbsm", _options())
+    assert question.contestants[-1] == "ours_ordered"
     assert question.zoo is not None
     data = dataclasses.replace(question.zoo.data, batch_size=16, max_rows=300)
     question = dataclasses.replace(
@@ -73,6 +74,7 @@ def test_a_tiny_run_and_its_board(tmp_path: Path, capsys: pytest.CaptureFixture[
     write_report(answer(question), path)
     line = read_line("tbsm", path)
     assert line.times_stock > 0
+    assert line.ordered > 0
     assert line.stock in ("table_wise", "planner")
     assert line.ours_bytes > 0
     print_board([line, dataclasses.replace(line, name="slow", compute_ms=1e6)])

@@ -163,7 +163,9 @@ def test_the_same_batch_again(in_time_order: bool) -> None:
 
 
 def test_samples_in_time_order_are_taken_once_and_held_out_before() -> None:
-    shares = Shares(num_samples=100, in_time_order=True, batch_size=8, world_size=2, seed=0)
+    shares = Shares(
+        num_samples=100, in_time_order=True, batch_size=8, world_size=2, seed=0, start=50
+    )
     taken = [
         shares.samples(stream, rank, step).tolist()
         for stream, step in ((HELDOUT, 1), (HELDOUT, 0), (TRAIN, 0), (TRAIN, 1))

@@ -1,8 +1,8 @@
 """Sequence tables against stock TorchRec: losses, weights, optimizer state; ranks 1, 2 and 3.
 
 An EmbeddingCollection and two EmbeddingBagCollections in one model, by the plain loop and by the
-interleaved pipeline in 1, 2 and 4 micro-batches, looking ahead or not. Tolerances are those of
-``test_against_stock``: float32 sums in another order, nothing else.
+interleaved pipeline in 1, 2 and 4 micro-batches, looking ahead or not, samples as they come and in
+order. Tolerances are those of ``test_against_stock``: float32 sums in another order, nothing else.
 """
 
 from __future__ import annotations
@@ -48,9 +48,15 @@ from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 RTOL, ATOL = 1e-4, 2e-5
 WIRE_RTOL, WIRE_ATOL = 2e-2, 2e-2
 WORLD_SIZES = (1, 2, 3)
-SETTINGS = [(k, lookahead) for k in (1, 2, 4) for lookahead in (False, True)]
-SOME_SETTINGS = {1: [(2, True)], 2: [(1, False), (4, True)], 3: [(2, True)]}
-"""By number of ranks; on 2 ranks some jobs run with all of them."""
+SETTINGS = [(k, lookahead, False) for k in (1, 2, 4) for lookahead in (False, True)]
+SETTINGS.append((4, True, True))
+SOME_SETTINGS = {
+    1: [(2, True, True)],
+    2: [(1, False, False), (4, True, True)],
+    3: [(2, True, False)],
+}
+"""Micro-batches, lookahead, and samples in order, by number of ranks; on 2 ranks some jobs run with
+all of them."""
 PLAIN_DRIVERS = {1: ("_plain",), 2: ("_plain", "_sparse_dist"), 3: ("_sparse_dist",)}
 UNEVEN = (6, 3, 1)
 """None without samples: stock cannot look up sequences for a rank that has none."""
@@ -100,7 +106,7 @@ def _sparse_dist(model: DistributedModelParallel, batches: list[Batch]) -> list[
     return run_to_the_end(pipeline, iter(batches))
 
 
-def _interleaved(k: int, lookahead: bool) -> Driver:
+def _interleaved(k: int, lookahead: bool, ordered: bool = False) -> Driver:
     def drive(model: DistributedModelParallel, batches: list[Batch]) -> list[Tensor]:
         pipeline = InterleavedTrainPipeline(
             model,
@@ -108,6 +114,7 @@ def _interleaved(k: int, lookahead: bool) -> Driver:
             CPU,
             num_micro_batches=k,
             lookahead=lookahead,
+            order_samples=ordered,
             loss_reduction="sum",
         )
         outputs = run_to_the_end(pipeline, iter(batches))
@@ -123,7 +130,7 @@ JOBS_OF = {1: tuple(JOBS), 2: tuple(JOBS), 3: ("no_hot", "some_hot", "bags", "al
 """By number of ranks."""
 
 
-def _settings(world_size: int, name: str) -> list[tuple[int, bool]]:
+def _settings(world_size: int, name: str) -> list[tuple[int, bool, bool]]:
     has_all = world_size == 2 and name in ("some_hot", "bags", "all_bags")
     return SETTINGS if has_all else SOME_SETTINGS[world_size]
 

@@ -1,7 +1,7 @@
 """What ``TrainPipelineSparseDist`` trains, ours trains: to the same weights, state and outputs.
 
 The witness is TorchRec itself: its sharders, its exchange, its pipeline. Summation order differs,
-hence the tolerance.
+hence the tolerance. In three micro-batches samples are put in order as well.
 """
 
 from __future__ import annotations
@@ -240,7 +240,13 @@ def _run(rank: int, world_size: int, names: Sequence[str]) -> dict[Any, Any]:
         results[name] = _train(case, rank, is_ours=False)[0]
         for num_micro_batches in case.settings:
             try:
-                found = _train(case, rank, is_ours=True, num_micro_batches=num_micro_batches)
+                found = _train(
+                    case,
+                    rank,
+                    is_ours=True,
+                    num_micro_batches=num_micro_batches,
+                    order_samples=num_micro_batches == 3,
+                )
             except Exception as error:
                 error.add_note(f"{name}, {num_micro_batches} micro-batches")
                 raise

@@ -1,4 +1,7 @@
-"""Files of clicks in windows: what is read, drawn and held out, against the whole file."""
+"""Files of clicks in windows: what is read, drawn and held out, against the whole file.
+
+Rows with histories of their own first, then a log, whose histories are the clicks before.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torchrec.datasets.utils import Batch
 
 from torchrec_picasso.config import DataConfig
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.zoo.data import alimama
+from torchrec_picasso.zoo.data import alimama, globo
 from torchrec_picasso.zoo.data.click_files import ClickFile, read_clicks
 from torchrec_picasso.zoo.data.click_source import ClickSource
 
@@ -97,3 +100,89 @@ def test_too_few_can_be_held_out(path: Path) -> None:
     data = DataConfig(kind="clicks", path=str(path), batch_size=BATCH, heldout_steps=20)
     with pytest.raises(InputError, match=r"samples can be held out, but 320 are needed"):
         next(ClickSource(data, seed=0).heldout(0, 2))
+
+
+# -- a log -----------------------------------------------------------------------------------------
+
+NUM_CLICKS, LOG_WINDOW, NUM_USERS = 900, 150, 12
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clicks whose article is their place in the file, in two row groups."""
+    rng = np.random.default_rng(1)
+    frame = pd.DataFrame({column: rng.integers(0, 9, NUM_CLICKS) for column in globo.COLUMNS})
+    frame["ts_ms"] = np.arange(NUM_CLICKS) // 3
+    frame["article"] = np.arange(NUM_CLICKS)
+    frame["user"] = rng.integers(0, NUM_USERS, NUM_CLICKS)
+    path: Path = tmp_path_factory.mktemp("globo") / "log.parquet"
+    frame.to_parquet(path, row_group_size=500)
+    return path
+
+
+def source_of(path: Path, heldout_steps: int = 4) -> ClickSource:
+    data = DataConfig(
+        kind="clicks", path=str(path), batch_size=BATCH, heldout_steps=heldout_steps, max_history=9
+    )
+    return ClickSource(data, seed=0, most_samples=2 * LOG_WINDOW)
+
+
+def clicks_of(batch: Batch) -> list[int]:
+    """Places of the clicks that happened."""
+    articles = batch.sparse_features["article"].values() - 1
+    return articles[batch.labels > 0.5].tolist()
+
+
+def test_a_log_has_windows_of_rows_with_the_clicks_before_as_history(log: Path) -> None:
+    users = pd.read_parquet(log)["user"].to_numpy()
+    file = ClickFile(log, 2 * LOG_WINDOW)
+    assert file.num_windows == NUM_CLICKS // LOG_WINDOW
+    for number in range(file.num_windows):
+        start = number * LOG_WINDOW
+        clicks = file.window(number)
+        happened = clicks.clicked > 0.5
+        articles = clicks.targets["article"] - 1
+        assert articles[happened].tolist() == list(range(max(start, 1), start + LOG_WINDOW))
+        assert (articles[~happened] >= start - LOG_WINDOW).all()
+        assert len(clicks) <= file.num_samples(number)
+        for sample in range(0, len(clicks), 7):
+            click = articles[: sample + 1][happened[: sample + 1]].max()
+            mine = users[: click + 1] == users[click]
+            before = [place for place in np.flatnonzero(mine)[:-1] if place >= start - LOG_WINDOW]
+            found = clicks.histories["article"][sample] - 1
+            assert found.tolist() == before[-50:]
+
+
+def test_a_log_is_trained_on_from_its_middle_and_held_out_before(log: Path) -> None:
+    steps = 2 * LOG_WINDOW // (2 * BATCH)
+    batches = [clicks_of(batch) for batch in islice(source_of(log).batches(0, 2), 3 * steps + 1)]
+    windows = [{click // LOG_WINDOW for click in clicks} for clicks in batches]
+    assert windows == [{3}] * steps + [{4}] * steps + [{5}] * steps + [{3}]
+    assert batches[3 * steps] == batches[0]
+    again = next(source_of(log).batches(0, 2, start_step=steps + 3))
+    assert clicks_of(again) == batches[steps + 3]
+    ranks = [source_of(log).batches(rank, 2) for rank in range(2)]
+    in_turn = [click for _ in range(3) for rank in ranks for click in clicks_of(next(rank))]
+    assert in_turn == list(range(3 * LOG_WINDOW, 3 * LOG_WINDOW + len(in_turn)))
+
+    source = source_of(log, heldout_steps=13)
+    heldout = [c for rank in range(2) for b in source.heldout(rank, 2) for c in clicks_of(b)]
+    assert len(set(heldout)) == len(heldout)
+    assert {click // LOG_WINDOW for click in heldout} == {1, 2}
+    with pytest.raises(InputError, match="samples can be held out, but 480 are needed"):
+        next(source_of(log, heldout_steps=30).heldout(0, 2))
+
+
+def test_rows_of_a_log_are_those_of_its_file(log: Path) -> None:
+    file, frame = ClickFile(log, 2 * LOG_WINDOW), pd.read_parquet(log)
+    for column in ("article", "user", "device"):
+        assert file.num_rows(column) == frame[column].max() + 2
+
+
+def test_a_long_log_must_be_in_time_order(log: Path, tmp_path: Path) -> None:
+    shuffled = tmp_path / "shuffled.parquet"
+    pd.read_parquet(log).sample(frac=1, random_state=0).to_parquet(shuffled)
+    with pytest.raises(InputError, match=r"rows 450 to 600 are not in order of ts_ms, .* sort the"):
+        ClickFile(shuffled, 2 * LOG_WINDOW).window(3)
+    in_memory = ClickFile(shuffled, 2 * NUM_CLICKS).window(0)
+    assert in_memory.targets["article"].max() == NUM_CLICKS  # one window is sorted

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.zoo.layers.attention_unit import AttentionUnit
 from torchrec_picasso.zoo.layers.augru import AUGRU, InterestAttention
 from torchrec_picasso.zoo.layers.auxiliary_loss import AuxiliaryLoss
@@ -122,21 +123,19 @@ def test_attention_of_interests_is_a_softmax_over_what_is_there() -> None:
 
 def test_an_auxiliary_loss_is_a_sum_over_clicks_and_a_mean_over_samples() -> None:
     module = AuxiliaryLoss(H, D, (8,))
-    states, clicks, negatives = (torch.randn(B, T, size) for size in (H, D, D))
+    states, clicks, negatives = torch.randn(B, T, H), _histories(), _histories()
     expected = torch.zeros(())
     for b, length in enumerate(LENGTHS):
         for t in range(min(length, T) - 1):
             for items, label in ((clicks, 1.0), (negatives, 0.0)):
-                logit = module.tell(torch.cat([states[b, t], items[b, t + 1]]))
+                logit = module.tell(torch.cat([states[b, t], items.to_dense()[b][t + 1]]))
                 wanted = torch.full_like(logit, label)
                 loss = nn.functional.binary_cross_entropy_with_logits(logit, wanted)
                 expected = expected + loss / T / B
-    found = module(states, clicks, negatives, _there())
+    found = module(states, clicks, negatives.values())
     torch.testing.assert_close(found, expected)
-    halves = [
-        module(states[part], clicks[part], negatives[part], _there()[part])
-        for part in (slice(0, 2), slice(2, B))
-    ]
+    cut = split_batch([states, clicks, negatives], [2, B - 2])
+    halves = [module(of[0], of[1], of[2].values()) for of in cut]
     torch.testing.assert_close(halves[0] * 2 / B + halves[1] * (B - 2) / B, found)
 
 

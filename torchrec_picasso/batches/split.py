@@ -26,6 +26,8 @@ from torchrec_picasso.errors import CompatError, InputError
 
 __all__ = [
     "PLAIN_TYPES",
+    "check_lookups",
+    "check_samples",
     "children_of",
     "micro_batch_sizes",
     "num_samples",
@@ -150,7 +152,7 @@ def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
     sizes_K = list(sizes_K)
     if len(sizes_K) == 1:
         return [batch]
-    found = _check_samples(batch)
+    found = check_samples(batch)
     if not sizes_K or min(sizes_K) < 0:
         raise InputError(
             f"sizes of micro-batches are {sizes_K}, expected one or more, none below 0"
@@ -204,8 +206,13 @@ def rebuild(container: Any, members: Sequence[Any], path: str, advice: str) -> A
     return type(container)(members)
 
 
-def _check_samples(batch: Any) -> int | None:
-    """The number of samples that all of a batch agrees on; ``None`` when nothing in it has any."""
+def check_samples(batch: Any) -> int | None:
+    """The number of samples that all of a batch agrees on; ``None`` when nothing in it has any.
+
+    Raises:
+        InputError: If a field has another number of samples.
+        CompatError: If a field is of a type, or a layout, that cannot be cut by samples.
+    """
     counts = [
         (path, leaf, count)
         for path, leaf in _leaves(batch, "batch")
@@ -319,7 +326,7 @@ def _cut_kjt(kjt: KeyedJaggedTensor, path: str, sizes_K: list[int]) -> list[Keye
     lengths_FB = kjt.lengths().reshape(len(keys), kjt.stride())
     lengths_FB_of_K = lengths_FB.split(sizes_K, dim=1)
     lookups_KF = torch.stack([lengths.sum(dim=1) for lengths in lengths_FB_of_K]).tolist()
-    _check_lookups(path, sum(map(sum, lookups_KF)), values_N, weights_N)
+    check_lookups(path, sum(map(sum, lookups_KF)), values_N, weights_N)
 
     segments_FK = [count for counts_K in zip(*lookups_KF) for count in counts_K]
     values_of_K = _gather_segments(values_N, segments_FK, len(sizes_K))
@@ -352,7 +359,7 @@ def _cut_jt(jagged: JaggedTensor, path: str, sizes_K: list[int]) -> list[JaggedT
     values_N, weights_N = jagged.values(), jagged.weights_or_none()
     lengths_of_K = _views(jagged.lengths(), sizes_K)
     lookups_K = torch.stack([lengths.sum() for lengths in lengths_of_K]).tolist()
-    _check_lookups(path, sum(lookups_K), values_N, weights_N)
+    check_lookups(path, sum(lookups_K), values_N, weights_N)
     weights_of_K: Sequence[Tensor | None] = [None] * len(sizes_K)
     if weights_N is not None:
         weights_of_K = _views(weights_N, lookups_K)
@@ -362,7 +369,12 @@ def _cut_jt(jagged: JaggedTensor, path: str, sizes_K: list[int]) -> list[JaggedT
     ]
 
 
-def _check_lookups(path: str, expected: int, values_N: Tensor, weights_N: Tensor | None) -> None:
+def check_lookups(path: str, expected: int, values_N: Tensor, weights_N: Tensor | None) -> None:
+    """Refuses values or weights that are not as many as their lengths say.
+
+    Raises:
+        InputError: Names the path.
+    """
     for name, tensor in (("values", values_N), ("weights", weights_N)):
         if tensor is not None and tensor.size(0) != expected:
             raise InputError(f"{path}: {tensor.size(0)} {name}, but its lengths sum to {expected}")

@@ -226,6 +226,11 @@ class PipelineConfig(Rules):
     lookahead: bool | None = rule(
         None, "Whether clean rows of the next batch are fetched early; null = chosen likewise."
     )
+    order_samples: bool | None = rule(
+        None,
+        "Whether samples whose rows many others need come first in a batch; null = tried where "
+        "num_micro_batches is chosen.",
+    )
 
     def cross_problems(self) -> list[str]:
         """Only the interleaved pipeline has these settings."""
@@ -234,7 +239,7 @@ class PipelineConfig(Rules):
         return [
             f"{name}: only kind interleaved has it, got {value} with kind {self.kind}; remove "
             f"{name} or set kind to interleaved"
-            for name in ("num_micro_batches", "lookahead")
+            for name in ("num_micro_batches", "lookahead", "order_samples")
             if (value := getattr(self, name)) is not None
         ]
 

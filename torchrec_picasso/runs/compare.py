@@ -164,14 +164,19 @@ def _chosen_pipeline(
 
     trainer.train(until_settled())
     return dataclasses.replace(
-        asked, num_micro_batches=pipeline.num_micro_batches, lookahead=pipeline.lookahead
+        asked,
+        num_micro_batches=pipeline.num_micro_batches,
+        lookahead=pipeline.lookahead,
+        order_samples=pipeline.order_samples,
     )
 
 
 def _spelled(pipeline: PipelineConfig) -> str:
     if pipeline.num_micro_batches is None or pipeline.lookahead is None:
         return pipeline.kind
-    return f"{pipeline.kind}, {Setting(pipeline.num_micro_batches, pipeline.lookahead)}"
+    ordered = bool(pipeline.order_samples)
+    setting = Setting(pipeline.num_micro_batches, pipeline.lookahead, ordered)
+    return f"{pipeline.kind}, {setting}"
 
 
 def _fastest_equal(spec: CompareSpec, probe_ms: Mapping[str, float]) -> str:

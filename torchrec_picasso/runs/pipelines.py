@@ -34,6 +34,7 @@ def pipeline_maker(config: PipelineConfig) -> MakePipeline:
             device,
             num_micro_batches=config.num_micro_batches,
             lookahead=config.lookahead,
+            order_samples=config.order_samples,
         )
 
     return interleaved

@@ -28,7 +28,7 @@ from torchrec_picasso.zoo.initial_tables import write_initial_tables
 from torchrec_picasso.zoo.registry import build_model
 from torchrec_picasso.zoo.tables import collections_of, tables_of
 
-__all__ = ["MakePipeline", "Trainer", "unsharded_model"]
+__all__ = ["MakePipeline", "Trainer", "dense_optimizer", "unsharded_model"]
 
 
 class Trainer:
@@ -88,7 +88,7 @@ class Trainer:
         write_initial_tables(self.model, tables, config.seed)
         dense = KeyedOptimizerWrapper(
             dict(in_backward_optimizer_filter(self.model.named_parameters())),
-            _dense_optimizer(config.optimizer),
+            dense_optimizer(config.optimizer),
         )
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
         make_pipeline = make_pipeline or pipeline_maker(config.pipeline)
@@ -216,8 +216,9 @@ def _fuse_table_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> None:
         )
 
 
-def _dense_optimizer(
+def dense_optimizer(
     optimizer: OptimizerConfig,
 ) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
+    """What makes the optimizer of the dense weights."""
     kind = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}[optimizer.dense_optimizer]
     return lambda parameters: kind(parameters, lr=optimizer.dense_lr)

@@ -21,10 +21,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec_picasso._torchrec import (
     TrainPipelineContext,
 )
-from torchrec_picasso.batches.join import join_outputs as join_known_outputs
-from torchrec_picasso.batches.split import micro_batch_sizes
-from torchrec_picasso.batches.split import split_batch as split_known_batch
-from torchrec_picasso.errors import CompatError, ConfigError, InputError, PicassoError
+from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
 from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.feed.id_stream import IdStream
@@ -40,6 +37,7 @@ from torchrec_picasso.schedule.schedule import (
 )
 from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates
 from torchrec_picasso.schedule.step_clock import StepClock
+from torchrec_picasso.train_pipeline.boarding import Boarding
 from torchrec_picasso.train_pipeline.cut_check import CutCheck, is_due
 from torchrec_picasso.train_pipeline.data_parallel import around_data_parallel, renew_data_parallel
 from torchrec_picasso.train_pipeline.flight import Flight
@@ -50,11 +48,7 @@ from torchrec_picasso.train_pipeline.model_parts import (
 )
 from torchrec_picasso.train_pipeline.operations import Operations
 from torchrec_picasso.train_pipeline.parent_options import refuse_model, refuse_options
-from torchrec_picasso.train_pipeline.pipelined_model import (
-    ODD_BATCH,
-    FirstLook,
-    PipelinedModel,
-)
+from torchrec_picasso.train_pipeline.pipelined_model import FirstLook, PipelinedModel
 from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 from torchrec_picasso.train_pipeline.regroup import Regroups
 
@@ -72,7 +66,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     modules in one exchange; others, in the same module or not, are trained as by TorchRec's
     pipeline and listed by :meth:`summary`, with the reason.
 
-    How a batch is interleaved is chosen by trying on the first 30 training steps, beginning with
+    How a batch is interleaved is chosen by trying on the first 40 training steps, beginning with
     what the plan was priced for. Before a model is
     trained in micro-batches, and again in steps 2, 4, 8, ..., it is compared whether they give what
     the whole batch gives (:mod:`.cut_check`). If not, batches are not cut any more, with a warning
@@ -106,6 +100,10 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             ``None`` = chosen by trying some on the first steps, 1 where batches cannot be cut.
         lookahead: Whether rows of the next batch that this one does not update are fetched early.
             ``None`` = chosen likewise.
+        order_samples: Whether samples whose rows many others need come first in a batch, so that
+            its first micro-batch, whose exchange nothing hides, needs few rows. Outputs are given
+            back in the order of the batch. ``None`` = chosen likewise where ``num_micro_batches``
+            is; of no effect where a module runs ahead of the model (``pipeline_postproc``).
         split_batch: Cuts a batch into parts of given sizes, ``(batch, sizes) -> parts``; ``None``
             knows tensors, KeyedJaggedTensors, dataclasses and containers of them. Sizes may be 0.
             On an accelerator it runs on the stream of input dists.
@@ -142,6 +140,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         *,
         num_micro_batches: int | None = None,
         lookahead: bool | None = None,
+        order_samples: bool | None = None,
         split_batch: SplitBatch | None = None,
         join_outputs: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
         loss_reduction: str = "mean",
@@ -150,6 +149,13 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             raise ConfigError(f"loss_reduction is {loss_reduction!r}, expected 'mean' or 'sum'")
         if num_micro_batches is not None and num_micro_batches < 1:
             raise ConfigError(f"num_micro_batches is {num_micro_batches}, expected at least 1")
+        if split_batch is not None or join_outputs is not None:
+            if order_samples:
+                raise ConfigError(
+                    "order_samples is True, which needs the pipeline's own way to cut and to join "
+                    "batches; remove it, or split_batch and join_outputs"
+                )
+            order_samples = False
         refuse_options(
             {
                 "apply_jit": apply_jit,
@@ -173,9 +179,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         )
         self._custom_forward = custom_model_fwd
         self._losses_are_means = loss_reduction == "mean"
-        self._split_batch = split_batch or split_known_batch
-        self._join_outputs = join_outputs or join_known_outputs
         self._id_stream = IdStream(self._data_dist_stream, self._memcpy_stream)
+        self._boarding = Boarding(split_batch, join_outputs, self._id_stream)
         fetch = self.copy_batch_to_gpu
         if enable_inplace_copy_batch:
             fetch = self.inplace_copy_batch_to_gpu
@@ -183,13 +188,13 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             fetch,
             self._create_context,
             device,
-            self._split_batch,
+            self._boarding.split,
             execute_all_batches,
             self._id_stream,
         )
         self._flights: deque[Flight] = deque()
         self._is_halfway = False
-        self._candidates = candidates(num_micro_batches, lookahead)
+        self._candidates = candidates(num_micro_batches, lookahead, order_samples)
         self._choice = SettingChoice(self._candidates)
         self._clock = StepClock(device)
         self._num_trainings = 0
@@ -206,6 +211,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     def lookahead(self) -> bool:
         """Whether the next batch's clean rows will be fetched early."""
         return self._choice.current.lookahead
+
+    @property
+    def order_samples(self) -> bool:
+        """Whether the next batch's samples will be put in order."""
+        return self._choice.current.ordered
 
     @property
     def is_settled(self) -> bool:
@@ -274,8 +284,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
                 self._walk(evaluation_schedule(*settings, num_waves=self._num_waves))
         self._flights.popleft()
         self._batch_count += 1
-        sizes = [flight.sizes_K[index] for index in flight.outputs_K]
-        return self._join_outputs(list(flight.outputs_K.values()), sizes)
+        output: Out = self._boarding.output_of(flight)
+        return output
 
     def detach(self) -> nn.Module:
         """Gives the model back as it was; batches in flight wait for :meth:`attach`. Collective.
@@ -379,7 +389,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             context = self._create_context()
             context.postproc_fwd_results = flight.context.postproc_fwd_results
             again = self._board(replace(flight.fetched, context=context))
-            again.wholes = flight.wholes
+            again.wholes, again.order_B = flight.wholes, flight.order_B
             self._flights.append(again)
             if len(self._flights) == 1:
                 self._fetch_first(again)
@@ -409,26 +419,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         return nullcontext()
 
     def _board(self, fetched: Fetched) -> Flight:
-        """Cuts a batch into micro-batches."""
-        batch, setting = fetched.batch, self._choice.current
+        """Cuts a batch into micro-batches, by the setting of now."""
         assert self._taken is not None
-        with self._id_stream.working():
-            self._id_stream.take_batch(batch)
-            for name in self._taken.odd_modules(batch, fetched.context):
-                raise CompatError(
-                    f"{name}: {ODD_BATCH}, and the first batch had not; give the pipeline such a "
-                    "batch first, or use TorchRec's TrainPipelineSparseDist"
-                )
-            num_samples = self._taken.count(batch, fetched.context)
-            sizes_K = micro_batch_sizes(num_samples, setting.num_micro_batches)
-            # of no samples, every micro-batch is the batch itself
-            parts_K = [batch] * len(sizes_K)
-            if len(sizes_K) > 1 and num_samples:
-                try:
-                    parts_K = list(self._split_batch(batch, sizes_K))
-                except InputError as error:  # the header may tell all ranks why, and stop them
-                    fetched = replace(fetched, refusal=error)
-        return Flight(fetched, setting, sizes_K, parts_K)
+        return self._boarding.board(fetched, self._choice.current, self._taken)
 
     def _rewrite(self, batch: In, context: TrainPipelineContext) -> None:
         """Takes over the model. Collective."""
@@ -487,8 +480,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._forward,
             taken.groups,
             taken.plain,
-            split=self._split_batch,
-            join=self._join_outputs,
+            split=self._boarding.split,
+            join=self._boarding.join,
             postprocs=taken.postprocs,
             losses_are_means=self._losses_are_means,
             pg=process_group_of(self._model),

@@ -15,6 +15,7 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_picasso.batches.order import Looked
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
@@ -64,10 +65,33 @@ class ModuleGroup:
         with torch.no_grad():
             return RowRequest(self.rows, BatchIds.read(features_of, self.rows, sizes, has_data))
 
-    def _features_of(self, module: ScheduledModule, batch: Any) -> KeyedJaggedTensor:
+    def looked_up(self, batch: Any) -> list[Looked]:
+        """What its modules look up in tables whose rows travel.
+
+        Args:
+            batch: The whole batch, as the model gets it, with one batch size for all features.
+        """
+        table_of = {
+            (table.module, feature): number
+            for number, table in enumerate(self.rows.tables)
+            if not table.as_bags
+            for feature in table.feature_names
+        }
+        looked = []
+        for number, module in enumerate(self.modules.values()):
+            features = maybe_td_to_kjt(self._input_of(module, batch), None)
+            keys: list[str] = features.keys()
+            table_F = [table_of.get((number, key), -1) for key in keys]
+            looked.append(Looked(features=features, table_F=table_F))
+        return looked
+
+    def _input_of(self, module: ScheduledModule, batch: Any) -> Any:
         args, kwargs = module.forward.args.build_args_kwargs(batch)
         args, kwargs = module.preprocess_input(args, kwargs)
-        features = next(iter((*args, *kwargs.values())))
+        return next(iter((*args, *kwargs.values())))
+
+    def _features_of(self, module: ScheduledModule, batch: Any) -> KeyedJaggedTensor:
+        features = self._input_of(module, batch)
         if not self._is_odd:
             return module.features_of(features)
         features = maybe_td_to_kjt(features, None)

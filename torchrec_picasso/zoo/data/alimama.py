@@ -21,7 +21,7 @@ from torchrec_picasso.zoo.data.clicks import Clicks
 from torchrec_picasso.zoo.data.generated import zipf_cdf
 from torchrec_picasso.zoo.data.history import History, Ids
 
-__all__ = ["COLUMNS", "generate_alimama", "largest_id", "read_alimama"]
+__all__ = ["COLUMNS", "columns_beside", "generate_alimama", "read_alimama"]
 
 _HISTORIES = {"cate_id": "tag_category_list", "brand": "tag_brand_list"}
 """Columns of the target, and of the history that looks up the same table."""
@@ -63,31 +63,9 @@ def read_alimama(path: str | Path, row_groups: Sequence[int] | None = None) -> C
     )
 
 
-def largest_id(path: str | Path, column: str) -> int:
-    """The largest id of a column and of the history that looks up the same table.
-
-    Read off the file's statistics; where it has none, off the column, one row group at a time.
-
-    Args:
-        path: As for :func:`read_alimama`.
-        column: Of a target or a profile.
-    """
-    file = pq.ParquetFile(path)
-    names = [column, *([_HISTORIES[column]] if column in _HISTORIES else [])]
-    largest = _MISSING
-    for group in range(file.num_row_groups):
-        of_group = file.metadata.row_group(group)
-        for part in map(of_group.column, range(of_group.num_columns)):
-            if part.path_in_schema.split(".")[0] not in names:
-                continue
-            if part.statistics is not None and part.statistics.has_min_max:
-                largest = max(largest, int(part.statistics.max))
-                continue
-            values = file.read_row_group(group, columns=[part.path_in_schema]).column(0)
-            if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-                values = pc.list_flatten(values)
-            largest = max(largest, int(pc.max(values).as_py() or _MISSING))
-    return largest + 1
+def columns_beside(column: str) -> list[str]:
+    """The columns of the table that a target or a profile looks up, with its history."""
+    return [column, *([_HISTORIES[column]] if column in _HISTORIES else [])]
 
 
 def _ids(column: pa.ChunkedArray) -> Ids:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.zoo.data import alimama, globo
 from torchrec_picasso.zoo.data.clicks import Clicks
 
-__all__ = ["MOST_SAMPLES", "ClickFile", "read_clicks"]
+__all__ = ["MOST_SAMPLES", "ClickFile", "largest_id", "read_clicks"]
 
 _KINDS = {"Alimama's rows": alimama.COLUMNS, "Globo's clicks": globo.COLUMNS}
 MOST_SAMPLES = 1 << 18
 """Of a window, unless one row group of the file has more: some 200 MB with histories of 50."""
+_SAMPLES_OF_CLICK = 2
 
 
 class ClickFile:
     """The clicks of a file. Rows that hold their own histories are read in windows of whole row
-    groups; a log, whose histories are clicks long before, in one: some 100 bytes a click.
+    groups. A log is in windows of rows, whose histories reach into the window before; where it is
+    one, its clicks may have any order.
 
     Args:
         path: Of a Parquet file of Alimama's rows or Globo's clicks, whichever has more of its
@@ -38,29 +41,33 @@ class ClickFile:
         self.is_log = _kind_of(path) == "Globo's clicks"
         metadata = pq.read_metadata(path)
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        self._groups = [range(len(rows))] if self.is_log else _windows(rows, most_samples)
-        self._num_samples = [sum(rows[group] for group in window) for window in self._groups]
+        if self.is_log:
+            self._windows = _even_ranges(metadata.num_rows, most_samples // _SAMPLES_OF_CLICK)
+            self._num_samples = [_SAMPLES_OF_CLICK * len(window) for window in self._windows]
+        else:
+            self._windows = _windows(rows, most_samples)
+            self._num_samples = [sum(rows[group] for group in window) for window in self._windows]
 
     @property
     def num_windows(self) -> int:
         """Parts that the file is read in."""
-        return len(self._groups)
+        return len(self._windows)
 
     def num_samples(self, number: int) -> int:
-        """Samples of a part; of a log its clicks."""
+        """Samples of a part; of a log at most."""
         return self._num_samples[number]
 
     def num_rows(self, column: str) -> int:
         """Rows that a column's ids need, with those of its history."""
-        if self.is_log:
-            return self.window(0).num_rows(column)
-        return alimama.largest_id(self._path, column) + 1
+        names = [column] if self.is_log else alimama.columns_beside(column)
+        return largest_id(self._path, names) + 2  # ids count from 1, after a missing one
 
     def window(self, number: int) -> Clicks:
         """Reads one part of the file."""
+        window = self._windows[number]
         if self.is_log:
-            return globo.read_globo(self._path)
-        return alimama.read_alimama(self._path, self._groups[number])
+            return globo.read_globo(self._path, window if self.num_windows > 1 else None)
+        return alimama.read_alimama(self._path, window)
 
 
 def read_clicks(path: str | Path) -> Clicks:
@@ -73,7 +80,9 @@ def read_clicks(path: str | Path) -> Clicks:
         InputError: If there is no such file, or a column is missing.
     """
     _kind_of(path)
-    return ClickFile(path, most_samples=pq.read_metadata(path).num_rows).window(0)
+    return ClickFile(path, most_samples=_SAMPLES_OF_CLICK * pq.read_metadata(path).num_rows).window(
+        0
+    )
 
 
 def _windows(rows: Sequence[int], most_samples: int) -> list[range]:
@@ -85,6 +94,39 @@ def _windows(rows: Sequence[int], most_samples: int) -> list[range]:
             held = 0
         held += num_rows
     return [range(*window) for window in pairwise([*starts, len(rows)])]
+
+
+def _even_ranges(num_rows: int, most: int) -> list[range]:
+    """Rows side by side, in as few ranges as may be, all about equally long."""
+    num_ranges = max(1, -(-num_rows // max(1, most)))
+    ends = [num_rows * (number + 1) // num_ranges for number in range(num_ranges)]
+    return [range(*of) for of in pairwise([0, *ends])]
+
+
+def largest_id(path: str | Path, names: Collection[str]) -> int:
+    """The largest id of some columns; -1 where there is none.
+
+    Read off the file's statistics; where it has none, off the columns, one row group at a time.
+
+    Args:
+        path: Of a Parquet file.
+        names: Of its columns, of ids or of lists of ids.
+    """
+    file, largest = pq.ParquetFile(path), -1
+    for group in range(file.num_row_groups):
+        of_group = file.metadata.row_group(group)
+        for part in map(of_group.column, range(of_group.num_columns)):
+            if part.path_in_schema.split(".")[0] not in names:
+                continue
+            if part.statistics is not None and part.statistics.has_min_max:
+                largest = max(largest, int(part.statistics.max))
+                continue
+            values = file.read_row_group(group, columns=[part.path_in_schema]).column(0)
+            if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+                values = pc.list_flatten(values)
+            found = pc.max(values).as_py()
+            largest = largest if found is None else max(largest, int(found))
+    return largest
 
 
 def _kind_of(path: str | Path) -> str:

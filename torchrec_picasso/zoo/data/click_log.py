@@ -32,6 +32,7 @@ def samples_of_log(
     most: int = 50,
     recent: int = 5000,
     seed: int = 0,
+    first: int = 1,
 ) -> Clicks:
     """Makes samples in time order.
 
@@ -43,9 +44,10 @@ def samples_of_log(
         most: Longest history.
         recent: Clicks before a click that the one that did not happen is drawn from.
         seed: Draws it.
+        first: The first click that becomes a sample; those before it are history only.
 
     Raises:
-        InputError: If the log has less than 2 clicks.
+        InputError: If there is no click before the last one.
     """
     num_clicks = len(log[user])
     if num_clicks < 2:
@@ -54,15 +56,15 @@ def samples_of_log(
             f"got {num_clicks}; give a longer log"
         )
     rng = np.random.default_rng(seed)
-    click_n = np.arange(1, num_clicks)
+    click_n = np.arange(max(first, 1), num_clicks)
     reach_n = np.minimum(click_n, recent)
     drawn_n = click_n - 1 - (rng.random(len(click_n)) * reach_n).astype(np.int64)
     # a click and what was not clicked take turns
     of_m = np.stack([click_n, drawn_n], axis=1).reshape(-1)
     click_m = np.repeat(click_n, 2)
-    first = log[targets[0]]
+    told_by = log[targets[0]]
     is_click_m = np.tile([True, False], len(click_n))
-    kept_m = is_click_m | (first[of_m] != first[click_m])
+    kept_m = is_click_m | (told_by[of_m] != told_by[click_m])
     of_m, click_m = of_m[kept_m], click_m[kept_m]
     return Clicks(
         targets={column: log[column][of_m] for column in targets},

@@ -2,16 +2,16 @@
 
 Samples in time order are trained on from the middle of the log on, where users have histories, and
 held out from those before. Of samples without an order a tenth is held out, by lot; the others are
-drawn anew for every batch, with replacement. A large file of these is in memory a window at a time:
-each serves as many steps as it has samples for, then the next one does, and after the last the
-first.
+drawn anew for every batch, with replacement. A large file is in memory a window at a time: each
+serves as many steps as it has samples for, then the next one does, and after the last the first; of
+a log only windows of its second half are trained on, and of the first half held out.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,7 +44,7 @@ class _ClickWindows(Protocol):
         """Parts there are."""
 
     def num_samples(self, number: int) -> int:
-        """Samples of a part, known without reading it; of a log, clicks."""
+        """Samples of a part, known without reading it; of a log at most."""
 
     def window(self, number: int) -> Clicks:
         """A part, read anew."""
@@ -122,11 +122,16 @@ class ClickSource:
     def batches(self, rank: int, world_size: int, start_step: int = 0) -> Iterator[Batch]:
         """This rank's batches from ``start_step`` on, without end."""
         global_size = world_size * self._data.batch_size
-        numbers = range(self._file.num_windows)
-        steps = (max(1, self._file.num_samples(number) // global_size) for number in numbers)
-        ends = list(itertools.accumulate(steps))
+        steps = [
+            max(1, self._file.num_samples(number) // global_size)
+            for number in range(self._first_trained, self._file.num_windows)
+        ]
+        starts = [0, *itertools.accumulate(steps)]
         for step in itertools.count(start_step):
-            trained = self._window(bisect_right(ends, step % ends[-1])).trained
+            place = bisect_right(starts, step % starts[-1]) - 1
+            trained = self._window(self._first_trained + place).trained
+            if self._in_time_order and len(steps) > 1:
+                step = step % starts[-1] - starts[place]
             yield trained.batch(self._shares(trained, world_size).samples(TRAIN, rank, step))
 
     def heldout(self, rank: int, world_size: int) -> Iterator[Batch]:
@@ -136,21 +141,31 @@ class ClickSource:
             InputError: If there are fewer than ``heldout_steps`` global batches.
         """
         global_size = world_size * self._data.batch_size
-        needed = self._data.heldout_steps
-        steps = [
-            self._num_heldout(number) // global_size for number in range(self._file.num_windows)
-        ]
+        needed, numbers = self._data.heldout_steps, self._heldout_windows
+        steps = [self._num_heldout(number) // global_size for number in numbers]
         if sum(steps) < needed:
-            there = sum(self._num_heldout(number) for number in range(len(steps)))
+            there = sum(self._num_heldout(number) for number in numbers)
             raise InputError(
                 f"{self._data.path or 'the generated clicks'}: {there:,} samples can be held out, "
                 f"but {needed * global_size:,} are needed (heldout_steps x ranks x batch_size); "
                 "lower batch_size or heldout_steps, or give a larger file"
             )
-        places = ((number, step) for number, of in enumerate(steps) for step in range(of))
+        places = ((number, step) for number, of in zip(numbers, steps) for step in range(of))
         for number, step in itertools.islice(places, needed):
             heldout = self._window(number).heldout
             yield heldout.batch(self._heldout_samples(heldout, rank, step, world_size))
+
+    @property
+    def _first_trained(self) -> int:
+        """The first window that is trained on."""
+        return self._file.num_windows // 2 if self._in_time_order else 0
+
+    @property
+    def _heldout_windows(self) -> Sequence[int]:
+        """Windows that samples are held out of, the nearest to those trained on first."""
+        if self._in_time_order and self._file.num_windows > 1:
+            return range(self._first_trained)[::-1]
+        return range(self._file.num_windows)
 
     def _window(self, number: int) -> _Window:
         """One part, the only one in memory."""
@@ -177,6 +192,8 @@ class ClickSource:
         return drawn
 
     def _num_heldout(self, number: int) -> int:
+        if self._in_time_order and self._file.num_windows > 1:
+            return self._file.num_samples(number) // 2  # a click has a sample of its own, at least
         if self._in_time_order:
             return len(self._window(number).heldout) // 2
         return int(self._lots(number).sum())
@@ -194,6 +211,7 @@ class ClickSource:
             batch_size=self._data.batch_size,
             world_size=world_size,
             seed=self._seed,
+            start=len(clicks) // 2 if self._file.num_windows == 1 else 0,
         )
 
 

@@ -1,8 +1,8 @@
 """Which samples are a batch; each batch depends on (seed, stream, rank, step) alone.
 
 Samples without an order are drawn anew, with replacement. Samples in time order are taken as they
-come, from the middle of the file on, where users have histories; the ranks share the samples of a
-step, and after the last sample comes the first. What is held out lies before what is trained on.
+come, from a place on where users have histories; the ranks share the samples of a step, and after
+the last sample comes the first. What is held out lies before that place.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Shares:
         batch_size: Samples per rank and step.
         world_size: Ranks that share a step.
         seed: Draws samples that have no order.
+        start: The first sample in time order that is trained on.
     """
 
     num_samples: int
@@ -36,6 +37,7 @@ class Shares:
     batch_size: int
     world_size: int
     seed: int
+    start: int = 0
 
     def samples(self, stream: int, rank: int, step: int) -> Ids:
         """The samples of a batch, shape ``(B,)``.
@@ -50,5 +52,5 @@ class Shares:
             return rng.integers(self.num_samples, size=self.batch_size)
         turn = step if stream == TRAIN else -1 - step
         place = turn * self.world_size + rank
-        first = self.num_samples // 2 + place * self.batch_size
+        first = self.start + place * self.batch_size
         return np.arange(first, first + self.batch_size) % self.num_samples

@@ -1,7 +1,8 @@
 """A local activation unit over jagged histories: each click weighs by what it has of the target.
 
 Weights are not normalised, so that the strength of an interest stays. Nothing is padded: the work
-is that of the clicks there are.
+is that of the clicks there are. What the first layer makes of the target alone is the same for all
+clicks of a sample, and is computed once for them.
 
 Source: Zhou et al., Deep Interest Network (arXiv 1706.06978), section 4.3.
 """
@@ -25,6 +26,7 @@ class AttentionUnit(nn.Module):
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
+        # of a click, the target and their product, side by side
         self.weigh = nn.Sequential(nn.Linear(3 * dim, hidden), nn.Tanh(), nn.Linear(hidden, 1))
 
     def forward(self, target_BD: Tensor, history: JaggedTensor) -> Tensor:
@@ -43,7 +45,15 @@ class AttentionUnit(nn.Module):
             lengths_B,
             output_size=rows_ND.size(0),
         )
-        target_ND = target_BD.index_select(0, sample_N)
-        both = torch.cat([rows_ND, target_ND, rows_ND * target_ND], dim=1)
-        weighted_ND = rows_ND * self.weigh(both)
+        first, act, last = self.weigh
+        assert isinstance(first, nn.Linear)
+        of_click, of_target, of_product = first.weight.split(rows_ND.size(1), dim=1)
+        hidden_BH = nn.functional.linear(target_BD, of_target, first.bias)
+        product_ND = rows_ND * target_BD.index_select(0, sample_N)
+        hidden_NH = (
+            hidden_BH.index_select(0, sample_N)
+            + nn.functional.linear(rows_ND, of_click)
+            + nn.functional.linear(product_ND, of_product)
+        )
+        weighted_ND = rows_ND * last(act(hidden_NH))
         return torch.zeros_like(target_BD).index_add(0, sample_N, weighted_ND)

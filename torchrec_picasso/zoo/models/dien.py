@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_picasso.zoo.feature_groups import SEQUENCE, FeatureGroups, Found, Reads
 from torchrec_picasso.zoo.layers.augru import AUGRU, InterestAttention
@@ -65,13 +66,16 @@ class DIEN(nn.Module):
     def forward(self, found: Found, dense_BI: Tensor) -> tuple[Tensor, Tensor]:
         """Gives the logits, shape ``(B,)``, and the weighted auxiliary loss."""
         target_BD = torch.cat(found["target"], dim=1)
-        clicks, negatives = (
-            torch.cat([padded(column, self.max_length) for column in found[name]], dim=2)
+        history, negatives = (
+            JaggedTensor(
+                torch.cat([column.values() for column in found[name]], dim=1),
+                lengths=found[name][0].lengths(),
+            )
             for name in ("history", "negatives")
         )
-        is_there = mask_of(found["history"][0], self.max_length)
+        clicks, is_there = padded(history, self.max_length), mask_of(history, self.max_length)
         states, _ = self.extract(clicks)
-        auxiliary = self.auxiliary(states, clicks, negatives, is_there)
+        auxiliary = self.auxiliary(states, history, negatives.values())
         evolved = self.evolve(states, self.attend(states, target_BD, is_there))
         summed_BD = clicks.sum(dim=1)
         parts = [dense_BI, target_BD, summed_BD, target_BD * summed_BD, evolved, *found["profile"]]
