@@ -29,6 +29,7 @@ class DHEN(nn.Module):
         layer_fields: Fields that each part of a layer gives.
         num_heads: Heads of the attention.
         hidden: Last layers.
+        activation: Of these.
     """
 
     reads: ClassVar[Mapping[str, Reads]] = {
@@ -43,6 +44,7 @@ class DHEN(nn.Module):
         layer_fields: int = 32,
         num_heads: int = 4,
         hidden: Sequence[int] = (512, 256),
+        activation: str = "relu",
     ) -> None:
         super().__init__()
         (dim,) = set(embeddings.dims("fields"))
@@ -50,7 +52,7 @@ class DHEN(nn.Module):
         in_fields, out_fields = len(embeddings.dims("fields")) + 1, 2 * layer_fields
         ins = [in_fields, *[out_fields] * (num_layers - 1)]
         self.layers = nn.Sequential(*(DHENLayer(of, dim, layer_fields, num_heads) for of in ins))
-        self.over_arch = tower(out_fields * dim, hidden)
+        self.over_arch = tower(out_fields * dim, hidden, 1, activation)
 
     def forward(self, found: Found, dense_BI: Tensor) -> Tensor:
         """Gives the logits, shape ``(B,)``."""
