@@ -11,11 +11,12 @@ of its own in the folder; one that is there is not measured again, so a run that
 on. So are the curves of the links and of a core's work, which are measured first. The table and the
 picture show all that are there, those that lose too, with the reason where it is known:
 
-- work, wire, predicted: what the planner's cost model says of our step, by these curves and the
-  dense part, measured before and after the turns; no schedule is faster than work or wire.
+- work: CPU time of a rank in our step, of all its threads: on one core no schedule is faster.
+- wire, predicted: what the planner's cost model says of our step, by these curves and the dense
+  part, measured before and after the turns; no schedule is faster than the wire.
 - ordered: samples per second with samples put in order, over ours.
-- dense: part of that work that is the dense part's. exposed: part of our step in which the thread
-  that trains waits.
+- dense: the dense part's share of the work. exposed: part of our step in which the thread that
+  trains waits.
 """
 
 from __future__ import annotations

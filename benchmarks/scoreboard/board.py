@@ -26,8 +26,8 @@ class Line:
         stock: That contestant.
         stock_ms: Its step.
         ours_ms: Our step.
-        compute_ms: Work of one core in it, as predicted: no schedule is faster.
-        wire_ms: Likewise on the wire.
+        compute_ms: CPU time of a rank's step, of all its threads: on one core no schedule is faster.
+        wire_ms: What the wire takes, as predicted: likewise.
         predicted_ms: What the planner's cost model says of our step.
         stock_bytes: Sent per rank and step.
         ours_bytes: Likewise.
@@ -74,20 +74,21 @@ def read_line(name: str, path: Path) -> Line:
         (of for of in found if found[of]["is_stock"]), key=lambda of: found[of]["samples_per_s"]
     )
     ours, best, price = found[_OURS], found[stock], predicted[_OURS]
+    compute_ms = 1e3 * ours["cpu_s_per_step"] / document["question"]["hosts"]
     return Line(
         name=name,
         times_stock=ours["samples_per_s"] / best["samples_per_s"],
         stock=stock,
         stock_ms=best["step_ms"][1],
         ours_ms=ours["step_ms"][1],
-        compute_ms=price["compute_ms"],
+        compute_ms=compute_ms,
         wire_ms=price["wire_ms"],
         predicted_ms=price["step_ms"],
         stock_bytes=best["metered_bytes_per_step"],
         ours_bytes=ours["metered_bytes_per_step"],
         collectives=ours["collectives_per_step"],
         exposed=ours["exposed_share"],
-        dense_share=min(1.0, document["dense_ms"] / max(price["compute_ms"], 1e-9)),
+        dense_share=min(1.0, document["dense_ms"] / compute_ms),
         peak_bytes=ours["peak_bytes"] or 0.0,
         ordered=found[_ORDERED]["samples_per_s"] / ours["samples_per_s"],
         setting=f"K={ours['num_micro_batches']}{'' if ours['lookahead'] else ', no lookahead'}"
