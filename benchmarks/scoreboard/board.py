@@ -26,7 +26,7 @@ class Line:
         stock: That contestant.
         stock_ms: Its step.
         ours_ms: Our step.
-        compute_ms: CPU time of a rank's step, of all its threads: on one core no schedule is faster.
+        compute_ms: CPU time of a rank in it, of all its threads: no schedule is faster on a core.
         wire_ms: What the wire takes, as predicted: likewise.
         predicted_ms: What the planner's cost model says of our step.
         stock_bytes: Sent per rank and step.
