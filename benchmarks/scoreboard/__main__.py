@@ -4,12 +4,13 @@
     python -m benchmarks.scoreboard -o scoreboard --only din dien --rate-mbit 100
     python -m benchmarks.scoreboard -o scoreboard --data-folder ../shared/data
 
-Each model, in its published sizes, is trained by stock's two contestants of `benchmarks.fields`,
-``table_wise`` and ``planner``, under TrainPipelineSparseDist, by ``ours``: what a user gets who
-chooses nothing, and by ours with samples put in order. They take turns. Every model is a JSON file
-of its own in the folder; one that is there is not measured again, so a run that was stopped goes
-on. So are the curves of the links and of a core's work, which are measured first. The table and the
-picture show all that are there, those that lose too, with the reason where it is known:
+Each model, in its published sizes, and that of `benchmarks.fields` with each number of fields, is
+trained by stock's two contestants of `benchmarks.fields`, ``table_wise`` and ``planner``, under
+TrainPipelineSparseDist, by ``ours``: what a user gets who chooses nothing, and by ours with samples
+put in order. They take turns. Every model is a JSON file of its own in the folder; one that is
+there is not measured again, so a run that was stopped goes on. So are the curves of the links and
+of a core's work, which are measured first. The table and the picture show all that are there, those
+that lose too, with the reason where it is known:
 
 - work: CPU time of a rank in our step, of all its threads: on one core no schedule is faster.
 - wire, predicted: what the planner's cost model says of our step, by these curves and the dense
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
@@ -31,7 +33,7 @@ from benchmarks.fields.__main__ import answer
 from benchmarks.fields.question import ZOO, Question
 from benchmarks.fields.report import print_report, write_report
 from benchmarks.scoreboard.board import draw, print_board, read_line
-from benchmarks.scoreboard.entries import ENTRIES, train_config
+from benchmarks.scoreboard.entries import ENTRIES, FIELDS, train_config
 from torchrec_picasso import CommCurves
 from torchrec_picasso.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.errors import PicassoError
@@ -40,6 +42,7 @@ from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 __all__ = ["main", "question_of"]
 
 _MOST_BYTES, _SECONDS_PER_POINT, _TIMEOUT_S = 64 << 20, 0.3, 600.0
+_NAMES = [*ENTRIES, *FIELDS]
 _CONTESTANTS = ("table_wise", "planner", "ours", "ours_ordered")
 
 
@@ -49,18 +52,24 @@ def question_of(name: str, args: argparse.Namespace) -> Question:
     Raises:
         PicassoError: If the data is not there, or links cannot have the rate.
     """
-    config = train_config(name, args.data_folder, args.seed)
-    return Question(
-        model=ZOO,
-        zoo=config,
-        batch_size=config.data.batch_size,
+    asked = Question(
         rate_mbit=usable_rate(args.rate_mbit or None),
         rounds=args.rounds,
         block_steps=args.block_steps,
         seed=args.seed,
         dense=True,
-        max_rows=config.data.max_rows,
         contestants=_CONTESTANTS,
+    )
+    if name in FIELDS:
+        num_fields, batch_size = FIELDS[name]
+        return replace(asked, fields=num_fields, batch_size=batch_size)
+    config = train_config(name, args.data_folder, args.seed)
+    return replace(
+        asked,
+        model=ZOO,
+        zoo=config,
+        batch_size=config.data.batch_size,
+        max_rows=config.data.max_rows,
     )
 
 
@@ -88,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     lines = [
         read_line(name, folder / f"{name}.json")
-        for name in ENTRIES
+        for name in _NAMES
         if (folder / f"{name}.json").exists()
     ]
     print_board(lines)
@@ -117,8 +126,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("-o", "--out", required=True, metavar="FOLDER", help="a JSON file per model goes there")
-    names = list(ENTRIES)
-    add("--only", nargs="+", choices=names, default=names, metavar="MODEL", help=", ".join(names))
+    of_names = {"choices": _NAMES, "default": _NAMES, "help": ", ".join(_NAMES)}
+    add("--only", nargs="+", metavar="MODEL", **of_names)
     add("--rate-mbit", type=float, default=1000.0, help="0 = loopback (default: 1000)")
     add("--data-folder", metavar="FOLDER", help="real samples (default: generated ones)")
     add("--rounds", type=int, default=3, metavar="N", help="turns of each (default: 3)")

@@ -13,7 +13,7 @@ from torchrec_picasso.config import DataConfig, FeatureConfig, ModelConfig, Trai
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.zoo.model_kinds import needs_clicks
 
-__all__ = ["ENTRIES", "Entry", "train_config"]
+__all__ = ["ENTRIES", "FIELDS", "Entry", "train_config"]
 
 _CRITEO, _ALIMAMA = "criteo_tb_80k.parquet", "alimama_10k.parquet"
 _MOST_ROWS = 200_000
@@ -58,6 +58,9 @@ class Entry:
 
 
 _PROFILE = {"profile": FeatureConfig(dim=16)}
+
+FIELDS = {"fields_40": (40, 1024), "fields_130": (130, 2048), "fields_460": (460, 2048)}
+"""The sweep over generated fields of :mod:`benchmarks.fields`: how many, and samples per rank."""
 
 ENTRIES = {
     "wide_deep": Entry(model=ModelConfig(kind="wide_deep", embedding_dim=32), batch_size=2048),

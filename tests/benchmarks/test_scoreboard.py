@@ -13,7 +13,7 @@ from benchmarks.fields.report import write_report
 from benchmarks.fields.zoo import ZooWorkload
 from benchmarks.scoreboard.__main__ import main, question_of
 from benchmarks.scoreboard.board import draw, print_board, read_line
-from benchmarks.scoreboard.entries import ENTRIES, train_config
+from benchmarks.scoreboard.entries import ENTRIES, FIELDS, train_config
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.zoo.model_kinds import model_kinds
 from torchrec_picasso.zoo.tables import tables_of
@@ -47,6 +47,14 @@ def test_a_line_has_tables_and_batches(name: str) -> None:
         assert table.ids_per_sample > 0
     assert len(list(workload.heldout(2, 2))) == 4
     assert len(workload.training(1, 3)) == 3
+
+
+def test_the_sweep_over_fields_has_lines_too() -> None:
+    for name, (num_fields, batch_size) in FIELDS.items():
+        question = question_of(name, _options())
+        assert (question.model, question.fields) == ("fields", num_fields)
+        assert question.batch_size == batch_size
+        assert question.zoo is None
 
 
 def test_real_data_must_be_there(tmp_path: Path) -> None:
