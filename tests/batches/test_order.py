@@ -103,7 +103,7 @@ def test_samples_of_rare_rows_come_last() -> None:
         lengths=torch.tensor([1, 3, 2, 2], dtype=torch.int32).repeat(40),
     )
     table_F = [0, 1, 0, -1]  # two features of one table: their ids are the same rows
-    order_B = order_by_rows([Looked(features=features, table_F=table_F)], 40)
+    order_B = order_by_rows([Looked(features=features, table_F=torch.tensor(table_F))], 40)
     assert order_B is not None
     weights = _weights(features, table_F)
     found = [weights[sample] for sample in order_B.tolist()]
@@ -123,7 +123,7 @@ def test_the_first_samples_need_few_rows() -> None:
     lengths = torch.ones(num_samples * num_features, dtype=torch.int32)
     keys = [f"f{number}" for number in range(num_features)]
     features = KeyedJaggedTensor(keys, ids_N, lengths=lengths)
-    looked = Looked(features=features, table_F=list(range(num_features)))
+    looked = Looked(features=features, table_F=torch.arange(num_features))
     order_B = order_by_rows([looked], num_samples)
     assert order_B is not None
     ids_FB = ids_N.view(num_features, num_samples)
@@ -139,7 +139,7 @@ def test_lengths_that_lie_are_left_to_those_who_check_them() -> None:
     good = kjt_of({"a": [[1], [2, 3]], "b": [[4], []]})
     for lengths in ([1, 2, 1, 1], [2, -1, 3, 0], [1, 2, 1]):
         bad = KeyedJaggedTensor(["a", "b"], good.values(), lengths=torch.tensor(lengths))
-        assert order_by_rows([Looked(features=bad, table_F=[0, 1])], 2) is None
+        assert order_by_rows([Looked(features=bad, table_F=torch.tensor([0, 1]))], 2) is None
     assert order_by_rows([], 2) is None
-    assert order_by_rows([Looked(features=good, table_F=[0, 1])], 3) is None
-    assert order_by_rows([Looked(features=good, table_F=[0, 1])], 2) is not None
+    assert order_by_rows([Looked(features=good, table_F=torch.tensor([0, 1]))], 3) is None
+    assert order_by_rows([Looked(features=good, table_F=torch.tensor([0, 1]))], 2) is not None

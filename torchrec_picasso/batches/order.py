@@ -43,11 +43,11 @@ class Looked:
 
     Args:
         features: One batch size for all.
-        table_F: Number of each feature's table; -1 = its rows do not count.
+        table_F: Number of each feature's table, int64; -1 = its rows do not count.
     """
 
     features: KeyedJaggedTensor
-    table_F: Sequence[int]
+    table_F: Tensor
 
 
 def order_by_rows(looked: Sequence[Looked], num_samples: int) -> Tensor | None:
@@ -84,14 +84,11 @@ def _weight(of: Looked, num_samples: int) -> Tensor | None:
     total, least = _total_and_least(lengths_FB)
     if total != values_N.numel() or least < 0:
         return None
-    table_F = torch.tensor(of.table_F, device=values_N.device)
-    table_N = table_F.repeat_interleave(lengths_FB.sum(dim=1), output_size=total)
+    table_N = of.table_F.repeat_interleave(lengths_FB.sum(dim=1), output_size=total)
     mixed_N = (values_N.to(torch.int64) + table_N * _MULTIPLIER) * _MULTIPLIER
     counter_N = (mixed_N >> 16) & (_NUM_COUNTERS - 1)
     counts = torch.bincount(counter_N, minlength=_NUM_COUNTERS)
-    share_N = counts.to(torch.float32).reciprocal_()[counter_N]
-    if min(of.table_F) < 0:
-        share_N *= table_N >= 0
+    share_N = counts.to(torch.float32).reciprocal_()[counter_N] * (table_N >= 0)
     share_S = torch.segment_reduce(share_N, "sum", lengths=lengths_FB.view(-1), unsafe=True)
     weight_B: Tensor = share_S.view(num_features, num_samples).sum(dim=0)
     return weight_B
