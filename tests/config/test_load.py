@@ -10,13 +10,14 @@ from torchrec_picasso.config import (
     CheckpointConfig,
     DataConfig,
     ModelConfig,
+    OptimizerConfig,
     PipelineConfig,
     TrainConfig,
     load_config,
     parse_config,
 )
 from torchrec_picasso.config.load import load_rules
-from torchrec_picasso.config.quality import QualityConfig
+from torchrec_picasso.config.quality import QualityCheck, QualityConfig
 from torchrec_picasso.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -171,6 +172,32 @@ def test_key_given_twice(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("steps: 1\nsteps: 2\n")
     with pytest.raises(ConfigError, match=r"run\.yaml:2: not valid YAML: key 'steps' is given twi"):
         load_config(tmp_path / "run.yaml")
+
+
+def test_keys_of_another_mapping_are_merged_and_may_be_given_anew(tmp_path: Path) -> None:
+    path = tmp_path / "quality.yaml"
+    path.write_text(
+        "checks:\n  a: &a {config: x.yaml, kind: above, baseline: y.yaml, steps: 7}\n"
+        "  b: {<<: *a, steps: 9}\n"
+    )
+    checks = load_rules(QualityConfig, path).checks or {}
+    assert [(of.baseline, of.steps) for of in checks.values()] == [("y.yaml", 7), ("y.yaml", 9)]
+
+
+def test_a_mapping_that_may_be_left_out() -> None:
+    check = {"config": "x", "kind": "above", "baseline": "y"}
+
+    def read(optimizer: object) -> QualityCheck:
+        document = {"checks": {"a": {**check, "baseline_optimizer": optimizer}}}
+        checks = parse_config(QualityConfig, document, "q").checks or {}
+        return checks["a"]
+
+    assert read(None).baseline_optimizer is None
+    assert read({"dense_lr": 0.5}).baseline_optimizer == OptimizerConfig(dense_lr=0.5)
+    with pytest.raises(ConfigError, match=r"checks\.a\.baseline_optimizer\.lr: unknown key"):
+        read({"lr": 0.5})
+    with pytest.raises(ConfigError, match="baseline_optimizer: expected a mapping of settings"):
+        read(3)
 
 
 def test_python_values_are_checked_by_the_same_rules() -> None:

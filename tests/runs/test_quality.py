@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.cli.support import error_of
 from torchrec_picasso.cli.main import main
-from torchrec_picasso.config import OptimizerConfig, load_config, parse_config
+from torchrec_picasso.config import OptimizerConfig, TrainConfig, load_config, parse_config
 from torchrec_picasso.config.load import load_rules
 from torchrec_picasso.config.quality import CHECK_KINDS, QualityCheck, QualityConfig
 from torchrec_picasso.errors import ConfigError
@@ -55,9 +56,9 @@ def test_figures_of_several_tasks_are_their_means() -> None:
     )
     assert both.aucs == [one.auc, pytest.approx(1 - other.auc)]
     assert both.auc == pytest.approx((one.auc + 1 - other.auc) / 2)
-    by = paired_bootstrap(one, other)
+    by = paired_bootstrap([one], [other])
     both_better = paired_bootstrap(
-        both, Scores(losses=[], labels_NT=both.labels_NT, scores_NT=both.scores_NT[:, ::-1])
+        [both], [Scores(losses=[], labels_NT=both.labels_NT, scores_NT=both.scores_NT[:, ::-1])]
     )
     assert both_better.low < both_better.difference < both_better.high
     assert by.low > 0
@@ -71,12 +72,22 @@ def test_log_loss_is_the_mean_cross_entropy() -> None:
 
 
 def test_an_interval_tells_a_better_model_from_one_as_good() -> None:
-    better = paired_bootstrap(_scores(1.0, 2), _scores(1.6, 3))
+    better = paired_bootstrap([_scores(1.0, 2)], [_scores(1.6, 3)])
     assert 0 < better.low < better.difference < better.high
-    alike = paired_bootstrap(_scores(1.0, 2), _scores(1.0, 3))
+    alike = paired_bootstrap([_scores(1.0, 2)], [_scores(1.0, 3)])
     assert alike.low < 0 < alike.high
-    same = paired_bootstrap(_scores(1.0, 2), _scores(1.0, 2))
+    same = paired_bootstrap([_scores(1.0, 2)], [_scores(1.0, 2)])
     assert (same.low, same.difference, same.high) == (0, 0, 0)
+
+
+def test_more_folds_tell_smaller_differences() -> None:
+    ours, other = _scores(1.0, 2), _scores(1.04, 3)
+    one = paired_bootstrap([ours], [other])
+    # scores of another scale: samples of two folds are never put in one order
+    shifted = [dataclasses.replace(of, scores_NT=of.scores_NT + 100) for of in (ours, other)]
+    four = paired_bootstrap([ours, shifted[0]] * 2, [other, shifted[1]] * 2)
+    assert four.difference == pytest.approx(one.difference, abs=1e-4)
+    assert (four.high - four.low) / (one.high - one.low) == pytest.approx(0.5, abs=0.1)
 
 
 def _write(folder: Path, checks: str) -> str:
@@ -139,7 +150,16 @@ def test_the_gate_passes_what_holds_and_names_what_does_not(
         ({"config": "x", "metric": "f1"}, "checks.a.metric: expected one of auc, log_loss"),
         (
             {"config": "x", "baseline_sizes": {"num_experts": 1}},
-            "checks.a.baseline_sizes: kind parity has no other model; remove them",
+            "checks.a.baseline_sizes: kind parity has no other model; remove it",
+        ),
+        (
+            {"config": "x", "baseline_optimizer": {"dense_lr": 0.1}},
+            "checks.a.baseline_optimizer: kind parity has no other model; remove it",
+        ),
+        ({"config": "x", "folds": [1]}, "checks.a.folds: kind parity trains on the first alone"),
+        (
+            {"config": "x", "kind": "above", "baseline": "y", "folds": [1, 1]},
+            "checks.a.folds: expected each once, at least one, got [1, 1]",
         ),
         ({"config": "x", "optimizer": {"lr": 1}}, "checks.a.optimizer.lr: unknown key"),
         ({"config": "x", "kind": "better"}, "checks.a.kind: expected one of parity, above, value"),
@@ -161,6 +181,42 @@ def test_the_shipped_gate_has_every_kind_and_names_files_that_are_there() -> Non
     for check in checks.values():
         for name in filter(None, (check.config, check.baseline)):
             load_config(folder / name)
+
+
+def test_each_side_and_each_fold_is_trained_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path, "")
+    trained: list[TrainConfig] = []
+
+    def trains(self: Checker, config: TrainConfig) -> Scores:
+        trained.append(config)
+        return _scores(1.0 if config.model.kind == "dlrm" else 3.0, config.data.heldout_fold)
+
+    monkeypatch.setattr(Checker, "_score", trains)
+    check = QualityCheck(
+        kind="above",
+        config="dlrm.yaml",
+        baseline="linear.yaml",
+        data="samples.parquet",
+        folds=(1, 3),
+        steps=7,
+        optimizer=OptimizerConfig(dense_lr=0.1),
+        baseline_steps=5,
+        baseline_optimizer=OptimizerConfig(dense_lr=0.2),
+    )
+    verdict = Checker(folder=tmp_path, seed=4).check(check)
+    assert verdict.holds
+    assert verdict.figures["samples"] == 6000
+    found = [
+        (of.model.kind, of.data.heldout_fold, of.steps, of.optimizer.dense_lr) for of in trained
+    ]
+    linear = "logistic_regression"
+    assert found == [
+        *(("dlrm", 1, 7, 0.1), ("dlrm", 3, 7, 0.1)),
+        *((linear, 1, 5, 0.2), (linear, 3, 5, 0.2)),
+    ]
+    assert {(of.seed, of.data.path) for of in trained} == {(4, "samples.parquet")}
 
 
 def test_a_co_action_learns_what_attention_cannot(tmp_path: Path) -> None:

@@ -87,6 +87,35 @@ def test_samples_wrap_around_in_a_circle(tmp_path: Path) -> None:
     assert fifth.labels.tolist() == circle[32:40].tolist()
 
 
+@pytest.mark.parametrize("block_bytes", [None, 2000])
+@pytest.mark.parametrize("fold", [0, 1, 2])
+def test_folds_are_held_out_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fold: int, block_bytes: int | None
+) -> None:
+    path = write_text(tmp_path / "a", samples(60))  # three folds of 16, and 12 in none
+    everything = np.concatenate([chunk.labels_N for chunk in read_criteo(path)])
+    if block_bytes is not None:
+        monkeypatch.setattr(criteo_files, "_TEXT_BLOCK_BYTES", block_bytes)
+    of_fold = source(path, heldout_steps=2, heldout_fold=fold)
+    kept_out = torch.cat([batch.labels for batch in of_fold.heldout(0, 1)])
+    first, behind = 16 * fold, 16 * fold + 16
+    assert kept_out.tolist() == everything[first:behind].tolist()
+    trained = np.delete(everything, np.arange(first, behind))
+    labels = torch.cat([batch.labels for batch in itertools.islice(of_fold.batches(0, 1), 11)])
+    assert labels.tolist() == np.tile(trained, 2)[:88].tolist()
+    assert everything[:16].tolist() != everything[16:32].tolist()
+
+
+def test_a_fold_behind_the_end_of_the_file(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a", samples(60))
+    behind = source(path, heldout_steps=2, heldout_fold=3)
+    for stream in (behind.batches(0, 1), behind.heldout(0, 1)):
+        with pytest.raises(PicassoError, match=": 60 samples, but 64 are needed"):
+            list(itertools.islice(stream, 9))
+    with pytest.raises(ConfigError, match="heldout_fold: only a Criteo file has others"):
+        DataConfig(heldout_fold=1)
+
+
 def test_a_missing_id_has_its_own_row_and_dense_values_are_logged() -> None:
     rows_F = np.array([10, 3], dtype=np.int64)
     ids_NF = np.array([[MISSING_ID, MISSING_ID], [12, 5]], dtype=np.int64)

@@ -18,6 +18,8 @@ __all__ = ["load_config", "load_rules", "parse_config"]
 
 ConfigT = TypeVar("ConfigT", bound=Rules)
 
+_MERGE = "tag:yaml.org,2002:merge"  # of the key <<
+
 
 def load_config(path: str | Path) -> TrainConfig:
     """Reads a training configuration.
@@ -106,8 +108,9 @@ def _build(cls: type[ConfigT], document: Any, prefix: str, problems: list[str]) 
         if name not in document:
             continue
         value = document[name]
-        if isinstance(annotation, type) and issubclass(annotation, Rules):
-            values[name] = _build(annotation, value, f"{prefix}{name}.", problems)
+        of_one = _rules_of_one(annotation)
+        if of_one is not None and (value is not None or of_one is annotation):
+            values[name] = _build(of_one, value, f"{prefix}{name}.", problems)
             continue
         of_each = _rules_of_each(annotation)
         if of_each is not None and isinstance(value, Mapping):
@@ -127,6 +130,14 @@ def _build(cls: type[ConfigT], document: Any, prefix: str, problems: list[str]) 
     except ConfigError as error:  # only problems between fields are left
         problems.append(prefix + str(error).removeprefix(f"{cls.__name__}: "))
         return None
+
+
+def _rules_of_one(annotation: Any) -> type[Rules] | None:
+    """The config dataclass that the value itself is, if the annotation says so."""
+    for arm in (annotation, *typing.get_args(annotation)):
+        if isinstance(arm, type) and issubclass(arm, Rules):
+            return arm
+    return None
 
 
 def _rules_of_each(annotation: Any) -> type[Rules] | None:
@@ -167,6 +178,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == _MERGE:  # keys of another mapping, which those here come before
+                continue
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(

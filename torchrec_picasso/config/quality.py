@@ -29,12 +29,18 @@ class QualityCheck(Rules):
     config: str = rule("", "Configuration of the model, a file beside this one.")
     baseline: str | None = rule(None, "Of the other model, for kind above.")
     data: str | None = rule(None, "File that both read; null = as their configurations say.")
-    steps: int = rule(50, "Steps to train.", at_least=1)
+    steps: int = rule(50, "Steps to train, both models.", at_least=1)
     batch_size: int | None = rule(
         None, "Samples per rank and step; null = as configured.", at_least=1
     )
     heldout_steps: int | None = rule(
         None, "Global batches to evaluate on; null = as configured.", at_least=1
+    )
+    folds: tuple[int, ...] | None = rule(
+        None,
+        "Runs of heldout_steps batches of a Criteo file; each is held out of a training of its "
+        "own. null = as configured.",
+        at_least=0,
     )
     cardinalities: str | None = rule(
         None, "Published table sizes; null = as configured.", choices=CARDINALITY_NAMES
@@ -53,6 +59,8 @@ class QualityCheck(Rules):
     )
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     """Trains both."""
+    baseline_steps: int | None = rule(None, "Likewise of the other model.", at_least=1)
+    baseline_optimizer: OptimizerConfig | None = rule(None, "Trains the other model alone.")
     hot_rows: int = rule(
         1000, "Replicated rows, for kind parity: no table is left to stock.", at_least=0
     )
@@ -78,8 +86,16 @@ class QualityCheck(Rules):
             for key, kind in _NEEDED.items()
             if (self.kind == kind) != (getattr(self, key) is not None)
         ]
-        if self.baseline_sizes and self.kind != ABOVE:
-            problems.append(f"baseline_sizes: kind {self.kind} has no other model; remove them")
+        if self.kind != ABOVE:
+            problems += [
+                f"{key}: kind {self.kind} has no other model; remove it"
+                for key in ("baseline_sizes", "baseline_steps", "baseline_optimizer")
+                if getattr(self, key) is not None
+            ]
+        if self.folds is not None and self.kind == PARITY:
+            problems.append("folds: kind parity trains on the first alone; remove them")
+        if self.folds is not None and len(set(self.folds)) < max(1, len(self.folds)):
+            problems.append(f"folds: expected each once, at least one, got {list(self.folds)}")
         return problems
 
 

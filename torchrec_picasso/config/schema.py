@@ -89,6 +89,11 @@ class DataConfig(Rules):
     heldout_steps: int = rule(
         4, "Global batches kept out of training, for statistics and evaluation.", at_least=1
     )
+    heldout_fold: int = rule(
+        0,
+        "Which run of heldout_steps global batches of a Criteo file they are; 0 = the first.",
+        at_least=0,
+    )
 
     def cross_problems(self) -> list[str]:
         """A Criteo file has 26 id columns and one label; fields are in no file."""
@@ -106,6 +111,11 @@ class DataConfig(Rules):
             return [
                 f"num_tasks: only generated samples of kind criteo have {self.num_tasks} labels; "
                 "remove num_tasks, or set path to null and kind to criteo"
+            ]
+        if self.heldout_fold and (self.path is None or self.kind != "criteo"):
+            return [
+                f"heldout_fold: only a Criteo file has others than the first, got "
+                f"{self.heldout_fold}; remove it, or set path and kind criteo"
             ]
         if self.kind == "fields" and self.path is not None:
             return [f"path: fields are generated, got {self.path}; remove path or change kind"]

@@ -6,12 +6,13 @@ both models are judged on the same draw. Of several tasks figures are means over
 
 Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13: percentiles.
 
-Shape letters: N held-out samples, T tasks.
+Shape letters: F folds, N held-out samples, T tasks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,7 @@ __all__ = [
     "area_under_curve",
     "as_hot_cold",
     "as_stock",
+    "mean_auc",
     "paired_bootstrap",
     "score_on_rank",
 ]
@@ -149,18 +151,31 @@ def area_under_curve(labels_N: NDArray[np.float32], scores_N: NDArray[np.float32
     return float(above / (num_ones * num_zeros))
 
 
-def paired_bootstrap(ours: Scores, other: Scores, seed: int = 0) -> Interval:
-    """The difference of two models' areas under the curve, and its 95 % interval.
+def paired_bootstrap(
+    ours_F: Sequence[Scores], other_F: Sequence[Scores], seed: int = 0
+) -> Interval:
+    """The difference of two models' areas under the curve, a mean over folds, with its interval.
+
+    Samples are drawn within their fold: those of two folds were judged by different trainings.
 
     Args:
-        ours: One model's.
-        other: The other's, of the same samples.
+        ours_F: One model's, of each fold's training.
+        other_F: The other's, of the same samples.
         seed: Draws.
     """
     rng = np.random.default_rng(seed)
     differences = []
     for _ in range(_DRAWS):
-        drawn_N = rng.integers(len(ours), size=len(ours))
-        differences.append(ours.of(drawn_N).auc - other.of(drawn_N).auc)
+        draws_F = [rng.integers(len(ours), size=len(ours)) for ours in ours_F]
+        differences.append(
+            mean_auc([ours.of(draw_N) for ours, draw_N in zip(ours_F, draws_F)])
+            - mean_auc([other.of(draw_N) for other, draw_N in zip(other_F, draws_F)])
+        )
     low, high = np.percentile(differences, _PERCENTILES)
-    return Interval(difference=ours.auc - other.auc, low=float(low), high=float(high))
+    difference = mean_auc(ours_F) - mean_auc(other_F)
+    return Interval(difference=difference, low=float(low), high=float(high))
+
+
+def mean_auc(scores_F: Sequence[Scores]) -> float:
+    """Area under the curve, a mean over folds."""
+    return float(np.mean([scores.auc for scores in scores_F]))

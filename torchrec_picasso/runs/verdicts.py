@@ -1,23 +1,28 @@
 """What comes of a quality check: both of its sides are trained, and their figures are compared.
 
 A training that several checks name is run once.
+
+Shape letters: F folds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from torchrec_picasso.config import TrainConfig, load_config
+from torchrec_picasso.config import ModelConfig, TrainConfig, load_config
 from torchrec_picasso.config.quality import ABOVE, PARITY, QualityCheck
 from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.runs.quality import (
     Scores,
     as_hot_cold,
     as_stock,
+    mean_auc,
     paired_bootstrap,
     score_on_rank,
 )
@@ -87,15 +92,16 @@ class Checker:
 
     def _above(self, wanted: QualityCheck) -> Verdict:
         assert wanted.baseline is not None
-        ours = self._score(self._configured(wanted.config, wanted))
-        other = self._score(self._configured(wanted.baseline, wanted, of_baseline=True))
-        by = paired_bootstrap(ours, other)
+        ours_F = self._folds(wanted, self._configured(wanted.config, wanted))
+        other_F = self._folds(wanted, self._baseline(wanted.baseline, wanted))
+        by = paired_bootstrap(ours_F, other_F)
+        auc, other_auc, num_samples = mean_auc(ours_F), mean_auc(other_F), _num_samples(ours_F)
         return Verdict(
             holds=by.low > wanted.least_margin,
-            found=f"AUC {ours.auc:.4f} and {other.auc:.4f}, {by.difference:+.4f} "
-            f"({by.low:+.4f} to {by.high:+.4f}) on {len(ours):,} samples",
+            found=f"AUC {auc:.4f} and {other_auc:.4f}, {by.difference:+.4f} "
+            f"({by.low:+.4f} to {by.high:+.4f}) on {num_samples:,} samples",
             figures={
-                **{"auc": ours.auc, "baseline_auc": other.auc, "samples": len(ours)},
+                **{"auc": auc, "baseline_auc": other_auc, "samples": num_samples},
                 **{"difference": by.difference, "low": by.low, "high": by.high},
             },
         )
@@ -103,25 +109,22 @@ class Checker:
     def _value(self, wanted: QualityCheck) -> Verdict:
         assert wanted.value is not None
         assert wanted.tolerance is not None
-        ours = self._score(self._configured(wanted.config, wanted))
-        found = float(getattr(ours, wanted.metric))
+        ours_F = self._folds(wanted, self._configured(wanted.config, wanted))
+        found = float(np.mean([getattr(ours, wanted.metric) for ours in ours_F]))
         return Verdict(
             holds=abs(found - wanted.value) <= wanted.tolerance,
             found=f"{wanted.metric} {found:.4f}, expected {wanted.value:.4f} within "
-            f"{wanted.tolerance:g}, on {len(ours):,} samples",
+            f"{wanted.tolerance:g}, on {_num_samples(ours_F):,} samples",
             figures={
                 **{wanted.metric: found, "value": wanted.value},
-                **{"tolerance": wanted.tolerance, "samples": len(ours)},
+                **{"tolerance": wanted.tolerance, "samples": _num_samples(ours_F)},
             },
         )
 
-    def _configured(
-        self, name: str, wanted: QualityCheck, of_baseline: bool = False
-    ) -> TrainConfig:
+    def _configured(self, name: str, wanted: QualityCheck) -> TrainConfig:
         config = load_config(self.folder / name)
         asked = {key: getattr(wanted, key) for key in _OF_DATA}
         data = {"path": wanted.data, **asked}
-        sizes = wanted.baseline_sizes if of_baseline else wanted.sizes
         return dataclasses.replace(
             config,
             steps=wanted.steps,
@@ -129,11 +132,27 @@ class Checker:
             data=dataclasses.replace(
                 config.data, **{key: value for key, value in data.items() if value is not None}
             ),
-            model=dataclasses.replace(
-                config.model, sizes={**(config.model.sizes or {}), **(sizes or {})} or None
-            ),
+            model=_resized(config.model, wanted.sizes),
             optimizer=wanted.optimizer,
         )
+
+    def _baseline(self, name: str, wanted: QualityCheck) -> TrainConfig:
+        alike = dataclasses.replace(
+            wanted,
+            sizes=wanted.baseline_sizes,
+            steps=wanted.baseline_steps or wanted.steps,
+            optimizer=wanted.baseline_optimizer or wanted.optimizer,
+        )
+        return self._configured(name, alike)
+
+    def _folds(self, wanted: QualityCheck, config: TrainConfig) -> list[Scores]:
+        """A training for each fold."""
+        return [
+            self._score(
+                dataclasses.replace(config, data=dataclasses.replace(config.data, heldout_fold=fold))
+            )
+            for fold in wanted.folds or (config.data.heldout_fold,)
+        ]
 
     def _score(self, config: TrainConfig) -> Scores:
         for known, scores in self._known:
@@ -143,3 +162,11 @@ class Checker:
         scores = run_ranks(score_on_rank, config.ranks, config, timeout_s=config.timeout_s)[0]
         self._known.append((config, scores))
         return scores
+
+
+def _resized(model: ModelConfig, sizes: Mapping[str, Any] | None) -> ModelConfig:
+    return dataclasses.replace(model, sizes={**(model.sizes or {}), **(sizes or {})} or None)
+
+
+def _num_samples(scores_F: list[Scores]) -> int:
+    return sum(map(len, scores_F))

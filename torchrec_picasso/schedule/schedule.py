@@ -120,6 +120,7 @@ def training_schedule(
 
     What no update waits for is on the wire first and needed last: the clean rows of the next batch
     follow the dirty rows of this one, so the wire works while forward does; ids are a step ahead.
+    Where no clean rows are fetched, the next batch is laid out while the last gradients travel.
 
     Args:
         this: How the batch of the step is interleaved.
@@ -129,15 +130,16 @@ def training_schedule(
     """
     following = following or this
     waves = _waves(num_waves)
-    ops = _look_ahead(following)
-    ops += _of_chunks("forward", THIS, this)
+    ahead = _look_ahead(following)
+    laid_out_late = [] if following.lookahead else [ahead.pop(0)]
+    ops = [*ahead, *_of_chunks("forward", THIS, this)]
     ops.append(Op("send_ids", AFTER))
     for index in reversed(range(1, this.num_micro_batches)):
         ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
     ops += [Op("reduce_dense"), Op("backward", THIS, 0)]  # dense sums start while that one runs
     for wave in waves:
         ops += [Op("send_gradients", THIS, 0, wave), Op("reduce_hot", THIS, wave=wave)]
-    ops += _ids_arrive(AFTER, after or following)
+    ops += [*laid_out_late, *_ids_arrive(AFTER, after or following)]
     for wave in waves:
         ops += [Op("update", THIS, wave=wave), Op("fetch_dirty", NEXT, 0, wave)]
     ops += _of_chunks("fetch_dirty", NEXT, following, first=1)

@@ -1,8 +1,9 @@
 """Criteo samples as endless batches, each rank taking its own samples of the same global batch.
 
-The file is one circle of samples, read in order: after the last sample comes the first. The first
-``heldout_steps`` global batches are kept out of that circle. Every rank reads the whole file and
-drops the other ranks' samples: simple and the same for both formats, at W times the reading.
+The file is one circle of samples, read in order: after the last sample comes the first. A run of
+``heldout_steps`` global batches is kept out of that circle, the first one or, to train as often as
+there are folds, a later one. Every rank reads the whole file and drops the other ranks' samples:
+simple and the same for both formats, at W times the reading.
 """
 
 from __future__ import annotations
@@ -51,20 +52,21 @@ class CriteoSource(CriteoColumns):
         Raises:
             PicassoError: If the file is malformed, or has no full global batch left for training.
         """
-        stream = _Circle(self._path, self._num_heldout(world_size), self._global_size(world_size))
+        stream = _Circle(self._path, *self._heldout(world_size), self._global_size(world_size))
         for step in itertools.count():
             chunk = stream.take(self._global_size(world_size), keep=step >= start_step)
             if chunk is not None:
                 yield self._share(chunk, rank)
 
     def heldout(self, rank: int, world_size: int) -> Iterator[Batch]:
-        """This rank's share of the file's first ``heldout_steps`` global batches.
+        """This rank's share of the ``heldout_steps`` global batches that are kept out.
 
         Raises:
             PicassoError: If the file is malformed or has fewer samples.
         """
+        first, behind = self._heldout(world_size)
         global_size = self._global_size(world_size)
-        stream = _Circle(self._path, 0, self._num_heldout(world_size) + global_size)
+        stream = _Circle(self._path, 0, first, behind - first)
         for _ in range(self._data.heldout_steps):
             chunk = stream.take(global_size, keep=True)
             assert chunk is not None
@@ -73,8 +75,10 @@ class CriteoSource(CriteoColumns):
     def _global_size(self, world_size: int) -> int:
         return self._data.batch_size * world_size
 
-    def _num_heldout(self, world_size: int) -> int:
-        return self._data.heldout_steps * self._global_size(world_size)
+    def _heldout(self, world_size: int) -> tuple[int, int]:
+        """Samples kept out: the first, and the first one behind them."""
+        num_samples = self._data.heldout_steps * self._global_size(world_size)
+        return self._data.heldout_fold * num_samples, (self._data.heldout_fold + 1) * num_samples
 
     def _share(self, chunk: SampleChunk, rank: int) -> Batch:
         size = self._data.batch_size
@@ -113,12 +117,19 @@ def log_dense(dense_NI: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 class _Circle:
-    """The samples of a file behind the held-out ones, again and again, cut into pieces."""
+    """The samples of a file but for a run of them, again and again, cut into pieces.
 
-    def __init__(self, path: Path, num_skipped: int, num_needed: int) -> None:
+    Args:
+        path: The file.
+        first: Where the run begins that is left out.
+        behind: The first sample behind it.
+        num_needed: Samples that must be left for training; a file with fewer is an error.
+    """
+
+    def __init__(self, path: Path, first: int, behind: int, num_needed: int) -> None:
         self._path = path
-        self._num_skipped = num_skipped
-        self._num_needed = num_needed  # a pass with fewer samples is an error
+        self._first, self._behind = first, behind
+        self._num_needed = num_needed
         self._chunks = self._endless()
         self._rest: SampleChunk | None = None
 
@@ -137,13 +148,16 @@ class _Circle:
         while True:
             num_seen = 0
             for chunk in read_criteo(self._path):
-                skipped = min(len(chunk), max(0, self._num_skipped - num_seen))
+                before = max(0, min(len(chunk), self._first - num_seen))
+                after = max(0, min(len(chunk), self._behind - num_seen))
                 num_seen += len(chunk)
-                if skipped < len(chunk):
-                    yield chunk.slice(skipped, len(chunk))
-            if num_seen < self._num_skipped + self._num_needed:
+                for start, stop in ((0, before), (after, len(chunk))):
+                    if start < stop:
+                        yield chunk.slice(start, stop)
+            num_wanted = self._behind - self._first + self._num_needed
+            if num_seen < max(self._behind, num_wanted):
                 raise PicassoError(
-                    f"{self._path}: {num_seen} samples, but {self._num_skipped + self._num_needed} "
+                    f"{self._path}: {num_seen} samples, but {max(self._behind, num_wanted)} "
                     "are needed for the held-out samples and one global batch (batch_size x ranks)"
                     "; give a larger file, or lower batch_size or heldout_steps"
                 )
