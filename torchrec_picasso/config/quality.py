@@ -60,7 +60,8 @@ class QualityCheck(Rules):
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     """Trains both."""
     baseline_steps: int | None = rule(None, "Likewise of the other model.", at_least=1)
-    baseline_optimizer: OptimizerConfig | None = rule(None, "Trains the other model alone.")
+    baseline_optimizer: OptimizerConfig | None = dataclasses.field(default=None)
+    """Trains the other model alone."""
     hot_rows: int = rule(
         1000, "Replicated rows, for kind parity: no table is left to stock.", at_least=0
     )

@@ -147,12 +147,9 @@ class Checker:
 
     def _folds(self, wanted: QualityCheck, config: TrainConfig) -> list[Scores]:
         """A training for each fold."""
-        return [
-            self._score(
-                dataclasses.replace(config, data=dataclasses.replace(config.data, heldout_fold=fold))
-            )
-            for fold in wanted.folds or (config.data.heldout_fold,)
-        ]
+        folds = wanted.folds or (config.data.heldout_fold,)
+        of_folds = [dataclasses.replace(config.data, heldout_fold=fold) for fold in folds]
+        return [self._score(dataclasses.replace(config, data=data)) for data in of_folds]
 
     def _score(self, config: TrainConfig) -> Scores:
         for known, scores in self._known:
