@@ -24,6 +24,7 @@ ROWS = (
     ("placement", "frequency", "exchange", "batches", "launch", "schedule"),
     ("cost", "storage"),
     ("rows", "comparison", "feed", "decision"),
+    ("refresh",),
     ("sharding", "planner"),
     ("train_pipeline",),
     ("timeline", "zoo"),

@@ -18,6 +18,8 @@ from torchrec_picasso.errors import (
 from torchrec_picasso.frequency.stats import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.planner import hot_cold_planner
+from torchrec_picasso.refresh.policy import Refresh
+from torchrec_picasso.sharding.hot_row_refresher import HotRowRefresher
 from torchrec_picasso.sharding.processed_sharder import (
     HotColdFeatureProcessedEmbeddingBagCollectionSharder,
 )
@@ -37,10 +39,12 @@ __all__ = [
     "HotColdEmbeddingCollectionSharder",
     "HotColdFeatureProcessedEmbeddingBagCollectionSharder",
     "HotColdParams",
+    "HotRowRefresher",
     "InputError",
     "InterleavedTrainPipeline",
     "PicassoError",
     "PlanError",
+    "Refresh",
     "__version__",
     "hot_cold_planner",
 ]

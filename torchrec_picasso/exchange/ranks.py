@@ -75,6 +75,19 @@ class Ranks:
         work: Pending = dist.all_reduce(values, group=self.pg, async_op=True)
         return work
 
+    def gather(self, values: Tensor) -> Tensor:
+        """Brings the values of all ranks together. Collective.
+
+        Args:
+            values: Of this rank, of one shape on all.
+
+        Returns:
+            Shape ``(W, ...)``.
+        """
+        gathered = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(gathered, values.contiguous(), group=self.pg)
+        return torch.stack(gathered)
+
 
 def _checked(codec: QuantizedCommCodec) -> QuantizedCommCodec:
     if codec.quantized_dtype not in _PRECISIONS:

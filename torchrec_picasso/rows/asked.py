@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchrec_picasso.ops.fetch_order import FetchOrder
 from torchrec_picasso.storage.row_storage import RowStorage
+from torchrec_picasso.storage.row_uses import RowUses
 
 __all__ = ["Asked", "AskedBags", "AskedRows"]
 
@@ -41,6 +42,9 @@ class Asked(Protocol):
             touched_t: Hot slots that are updated too.
             grads_mD: Gradients of what was read, in request order, then of these.
         """
+
+    def count_uses(self, uses: RowUses, slots_h: Tensor) -> None:
+        """Counts its rows, and the replicas that this rank's batch uses."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
@@ -78,6 +82,10 @@ class AskedRows:
     def update(self, storage: RowStorage, touched_t: Tensor, grads_mD: Tensor) -> None:
         """Updates the rows and replicas."""
         storage.update(self.rows_n, touched_t, grads_mD)
+
+    def count_uses(self, uses: RowUses, slots_h: Tensor) -> None:
+        """Counts both."""
+        uses.count(self.rows_n, slots_h)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
@@ -133,6 +141,9 @@ class AskedBags:
         assert not touched_t.numel()
         grads_SD = self._scaled(grads_mD, slice(len(grads_mD)))
         storage.update_bags(self.rows_N, self.offsets_S1, self.weights_N, grads_SD)
+
+    def count_uses(self, uses: RowUses, slots_h: Tensor) -> None:
+        """Counts nothing: no row of theirs can be hot."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""

@@ -137,6 +137,13 @@ class BatchGradients:
         """Updates every row that the batch used; see :func:`update_rows`."""
         return update_rows(self._group, [self], wave, untrained)
 
+    def count_uses(self, pack: int) -> None:
+        """Counts which rows of a pack the batch used, where somebody wants to know."""
+        uses = self._group.storages[pack].uses
+        if uses is not None:
+            layout = self._layout.packs[pack]
+            layout.source.count_uses(uses, layout.hot_slots)
+
     def end(self, pack: int) -> bool:
         """Ends the use of a pack's gradients; with the last one their memory is given back.
 
@@ -178,6 +185,7 @@ def update_rows(
             asked, slots, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
             asked.update(group.storages[pack], slots, grads.div_(divisor) if divisor > 1 else grads)
         for of_batch in gradients:
+            of_batch.count_uses(pack)
             are_updated = of_batch.end(pack)
     return are_updated
 

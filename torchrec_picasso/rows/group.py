@@ -48,6 +48,7 @@ class RowGroup:
         self.ranks = ranks
         self.device = device
         self.buffers_M = [RowBuffers(dim, device) for dim in self.plan.dim_M]
+        self._joined: Sequence[RowGroup] = ()
         self._module_P = {table.pack: table.module for table in tables}
         self._bag_features_of = Counter(
             table.module for table in tables if table.as_bags for _ in table.feature_names
@@ -75,7 +76,39 @@ class RowGroup:
                     pack = len(storages)
                     tables += [replace(of, module=module, pack=pack, wave=0) for of in of_pack]
                     storages.append(group.storages[old_pack])
-        return RowGroup(tables, storages, groups[0].ranks, groups[0].device)
+        joined = RowGroup(tables, storages, groups[0].ranks, groups[0].device)
+        joined._joined = groups
+        joined.hot = replace(joined.hot, epoch=joined._joined_epoch)
+        return joined
+
+    @property
+    def _joined_epoch(self) -> int:
+        return sum(group.hot.epoch for group in self._joined)
+
+    def change_hot_rows(self, hot_rows_T: Sequence[Tensor]) -> None:
+        """Says which rows are hot from now on; those who keep replicas are told elsewhere.
+
+        Args:
+            hot_rows_T: Of each table, ascending int64; of each pack as many as before.
+        """
+        self.tables = [
+            replace(table, hot_rows_H=rows) for table, rows in zip(self.tables, hot_rows_T)
+        ]
+        epoch = self._joined_epoch if self._joined else self.hot.epoch + 1
+        hot = HotSlots.build(self.tables, self.device, epoch)
+        assert hot.start_P1 == self.hot.start_P1, "a pack keeps its number of replicas"
+        self.hot = hot
+
+    def follow_hot_rows(self) -> None:
+        """Takes over the hot rows of the groups that it joins, where these were changed."""
+        if not self._joined or self.hot.epoch == self._joined_epoch:
+            return
+        of_table = {
+            (module, table.name): table.hot_rows_H
+            for module, group in enumerate(self._joined)
+            for table in group.tables
+        }
+        self.change_hot_rows([of_table[table.module, table.name] for table in self.tables])
 
     @property
     def row_storages(self) -> Sequence[RowStorage]:

@@ -31,7 +31,7 @@ from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import PackLayout, RowLayout
 
-__all__ = ["RowRequest"]
+__all__ = ["RowRequest", "laid_out_again"]
 
 
 class RowRequest:
@@ -201,6 +201,20 @@ class RowRequest:
     def _one_for_each(self, exchanges: Exchanges, dtype: torch.dtype) -> Tensor:
         """An empty vector with room for each of some rows."""
         return self._batch.located.target_U.new_empty(exchanges.num_rows, dtype=dtype)
+
+
+def laid_out_again(group: RowGroup, layout: RowLayout) -> RowLayout:
+    """A batch of one part, laid out anew because other rows are hot since. Collective.
+
+    Args:
+        group: The tables.
+        layout: Of the batch, by the hot set before.
+    """
+    with torch.no_grad():
+        request = RowRequest(group, BatchIds.read(layout.features_of, group))
+        request.send_ids()
+        request.receive_ids()
+        return request.lay_out()
 
 
 def _fetch_orders(exchanges_P: Sequence[Exchanges], dirty_P: Sequence[Tensor]) -> list[FetchOrder]:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import RowLayout
+from torchrec_picasso.rows.request import laid_out_again
 
 __all__ = ["InBackwardDriver"]
 
@@ -41,6 +43,8 @@ class InBackwardDriver:
             layout: Of the batch.
             weights_N: Per-sample weights in KeyedJaggedTensor order, with their graph.
         """
+        if layout.hot_epoch != self._group.hot.epoch:
+            layout = laid_out_again(self._group, layout)
         rows = BatchRows(self._group, layout)
         rows.fetch_dirty(0)
         rows.read_hot()
@@ -48,6 +52,10 @@ class InBackwardDriver:
 
     def _send(self, layout: RowLayout, grads_M: Sequence[Tensor]) -> None:
         """Sends a batch's gradients and asks for the update; called in backward. Collective."""
+        if layout.hot_epoch != self._group.hot.epoch:
+            raise PicassoError(
+                "hot rows changed between a forward and its backward; change them between steps"
+            )
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._in_flight.clear()  # left by a backward that raised before its end

@@ -64,6 +64,22 @@ class HotHomes:
             homes.append(HotHomes(nothing, (0,) * space.world_size, nothing, rank))
         return homes
 
+    def of_slots(self, is_wanted_H: Tensor) -> HotHomes:
+        """Some of the slots alone.
+
+        Args:
+            is_wanted_H: Which, bool, shape ``(H_p,)``.
+        """
+        wanted = is_wanted_H[self.slots_by_home_H]
+        slots_W = torch.tensor(self.slots_W, device=wanted.device)
+        home_H = torch.repeat_interleave(slots_W)[wanted]
+        return HotHomes(
+            slots_by_home_H=self.slots_by_home_H[wanted],
+            slots_W=tuple(torch.bincount(home_H, minlength=len(self.slots_W)).tolist()),
+            own_rows_h=self.own_rows_h[is_wanted_H[self.own_slots()]],
+            rank=self.rank,
+        )
+
     def own_slots(self) -> Tensor:
         """Slots at home on this rank, in the order of ``own_rows_h``."""
         return self.slots_by_home_H.split(list(self.slots_W))[self.rank]
@@ -86,11 +102,11 @@ class HotHomes:
             ranks: Who exchanges.
 
         Cost:
-            Every rank receives ``H_p`` rows.
+            Every rank receives as many rows as these slots.
         """
         own = homes[self.own_rows_h]
         world_size = len(self.slots_W)
-        received = replicas.new_empty(replicas.shape)
+        received = replicas.new_empty(self.num_hot_rows, *replicas.shape[1:])
         PackedAllToAll(
             ranks,
             [torch.cat([own] * world_size)],

@@ -22,6 +22,7 @@ from torchrec_picasso.storage.exactness import check_exact
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.memory_layout import choose_memory
 from torchrec_picasso.storage.row_tables import RowTables
+from torchrec_picasso.storage.row_uses import RowUses
 from torchrec_picasso.storage.write_order import WriteOrder
 
 __all__ = ["RowStorage"]
@@ -65,11 +66,18 @@ class RowStorage(nn.Module):
         self._filled_versions: tuple[int, ...] | None = None
         self._replicas_ahead = False
         self._own_versions = self._versions()
+        self.uses: RowUses | None = None
+        """Counts of uses, where somebody asked for them."""
 
     @property
     def tables(self) -> RowTables:
         """Weights and optimizer state."""
         return self._tables
+
+    @property
+    def num_hot_rows(self) -> int:
+        """Hot rows of the pack."""
+        return self._hot_homes.num_hot_rows
 
     # -- training ------------------------------------------------------------------------------
 
@@ -155,6 +163,36 @@ class RowStorage(nn.Module):
         self._tables.update_bags(rows_N, offsets_S1, weights_N, grads_SD)
         self._order.has_written()
         self._own_versions = self._versions()
+
+    # -- a change of the hot set --------------------------------------------------------------
+
+    def start_counting(self) -> None:
+        """Counts uses from now on; goes on where it has begun."""
+        if self.uses is None:
+            self.uses = RowUses(len(self._homes), self.num_hot_rows, self._homes.device)
+
+    def change_hot_set(self, hot_homes: HotHomes, old_slot_H: Tensor) -> None:
+        """Gives the slots to other rows, as many as before. Collective.
+
+        Rows that leave are at home with all that they learned; those that enter come from there.
+
+        Args:
+            hot_homes: Of the new hot set.
+            old_slot_H: Slot in the old set of each row of the new one, -1 for one that enters,
+                int64, shape ``(H_p,)``.
+        """
+        self.flush()
+        was_stale, was_written = self.replicas_stale(), self.written_outside()
+        entering = hot_homes.of_slots(old_slot_H < 0)
+        stays = old_slot_H >= 0
+        for rows in self._tables.per_row():
+            rows.replicas[stays] = rows.replicas[old_slot_H[stays]]
+            entering.broadcast(rows.homes, rows.replicas, self._ranks)
+        self._order.has_written()
+        self._hot_homes = hot_homes
+        self._filled_versions = None if was_stale else self._versions()
+        if not was_written:
+            self._own_versions = self._versions()
 
     # -- replicas as a cache of the homes ------------------------------------------------------
 

@@ -26,6 +26,8 @@ from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.feed.id_stream import IdStream
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.refresh.policy import Refresh
+from torchrec_picasso.refresh.refresher import Refreshed
 from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
     Op,
@@ -41,6 +43,7 @@ from torchrec_picasso.train_pipeline.boarding import Boarding
 from torchrec_picasso.train_pipeline.cut_check import CutCheck, is_due
 from torchrec_picasso.train_pipeline.data_parallel import around_data_parallel, renew_data_parallel
 from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.hot_sets import HotSets
 from torchrec_picasso.train_pipeline.model_parts import (
     dense_parameters,
     inner_model,
@@ -111,6 +114,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             same types.
         loss_reduction: Whether the model's losses are a ``"mean"`` over samples or a ``"sum"``; a
             sum within the model's output needs ``join_outputs``.
+        refresh: How hot rows follow what is looked up; ``None`` = they stay the plan's.
 
     Raises:
         ConfigError: If ``num_micro_batches`` is less than 1, or the reduction is not known.
@@ -144,6 +148,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         split_batch: SplitBatch | None = None,
         join_outputs: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
         loss_reduction: str = "mean",
+        refresh: Refresh | None = None,
     ) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"loss_reduction is {loss_reduction!r}, expected 'mean' or 'sum'")
@@ -201,6 +206,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._taken: PipelinedModel | None = None
         self._regroups = Regroups()
         self._look = FirstLook()
+        self._hot_sets = HotSets(refresh)
 
     @property
     def num_micro_batches(self) -> int:
@@ -221,6 +227,15 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     def is_settled(self) -> bool:
         """Whether all further batches will be cut and fetched like the next one."""
         return self._choice.is_settled
+
+    @property
+    def last_refresh(self) -> Refreshed | None:
+        """What came of the last look at the hot set, with ``refresh``; the same on all ranks."""
+        return self._hot_sets.last
+
+    def hot_rows(self) -> dict[str, Tensor]:
+        """The hot rows of interleaved tables by name, ascending int64, after the first step."""
+        return self._hot_sets.hot_rows()
 
     @property
     def schedule(self) -> Schedule:
@@ -261,6 +276,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         attached_again = self._taken is None
         if attached_again:
             self._rewrite(flight.batch, flight.context)
+        if self._hot_sets.have_changed():  # those in flight were laid out by others
+            self._board_again()
+            flight = self._flights[0]
         for rows in flight.rows:
             if attached_again or rows.are_outdated:  # it may have been trained while detached
                 rows.fetch_again()
@@ -279,6 +297,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             span = start, self._clock.stamp()
             if len(settings) == NUM_BATCHES:
                 self._choice.note_step(settings, span, self._clock, pg, self._device)
+            self._hot_sets.end_step()
         else:
             with step_range(self._batch_count):
                 self._walk(evaluation_schedule(*settings, num_waves=self._num_waves))
@@ -451,6 +470,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self.detach()
             raise
         found.join_splits()
+        self._hot_sets.take(found.groups)
         self._feed.asks_ahead = found.has_stock_means
         self._operations, self._cut_check = self._operating(found), self._checking(found)
         self._taken, self._regroups = found, Regroups.of(found.inner, self._device)

@@ -1,0 +1,76 @@
+"""Which rows enter a hot set and which leave it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchrec_picasso import Refresh
+from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.refresh.choice import choose_swaps
+
+HOT_USES = torch.tensor([9.0, 2.0, 5.0, 2.0])
+IDS = torch.tensor([40, 10, 30, 20])
+USES = torch.tensor([4.0, 8.0, 8.0, 2.4])
+
+
+def swaps(margin: float = 0.25, most: int = 4) -> tuple[list[int], list[int]]:
+    leaving, entering = choose_swaps(HOT_USES, IDS, USES, margin=margin, most=most)
+    return leaving.tolist(), IDS[entering].tolist()
+
+
+def test_the_most_used_enter_for_the_least_used() -> None:
+    # slots 1 and 3 are used alike, and so are 10 and 30: the first of them come first
+    assert swaps() == ([1, 3], [10, 30])
+    assert swaps(most=1) == ([1], [10])
+    assert swaps(margin=3.5) == ([], [])
+
+
+def test_a_row_used_alike_does_not_enter() -> None:
+    hot = torch.tensor([4.0, 4.0])
+    alike = torch.tensor([4.9, 4.0])
+    leaving, _ = choose_swaps(hot, torch.tensor([1, 2]), alike, margin=0.25, most=2)
+    assert leaving.tolist() == []
+    leaving, entering = choose_swaps(hot, torch.tensor([1, 2]), alike, margin=0.2, most=2)
+    assert (leaving.tolist(), entering.tolist()) == ([0], [0])
+
+
+def test_rows_hardly_used_are_no_candidates() -> None:
+    leaving, _ = choose_swaps(
+        torch.zeros(2), torch.tensor([1]), torch.tensor([0.9]), margin=0.0, most=2
+    )
+    assert leaving.numel() == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_pair_is_left_that_should_have_changed(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def uses(count: int) -> Tensor:
+        return torch.randint(0, 12, (count,), generator=generator).float()
+
+    hot, cold = uses(20), uses(50)
+    ids = torch.randperm(50, generator=generator)
+    leaving, entering = choose_swaps(hot, ids, cold, margin=0.25, most=20)
+    stay = torch.ones(20, dtype=torch.bool).index_fill_(0, leaving, False)
+    out = torch.ones(50, dtype=torch.bool).index_fill_(0, entering, False)
+    assert len(set(leaving.tolist())) == len(set(entering.tolist())) == len(leaving)
+    assert (cold[entering] > hot[leaving] * 1.25).all()
+    if stay.any():
+        best = cold[out].max()
+        assert not (best > hot[stay].min() * 1.25 and best >= 1)
+    # the order in which homes name them changes nothing
+    again = torch.randperm(50, generator=generator)
+    left, entered = choose_swaps(hot, ids[again], cold[again], margin=0.25, most=20)
+    assert left.tolist() == leaving.tolist()
+    assert ids[again][entered].tolist() == ids[entering].tolist()
+
+
+def test_a_policy_out_of_range_is_refused_with_every_problem() -> None:
+    with pytest.raises(ConfigError, match="every_steps is 0, expected at least 1; margin is -1"):
+        Refresh(every_steps=0, margin=-1)
+    with pytest.raises(ConfigError, match=r"most_moved is 0, expected a part above 0"):
+        Refresh(most_moved=0)
+    assert Refresh(every_steps=10, half_life_steps=5).fading(10) == 0.25
+    assert Refresh(every_steps=10).half_life == 20

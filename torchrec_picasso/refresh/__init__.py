@@ -1,0 +1,1 @@
+"""Changes of the hot set while a model trains; results stay those of plain training."""

@@ -1,0 +1,49 @@
+"""Which rows become hot and which stop to be, by how often they were used. Sends nothing.
+
+Shape letters: H hot rows, C candidates, s rows that change places.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["choose_swaps"]
+
+_LEAST_USES = 1.0
+"""A row that was used less than once lately is no candidate: it would only make noise."""
+
+
+def choose_swaps(
+    hot_uses_H: Tensor,
+    candidate_ids_C: Tensor,
+    candidate_uses_C: Tensor,
+    *,
+    margin: float,
+    most: int,
+) -> tuple[Tensor, Tensor]:
+    """The most used candidates in place of the least used hot rows.
+
+    The same on all ranks that are given the same: of rows used alike those with the least ids
+    enter, and those in the first slots leave.
+
+    Args:
+        hot_uses_H: Uses of the hot rows by all ranks, by slot.
+        candidate_ids_C: Cold rows, each once, integer; in any order.
+        candidate_uses_C: Their uses by all ranks.
+        margin: Part by which a candidate's uses must exceed those of the row that leaves for it.
+        most: Largest number of rows that change.
+
+    Returns:
+        Slots that are left, and places of the candidates that enter, int64, both ``(s,)``.
+    """
+    by_id = torch.argsort(candidate_ids_C)
+    most_used = by_id[torch.argsort(candidate_uses_C[by_id], descending=True, stable=True)]
+    least_used = torch.argsort(hot_uses_H, stable=True)
+    num_pairs = min(most, most_used.numel(), least_used.numel())
+    entering, leaving = most_used[:num_pairs], least_used[:num_pairs]
+    enters = candidate_uses_C[entering] > hot_uses_H[leaving] * (1 + margin)
+    enters &= candidate_uses_C[entering] >= _LEAST_USES
+    # uses fall from pair to pair, and those of the leaving rise: true ones come first
+    num_swaps = int(enters.sum())
+    return leaving[:num_swaps], entering[:num_swaps]

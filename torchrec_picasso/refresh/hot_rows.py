@@ -1,0 +1,82 @@
+"""Changes the hot rows of one module's tables, and keeps what was counted of them.
+
+Shape letters: H hot rows of a pack, T tables, s rows that change places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from torchrec_picasso.refresh.census import Census
+from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.storage.hot_homes import HotHomes
+from torchrec_picasso.storage.row_uses import RowUses
+
+__all__ = ["change_hot_rows"]
+
+Swaps = tuple[Tensor, Tensor]
+
+
+def change_hot_rows(
+    group: RowGroup, packs: Sequence[int], census: Sequence[Census], swaps: Sequence[Swaps]
+) -> None:
+    """Gives replicas to other rows. Collective.
+
+    Args:
+        group: The tables of one module.
+        packs: Those whose hot rows change.
+        census: Of each of these packs.
+        swaps: Of each, slots that are left and places of the candidates that enter.
+    """
+    old_P = [group.hot.ids_H[start:end] for start, end in pairwise(group.hot.start_P1)]
+    new_P, old_slot_P = list(old_P), {}
+    for pack, of_pack, (leaving_s, entering_s) in zip(packs, census, swaps):
+        ids_H = old_P[pack].clone()
+        ids_H[leaving_s] = of_pack.candidate_ids_C[entering_s]
+        new_P[pack], place_H = ids_H.sort()
+        is_new_H = torch.zeros(len(ids_H), dtype=torch.bool, device=ids_H.device)
+        is_new_H[leaving_s] = True
+        old_slot_P[pack] = torch.where(is_new_H[place_H], -1, place_H)
+        _hand_over_uses(group, pack, of_pack, leaving_s, old_P[pack])
+    group.change_hot_rows(_by_table(group, torch.cat(new_P)))
+    homes_P = HotHomes.of_packs(group.tables, group.ranks.rank, group.device)
+    for pack, old_slot_H in old_slot_P.items():
+        storage = group.storages[pack]
+        storage.change_hot_set(homes_P[pack], old_slot_H)
+        assert storage.uses is not None
+        _take_over_uses(storage.uses, homes_P[pack], old_slot_H)
+
+
+def _hand_over_uses(
+    group: RowGroup, pack: int, census: Census, leaving_s: Tensor, ids_H: Tensor
+) -> None:
+    """What was counted of leaving rows goes to their homes."""
+    uses = group.storages[pack].uses
+    assert uses is not None
+    block_s, row_s = group.space.find_blocks(ids_H[leaving_s])
+    is_here_s = group.space.block_rank_TW[block_s] == group.ranks.rank
+    uses.homes_n[row_s[is_here_s]] = census.hot_uses_H[leaving_s][is_here_s]
+
+
+def _take_over_uses(uses: RowUses, homes: HotHomes, old_slot_H: Tensor) -> None:
+    """Counts follow the replicas; those of entering rows are this home's, if it is theirs."""
+    uses.replicas_h = torch.where(
+        old_slot_H >= 0, uses.replicas_h[old_slot_H.clamp(min=0)], uses.replicas_h.new_zeros(())
+    )
+    entering = homes.of_slots(old_slot_H < 0)
+    uses.replicas_h[entering.own_slots()] = uses.homes_n[entering.own_rows_h]
+    uses.homes_n[entering.own_rows_h] = 0.0
+
+
+def _by_table(group: RowGroup, ids_H: Tensor) -> list[Tensor]:
+    """Hot rows of each table of a group, from packed ids in ascending order."""
+    of_rows = [table for table in group.tables if not table.as_bags]
+    bases = list(accumulate((table.num_embeddings for table in of_rows), initial=0))
+    ids_H = ids_H.cpu()
+    edges = torch.searchsorted(ids_H, torch.tensor(bases)).tolist()
+    rows_T = [ids_H[low:high] - base for base, (low, high) in zip(bases, pairwise(edges))]
+    return [*rows_T, *(table.hot_rows_H for table in group.tables if table.as_bags)]

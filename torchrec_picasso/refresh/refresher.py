@@ -1,0 +1,191 @@
+"""Follows what is looked up: counts uses, and now and then changes which rows are hot.
+
+A hot set changes between two steps and on all ranks alike; the number of hot rows does not. Rows
+that leave go home with their optimizer state, rows that enter bring theirs along, so every row has
+learned what it would have learned otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from torchrec_picasso.refresh.census import take_census
+from torchrec_picasso.refresh.choice import choose_swaps
+from torchrec_picasso.refresh.hot_rows import change_hot_rows
+from torchrec_picasso.refresh.policy import Refresh
+from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.storage.row_uses import RowUses
+
+__all__ = ["Refreshed", "Refresher"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refreshed:
+    """What came of a look at the hot set, the same on all ranks.
+
+    Args:
+        step: Steps trained before it.
+        num_hot: Hot rows, over all tables.
+        num_moved: Of these, rows that were not hot before.
+        moved_bytes: Weights and optimizer state of these, as each rank receives them.
+        coverage: Share of uses since the last look or check that were of hot rows; a use is a batch
+            of one rank that looks the row up. 0 without any.
+        home_uses_W: Uses of cold rows at home on each rank, since then.
+    """
+
+    step: int
+    num_hot: int
+    num_moved: int
+    moved_bytes: int
+    coverage: float
+    home_uses_W: tuple[int, ...]
+
+
+class Refresher:
+    """Counts the uses of some tables' rows, and changes their hot sets.
+
+    Args:
+        groups: The tables, a group for each module; all of the same ranks.
+        policy: When, and how readily.
+    """
+
+    def __init__(self, groups: Sequence[RowGroup], policy: Refresh) -> None:
+        self.policy = policy
+        self._groups = groups
+        self._packs_of = [(group, packs) for group in groups if (packs := _packs_with_hot(group))]
+        self._step = 0
+        self._looked_at = 0
+        self._first_coverage: float | None = None
+        for group, packs in self._packs_of:
+            for pack in packs:
+                group.storages[pack].start_counting()
+
+    def is_of(self, groups: Sequence[RowGroup]) -> bool:
+        """Whether it is these tables' refresher."""
+        return list(map(id, groups)) == list(map(id, self._groups))
+
+    @property
+    def num_hot(self) -> int:
+        """Hot rows, over all tables."""
+        return sum(group.hot.num_rows for group, _ in self._packs_of)
+
+    def hot_rows(self) -> dict[str, Tensor]:
+        """The hot rows of each table by name, ascending int64; tables without any are left out."""
+        return {
+            table.name: table.hot_rows_H
+            for group, _ in self._packs_of
+            for table in group.tables
+            if table.hot_rows_H.numel()
+        }
+
+    def step(self) -> Refreshed | None:
+        """Ends a training step. Collective in steps that look or check: all ranks call it.
+
+        Returns:
+            What came of a look at the hot set; ``None`` in other steps.
+        """
+        if not self._packs_of:
+            return None
+        self._step += 1
+        since = self._step - self._looked_at
+        if since >= self.policy.every_steps:
+            return self.look()
+        if self.policy.check_steps is not None and since % self.policy.check_steps == 0:
+            coverage, _ = self._coverage()
+            self._begin_window()
+            if self._first_coverage is None:
+                self._first_coverage = coverage
+            elif coverage < self.policy.coverage_kept * self._first_coverage:
+                return self.look(coverage)
+        return None
+
+    def look(self, coverage: float | None = None) -> Refreshed:
+        """Looks at the hot sets now, and changes them where that pays. Collective.
+
+        Args:
+            coverage: Since the last check, if it is known.
+        """
+        found, home_uses_W = self._coverage()
+        num_moved = moved_bytes = 0
+        for group, packs in self._packs_of:
+            moved, of_group_bytes = self._look_at(group, packs)
+            num_moved += moved
+            moved_bytes += of_group_bytes
+        fading = self.policy.fading(self._step - self._looked_at)
+        for uses in self._uses():
+            uses.fade(fading)
+        self._begin_window()
+        self._looked_at, self._first_coverage = self._step, None
+        return Refreshed(
+            step=self._step,
+            num_hot=self.num_hot,
+            num_moved=num_moved,
+            moved_bytes=moved_bytes,
+            coverage=found if coverage is None else coverage,
+            home_uses_W=home_uses_W,
+        )
+
+    def _look_at(self, group: RowGroup, packs: Sequence[int]) -> tuple[int, int]:
+        """Changes the hot rows of one module. Collective.
+
+        Returns:
+            Rows that entered, and their bytes.
+        """
+        most_P = [
+            max(1, int(self.policy.most_moved * group.storages[pack].num_hot_rows))
+            for pack in packs
+        ]
+        census_P = take_census(group, packs, most_P)
+        swaps_P = [
+            choose_swaps(
+                census.hot_uses_H,
+                census.candidate_ids_C,
+                census.candidate_uses_C,
+                margin=self.policy.margin,
+                most=most,
+            )
+            for census, most in zip(census_P, most_P)
+        ]
+        moved_P = [leaving_s.numel() for leaving_s, _ in swaps_P]
+        if any(moved_P):
+            change_hot_rows(group, packs, census_P, swaps_P)
+        row_bytes_P = [
+            sum(rows.replicas[:1].nbytes for rows in group.storages[pack].tables.per_row())
+            for pack in packs
+        ]
+        return sum(moved_P), sum(moved * of for moved, of in zip(moved_P, row_bytes_P))
+
+    def _coverage(self) -> tuple[float, tuple[int, ...]]:
+        """Share of uses that are of hot rows, and uses at each home. Collective."""
+        group, _ = self._packs_of[0]
+        ranks = group.ranks
+        uses = list(self._uses())
+        sent = torch.tensor(
+            [sum(of.num_hot for of in uses), sum(of.num_cold for of in uses)], device=group.device
+        )
+        hot_W, cold_W = ranks.gather(sent).t().tolist()
+        total = sum(hot_W) + sum(cold_W)
+        return (sum(hot_W) / total if total else 0.0), tuple(cold_W)
+
+    def _begin_window(self) -> None:
+        for uses in self._uses():
+            uses.begin_window()
+
+    def _uses(self) -> Iterator[RowUses]:
+        for group, packs in self._packs_of:
+            for pack in packs:
+                uses = group.storages[pack].uses
+                assert uses is not None, "counting has begun"
+                yield uses
+
+
+def _packs_with_hot(group: RowGroup) -> list[int]:
+    """Packs that have replicas, and rows to choose from."""
+    hot_P = [end - start for start, end in pairwise(group.hot.start_P1)]
+    rows_P = map(sum, group.space.home_rows_PW)
+    return [pack for pack, (hot, rows) in enumerate(zip(hot_P, rows_P)) if 0 < hot < rows]

@@ -1,0 +1,58 @@
+"""The hot sets of the tables that a pipeline drives: changed between steps, by it or by others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from torchrec_picasso.refresh.policy import Refresh
+from torchrec_picasso.refresh.refresher import Refreshed, Refresher
+from torchrec_picasso.train_pipeline.module_group import ModuleGroup
+
+__all__ = ["HotSets"]
+
+
+class HotSets:
+    """Tells when batches in flight were laid out by another hot set.
+
+    Args:
+        policy: How hot rows follow what is looked up; ``None`` = the pipeline changes none.
+    """
+
+    def __init__(self, policy: Refresh | None) -> None:
+        self._policy = policy
+        self._groups: Sequence[ModuleGroup] = ()
+        self._epochs: list[int] = []
+        self._refresher: Refresher | None = None
+        self.last: Refreshed | None = None
+        """What came of the last look."""
+
+    def take(self, groups: Sequence[ModuleGroup]) -> None:
+        """Takes over the tables of a model, or of the same model once more."""
+        self._groups = groups
+        if self._policy is not None:
+            of_modules = [module.group for group in groups for module in group.modules.values()]
+            if self._refresher is None or not self._refresher.is_of(of_modules):
+                self._refresher = Refresher(of_modules, self._policy)
+
+    def hot_rows(self) -> dict[str, Tensor]:
+        """The hot rows of each table that has any, by name."""
+        return {
+            table.name: table.hot_rows_H
+            for group in self._groups
+            for table in group.rows.tables
+            if table.hot_rows_H.numel()
+        }
+
+    def end_step(self) -> None:
+        """Ends a training step, after which rows may become hot that were not. Collective."""
+        if self._refresher is not None:
+            self.last = self._refresher.step() or self.last
+
+    def have_changed(self) -> bool:
+        """Whether other rows are hot than at the last call."""
+        for group in self._groups:
+            group.rows.follow_hot_rows()
+        before, self._epochs = self._epochs, [group.rows.hot.epoch for group in self._groups]
+        return bool(before) and before != self._epochs
