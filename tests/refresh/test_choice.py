@@ -15,8 +15,8 @@ IDS = torch.tensor([40, 10, 30, 20])
 USES = torch.tensor([4.0, 8.0, 8.0, 2.4])
 
 
-def swaps(margin: float = 0.25, most: int = 4) -> tuple[list[int], list[int]]:
-    leaving, entering = choose_swaps(HOT_USES, IDS, USES, margin=margin, most=most)
+def swaps(deviations: float = 1.0, most: int = 4) -> tuple[list[int], list[int]]:
+    leaving, entering = choose_swaps(HOT_USES, IDS, USES, deviations=deviations, most=most)
     return leaving.tolist(), IDS[entering].tolist()
 
 
@@ -24,21 +24,20 @@ def test_the_most_used_enter_for_the_least_used() -> None:
     # slots 1 and 3 are used alike, and so are 10 and 30: the first of them come first
     assert swaps() == ([1, 3], [10, 30])
     assert swaps(most=1) == ([1], [10])
-    assert swaps(margin=3.5) == ([], [])
+    assert swaps(deviations=1.9) == ([], [])  # (8 - 2) / sqrt(8 + 2)
 
 
 def test_a_row_used_alike_does_not_enter() -> None:
-    hot = torch.tensor([4.0, 4.0])
-    alike = torch.tensor([4.9, 4.0])
-    leaving, _ = choose_swaps(hot, torch.tensor([1, 2]), alike, margin=0.25, most=2)
-    assert leaving.tolist() == []
-    leaving, entering = choose_swaps(hot, torch.tensor([1, 2]), alike, margin=0.2, most=2)
-    assert (leaving.tolist(), entering.tolist()) == ([0], [0])
+    hot, ids = torch.tensor([100.0, 100.0]), torch.tensor([1, 2])
+    alike = torch.tensor([130.0, 100.0])  # 30 more, of 15.2 by chance
+    for deviations, expected in ((2.0, []), (1.9, [0])):
+        leaving, entering = choose_swaps(hot, ids, alike, deviations=deviations, most=2)
+        assert leaving.tolist() == entering.tolist() == expected
 
 
 def test_rows_hardly_used_are_no_candidates() -> None:
     leaving, _ = choose_swaps(
-        torch.zeros(2), torch.tensor([1]), torch.tensor([0.9]), margin=0.0, most=2
+        torch.zeros(2), torch.tensor([1]), torch.tensor([0.9]), deviations=0.0, most=2
     )
     assert leaving.numel() == 0
 
@@ -52,25 +51,30 @@ def test_no_pair_is_left_that_should_have_changed(seed: int) -> None:
 
     hot, cold = uses(20), uses(50)
     ids = torch.randperm(50, generator=generator)
-    leaving, entering = choose_swaps(hot, ids, cold, margin=0.25, most=20)
+    leaving, entering = choose_swaps(hot, ids, cold, deviations=1.0, most=20)
     stay = torch.ones(20, dtype=torch.bool).index_fill_(0, leaving, False)
     out = torch.ones(50, dtype=torch.bool).index_fill_(0, entering, False)
     assert len(set(leaving.tolist())) == len(set(entering.tolist())) == len(leaving)
-    assert (cold[entering] > hot[leaving] * 1.25).all()
+
+    def by_chance(more: Tensor, less: Tensor) -> Tensor:
+        return more - less <= (more + less).sqrt()
+
+    assert not by_chance(cold[entering], hot[leaving]).any()
     if stay.any():
-        best = cold[out].max()
-        assert not (best > hot[stay].min() * 1.25 and best >= 1)
+        assert by_chance(cold[out].max(), hot[stay].min())
     # the order in which homes name them changes nothing
     again = torch.randperm(50, generator=generator)
-    left, entered = choose_swaps(hot, ids[again], cold[again], margin=0.25, most=20)
+    left, entered = choose_swaps(hot, ids[again], cold[again], deviations=1.0, most=20)
     assert left.tolist() == leaving.tolist()
     assert ids[again][entered].tolist() == ids[entering].tolist()
 
 
 def test_a_policy_out_of_range_is_refused_with_every_problem() -> None:
-    with pytest.raises(ConfigError, match="every_steps is 0, expected at least 1; margin is -1"):
-        Refresh(every_steps=0, margin=-1)
+    with pytest.raises(
+        ConfigError, match="every_steps is 0, expected at least 1; deviations is -1"
+    ):
+        Refresh(every_steps=0, deviations=-1)
     with pytest.raises(ConfigError, match=r"most_moved is 0, expected a part above 0"):
         Refresh(most_moved=0)
     assert Refresh(every_steps=10, half_life_steps=5).fading(10) == 0.25
-    assert Refresh(every_steps=10).half_life == 20
+    assert Refresh(every_steps=10).half_life == 10

@@ -31,7 +31,7 @@ from tests.train_pipeline.runs import ATOL, RTOL, batches_of, pipeline_of
 from torchrec_picasso import HotRowRefresher, Refresh
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
-OFTEN = Refresh(every_steps=2, half_life_steps=2, margin=0.0, most_moved=1.0, check_steps=None)
+OFTEN = Refresh(every_steps=2, half_life_steps=2, deviations=0.0, most_moved=1.0, check_steps=None)
 JOBS = {
     "rows": Job(placement={"*": 6}),
     "adagrad_uneven": Job(

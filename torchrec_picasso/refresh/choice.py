@@ -19,7 +19,7 @@ def choose_swaps(
     candidate_ids_C: Tensor,
     candidate_uses_C: Tensor,
     *,
-    margin: float,
+    deviations: float,
     most: int,
 ) -> tuple[Tensor, Tensor]:
     """The most used candidates in place of the least used hot rows.
@@ -31,7 +31,8 @@ def choose_swaps(
         hot_uses_H: Uses of the hot rows by all ranks, by slot.
         candidate_ids_C: Cold rows, each once, integer; in any order.
         candidate_uses_C: Their uses by all ranks.
-        margin: Part by which a candidate's uses must exceed those of the row that leaves for it.
+        deviations: By how many standard deviations of their difference a candidate's uses must
+            exceed those of the row that leaves for it; the variance of a count is the count.
         most: Largest number of rows that change.
 
     Returns:
@@ -42,8 +43,9 @@ def choose_swaps(
     least_used = torch.argsort(hot_uses_H, stable=True)
     num_pairs = min(most, most_used.numel(), least_used.numel())
     entering, leaving = most_used[:num_pairs], least_used[:num_pairs]
-    enters = candidate_uses_C[entering] > hot_uses_H[leaving] * (1 + margin)
-    enters &= candidate_uses_C[entering] >= _LEAST_USES
-    # uses fall from pair to pair, and those of the leaving rise: true ones come first
-    num_swaps = int(enters.sum())
+    more_s, less_s = candidate_uses_C[entering], hot_uses_H[leaving]
+    enters_s = more_s - less_s > deviations * (more_s + less_s).sqrt()
+    enters_s &= more_s >= _LEAST_USES
+    # uses fall from pair to pair, and those of the leaving rise: the pairs that change come first
+    num_swaps = int(enters_s.cumprod(0).sum())
     return leaving[:num_swaps], entering[:num_swaps]

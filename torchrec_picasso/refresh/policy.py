@@ -14,13 +14,14 @@ class Refresh:
     """How hot rows follow what is looked up.
 
     The number of hot rows stays the plan's; which they are changes. A row enters where it was used
-    more than a hot one by the margin, and that one leaves.
+    more than a hot one, by more than chance, and that one leaves.
 
     Args:
         every_steps: Steps between two looks.
-        half_life_steps: Steps after which a use counts half; ``None`` = twice ``every_steps``.
-        margin: Part by which the entering row's uses must exceed the leaving one's, so that rows
-            used alike do not change places to and fro.
+        half_life_steps: Steps after which a use counts half; ``None`` = ``every_steps``.
+        deviations: By how many standard deviations the entering row's uses must exceed the leaving
+            one's, so that rows used alike do not change places to and fro. The variance of a count
+            is taken for the count itself, as where uses come independently.
         most_moved: Largest part of a pack's hot rows that changes at once.
         check_steps: Steps between two checks of the coverage; ``None`` = no check.
         coverage_kept: The hot set is looked at ahead of time when a check finds less than this
@@ -30,11 +31,11 @@ class Refresh:
         ConfigError: If a number is out of range.
     """
 
-    every_steps: int = 200
+    every_steps: int = 100
     half_life_steps: float | None = None
-    margin: float = 0.25
-    most_moved: float = 0.5
-    check_steps: int | None = 25
+    deviations: float = 3.0
+    most_moved: float = 1.0
+    check_steps: int | None = 10
     coverage_kept: float = 0.9
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class Refresh:
                     self.half_life_steps is None or self.half_life > 0,
                     "a number of steps above 0",
                 ),
-                ("margin", self.margin >= 0, "at least 0"),
+                ("deviations", self.deviations >= 0, "at least 0"),
                 ("most_moved", 0 < self.most_moved <= 1, "a part above 0, at most 1"),
                 ("check_steps", (self.check_steps or 1) >= 1, "at least 1, or None"),
                 ("coverage_kept", 0 <= self.coverage_kept <= 1, "a part between 0 and 1"),
@@ -60,7 +61,7 @@ class Refresh:
     @property
     def half_life(self) -> float:
         """Steps after which a use counts half."""
-        return 2 * self.every_steps if self.half_life_steps is None else self.half_life_steps
+        return self.every_steps if self.half_life_steps is None else self.half_life_steps
 
     def fading(self, num_steps: int) -> float:
         """What a use counts so many steps later."""

@@ -146,7 +146,7 @@ class Refresher:
                 census.hot_uses_H,
                 census.candidate_ids_C,
                 census.candidate_uses_C,
-                margin=self.policy.margin,
+                deviations=self.policy.deviations,
                 most=most,
             )
             for census, most in zip(census_P, most_P)
