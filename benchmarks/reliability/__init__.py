@@ -1,0 +1,1 @@
+"""What a real training run meets: drift, faults, hostile input, long runs."""
