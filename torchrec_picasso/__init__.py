@@ -7,6 +7,7 @@ from torchrec_picasso.compat import check_installed
 
 check_installed()  # before anything imports torch, whose own message would help nobody
 
+from torchrec_picasso.config.refresh import Refresh
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.errors import (
     CompatError,
@@ -18,7 +19,6 @@ from torchrec_picasso.errors import (
 from torchrec_picasso.frequency.stats import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.planner import hot_cold_planner
-from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.sharding.hot_row_refresher import HotRowRefresher
 from torchrec_picasso.sharding.processed_sharder import (
     HotColdFeatureProcessedEmbeddingBagCollectionSharder,

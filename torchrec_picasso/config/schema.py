@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchrec_picasso.config.refresh import Refresh
 from torchrec_picasso.config.rules import Rules, rule
 
 __all__ = [
@@ -241,6 +242,8 @@ class PipelineConfig(Rules):
         "Whether samples whose rows many others need come first in a batch; null = tried where "
         "num_micro_batches is chosen.",
     )
+    refresh: Refresh | None = dataclasses.field(default_factory=Refresh)
+    """How hot rows follow what is looked up; null = they stay the plan's."""
 
     def cross_problems(self) -> list[str]:
         """Only the interleaved pipeline has these settings."""

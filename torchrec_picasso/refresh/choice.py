@@ -19,6 +19,7 @@ def choose_swaps(
     candidate_ids_C: Tensor,
     candidate_uses_C: Tensor,
     *,
+    num_batches: float,
     deviations: float,
     most: int,
 ) -> tuple[Tensor, Tensor]:
@@ -31,8 +32,9 @@ def choose_swaps(
         hot_uses_H: Uses of the hot rows by all ranks, by slot.
         candidate_ids_C: Cold rows, each once, integer; in any order.
         candidate_uses_C: Their uses by all ranks.
+        num_batches: Batches of ranks that were counted: no row was used more often.
         deviations: By how many standard deviations of their difference a candidate's uses must
-            exceed those of the row that leaves for it; the variance of a count is the count.
+            exceed those of the row that leaves for it, where a batch uses a row or not by chance.
         most: Largest number of rows that change.
 
     Returns:
@@ -44,7 +46,8 @@ def choose_swaps(
     num_pairs = min(most, most_used.numel(), least_used.numel())
     entering, leaving = most_used[:num_pairs], least_used[:num_pairs]
     more_s, less_s = candidate_uses_C[entering], hot_uses_H[leaving]
-    enters_s = more_s - less_s > deviations * (more_s + less_s).sqrt()
+    variance_s = more_s * (1 - more_s / num_batches) + less_s * (1 - less_s / num_batches)
+    enters_s = more_s - less_s > deviations * variance_s.clamp(min=0).sqrt()
     enters_s &= more_s >= _LEAST_USES
     # uses fall from pair to pair, and those of the leaving rise: the pairs that change come first
     num_swaps = int(enters_s.cumprod(0).sum())

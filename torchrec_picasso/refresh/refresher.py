@@ -14,10 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from torchrec_picasso.config.refresh import Refresh
 from torchrec_picasso.refresh.census import take_census
 from torchrec_picasso.refresh.choice import choose_swaps
 from torchrec_picasso.refresh.hot_rows import change_hot_rows
-from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.storage.row_uses import RowUses
 
@@ -60,7 +60,9 @@ class Refresher:
         self._packs_of = [(group, packs) for group in groups if (packs := _packs_with_hot(group))]
         self._step = 0
         self._looked_at = 0
-        self._first_coverage: float | None = None
+        self._num_batches = 0.0  # of all ranks, fading as uses do
+        self._best_coverage = 0.0
+        self._is_first_check = True
         for group, packs in self._packs_of:
             for pack in packs:
                 group.storages[pack].start_counting()
@@ -92,16 +94,20 @@ class Refresher:
         if not self._packs_of:
             return None
         self._step += 1
+        self._fade()
         since = self._step - self._looked_at
         if since >= self.policy.every_steps:
             return self.look()
-        if self.policy.check_steps is not None and since % self.policy.check_steps == 0:
-            coverage, _ = self._coverage()
-            self._begin_window()
-            if self._first_coverage is None:
-                self._first_coverage = coverage
-            elif coverage < self.policy.coverage_kept * self._first_coverage:
-                return self.look(coverage)
+        if self.policy.check_steps is None or since % self.policy.check_steps:
+            return None
+        coverage, _ = self._coverage()
+        self._begin_window()
+        least = self.policy.coverage_kept * self._best_coverage
+        if self._is_first_check:  # what a look found no better rows for is not asked of it for ever
+            self._best_coverage = max(coverage, least)
+            self._is_first_check = False
+        elif coverage < least:
+            return self.look(coverage)
         return None
 
     def look(self, coverage: float | None = None) -> Refreshed:
@@ -111,16 +117,15 @@ class Refresher:
             coverage: Since the last check, if it is known.
         """
         found, home_uses_W = self._coverage()
+        for uses in self._uses():
+            uses.settle()
         num_moved = moved_bytes = 0
         for group, packs in self._packs_of:
             moved, of_group_bytes = self._look_at(group, packs)
             num_moved += moved
             moved_bytes += of_group_bytes
-        fading = self.policy.fading(self._step - self._looked_at)
-        for uses in self._uses():
-            uses.fade(fading)
         self._begin_window()
-        self._looked_at, self._first_coverage = self._step, None
+        self._looked_at, self._is_first_check = self._step, True
         return Refreshed(
             step=self._step,
             num_hot=self.num_hot,
@@ -146,6 +151,7 @@ class Refresher:
                 census.hot_uses_H,
                 census.candidate_ids_C,
                 census.candidate_uses_C,
+                num_batches=self._num_batches,
                 deviations=self.policy.deviations,
                 most=most,
             )
@@ -171,6 +177,12 @@ class Refresher:
         hot_W, cold_W = ranks.gather(sent).t().tolist()
         total = sum(hot_W) + sum(cold_W)
         return (sum(hot_W) / total if total else 0.0), tuple(cold_W)
+
+    def _fade(self) -> None:
+        """Lets the uses of the step that ended weigh more than those before it."""
+        self._num_batches = self._num_batches * self.policy.fading + self._packs_of[0][0].ranks.size
+        for uses in self._uses():
+            uses.fade(self.policy.fading)
 
     def _begin_window(self) -> None:
         for uses in self._uses():

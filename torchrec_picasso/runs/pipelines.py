@@ -35,6 +35,7 @@ def pipeline_maker(config: PipelineConfig) -> MakePipeline:
             num_micro_batches=config.num_micro_batches,
             lookahead=config.lookahead,
             order_samples=config.order_samples,
+            refresh=config.refresh,
         )
 
     return interleaved

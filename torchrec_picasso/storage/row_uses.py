@@ -22,14 +22,16 @@ class RowUses:
         device: Where rows are.
 
     Cost:
-        4 bytes for each row, and a pass over a batch's rows to count them.
+        4 bytes for each row, a pass over a batch's rows to count them, over all to settle.
     """
 
     def __init__(self, num_home_rows: int, num_hot_rows: int, device: torch.device) -> None:
         self.homes_n = torch.zeros(num_home_rows, device=device)
-        """Uses of home rows by all ranks, while they are cold; 0 for hot ones."""
+        """Uses of home rows by all ranks, while they are cold; 0 for hot ones. As
+        :meth:`settle` left them, later ones weigh more."""
         self.replicas_h = torch.zeros(num_hot_rows, device=device)
-        """Uses of replicas by this rank."""
+        """Uses of replicas by this rank, likewise."""
+        self._weight = torch.ones(1, device=device)
         self.num_cold = 0
         """Uses of cold rows at home here since :meth:`begin_window`."""
         self.num_hot = 0
@@ -52,9 +54,14 @@ class RowUses:
         self.num_cold = self.num_hot = 0
 
     def fade(self, factor: float) -> None:
-        """Lets all that was counted weigh less than what comes."""
-        self.homes_n.mul_(factor)
-        self.replicas_h.mul_(factor)
+        """Lets all that was counted weigh less than what comes: that weighs more instead."""
+        self._weight /= factor
+
+    def settle(self) -> None:
+        """Brings the counts to where the latest use counts 1."""
+        self.homes_n /= self._weight
+        self.replicas_h /= self._weight
+        self._weight.fill_(1.0)
 
     def _ones(self, of: Tensor) -> Tensor:
-        return self.homes_n.new_ones(1).expand(of.numel())
+        return self._weight.expand(of.numel())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torchrec_picasso.refresh.policy import Refresh
+from torchrec_picasso.config.refresh import Refresh
 from torchrec_picasso.refresh.refresher import Refreshed, Refresher
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup
 

@@ -21,12 +21,12 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec_picasso._torchrec import (
     TrainPipelineContext,
 )
+from torchrec_picasso.config.refresh import Refresh
 from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
 from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.feed.id_stream import IdStream
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.refresh.refresher import Refreshed
 from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
@@ -59,6 +59,8 @@ __all__ = ["InterleavedTrainPipeline"]
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+
+_REFRESH = Refresh()
 
 
 class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
@@ -114,7 +116,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             same types.
         loss_reduction: Whether the model's losses are a ``"mean"`` over samples or a ``"sum"``; a
             sum within the model's output needs ``join_outputs``.
-        refresh: How hot rows follow what is looked up; ``None`` = they stay the plan's.
+        refresh: How the hot rows of interleaved tables follow what is looked up; ``None`` = they
+            stay the plan's. Results are the same either way.
 
     Raises:
         ConfigError: If ``num_micro_batches`` is less than 1, or the reduction is not known.
@@ -148,7 +151,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         split_batch: SplitBatch | None = None,
         join_outputs: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
         loss_reduction: str = "mean",
-        refresh: Refresh | None = None,
+        refresh: Refresh | None = _REFRESH,
     ) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"loss_reduction is {loss_reduction!r}, expected 'mean' or 'sum'")
