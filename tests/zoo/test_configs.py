@@ -23,7 +23,7 @@ from torchrec_picasso.zoo.model_kinds import model_kinds, needs_clicks
 from torchrec_picasso.zoo.registry import build_model, make_source
 
 FOLDER = Path(__file__).parents[2] / "configs"
-CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "quality")
+CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("quality"))
 STEPS = 4
 RESUMED = ("dien_taobao", "mmoe_generated", "deepfm_criteo")
 """One with sequences, one with several tasks, one with two collections of bags."""

@@ -71,7 +71,11 @@ class QualityCheck(Rules):
     )
     max_auc_difference: float = rule(1e-3, "Likewise of the AUC.", above=0)
     least_margin: float = rule(
-        0.0, "What the lower end of the AUC difference's 95 % interval must exceed.", at_least=0
+        0.0,
+        "What the lower end of the AUC difference's 95 % interval must exceed; below 0 = by how "
+        "much the model may be worse.",
+        at_least=-1,
+        at_most=1,
     )
     metric: str = rule(AUC, "What is known, for kind value.", choices=METRICS)
     value: float | None = rule(None, "Of the metric, for kind value.", above=0)
