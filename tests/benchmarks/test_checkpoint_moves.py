@@ -33,6 +33,7 @@ SAMPLE = {
         "column_wise@3 rows@1",
         "uneven@3 rows@2",
     ),
+    "sgd": ("table_wise@2 bags@2",),  # nothing is kept of a table, and rank 1 has one of its own
 }
 REFUSED = {
     "rowwise_adagrad, column_wise@4 to rows@3": "240 in the checkpoint and 60 in this plan",

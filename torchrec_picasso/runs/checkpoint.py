@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ def load_checkpoint(
     Raises:
         PicassoError: If the checkpoint is of another model, or damaged.
     """
-    filled = {**state, "step": torch.tensor(0)}
+    filled = _without_empty({**state, "step": torch.tensor(0)})
     try:
         dcp.load(filled, checkpoint_id=str(path))
     except (dcp.CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
@@ -161,8 +161,31 @@ def load_checkpoint(
         raise PicassoError(
             f"{path}: cannot be loaded into this model ({reason}); {_advice(reason)}"
         ) from error
-    load_state({key: filled[key] for key in state})
+    load_state({key: _with_empty(filled.get(key, {}), state[key]) for key in state})
     return int(filled["step"])
+
+
+def _without_empty(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts without those that hold nothing, such as the state that SGD keeps of a table.
+
+    torch writes them on rank 0 alone, so other ranks, with other tables, would miss theirs.
+    """
+    nested = {
+        key: _without_empty(value) if isinstance(value, Mapping) else value
+        for key, value in state.items()
+    }
+    return {key: value for key, value in nested.items() if not _is_empty(value)}
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
+def _with_empty(filled: Any, state: Any) -> Any:
+    """Puts back what :func:`_without_empty` left out."""
+    if not isinstance(state, Mapping):
+        return filled
+    return {key: _with_empty(filled.get(key, {}), value) for key, value in state.items()}
 
 
 def _advice(reason: str) -> str:
