@@ -18,6 +18,7 @@ from torchrec_picasso.errors import (
 from torchrec_picasso.frequency.stats import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.planner import hot_cold_planner
+from torchrec_picasso.sharding.plain_state import export_plain
 from torchrec_picasso.sharding.processed_sharder import (
     HotColdFeatureProcessedEmbeddingBagCollectionSharder,
 )
@@ -42,5 +43,6 @@ __all__ = [
     "PicassoError",
     "PlanError",
     "__version__",
+    "export_plain",
     "hot_cold_planner",
 ]
