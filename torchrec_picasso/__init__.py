@@ -20,6 +20,7 @@ from torchrec_picasso.frequency.stats import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.planner import hot_cold_planner
 from torchrec_picasso.sharding.hot_row_refresher import HotRowRefresher
+from torchrec_picasso.sharding.plain_state import export_plain
 from torchrec_picasso.sharding.processed_sharder import (
     HotColdFeatureProcessedEmbeddingBagCollectionSharder,
 )
@@ -46,5 +47,6 @@ __all__ = [
     "PlanError",
     "Refresh",
     "__version__",
+    "export_plain",
     "hot_cold_planner",
 ]

@@ -18,7 +18,9 @@ from torchrec_picasso.cli.main import main
 TINY_DEMO = ["--steps", "10", "--batch-size", "64", "--dim", "8", "--hot-rows", "200"]
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["stats"], ["calibrate"], ["plan"], ["train"]])
+@pytest.mark.parametrize(
+    "command", [[], ["demo"], ["stats"], ["calibrate"], ["plan"], ["train"], ["convert"]]
+)
 def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from torchrec_picasso.cli import calibrate, demo, models, plan, quality, stats, train
+from torchrec_picasso.cli import calibrate, convert, demo, models, plan, quality, stats, train
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.launch.run_ranks import RankError
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (demo, models, stats, calibrate, plan, train, quality):
+    for module in (demo, models, stats, calibrate, plan, train, convert, quality):
         module.add_parser(subcommands)
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by ranks; each rank is one worker

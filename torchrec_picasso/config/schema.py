@@ -266,6 +266,9 @@ class CheckpointConfig(Rules):
     keep_last: int | None = rule(
         3, "Newest checkpoints to keep, older ones are deleted; null = all.", at_least=1
     )
+    async_save: bool = rule(
+        False, "Train on while a checkpoint is written, from a copy of the state in host memory."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,15 @@ from torchrec_picasso.errors import PicassoError
 
 __all__ = [
     "save_checkpoint",
+    "begin_checkpoint",
+    "finish_checkpoint",
+    "whole_name",
     "newest_checkpoint",
     "load_checkpoint",
     "refuse_used_folder",
     "UNFINISHED_SUFFIX",
     "is_whole",
+    "holds_checkpoint",
     "step_of",
     "sync_folder",
 ]
@@ -36,6 +40,11 @@ UNFINISHED_SUFFIX = ".tmp"
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _DCP_METADATA = ".metadata"
+_OTHER_ROW_STATE = re.compile(
+    r"Size mismatch between saved torch\.Size\(\[(\d+)\]\) and current: torch\.Size\(\[(\d+)\]\) "
+    r"for optim\.state\.(\S+?)\.weight\."
+)
+"""One value a row on both sides, but of other numbers of rows while the weights are of one size."""
 
 
 def save_checkpoint(folder: str | Path, step: int, state: dict[str, Any]) -> Path:
@@ -54,6 +63,20 @@ def save_checkpoint(folder: str | Path, step: int, state: dict[str, Any]) -> Pat
     Raises:
         PicassoError: If that step has a checkpoint already.
     """
+    unfinished = begin_checkpoint(folder, step)
+    dcp.save({**state, "step": torch.tensor(step)}, checkpoint_id=str(unfinished))
+    dist.barrier()  # every rank's files are written
+    final = finish_checkpoint(unfinished) if dist.get_rank() == 0 else whole_name(unfinished)
+    dist.barrier()  # nobody goes on before the name stands
+    return final
+
+
+def begin_checkpoint(folder: str | Path, step: int) -> Path:
+    """Makes the folder that a checkpoint is written into, to be finished later. Collective.
+
+    Raises:
+        PicassoError: If that step has a checkpoint already.
+    """
     final = Path(folder) / f"step_{step:08d}"
     unfinished = final.with_name(final.name + UNFINISHED_SUFFIX)
     if _told_by_first_rank(final.exists):
@@ -64,14 +87,21 @@ def save_checkpoint(folder: str | Path, step: int, state: dict[str, Any]) -> Pat
         shutil.rmtree(unfinished, ignore_errors=True)  # what an earlier run left half-written
         unfinished.mkdir(parents=True)
     dist.barrier()
-    dcp.save({**state, "step": torch.tensor(step)}, checkpoint_id=str(unfinished))
-    dist.barrier()  # every rank's files are written
-    if dist.get_rank() == 0:
-        sync_folder(unfinished)
-        os.replace(unfinished, final)
-        sync_folder(final.parent)  # an older checkpoint may be deleted next
-    dist.barrier()  # nobody goes on before the name stands
+    return unfinished
+
+
+def finish_checkpoint(unfinished: Path) -> Path:
+    """Gives a checkpoint its name. One rank calls this, once every rank's files are written."""
+    final = whole_name(unfinished)
+    sync_folder(unfinished)
+    os.replace(unfinished, final)
+    sync_folder(final.parent)  # an older checkpoint may be deleted next
     return final
+
+
+def whole_name(unfinished: Path) -> Path:
+    """The name that an unfinished checkpoint gets when it is finished."""
+    return unfinished.with_name(unfinished.name.removesuffix(UNFINISHED_SUFFIX))
 
 
 def newest_checkpoint(folder: str | Path) -> tuple[Path, list[Path]]:
@@ -123,17 +153,51 @@ def load_checkpoint(
     Raises:
         PicassoError: If the checkpoint is of another model, or damaged.
     """
-    filled = {**state, "step": torch.tensor(0)}
+    filled = _without_empty({**state, "step": torch.tensor(0)})
     try:
         dcp.load(filled, checkpoint_id=str(path))
     except (dcp.CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
-        reason = str(error).strip().splitlines()
+        reason = (str(error).strip().splitlines() or [repr(error)])[-1]
         raise PicassoError(
-            f"{path}: cannot be loaded into this model ({reason[-1] if reason else error!r}); "
-            "resume with the data, model and optimizer settings it was written with"
+            f"{path}: cannot be loaded into this model ({reason}); {_advice(reason)}"
         ) from error
-    load_state({key: filled[key] for key in state})
+    load_state({key: _with_empty(filled.get(key, {}), state[key]) for key in state})
     return int(filled["step"])
+
+
+def _without_empty(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts without those that hold nothing, such as the state that SGD keeps of a table.
+
+    torch writes them on rank 0 alone, so other ranks, with other tables, would miss theirs.
+    """
+    nested = {
+        key: _without_empty(value) if isinstance(value, Mapping) else value
+        for key, value in state.items()
+    }
+    return {key: value for key, value in nested.items() if not _is_empty(value)}
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
+def _with_empty(filled: Any, state: Any) -> Any:
+    """Puts back what :func:`_without_empty` left out."""
+    if not isinstance(state, Mapping):
+        return filled
+    return {key: _with_empty(filled.get(key, {}), value) for key, value in state.items()}
+
+
+def _advice(reason: str) -> str:
+    """What to do about a checkpoint that does not fit, by the words of torch's complaint."""
+    rows = _OTHER_ROW_STATE.search(reason)
+    if rows is None or rows[1] == rows[2]:
+        return "resume with the data, model and optimizer settings it was written with"
+    return (
+        f"row-wise Adagrad keeps a value per row of each column shard, {rows[1]} in the checkpoint "
+        f"and {rows[2]} in this plan, which none of TorchRec's plans can turn into each other: cut "
+        f"{rows[3]} into as many column shards as when it was written"
+    )
 
 
 def refuse_used_folder(folder: str | Path) -> None:
@@ -161,7 +225,12 @@ def step_of(name: str) -> int | None:
 
 def is_whole(path: Path) -> bool:
     """Whether a folder is a checkpoint that was finished."""
-    return step_of(path.name) is not None and (path / _DCP_METADATA).is_file()
+    return step_of(path.name) is not None and holds_checkpoint(path)
+
+
+def holds_checkpoint(path: Path) -> bool:
+    """Whether a folder, of any name, has what torch writes last into a checkpoint."""
+    return (path / _DCP_METADATA).is_file()
 
 
 def sync_folder(path: Path) -> None:

@@ -18,10 +18,9 @@ from torchrec_picasso.runs.checkpoint import (
     load_checkpoint,
     newest_checkpoint,
     refuse_used_folder,
-    save_checkpoint,
 )
+from torchrec_picasso.runs.checkpoint_writer import CheckpointWriter
 from torchrec_picasso.runs.evaluate import evaluate_auc
-from torchrec_picasso.runs.old_checkpoints import delete_old_checkpoints
 from torchrec_picasso.runs.pipelines import describe_pipeline, is_settled
 from torchrec_picasso.runs.trainer import Trainer
 from torchrec_picasso.zoo.registry import make_source
@@ -81,6 +80,7 @@ def train_on_rank(
     progress = Progress("train", config.steps, shown=rank == 0)
     first_step = _resume(trainer, config, progress) if resume else 0
     progress.advance(first_step)
+    writer = CheckpointWriter(config.checkpoint, progress.say)
     batches = source.batches(rank, world_size, start_step=first_step)
     losses: list[float] = []
     step, is_described = first_step, False
@@ -97,7 +97,8 @@ def train_on_rank(
                 progress.say(
                     f"step {step}: pipeline\n{_indented(describe_pipeline(trainer.pipeline))}"
                 )
-        _save(trainer, config, step, progress)
+        writer.save(step, trainer.state)
+    writer.finish()
     progress.close()
     num_heldout = config.data.heldout_steps * config.data.batch_size * world_size
     aucs = evaluate_auc(trainer, source.heldout(rank, world_size), num_heldout)
@@ -112,17 +113,6 @@ def _steps_at_once(config: TrainConfig, step: int) -> int:
         return config.steps - step
     until_checkpoint = config.checkpoint.every_steps - step % config.checkpoint.every_steps
     return min(until_checkpoint, config.steps - step)
-
-
-def _save(trainer: Trainer, config: TrainConfig, step: int, progress: Progress) -> None:
-    """Writes a checkpoint, if any are asked for, and deletes old ones. Collective."""
-    if config.checkpoint.folder is None:
-        return
-    path = save_checkpoint(config.checkpoint.folder, step, trainer.state())
-    progress.say(f"step {step}: wrote {path}")
-    if dist.get_rank() == 0:
-        for problem in delete_old_checkpoints(path, config.checkpoint.keep_last):
-            progress.say(problem)
 
 
 def _indented(lines: str) -> str:

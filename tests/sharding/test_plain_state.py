@@ -1,0 +1,199 @@
+"""An exported state is the trained one, bit for bit, and an unsharded model takes and serves it.
+
+Predictions of the unsharded model are the sharded one's to the rounding of its sums; those of
+TorchRec's quantized modules are near, as 8 bits a value allow.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.inference.modules import quantize_embeddings
+from torchrec.modules.embedding_configs import DataType
+from torchrec.quant.embedding_modules import EmbeddingCollection as QuantizedEmbeddingCollection
+
+from benchmarks.reliability.small_model import SmallModel, rank_batch
+from benchmarks.reliability.small_trainer import SmallTrainer
+from benchmarks.reliability.whole_state import differences, join_state
+from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams, export_plain
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.runs.checkpoint import save_checkpoint
+from torchrec_picasso.runs.convert import read_plain
+from torchrec_picasso.sharding import plain_state
+
+PLANS = ("rows", "bags", "uneven", "column_wise")
+BATCH = rank_batch(50, 0, 1)
+
+
+def export_every_plan(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Per plan: the exported state, names in which it differs, a checkpoint, and predictions."""
+    found: dict[str, Any] = {}
+    for plan in PLANS:
+        trainer = SmallTrainer(plan, "rowwise_adagrad")
+        trainer.train(range(3))  # replicas are now ahead of homes
+        plain = export_plain(trainer.model)
+        whole = join_state(trainer.model.state_dict())
+        differ = differences(plain, whole)
+        if plan == "uneven":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(plain_state, "_MOST_BYTES", 200)  # three rows a message
+                differ += differences(export_plain(trainer.model), whole)
+        path = save_checkpoint(Path(folder, plan), 3, trainer.state())
+        trainer.model.eval()
+        found[plan] = (
+            plain,
+            differ,
+            path,
+            trainer.model(BATCH)[1],
+        )
+    return found
+
+
+def test_an_unsharded_model_loads_and_serves_what_was_trained(tmp_path: Path) -> None:
+    ranks = run_ranks(export_every_plan, 3, str(tmp_path), timeout_s=120)
+    for of_rank in ranks[1:]:
+        assert all(of_rank[plan][0] == {} for plan in PLANS)
+    start = SmallModel().state_dict()
+    for plan, (plain, differ, path, predicted_B) in ranks[0].items():
+        assert not differ, plan
+        assert all(type(tensor) is Tensor and tensor.is_contiguous() for tensor in plain.values())
+        assert not any(torch.equal(tensor, start[name]) for name, tensor in plain.items())
+        model = SmallModel(seed=7)
+        model.load_state_dict(plain, strict=True)
+        model.eval()
+        # 5e-7: float32 sums of up to 4 rows and 72 columns, in another order
+        torch.testing.assert_close(model(BATCH)[1], predicted_B, rtol=5e-7, atol=5e-7)
+        assert not differences(read_plain(path, model.state_dict()), plain)
+    quantized = _quantized(model)
+    with torch.no_grad():
+        near_B = quantized(BATCH)[1]
+    # a value is within 1/510 of its row's range of values, here 0.5 to 1.5, and up to 20 are summed
+    torch.testing.assert_close(near_B, model(BATCH)[1], rtol=0, atol=5e-3)
+    assert not torch.equal(near_B, model(BATCH)[1])
+
+
+def _quantized(model: nn.Module) -> nn.Module:
+    """TorchRec's quantized inference of bags and, as it has to be asked for, of sequences."""
+    quantized: nn.Module = quantize_embeddings(
+        model,
+        dtype=torch.qint8,
+        inplace=False,
+        additional_qconfig_spec_keys=[EmbeddingCollection],
+        additional_mapping={EmbeddingCollection: QuantizedEmbeddingCollection},
+    )
+    assert isinstance(quantized.ec, QuantizedEmbeddingCollection)
+    return quantized
+
+
+def _tables(dtype: DataType = DataType.FP32) -> EmbeddingBagCollection:
+    torch.manual_seed(3)
+    return EmbeddingBagCollection(
+        device=torch.device("cpu"),
+        tables=[
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=16,
+                feature_names=["user"],
+                data_type=dtype,
+            )
+            for name, rows in (("ours", 40), ("bags", 7), ("cut", 9), ("one", 5), ("same", 6))
+        ],
+    )
+
+
+def export_mixed_tables(rank: int, world_size: int, kind: str) -> dict[str, Tensor] | str:
+    """Tables of five placements in one module, every one filled with its own numbers."""
+    pg = dist.group.WORLD
+    assert pg is not None
+    tables = _tables(DataType.FP16 if kind == "fp16" else DataType.FP32)
+    for name, parameter in tables.named_parameters():
+        if ".same." not in name:
+            apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1})
+    sharder = HotColdEmbeddingBagCollectionSharder()
+    plan = construct_module_sharding_plan(
+        tables,
+        {
+            "ours": row_wise(),
+            "bags": table_wise(rank=1),
+            "cut": column_wise(ranks=[1, 0]),
+            "one": table_wise(rank=0),
+            "same": table_wise(rank=1) if kind == "dtensor" else data_parallel(),
+        },
+        sharder=sharder,
+        local_size=world_size,
+        world_size=world_size,
+        device_type="cpu",
+    )
+    hot_rows = [] if kind == "fp16" else [0, 39]
+    plan["ours"].cache_params = HotColdParams(hot_rows=hot_rows)
+    plan["bags"].cache_params = HotColdParams(form="bags")
+    model = DistributedModelParallel(
+        nn.ModuleDict({"tables": tables}),
+        env=ShardingEnv(world_size, rank, pg, output_dtensor=kind == "dtensor"),
+        device=torch.device("cpu"),
+        plan=ShardingPlan(plan={"tables": plan}),
+        sharders=[sharder],
+    )
+    for name, value in model.state_dict().items():
+        for shard, (top, left) in _shards(value):
+            rows, columns = (torch.arange(n) for n in shard.shape)
+            numbers = 100.0 * len(name) + (top + rows).unsqueeze(1) + (left + columns) / 16
+            with torch.no_grad():
+                shard.copy_(numbers)
+    if kind == "partial":
+        state = model.state_dict()
+        del state["tables.embedding_bags.cut.weight"].local_shards()[0:]
+        model.state_dict = lambda: state  # type: ignore[assignment, method-assign]
+        with pytest.raises(CompatError) as caught:
+            export_plain(model)
+        return str(caught.value)
+    return export_plain(model)
+
+
+def _shards(value: Any) -> list[tuple[Tensor, tuple[int, ...]]]:
+    if hasattr(value, "to_local"):
+        local = value.to_local()
+        return list(zip(local.local_shards(), local.local_offsets()))
+    if hasattr(value, "local_shards"):
+        return [(of.tensor, tuple(of.metadata.shard_offsets)) for of in value.local_shards()]
+    return [(value, (0, 0))]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "dtensor"])
+def test_every_placement_beside_the_others(kind: str) -> None:
+    plain, nothing = run_ranks(export_mixed_tables, 2, kind, timeout_s=60)
+    assert nothing == {}
+    unsharded = nn.ModuleDict({"tables": _tables()})
+    unsharded.load_state_dict(plain, strict=True)
+    for name, tensor in plain.items():
+        assert tensor.dtype == (torch.float16 if kind == "fp16" else torch.float32)
+        rows, columns = (torch.arange(n) for n in tensor.shape)
+        expected = (100.0 * len(name) + rows.unsqueeze(1) + columns / 16).to(tensor.dtype)
+        assert torch.equal(tensor, expected), name
+
+
+def test_a_table_that_no_rank_has_whole_is_refused_on_all_ranks() -> None:
+    for said in run_ranks(export_mixed_tables, 2, "partial", timeout_s=60):
+        assert said == (
+            "export_plain: tables.embedding_bags.cut.weight has 144 elements, of which the ranks' "
+            "state dicts hold 0; export a model whose tables are all in its state dict, sharded by "
+            "TorchRec alone"
+        )
