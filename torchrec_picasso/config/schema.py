@@ -244,6 +244,11 @@ class PipelineConfig(Rules):
     )
     refresh: Refresh | None = dataclasses.field(default_factory=Refresh)
     """How hot rows follow what is looked up; null = they stay the plan's."""
+    verify_every: int | None = rule(
+        None,
+        "Steps between two comparisons of all replicas with their homes; null = none.",
+        at_least=1,
+    )
 
     def cross_problems(self) -> list[str]:
         """Only the interleaved pipeline has these settings."""
@@ -252,7 +257,7 @@ class PipelineConfig(Rules):
         return [
             f"{name}: only kind interleaved has it, got {value} with kind {self.kind}; remove "
             f"{name} or set kind to interleaved"
-            for name in ("num_micro_batches", "lookahead", "order_samples")
+            for name in ("num_micro_batches", "lookahead", "order_samples", "verify_every")
             if (value := getattr(self, name)) is not None
         ]
 

@@ -36,6 +36,7 @@ def pipeline_maker(config: PipelineConfig) -> MakePipeline:
             lookahead=config.lookahead,
             order_samples=config.order_samples,
             refresh=config.refresh,
+            verify_every=config.verify_every,
         )
 
     return interleaved

@@ -194,6 +194,19 @@ class RowStorage(nn.Module):
         if not was_written:
             self._own_versions = self._versions()
 
+    def unlike_homes(self) -> Tensor:
+        """Which replicas here are not what their homes are: bool by slot. Collective.
+
+        Where they are stale there is nothing to compare.
+        """
+        self.flush()
+        is_unlike_H = torch.zeros(self.num_hot_rows, dtype=torch.bool, device=self._homes.device)
+        for rows in self._tables.per_row():
+            at_home = torch.empty_like(rows.replicas)
+            self._hot_homes.broadcast(rows.homes, at_home, self._ranks)
+            is_unlike_H |= (_bits(at_home) != _bits(rows.replicas)).any(dim=1)
+        return is_unlike_H & (not self.replicas_stale())
+
     # -- replicas as a cache of the homes ------------------------------------------------------
 
     def replicas_stale(self) -> bool:
@@ -241,3 +254,8 @@ class RowStorage(nn.Module):
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(version for rows in self._tables.per_row() for version in rows.versions())
+
+
+def _bits(values_H: Tensor) -> Tensor:
+    """Bytes of each row, so that a NaN is like itself: uint8, ``(H, bytes)``."""
+    return values_H.reshape(len(values_H), -1).contiguous().view(torch.uint8)

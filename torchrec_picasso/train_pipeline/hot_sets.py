@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torchrec_picasso.config.refresh import Refresh
+from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.refresh.refresher import Refreshed, Refresher
+from torchrec_picasso.rows.replica_check import check_replicas
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup
 
 __all__ = ["HotSets"]
@@ -18,10 +20,19 @@ class HotSets:
 
     Args:
         policy: How hot rows follow what is looked up; ``None`` = the pipeline changes none.
+        verify_every: Steps between two comparisons of replicas with homes; ``None`` = there are
+            none.
+
+    Raises:
+        ConfigError: If ``verify_every`` is less than 1.
     """
 
-    def __init__(self, policy: Refresh | None) -> None:
+    def __init__(self, policy: Refresh | None, verify_every: int | None) -> None:
+        if verify_every is not None and verify_every < 1:
+            raise ConfigError(f"verify_every is {verify_every}, expected at least 1")
         self._policy = policy
+        self._verify_every = verify_every
+        self._num_steps = 0
         self._groups: Sequence[ModuleGroup] = ()
         self._epochs: list[int] = []
         self._refresher: Refresher | None = None
@@ -46,7 +57,15 @@ class HotSets:
         }
 
     def end_step(self) -> None:
-        """Ends a training step, after which rows may become hot that were not. Collective."""
+        """Ends a training step, after which rows may become hot that were not. Collective.
+
+        Raises:
+            PicassoError: On all ranks, if a replica is not what its home is.
+        """
+        self._num_steps += 1
+        if self._verify_every is not None and self._num_steps % self._verify_every == 0:
+            for group in self._groups:
+                check_replicas(group.rows)
         if self._refresher is not None:
             self.last = self._refresher.step() or self.last
 

@@ -118,9 +118,12 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             sum within the model's output needs ``join_outputs``.
         refresh: How the hot rows of interleaved tables follow what is looked up; ``None`` = they
             stay the plan's. Results are the same either way.
+        verify_every: Training steps between two comparisons of all replicas with their homes, to
+            the bit; ``None`` = none. A comparison sends all hot rows to all ranks.
 
     Raises:
-        ConfigError: If ``num_micro_batches`` is less than 1, or the reduction is not known.
+        ConfigError: If ``num_micro_batches`` or ``verify_every`` is less than 1, or the reduction
+            is not known.
         CompatError: If an argument of TorchRec's or a wrapper of the model is refused; in a step,
             if the model cannot be trained in as many micro-batches as were asked for.
     """
@@ -152,11 +155,16 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         join_outputs: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
         loss_reduction: str = "mean",
         refresh: Refresh | None = _REFRESH,
+        verify_every: int | None = None,
     ) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"loss_reduction is {loss_reduction!r}, expected 'mean' or 'sum'")
-        if num_micro_batches is not None and num_micro_batches < 1:
-            raise ConfigError(f"num_micro_batches is {num_micro_batches}, expected at least 1")
+        for name, number in (
+            ("num_micro_batches", num_micro_batches),
+            ("verify_every", verify_every),
+        ):
+            if number is not None and number < 1:
+                raise ConfigError(f"{name} is {number}, expected at least 1")
         if split_batch is not None or join_outputs is not None:
             if order_samples:
                 raise ConfigError(
@@ -209,7 +217,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._taken: PipelinedModel | None = None
         self._regroups = Regroups()
         self._look = FirstLook()
-        self._hot_sets = HotSets(refresh)
+        self._hot_sets = HotSets(refresh, verify_every)
 
     @property
     def num_micro_batches(self) -> int:
