@@ -50,7 +50,10 @@ from torchrec_picasso.launch.environment import describe_environment
 from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
-__all__ = ["main", "summary_of"]
+__all__ = [
+    *("Stream", "batches_of", "criteo", "globo", "main", "measure", "moved_shares", "sharded"),
+    "summary_of",
+]
 
 _DIM, _HOT_SHARE, _HOUR_MS = 16, 0.01, 3_600_000
 _TIMEOUT_S = 1800.0
@@ -128,7 +131,7 @@ def _train(rank: int, world_size: int, stream: Stream, refresh: Refresh | None) 
     """Trains a stream once; hot rows and losses of every step."""
     quiet_upstream()
     first = stream.most_used(stream.ids_NF[: stream.counted])
-    model, optimizer = _sharded(stream, first, world_size)
+    model, optimizer = sharded(stream, first, world_size)
     pipeline = InterleavedTrainPipeline(
         model,
         optimizer,
@@ -137,7 +140,7 @@ def _train(rank: int, world_size: int, stream: Stream, refresh: Refresh | None) 
         lookahead=True,
         refresh=refresh,
     )
-    batches = _batches(stream, rank, world_size)
+    batches = batches_of(stream, rank, world_size)
     hot, losses, looks, seen = first, [], [], None
     hot_hits, num_lookups = defaultdict(int), defaultdict(int)
     is_hot = np.zeros(stream.num_rows, dtype=bool)
@@ -162,9 +165,10 @@ def _train(rank: int, world_size: int, stream: Stream, refresh: Refresh | None) 
     }
 
 
-def _sharded(
+def sharded(
     stream: Stream, hot: Ids, world_size: int
 ) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
+    """A model of one table with these hot rows, and the optimizer of its dense part."""
     model = _Model(stream.num_rows, stream.ids_NF.shape[1])
     apply_optimizer_in_backward(RowWiseAdagrad, model.ebc.parameters(), {"lr": 0.05})
     sharder = HotColdEmbeddingBagCollectionSharder()
@@ -190,7 +194,8 @@ def _sharded(
     return sharded, torch.optim.SGD(dense, lr=0.05)
 
 
-def _batches(stream: Stream, rank: int, world_size: int) -> Iterator[Batch]:
+def batches_of(stream: Stream, rank: int, world_size: int) -> Iterator[Batch]:
+    """This rank's batches; what is learned does not matter here."""
     keys = [f"f{feature}" for feature in range(stream.ids_NF.shape[1])]
     for step in range(stream.num_steps(world_size)):
         start = stream.samples(step, world_size).start + rank * stream.batch_size
@@ -221,7 +226,7 @@ def globo(path: Path) -> Stream:
     )
 
 
-def criteo(path: Path, num_steps: int = 1000, seed: int = 0) -> Stream:
+def criteo(path: Path, num_steps: int = 1000, batch_size: int = 512, seed: int = 0) -> Stream:
     """Samples drawn at random, with the categorical columns behind each other in one table."""
     table = pq.read_table(path, columns=[f"c{column}" for column in range(1, 27)])
     columns, base = [], 0
@@ -230,7 +235,6 @@ def criteo(path: Path, num_steps: int = 1000, seed: int = 0) -> Stream:
         columns.append(ids_N + base)
         base += int(ids_N.max()) + 1
     ids_NF = np.stack(columns, axis=1).astype(np.int64)
-    batch_size = 512
     drawn = np.random.default_rng(seed).integers(len(ids_NF), size=num_steps * 2 * batch_size)
     return Stream(
         ids_NF=ids_NF[drawn],
