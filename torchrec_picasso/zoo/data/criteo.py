@@ -52,7 +52,7 @@ class CriteoSource(CriteoColumns):
         Raises:
             PicassoError: If the file is malformed, or has no full global batch left for training.
         """
-        stream = _Circle(self._path, *self._heldout(world_size), self._global_size(world_size))
+        stream = _Circle(self._path, *self._heldout(world_size), self._num_needed(world_size))
         for step in itertools.count():
             chunk = stream.take(self._global_size(world_size), keep=step >= start_step)
             if chunk is not None:
@@ -64,9 +64,9 @@ class CriteoSource(CriteoColumns):
         Raises:
             PicassoError: If the file is malformed or has fewer samples.
         """
-        first, behind = self._heldout(world_size)
+        first, _ = self._heldout(world_size)
         global_size = self._global_size(world_size)
-        stream = _Circle(self._path, 0, first, behind - first)
+        stream = _Circle(self._path, 0, first, self._num_needed(world_size))
         for _ in range(self._data.heldout_steps):
             chunk = stream.take(global_size, keep=True)
             assert chunk is not None
@@ -79,6 +79,11 @@ class CriteoSource(CriteoColumns):
         """Samples kept out: the first, and the first one behind them."""
         num_samples = self._data.heldout_steps * self._global_size(world_size)
         return self._data.heldout_fold * num_samples, (self._data.heldout_fold + 1) * num_samples
+
+    def _num_needed(self, world_size: int) -> int:
+        """Samples that a file must have, so that a global batch is left to train on."""
+        first, behind = self._heldout(world_size)
+        return max(behind, behind - first + self._global_size(world_size))
 
     def _share(self, chunk: SampleChunk, rank: int) -> Batch:
         size = self._data.batch_size
@@ -123,7 +128,7 @@ class _Circle:
         path: The file.
         first: Where the run begins that is left out.
         behind: The first sample behind it.
-        num_needed: Samples that must be left for training; a file with fewer is an error.
+        num_needed: Samples that the file must have.
     """
 
     def __init__(self, path: Path, first: int, behind: int, num_needed: int) -> None:
@@ -154,11 +159,9 @@ class _Circle:
                 for start, stop in ((0, before), (after, len(chunk))):
                     if start < stop:
                         yield chunk.slice(start, stop)
-            num_wanted = self._behind - self._first + self._num_needed
-            if num_seen < max(self._behind, num_wanted):
+            if num_seen < self._num_needed:
                 raise PicassoError(
-                    f"{self._path}: {num_seen} samples, but {max(self._behind, num_wanted)} "
-                    "are needed for the held-out samples and one global batch (batch_size x ranks)"
+                    f"{self._path}: {num_seen} samples, but {self._num_needed} are needed for the held-out samples and one global batch (batch_size x ranks)"
                     "; give a larger file, or lower batch_size or heldout_steps"
                 )
 
