@@ -161,8 +161,9 @@ class _Circle:
                         yield chunk.slice(start, stop)
             if num_seen < self._num_needed:
                 raise PicassoError(
-                    f"{self._path}: {num_seen} samples, but {self._num_needed} are needed for the held-out samples and one global batch (batch_size x ranks)"
-                    "; give a larger file, or lower batch_size or heldout_steps"
+                    f"{self._path}: {num_seen} samples, but {self._num_needed} are needed for the "
+                    "held-out samples and one global batch (batch_size x ranks); give a larger "
+                    "file, or lower batch_size or heldout_steps"
                 )
 
 
