@@ -18,7 +18,12 @@ def test_figures_are_those_of_the_kept_run() -> None:
     told = load_rules(QualityConfig, ROOT / "configs" / "quality.yaml").checks or {}
     assert list(checks) == list(told)
     seeds = json.loads((ROOT / "benchmarks/results/quality_seeds.json").read_text())["seeds"]
-    found = [*checks.values(), *(check for of in seeds.values() for check in of.values())]
+    by_samples = json.loads((ROOT / "benchmarks/results/quality_by_samples.json").read_text())
+    found = [
+        *checks.values(),
+        *by_samples["checks"].values(),
+        *(check for of in seeds.values() for check in of.values()),
+    ]
     assert all(check["holds"] for check in found)
     kept = {
         form.format(figure)
