@@ -20,6 +20,7 @@ from torch import Tensor
 from tests.sharding.jobs import ODD, PLAIN, Job, build
 from tests.train_pipeline.runs import batches_of, pipeline_of, run_to_the_end
 from tests.train_pipeline.stream_races import RaceDetector
+from torchrec_picasso import Refresh
 from torchrec_picasso.feed.id_stream import IdStream
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.ops import order
@@ -35,6 +36,15 @@ JOBS = {
 }
 BATCHES = {"packs": (5, 3), "weighted": (5, 3), "one_without": (5, 0)}
 """Of each rank: the second goes on with empty ones, or asks what an empty one is like."""
+
+
+OFTEN = Refresh(every_steps=2, half_life_steps=2, deviations=0.0, check_steps=1)
+"""Hot rows change while batches are in flight, which reads what another stream wrote."""
+
+
+class _NotTakenOver(IdStream):
+    def take_over(self, tensors: Iterable[Tensor]) -> None:
+        pass
 
 
 class _NotRecorded(IdStream):
@@ -71,6 +81,7 @@ CARELESS = {
         (_BatchesNotRecorded, "not recorded for 0"),
         (_CopyNotWaitedFor, "does not wait for 2"),
         (_NotWaitedFor, "does not wait for 1"),
+        (_NotTakenOver, "does not wait for 0"),
     )
 }
 
@@ -91,7 +102,9 @@ def _train(rank: int, world_size: int, case: Case) -> _Watched:
     with pytest.MonkeyPatch.context() as patch:
         streams = kind(detector.beside, detector.copying)
         patch.setattr(interleaved, "IdStream", lambda *_: streams)
-        pipeline = pipeline_of(model, num_micro_batches=num_micro_batches, lookahead=lookahead)
+        pipeline = pipeline_of(
+            model, num_micro_batches=num_micro_batches, lookahead=lookahead, refresh=OFTEN
+        )
     with detector.in_place_of_the_device(), detector:
         with detector.stream(detector.copying):
             batches = iter(batches_of(JOBS[name], rank, range(BATCHES[name][rank])))

@@ -46,6 +46,18 @@ class IdStream:
         """Has this stream wait for the copy of a batch. Call it while :meth:`working`."""
         wait_for_batch(batch, self._copy_stream)
 
+    def take_over(self, tensors: Iterable[Tensor]) -> None:
+        """Gives what outlives a batch to this stream. Call it while not :meth:`working`.
+
+        Args:
+            tensors: Tensors made on the computing stream, which this one is to read.
+        """
+        if self._stream is None:
+            return
+        self._stream.wait_stream(torch.get_device_module(self._stream.device).current_stream())
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+
     def hand_over(self, batches: Iterable[Any], tensors: Iterable[Tensor]) -> None:
         """Gives what was made here to the computing stream. Call it while not :meth:`working`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from torchrec_picasso.config.refresh import Refresh
@@ -26,7 +27,8 @@ class HotRowRefresher:
     """
 
     def __init__(self, model: nn.Module, refresh: Refresh | None = None) -> None:
-        self._refresher = Refresher(_groups_of(model), refresh or Refresh())
+        self._groups = _groups_of(model)
+        self._refresher = Refresher(self._groups, refresh or Refresh())
 
     def step(self) -> Refreshed | None:
         """Ends a training step. Collective: all ranks call it after each of their steps.
@@ -34,7 +36,11 @@ class HotRowRefresher:
         Returns:
             What came of a look at the hot set; ``None`` in steps without one.
         """
-        return self._refresher.step()
+        found = self._refresher.step()
+        if found is not None and found.num_moved:
+            for device in {group.device for group in self._groups if group.device.type != "cpu"}:
+                torch.get_device_module(device).synchronize()  # whose streams read it is not known
+        return found
 
     def hot_rows(self) -> dict[str, Tensor]:
         """The hot rows of each table by name, ascending int64; tables without any are left out."""

@@ -47,6 +47,10 @@ class HotSets:
             if self._refresher is None or not self._refresher.is_of(of_modules):
                 self._refresher = Refresher(of_modules, self._policy)
 
+    def tensors(self) -> list[Tensor]:
+        """What requests read of the hot sets."""
+        return [group.rows.hot.ids_H for group in self._groups]
+
     def hot_rows(self) -> dict[str, Tensor]:
         """The hot rows of each table that has any, by name."""
         return {

@@ -288,6 +288,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if attached_again:
             self._rewrite(flight.batch, flight.context)
         if self._hot_sets.have_changed():  # those in flight were laid out by others
+            self._id_stream.take_over(self._hot_sets.tensors())
             self._board_again()
             flight = self._flights[0]
         for rows in flight.rows:
@@ -482,6 +483,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             raise
         found.join_splits()
         self._hot_sets.take(found.groups)
+        self._id_stream.take_over(self._hot_sets.tensors())
         self._feed.asks_ahead = found.has_stock_means
         self._operations, self._cut_check = self._operating(found), self._checking(found)
         self._taken, self._regroups = found, Regroups.of(found.inner, self._device)
