@@ -30,7 +30,7 @@ from torchrec_picasso.launch.run_ranks import RankError
 
 __all__ = ["main"]
 
-_BLOCK, _ROUNDS, _WARM_UP, _TIMEOUT_S = 100, 4, 20, 900.0
+_BLOCK, _ROUNDS, _WARM_UP, _TIMEOUT_S = 100, 7, 20, 900.0
 _STAY, _FOLLOW = "hot rows stay", "hot rows follow"
 
 
@@ -42,7 +42,12 @@ def _train(rank: int, world_size: int, stream: Stream) -> dict[str, Any]:
     for name, refresh in ((_STAY, None), (_FOLLOW, Refresh())):
         model, optimizer = sharded(stream, first, world_size)
         pipelines[name] = InterleavedTrainPipeline(
-            model, optimizer, torch.device("cpu"), num_micro_batches=1, refresh=refresh
+            model,
+            optimizer,
+            torch.device("cpu"),
+            num_micro_batches=1,  # a trial of settings could part the two
+            lookahead=True,
+            refresh=refresh,
         )
     batches = {name: batches_of(stream, rank, world_size) for name in pipelines}
     for name, pipeline in pipelines.items():

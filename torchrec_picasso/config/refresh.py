@@ -39,8 +39,8 @@ class Refresh(Rules):
     )
     coverage_kept: float = rule(
         0.9,
-        "Looks ahead of time when a check finds less than this part of the coverage that was there "
-        "after the last looks.",
+        "Looks ahead of time, after half of every_steps at the soonest, when a check finds less "
+        "than this part of the coverage that was there after the last looks.",
         at_least=0,
         at_most=1,
     )

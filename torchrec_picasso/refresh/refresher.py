@@ -106,7 +106,7 @@ class Refresher:
         if self._is_first_check:  # what a look found no better rows for is not asked of it for ever
             self._best_coverage = max(coverage, least)
             self._is_first_check = False
-        elif coverage < least:
+        elif coverage < least and 2 * since >= self.policy.every_steps:
             return self.look(coverage)
         return None
 
