@@ -29,6 +29,7 @@ from torchrec_picasso.sharding.sharder import (
     HotColdEmbeddingCollectionSharder,
 )
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
+from torchrec_picasso.train_pipeline.step_report import StepReport, StepReports
 from torchrec_picasso.version import __version__
 
 __all__ = [
@@ -46,6 +47,8 @@ __all__ = [
     "PicassoError",
     "PlanError",
     "Refresh",
+    "StepReport",
+    "StepReports",
     "__version__",
     "export_plain",
     "hot_cold_planner",

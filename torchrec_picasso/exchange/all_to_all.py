@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_picasso.exchange.gloo_threads import let_training_go_first
+from torchrec_picasso.exchange.tally import is_watched, note_sent
 
 __all__ = ["Pending", "start_all_to_all"]
 
@@ -56,6 +57,8 @@ def start_all_to_all(
     Cost:
         One collective, or ``W - 1`` messages each way on gloo.
     """
+    if is_watched():
+        note_sent((sum(send_W) - send_W[pg.rank()]) * input_n.element_size())
     if input_n.device.type == "cpu" and _backend_name(pg) == "gloo":
         return _Messages(pg, output_m, input_n, receive_W, send_W)
     work: Pending = dist.all_to_all_single(

@@ -21,6 +21,7 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.all_to_all import Pending, start_all_to_all
+from torchrec_picasso.exchange.sums import start_sum
 
 __all__ = ["Ranks"]
 
@@ -72,8 +73,7 @@ class Ranks:
 
     def start_sum(self, values: Tensor) -> Pending:
         """Starts summing values over ranks, in place. Collective."""
-        work: Pending = dist.all_reduce(values, group=self.pg, async_op=True)
-        return work
+        return start_sum(self.pg, values)
 
     def gather(self, values: Tensor) -> Tensor:
         """Brings the values of all ranks together. Collective.

@@ -7,10 +7,12 @@ the wait does. While no profiler runs, a range costs one look at a flag.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
 
 import torch.autograd.profiler as autograd_profiler
 
 from torchrec_picasso.exchange.all_to_all import Pending
+from torchrec_picasso.exchange.tally import is_watched, note_waited
 
 __all__ = ["WAIT_RANGE", "named_range", "wait_for"]
 
@@ -35,4 +37,9 @@ def named_range(name: object) -> AbstractContextManager[object]:
 def wait_for(pending: Pending) -> None:
     """Waits for something that was started, under a name of its own in a profile."""
     with named_range(WAIT_RANGE):
+        if not is_watched():
+            pending.wait()
+            return
+        start = perf_counter()
         pending.wait()
+        note_waited(perf_counter() - start)

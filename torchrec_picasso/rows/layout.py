@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.ops.bag_pack import PartBags
 from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder
 from torchrec_picasso.ops.part_pooling import PartPooling
-from torchrec_picasso.rows.asked import Asked
+from torchrec_picasso.rows.asked import Asked, AskedBags
 
 __all__ = ["PackLayout", "RowLayout"]
 
@@ -41,6 +41,11 @@ class PackLayout:
     asked: Exchanges
     source: Asked
     """What is asked of this rank."""
+
+    @property
+    def is_of_bags(self) -> bool:
+        """Whether its bags travel."""
+        return isinstance(self.source, AskedBags)
 
     @property
     def num_rows(self) -> int:

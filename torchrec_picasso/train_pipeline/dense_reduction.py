@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchrec_picasso.exchange.sums import start_sum
 from torchrec_picasso.exchange.waiting import wait_for
 
 __all__ = ["DenseReduction"]
@@ -92,7 +93,7 @@ class _Bucket:
             has_grad[place].zero_()
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), has_grad])
         self._flat = flat.div_(self._pg.size())
-        self._work = dist.all_reduce(self._flat, group=self._pg, async_op=True)
+        self._work = start_sum(self._pg, self._flat)
 
     def wait(self) -> None:
         """Puts the averages into the parameters' gradients."""

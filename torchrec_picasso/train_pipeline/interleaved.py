@@ -54,6 +54,7 @@ from torchrec_picasso.train_pipeline.parent_options import refuse_model, refuse_
 from torchrec_picasso.train_pipeline.pipelined_model import FirstLook, PipelinedModel
 from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 from torchrec_picasso.train_pipeline.regroup import Regroups
+from torchrec_picasso.train_pipeline.step_report import StepReport, StepWatch
 
 __all__ = ["InterleavedTrainPipeline"]
 
@@ -120,6 +121,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             stay the plan's. Results are the same either way.
         verify_every: Training steps between two comparisons of all replicas with their homes, to
             the bit; ``None`` = none. A comparison sends all hot rows to all ranks.
+        on_step: Called on every rank with a report of each training step, after it; if it raises,
+            the step's output is lost and the next call goes on.
 
     Raises:
         ConfigError: If ``num_micro_batches`` or ``verify_every`` is less than 1, or the reduction
@@ -156,6 +159,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         loss_reduction: str = "mean",
         refresh: Refresh | None = _REFRESH,
         verify_every: int | None = None,
+        on_step: Callable[[StepReport], None] | None = None,
     ) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"loss_reduction is {loss_reduction!r}, expected 'mean' or 'sum'")
@@ -218,6 +222,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._regroups = Regroups()
         self._look = FirstLook()
         self._hot_sets = HotSets(refresh, verify_every)
+        self._watch = StepWatch(on_step, device)
 
     @property
     def num_micro_batches(self) -> int:
@@ -274,6 +279,16 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             InputError: On all ranks, if a rank's batch is bad.
             PicassoError: If the step before did not end; see :meth:`reset`.
         """
+        is_training = self._model.training
+        with self._watch.measuring():
+            flight = self._take_step(dataloader_iter)
+            output: Out = self._boarding.output_of(flight)
+        if is_training:
+            self._watch.report(flight, self.last_refresh)
+        return output
+
+    def _take_step(self, dataloader_iter: Iterator[In]) -> Flight:
+        """Takes one step; gives the batch that it was of. Collective."""
         if self._is_halfway:
             raise PicassoError(
                 "the step before raised and did not end; call reset() on all ranks, which forgets "
@@ -315,8 +330,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
                 self._walk(evaluation_schedule(*settings, num_waves=self._num_waves))
         self._flights.popleft()
         self._batch_count += 1
-        output: Out = self._boarding.output_of(flight)
-        return output
+        return flight
 
     def detach(self) -> nn.Module:
         """Gives the model back as it was; batches in flight wait for :meth:`attach`. Collective.

@@ -1,0 +1,127 @@
+"""Reports of training steps: every figure against an independent one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torchrec.datasets.utils import Batch
+
+from tests.sharding.jobs import PLAIN, Job, build
+from tests.train_pipeline.runs import batches_of, pipeline_of
+from torchrec_picasso import Refresh, StepReport, StepReports
+from torchrec_picasso.exchange.meter import WireMeter
+from torchrec_picasso.exchange.tally import is_watched
+from torchrec_picasso.launch.run_ranks import run_ranks
+
+JOB = Job(placement={"a": 20, "b": 4, "c": "bags"}, batch_sizes=(6, 3), num_steps=9)
+NOT_CHECKED = (2, 4, 5, 6)
+"""Steps in which no comparison of the cut sends anything of its own; of 9."""
+SETTINGS = ((1, False), (2, True), (4, True))
+
+
+def _hot(table: str) -> set[int]:
+    rows = {of.name: of.rows for of in PLAIN}[table]
+    return set(sorted(range(rows), key=lambda row: (row % 3, row))[: int(JOB.placement[table])])
+
+
+def _coverage(batch: Batch) -> float:
+    """Share of a batch's distinct rows that are hot, table by table."""
+    features = batch.sparse_features.to_dict()
+    used = {
+        "a": set(features["f0"].values().tolist()),
+        "b": set(features["f1"].values().tolist()) | set(features["f2"].values().tolist()),
+    }
+    hot = sum(len(rows & _hot(table)) for table, rows in used.items())
+    return hot / sum(map(len, used.values()))
+
+
+def _watched(rank: int, world_size: int, setting: tuple[int, bool]) -> dict[str, Any]:
+    model, reports = build(JOB, rank, world_size), StepReports()
+    pipeline = pipeline_of(
+        model,
+        num_micro_batches=setting[0],
+        lookahead=setting[1],
+        refresh=None,
+        on_step=reports,
+    )
+    batches = batches_of(JOB, rank, range(JOB.num_steps))
+    left, metered = iter(batches), []
+    for _ in batches:
+        with WireMeter() as meter:
+            pipeline.progress(left)
+        metered.append(meter.count.sent_bytes)
+    return {
+        "frame": reports.to_frame(),
+        "metered": metered,
+        "coverage": [_coverage(batch) for batch in batches],
+    }
+
+
+def _interrupted(rank: int, world_size: int) -> dict[str, Any]:
+    """Steps that are not trained are not reported; a callback that raises loses no step."""
+    model, seen = build(JOB, rank, world_size), []
+
+    def on_step(report: StepReport) -> None:
+        seen.append(report)
+        if len(seen) == 3:
+            raise ValueError("that will do")
+
+    often = Refresh(every_steps=2, half_life_steps=2, deviations=0.0)
+    pipeline = pipeline_of(model, num_micro_batches=2, refresh=often, on_step=on_step)
+    left, said = iter(batches_of(JOB, rank, range(JOB.num_steps))), ""
+    for step in range(JOB.num_steps):
+        model.train(step != 1)
+        try:
+            pipeline.progress(left)
+        except ValueError as error:
+            said = f"{step}: {error}"
+    reports = StepReports()
+    reports.reports = seen
+    return {"said": said, "frame": reports.to_frame(), "watched": is_watched()}
+
+
+def _run(rank: int, world_size: int) -> dict[Any, dict[str, Any]]:
+    found: dict[Any, dict[str, Any]] = {of: _watched(rank, world_size, of) for of in SETTINGS}
+    found["interrupted"] = _interrupted(rank, world_size)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[Any, dict[str, Any]]]:
+    return run_ranks(_run, 2, timeout_s=100)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_figures_are_right(
+    ranks: list[dict[Any, dict[str, Any]]], setting: tuple[int, bool]
+) -> None:
+    for rank, found in enumerate(ranks):
+        frame = found[setting]["frame"]
+        assert frame["step"].tolist() == list(range(JOB.num_steps))
+        assert frame["num_samples"].tolist() == [JOB.batch_size(rank)] * JOB.num_steps
+        assert frame["coverage"].tolist() == pytest.approx(found[setting]["coverage"])
+        metered = [found[setting]["metered"][step] for step in NOT_CHECKED]
+        assert frame["sent_bytes"][list(NOT_CHECKED)].tolist() == metered
+        assert min(metered) > 0
+        assert ((frame["exposed_s"] > 0) & (frame["exposed_s"] < frame["seconds"])).all()
+        assert (frame["exposed_share"] * frame["seconds"]).to_numpy() == pytest.approx(
+            frame["exposed_s"].to_numpy()
+        )
+        assert (frame["samples_per_s"] * frame["seconds"]).tolist() == pytest.approx(
+            frame["num_samples"].tolist()
+        )
+        assert frame["peak_bytes"].is_monotonic_increasing
+        assert frame["peak_bytes"].min() > 1 << 26  # torch alone takes as much
+        assert frame["num_moved"].sum() == 0
+
+
+def test_only_trained_steps_are_reported(ranks: list[dict[Any, dict[str, Any]]]) -> None:
+    for found in ranks:
+        of = found["interrupted"]
+        assert of["said"] == "3: that will do"  # the third that was trained
+        assert of["frame"]["step"].tolist() == list(range(JOB.num_steps - 1))
+        assert of["frame"]["num_moved"].sum() > 0
+        # told once for each look: after every second step
+        assert (of["frame"]["num_moved"][::2] == 0).all()
+        assert not of["watched"]

@@ -1,0 +1,27 @@
+"""The one place where a sum over ranks starts."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_picasso.exchange.all_to_all import Pending
+from torchrec_picasso.exchange.tally import is_watched, note_sent
+
+__all__ = ["start_sum"]
+
+
+def start_sum(pg: dist.ProcessGroup, values: Tensor) -> Pending:
+    """Starts summing values over ranks, in place. Collective.
+
+    Args:
+        pg: Process group of W ranks.
+        values: Of this rank.
+
+    Cost:
+        A ring sends ``2 (W - 1) / W`` of the values.
+    """
+    if is_watched():
+        note_sent(2 * (pg.size() - 1) * values.nbytes // pg.size())
+    work: Pending = dist.all_reduce(values, group=pg, async_op=True)
+    return work
