@@ -24,3 +24,13 @@ def test_a_use_counts_half_a_half_life_later() -> None:
     assert uses.homes_n.tolist() == pytest.approx([0.875, 0, 0.4375, 0.5])
     uses.begin_window()
     assert (uses.num_cold, uses.num_hot) == (0, 0)
+
+
+def test_counts_stay_finite_however_seldom_they_are_settled() -> None:
+    uses = RowUses(2, 0, torch.device("cpu"))
+    nothing = torch.tensor([], dtype=torch.int64)
+    for _ in range(300):  # 2^300 is beyond float32
+        uses.count(torch.tensor([1]), nothing)
+        uses.fade(0.5)
+    uses.settle()
+    assert uses.homes_n.tolist() == pytest.approx([0, 1.0])

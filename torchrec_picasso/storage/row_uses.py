@@ -12,6 +12,8 @@ from torch import Tensor
 
 __all__ = ["RowUses"]
 
+_MOST_WEIGHT = 2.0**20  # of a use, so that sums stay far from float32's end
+
 
 class RowUses:
     """Counts that fade, on one rank.
@@ -32,6 +34,7 @@ class RowUses:
         self.replicas_h = torch.zeros(num_hot_rows, device=device)
         """Uses of replicas by this rank, likewise."""
         self._weight = torch.ones(1, device=device)
+        self._weight_on_host = 1.0
         self.num_cold = 0
         """Uses of cold rows at home here since :meth:`begin_window`."""
         self.num_hot = 0
@@ -56,12 +59,16 @@ class RowUses:
     def fade(self, factor: float) -> None:
         """Lets all that was counted weigh less than what comes: that weighs more instead."""
         self._weight /= factor
+        self._weight_on_host /= factor
+        if self._weight_on_host > _MOST_WEIGHT:
+            self.settle()
 
     def settle(self) -> None:
         """Brings the counts to where the latest use counts 1."""
         self.homes_n /= self._weight
         self.replicas_h /= self._weight
         self._weight.fill_(1.0)
+        self._weight_on_host = 1.0
 
     def _ones(self, of: Tensor) -> Tensor:
         return self._weight.expand(of.numel())
