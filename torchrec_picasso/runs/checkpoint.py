@@ -47,7 +47,12 @@ _OTHER_ROW_STATE = re.compile(
 """One value a row on both sides, but of other numbers of rows while the weights are of one size."""
 
 
-def save_checkpoint(folder: str | Path, step: int, state: dict[str, Any]) -> Path:
+def save_checkpoint(
+    folder: str | Path,
+    step: int,
+    state: dict[str, Any],
+    beside: Callable[[Path], None] | None = None,
+) -> Path:
     """Writes one checkpoint.
 
     Collective: every rank of the default process group calls this, in the same order.
@@ -56,6 +61,7 @@ def save_checkpoint(folder: str | Path, step: int, state: dict[str, Any]) -> Pat
         folder: Holds all checkpoints of a run; made if missing.
         step: Steps trained so far.
         state: State dicts, sharded as they are in the model.
+        beside: Writes what else belongs there; called on rank 0 with the folder.
 
     Returns:
         The folder of the finished checkpoint.
@@ -64,6 +70,8 @@ def save_checkpoint(folder: str | Path, step: int, state: dict[str, Any]) -> Pat
         PicassoError: If that step has a checkpoint already.
     """
     unfinished = begin_checkpoint(folder, step)
+    if beside is not None and dist.get_rank() == 0:
+        beside(unfinished)
     dcp.save({**state, "step": torch.tensor(step)}, checkpoint_id=str(unfinished))
     dist.barrier()  # every rank's files are written
     final = finish_checkpoint(unfinished) if dist.get_rank() == 0 else whole_name(unfinished)

@@ -51,13 +51,19 @@ class CheckpointWriter:
             self._copies = _HostCopies(dist.new_group(backend="gloo"))
         self._pending: tuple[Path, Future[None]] | None = None
 
-    def save(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
+    def save(
+        self,
+        step: int,
+        state: Callable[[], dict[str, Any]],
+        beside: Callable[[Path], None] | None = None,
+    ) -> None:
         """Writes a checkpoint if any are asked for, or begins to.
 
         Args:
             step: Steps trained so far.
             state: Gives state dicts, sharded as they are in the model; they may change once this
                 returns.
+            beside: Writes what else belongs there; called on rank 0 with the folder.
 
         Raises:
             PicassoError: If that step has a checkpoint already, or the one before could not be
@@ -68,9 +74,11 @@ class CheckpointWriter:
         if folder is None:
             return
         if self._copies is None:
-            self._is_whole(save_checkpoint(folder, step, state()))
+            self._is_whole(save_checkpoint(folder, step, state(), beside))
             return
         unfinished = begin_checkpoint(folder, step)
+        if beside is not None and dist.get_rank() == 0:
+            beside(unfinished)
         written = dcp.async_save(
             {**state(), "step": torch.tensor(step)},
             checkpoint_id=str(unfinished),

@@ -5,10 +5,13 @@ Batches depend on the step alone, so a resumed run sees what the uninterrupted o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed.types import ShardingPlan
 
 from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.errors import ConfigError
@@ -22,6 +25,7 @@ from torchrec_picasso.runs.checkpoint import (
 from torchrec_picasso.runs.checkpoint_writer import CheckpointWriter
 from torchrec_picasso.runs.evaluate import evaluate_auc
 from torchrec_picasso.runs.pipelines import describe_pipeline, is_settled
+from torchrec_picasso.runs.saved_hot_rows import adopt_hot_rows, read_hot_rows, write_hot_rows
 from torchrec_picasso.runs.trainer import Trainer
 from torchrec_picasso.zoo.registry import make_source
 
@@ -76,9 +80,10 @@ def train_on_rank(
     """
     quiet_upstream()
     source = make_source(config.data, config.seed)
-    trainer = Trainer(config, source, device=device)
     progress = Progress("train", config.steps, shown=rank == 0)
-    first_step = _resume(trainer, config, progress) if resume else 0
+    found = _found(config, progress) if resume else None
+    trainer = Trainer(config, source, device=device, change_plan=_adopting(found, progress))
+    first_step = 0 if found is None else _resume(trainer, found, config, progress)
     progress.advance(first_step)
     writer = CheckpointWriter(config.checkpoint, progress.say)
     batches = source.batches(rank, world_size, start_step=first_step)
@@ -97,7 +102,7 @@ def train_on_rank(
                 progress.say(
                     f"step {step}: pipeline\n{_indented(describe_pipeline(trainer.pipeline))}"
                 )
-        writer.save(step, trainer.state)
+        writer.save(step, trainer.state, lambda path: write_hot_rows(path, trainer.hot_rows()))
     writer.finish()
     progress.close()
     num_heldout = config.data.heldout_steps * config.data.batch_size * world_size
@@ -119,7 +124,8 @@ def _indented(lines: str) -> str:
     return "\n".join(f"  {line}" for line in lines.splitlines())
 
 
-def _resume(trainer: Trainer, config: TrainConfig, progress: Progress) -> int:
+def _found(config: TrainConfig, progress: Progress) -> Path:
+    """The checkpoint to resume from. Collective."""
     assert config.checkpoint.folder is not None, "check_checkpoint_folder comes first"
     found: list[Any] = [None]
     if dist.get_rank() == 0:  # one rank looks, so that all take the same
@@ -128,6 +134,26 @@ def _resume(trainer: Trainer, config: TrainConfig, progress: Progress) -> int:
     path, unfinished = found[0]
     for left in unfinished:
         progress.say(f"passed over {left}: a checkpoint that was not finished")
+    return Path(path)
+
+
+def _adopting(found: Path | None, progress: Progress) -> Callable[[ShardingPlan], None] | None:
+    """What puts the hot rows of a checkpoint into the plan, and says whether it did."""
+    hot_rows = None if found is None else read_hot_rows(found)
+    if hot_rows is None:
+        return None
+    num_hot = sum(map(len, hot_rows.values()))
+
+    def adopt(plan: ShardingPlan) -> None:
+        if adopt_hot_rows(plan, hot_rows):
+            progress.say(f"{num_hot} hot rows are those of {found}")
+        else:
+            progress.say(f"hot rows were chosen anew: those of {found} are of another plan")
+
+    return adopt
+
+
+def _resume(trainer: Trainer, path: Path, config: TrainConfig, progress: Progress) -> int:
     step = load_checkpoint(path, trainer.state(), trainer.load_state)
     if step > config.steps:
         raise ConfigError(

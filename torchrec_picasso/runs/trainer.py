@@ -23,6 +23,7 @@ from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.runs.pipelines import MakePipeline, pipeline_maker
 from torchrec_picasso.runs.placements import Placement, make_placement
+from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
 from torchrec_picasso.zoo.data.source import BatchSource
 from torchrec_picasso.zoo.initial_tables import write_initial_tables
 from torchrec_picasso.zoo.registry import build_model
@@ -147,6 +148,12 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Everything that a checkpoint holds, as TorchRec's state dicts."""
         return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+
+    def hot_rows(self) -> dict[str, Tensor]:
+        """The hot rows of interleaved tables by name; after the first step."""
+        if not isinstance(self._pipeline, InterleavedTrainPipeline):
+            return {}
+        return self._pipeline.hot_rows()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes over what a checkpoint held. Collective."""

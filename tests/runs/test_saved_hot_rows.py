@@ -1,0 +1,93 @@
+"""A resumed run goes on with the hot rows that it had, where they fit, and says so."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchrec_picasso.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    PipelineConfig,
+    ShardingConfig,
+    TrainConfig,
+)
+from torchrec_picasso.config.refresh import Refresh
+from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.runs.saved_hot_rows import read_hot_rows
+from torchrec_picasso.runs.train import train_on_rank
+
+NUM_HOT = 20
+OFTEN = Refresh(every_steps=2, half_life_steps=2, deviations=0.0)
+
+
+def _config(folder: Path, steps: int) -> TrainConfig:
+    return TrainConfig(
+        steps=steps,
+        data=DataConfig(batch_size=16, row_scale=0.001, num_tables=4, heldout_steps=1),
+        model=ModelConfig(embedding_dim=8, dense_layers=(8,), over_layers=(8,)),
+        sharding=ShardingConfig(hot_rows=NUM_HOT),
+        pipeline=PipelineConfig(num_micro_batches=2, lookahead=True, refresh=OFTEN),
+        checkpoint=CheckpointConfig(folder=str(folder), every_steps=4, async_save=True),
+    )
+
+
+def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    path, said = Path(folder), io.StringIO()
+    whole = train_on_rank(rank, world_size, _config(path / "whole", 8), False)
+    with contextlib.redirect_stdout(said):
+        first = train_on_rank(rank, world_size, _config(path / "cut", 4), False)
+        second = train_on_rank(rank, world_size, _config(path / "cut", 8), True)
+        fewer = dataclasses.replace(
+            _config(path / "cut", 12), sharding=ShardingConfig(hot_rows=NUM_HOT - 5)
+        )
+        third = train_on_rank(rank, world_size, fewer, True)
+    return {
+        "whole": whole["losses"],
+        "cut": first["losses"] + second["losses"],
+        "steps": third["first_step"] + len(third["losses"]),
+        "said": said.getvalue(),
+    }
+
+
+def test_a_resumed_run_goes_on_with_its_hot_rows(tmp_path: Path) -> None:
+    ranks = run_ranks(_run, 2, str(tmp_path), timeout_s=120)
+    for found in ranks:
+        assert found["cut"] == pytest.approx(found["whole"], rel=1e-5)
+        assert found["steps"] == 12
+    said = ranks[0]["said"]
+    assert f"{NUM_HOT} hot rows are those of {tmp_path / 'cut' / 'step_00000004'}" in said
+    anew = (
+        f"hot rows were chosen anew: those of {tmp_path / 'cut' / 'step_00000008'} are of another"
+    )
+    assert anew in said
+    before, after = (read_hot_rows(tmp_path / "cut" / f"step_{step:08d}") for step in (4, 8))
+    assert before is not None
+    assert after is not None
+    assert sum(map(len, before.values())) == sum(map(len, after.values())) == NUM_HOT
+    assert any(not torch.equal(rows, after[name]) for name, rows in before.items() if name in after)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no pickle", torch.zeros(3), {"t": torch.zeros(3)}, [1, 2]]
+)
+def test_a_damaged_file_is_named(tmp_path: Path, content: Any) -> None:
+    path = tmp_path / "hot_rows.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(PicassoError, match=r"hot_rows\.pt: cannot be read as hot rows; delete"):
+        read_hot_rows(tmp_path)
+
+
+def test_a_checkpoint_without_hot_rows_has_none(tmp_path: Path) -> None:
+    assert read_hot_rows(tmp_path) is None
