@@ -22,7 +22,7 @@ ROWS = (
     ("config",),
     ("ops", "_torchrec"),
     ("placement", "frequency", "exchange", "batches", "launch", "schedule"),
-    ("cost", "storage"),
+    ("cost", "storage", "checkpoints"),
     ("rows", "comparison", "feed", "decision"),
     ("refresh",),
     ("sharding", "planner"),

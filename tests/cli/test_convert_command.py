@@ -73,6 +73,8 @@ def _refusals(tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str]) -
     assert "instead of" in message
     assert message.endswith("pass the --config that it was trained with")
     next(iter(sorted(newest.glob("*.distcp")))).unlink()
+    assert refused(newest) == f"{newest}: __0_0.distcp is missing; name another checkpoint"
+    (newest / "SHA256SUMS").unlink()  # a checkpoint that has no sums
     assert refused(newest).startswith(f"{newest}: cannot be read (")
     (newest / ".metadata").write_text("something else")
     assert refused(newest).startswith(f"{newest}: not a checkpoint (")

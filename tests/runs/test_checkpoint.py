@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from torchrec_picasso.checkpoints import write
+from torchrec_picasso.checkpoints.folder import newest_checkpoint, refuse_used_folder
 from torchrec_picasso.config import (
     CheckpointConfig,
     DataConfig,
@@ -20,8 +22,6 @@ from torchrec_picasso.config import (
 )
 from torchrec_picasso.errors import ConfigError, PicassoError
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
-from torchrec_picasso.runs import checkpoint
-from torchrec_picasso.runs.checkpoint import newest_checkpoint, refuse_used_folder
 from torchrec_picasso.runs.train import check_checkpoint_folder, train_on_rank
 
 TIMEOUT_S = 120
@@ -67,8 +67,8 @@ def train_resume_and_break(
         raise RuntimeError("the disk is full")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.dcp, "save", fail)
-        with pytest.raises(RuntimeError, match="disk is full"):
+        patch.setattr(write.dcp, "save", fail)
+        with pytest.raises(PicassoError, match="disk is full"):
             run(path, 12, True)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         third = run(path, 9, True)
@@ -114,7 +114,7 @@ def resume_with_fewer_steps(rank: int, world_size: int, folder: str) -> None:
 
 
 def save_same_step_again(rank: int, world_size: int, folder: str) -> None:
-    checkpoint.save_checkpoint(folder, 4, {})
+    write.save_checkpoint(folder, 4, {})
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_no_checkpoint_to_resume_from(tmp_path: Path) -> None:
     with pytest.raises(PicassoError, match=r"no checkpoint to resume from; expected folders named"):
         newest_checkpoint(tmp_path / "none")
     (tmp_path / "step_00000003.tmp").mkdir()
-    with pytest.raises(PicassoError, match=r"found only unfinished: step_00000003\.tmp"):
+    with pytest.raises(PicassoError, match=r"found only step_00000003\.tmp"):
         newest_checkpoint(tmp_path)
 
 

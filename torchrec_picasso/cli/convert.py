@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from torchrec_picasso.checkpoints.plain_file import find_checkpoint, read_plain, write_plain
 from torchrec_picasso.cli.outputs import check_outputs
 from torchrec_picasso.config import load_config
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.runs.convert import find_checkpoint, read_plain, write_plain
 from torchrec_picasso.zoo.registry import build_model, make_source
 
 __all__ = ["add_parser", "run"]

@@ -10,22 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
+from torchrec_picasso.checkpoints.folder import newest_checkpoint, refuse_used_folder
+from torchrec_picasso.checkpoints.hot_rows import adopt_hot_rows, read_hot_rows, write_hot_rows
+from torchrec_picasso.checkpoints.load import load_checkpoint, newest_undamaged
+from torchrec_picasso.checkpoints.writer import CheckpointWriter
 from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.launch.progress import Progress
 from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.runs.checkpoint import (
-    load_checkpoint,
-    newest_checkpoint,
-    refuse_used_folder,
-)
-from torchrec_picasso.runs.checkpoint_writer import CheckpointWriter
 from torchrec_picasso.runs.evaluate import evaluate_auc
 from torchrec_picasso.runs.pipelines import describe_pipeline, is_settled
-from torchrec_picasso.runs.saved_hot_rows import adopt_hot_rows, read_hot_rows, write_hot_rows
 from torchrec_picasso.runs.trainer import Trainer
 from torchrec_picasso.zoo.registry import make_source
 
@@ -81,7 +77,8 @@ def train_on_rank(
     quiet_upstream()
     source = make_source(config.data, config.seed)
     progress = Progress("train", config.steps, shown=rank == 0)
-    found = _found(config, progress) if resume else None
+    folder = config.checkpoint.folder
+    found = newest_undamaged(folder, progress.say) if resume and folder is not None else None
     trainer = Trainer(config, source, device=device, change_plan=_adopting(found, progress))
     first_step = 0 if found is None else _resume(trainer, found, config, progress)
     progress.advance(first_step)
@@ -122,19 +119,6 @@ def _steps_at_once(config: TrainConfig, step: int) -> int:
 
 def _indented(lines: str) -> str:
     return "\n".join(f"  {line}" for line in lines.splitlines())
-
-
-def _found(config: TrainConfig, progress: Progress) -> Path:
-    """The checkpoint to resume from. Collective."""
-    assert config.checkpoint.folder is not None, "check_checkpoint_folder comes first"
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:  # one rank looks, so that all take the same
-        found = [newest_checkpoint(config.checkpoint.folder)]
-    dist.broadcast_object_list(found, src=0)
-    path, unfinished = found[0]
-    for left in unfinished:
-        progress.say(f"passed over {left}: a checkpoint that was not finished")
-    return Path(path)
 
 
 def _adopting(found: Path | None, progress: Progress) -> Callable[[ShardingPlan], None] | None:

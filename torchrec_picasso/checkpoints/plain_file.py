@@ -11,8 +11,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torchrec_picasso.checkpoints.folder import UNFINISHED_SUFFIX, holds_checkpoint, step_of
+from torchrec_picasso.checkpoints.safe_reader import SafeReader, load_safely
+from torchrec_picasso.checkpoints.sums import damages
 from torchrec_picasso.errors import ConfigError, PicassoError
-from torchrec_picasso.runs.checkpoint import UNFINISHED_SUFFIX, holds_checkpoint, step_of
 
 __all__ = ["find_checkpoint", "read_plain", "write_plain"]
 
@@ -68,8 +70,10 @@ def read_plain(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ConfigError: If the checkpoint is of another model.
         PicassoError: If it cannot be read.
     """
+    if damaged := damages(path):
+        raise PicassoError(f"{path}: {', '.join(damaged)}; name another checkpoint")
     try:
-        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        stored = SafeReader(path).read_metadata().state_dict_metadata
     except Exception as error:  # whatever unpickling makes of a file that is none of ours
         raise PicassoError(f"{path}: not a checkpoint ({error!r}); name another") from error
     found = {
@@ -82,8 +86,11 @@ def read_plain(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name: torch.empty(found[name].size, dtype=found[name].properties.dtype) for name in expected
     }
     try:
-        dcp.load({_MODEL.rstrip("."): plain}, checkpoint_id=str(path), no_dist=True)
-    except (dcp.CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
+        load_safely(path, {_MODEL.rstrip("."): plain}, no_dist=True)
+    except (
+        Exception,
+        dcp.CheckpointException,
+    ) as error:  # reading a file that is damaged raises nearly anything
         reason = (str(error).strip().splitlines() or [repr(error)])[-1]
         raise PicassoError(f"{path}: cannot be read ({reason}); name another checkpoint") from error
     return plain

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchrec_picasso.checkpoints.hot_rows import read_hot_rows
 from torchrec_picasso.config import (
     CheckpointConfig,
     DataConfig,
@@ -22,7 +23,6 @@ from torchrec_picasso.config import (
 from torchrec_picasso.config.refresh import Refresh
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.launch.run_ranks import run_ranks
-from torchrec_picasso.runs.saved_hot_rows import read_hot_rows
 from torchrec_picasso.runs.train import train_on_rank
 
 NUM_HOT = 20

@@ -17,11 +17,11 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.whole_state import differences, join_state
+from torchrec_picasso.checkpoints.load import load_checkpoint
+from torchrec_picasso.checkpoints.writer import CheckpointWriter
 from torchrec_picasso.config import CheckpointConfig
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.launch.run_ranks import run_ranks
-from torchrec_picasso.runs.checkpoint import load_checkpoint
-from torchrec_picasso.runs.checkpoint_writer import CheckpointWriter
 
 PLANS = ("rows", "bags", "column_wise")
 

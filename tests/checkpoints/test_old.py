@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from torchrec_picasso.runs.checkpoint import newest_checkpoint
-from torchrec_picasso.runs.old_checkpoints import delete_old_checkpoints
+from torchrec_picasso.checkpoints.folder import newest_checkpoint
+from torchrec_picasso.checkpoints.old import delete_old_checkpoints
 
 PARTS = (".metadata", "__0_0.distcp", "__1_0.distcp")
 

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from torchrec_picasso.runs.checkpoint import (
+from torchrec_picasso.checkpoints.folder import (
     UNFINISHED_SUFFIX,
     is_whole,
     step_of,

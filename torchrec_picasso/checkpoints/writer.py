@@ -13,23 +13,22 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torchrec.distributed.types import ShardedTensor
 
-from torchrec_picasso.config import CheckpointConfig
-from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.runs.checkpoint import (
+from torchrec_picasso.checkpoints.folder import step_of, whole_name
+from torchrec_picasso.checkpoints.old import delete_old_checkpoints
+from torchrec_picasso.checkpoints.write import (
+    Beside,
     begin_checkpoint,
-    finish_checkpoint,
+    complete_checkpoint,
     save_checkpoint,
-    step_of,
-    whole_name,
+    with_step,
 )
-from torchrec_picasso.runs.old_checkpoints import delete_old_checkpoints
+from torchrec_picasso.config import CheckpointConfig
 
 __all__ = ["CheckpointWriter"]
 
@@ -55,7 +54,7 @@ class CheckpointWriter:
         self,
         step: int,
         state: Callable[[], dict[str, Any]],
-        beside: Callable[[Path], None] | None = None,
+        beside: Beside | None = None,
     ) -> None:
         """Writes a checkpoint if any are asked for, or begins to.
 
@@ -63,7 +62,7 @@ class CheckpointWriter:
             step: Steps trained so far.
             state: Gives state dicts, sharded as they are in the model; they may change once this
                 returns.
-            beside: Writes what else belongs there; called on rank 0 with the folder.
+            beside: Writes what else belongs there.
 
         Raises:
             PicassoError: If that step has a checkpoint already, or the one before could not be
@@ -76,35 +75,26 @@ class CheckpointWriter:
         if self._copies is None:
             self._is_whole(save_checkpoint(folder, step, state(), beside))
             return
-        unfinished = begin_checkpoint(folder, step)
-        if beside is not None and dist.get_rank() == 0:
-            beside(unfinished)
+        unfinished = begin_checkpoint(folder, step, beside)
         written = dcp.async_save(
-            {**state(), "step": torch.tensor(step)},
+            with_step(state(), step),
             checkpoint_id=str(unfinished),
             process_group=self._copies.group,
             async_stager=self._copies,
         )
         assert isinstance(written, Future), "copies are made before async_save returns"
-        self._pending = unfinished, _then_named(written, unfinished)
+        self._pending = unfinished, _then_named(written, unfinished, self._copies.group)
 
     def finish(self) -> None:
         """Waits until what is being written is whole.
 
         Raises:
-            PicassoError: If it could not be written; what is there stays unfinished.
+            PicassoError: On all ranks, if it could not be written; what is there stays unfinished.
         """
         if self._pending is None:
             return
         (unfinished, named), self._pending = self._pending, None
-        problems: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, _problem(named))  # nobody goes on before the name stands
-        told = [problem for problem in problems if problem is not None]
-        if told:
-            raise PicassoError(
-                f"{unfinished}: could not be written ({told[0]}); mend that and continue with "
-                "--resume from the checkpoint before"
-            )
+        named.result()
         self._is_whole(whole_name(unfinished))
 
     def _is_whole(self, path: Path) -> None:
@@ -115,21 +105,13 @@ class CheckpointWriter:
                 self._say(problem)
 
 
-def _problem(named: Future[None]) -> str | None:
-    """Waits, and gives the last line of what went wrong."""
-    error = named.exception()
-    return None if error is None else (str(error).strip().splitlines() or [repr(error)])[-1]
-
-
-def _then_named(written: Future[Any], unfinished: Path) -> Future[None]:
-    """Done once the checkpoint has its name, which rank 0 gives it as soon as all have written."""
+def _then_named(written: Future[Any], unfinished: Path, group: Any) -> Future[None]:
+    """Done once the checkpoint has its name, which it gets as soon as all ranks have written."""
     named: Future[None] = Future()
 
     def give_name(written: Future[Any]) -> None:
         try:
-            written.result()
-            if dist.get_rank() == 0:
-                finish_checkpoint(unfinished)
+            complete_checkpoint(unfinished, written.exception(), group)
             named.set_result(None)
         except BaseException as error:  # raised where somebody waits for it
             named.set_exception(error)
