@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.reliability.broken_writes import broken_writes, disk_is_full
 from torchrec_picasso.checkpoints import write
 from torchrec_picasso.checkpoints.folder import newest_checkpoint, refuse_used_folder
 from torchrec_picasso.config import (
@@ -62,14 +63,9 @@ def train_resume_and_break(
     first = run(path, 4, False)
     second = run(path, 8, True)
 
-    def fail(*args: Any, **kwargs: Any) -> None:
-        Path(kwargs["checkpoint_id"], "part").touch()
-        raise RuntimeError("the disk is full")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write.dcp, "save", fail)
-        with pytest.raises(PicassoError, match="disk is full"):
-            run(path, 12, True)
+    full = broken_writes(".distcp", 100, disk_is_full) if rank == 1 else contextlib.nullcontext()
+    with full, pytest.raises(PicassoError, match="No space left on device"):
+        run(path, 12, True)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         third = run(path, 9, True)
     return whole, first, second, third, said.getvalue()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from torchrec_picasso.checkpoints.folder import (
     UNFINISHED_SUFFIX,
@@ -27,7 +28,14 @@ from torchrec_picasso.checkpoints.folder import (
 from torchrec_picasso.checkpoints.sums import sums_of_rank, write_sums
 from torchrec_picasso.errors import PicassoError
 
-__all__ = ["Beside", "begin_checkpoint", "complete_checkpoint", "save_checkpoint", "with_step"]
+__all__ = [
+    "Beside",
+    "CheckpointFiles",
+    "begin_checkpoint",
+    "complete_checkpoint",
+    "save_checkpoint",
+    "with_step",
+]
 
 Beside = Callable[[Path], None]
 """Writes what else belongs into the folder of a checkpoint; called on rank 0."""
@@ -56,7 +64,7 @@ def save_checkpoint(
     unfinished = begin_checkpoint(folder, step, beside)
     error: BaseException | None = None
     try:
-        dcp.save(with_step(state, step), checkpoint_id=str(unfinished))
+        dcp.save(with_step(state, step), storage_writer=CheckpointFiles(unfinished))
     except (Exception, dcp.CheckpointException) as caught:  # one rank's problem, told on all
         error = caught
     return complete_checkpoint(unfinished, error)
@@ -65,6 +73,25 @@ def save_checkpoint(
 def with_step(state: dict[str, Any], step: int) -> dict[str, Any]:
     """What is written: state dicts, and the steps trained so far."""
     return {**state, "step": torch.tensor(step)}
+
+
+class CheckpointFiles(dcp.FileSystemWriter):
+    """torch's writer of files; what went wrong first is what it raises.
+
+    Behind a full disk comes an error about the file that could not be closed.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:
+        """Writes this rank's files."""
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            first: BaseException = error
+            while (before := first.__cause__ or first.__context__) is not None:
+                first = before
+            if first is error:
+                raise
+            raise first from None
 
 
 def begin_checkpoint(folder: str | Path, step: int, beside: Beside | None = None) -> Path:

@@ -23,6 +23,7 @@ from torchrec_picasso.checkpoints.folder import step_of, whole_name
 from torchrec_picasso.checkpoints.old import delete_old_checkpoints
 from torchrec_picasso.checkpoints.write import (
     Beside,
+    CheckpointFiles,
     begin_checkpoint,
     complete_checkpoint,
     save_checkpoint,
@@ -78,7 +79,7 @@ class CheckpointWriter:
         unfinished = begin_checkpoint(folder, step, beside)
         written = dcp.async_save(
             with_step(state(), step),
-            checkpoint_id=str(unfinished),
+            storage_writer=CheckpointFiles(unfinished),
             process_group=self._copies.group,
             async_stager=self._copies,
         )
