@@ -13,6 +13,7 @@ from torchrec_picasso.errors import (
     CompatError,
     ConfigError,
     InputError,
+    PeerError,
     PicassoError,
     PlanError,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "HotRowRefresher",
     "InputError",
     "InterleavedTrainPipeline",
+    "PeerError",
     "PicassoError",
     "PlanError",
     "Refresh",

@@ -26,5 +26,9 @@ class VersionError(CompatError, ImportError):
     """Installed packages cannot work together; raised while this package is imported."""
 
 
+class PeerError(PicassoError, RuntimeError):
+    """Another rank failed, with its message, or does not answer; this one was all right."""
+
+
 class InputError(PicassoError):
     """A batch holds ids or weights that no table can serve; raised on every rank of the group."""

@@ -16,6 +16,7 @@ __all__ = [
     "DAMAGED_SUFFIX",
     "UNFINISHED_SUFFIX",
     "folder_of_step",
+    "has_checkpoint",
     "holds_checkpoint",
     "is_whole",
     "newest_checkpoint",
@@ -58,6 +59,11 @@ def is_whole(path: Path) -> bool:
 def holds_checkpoint(path: Path) -> bool:
     """Whether a folder, of any name, has what torch writes last into a checkpoint."""
     return (path / _DCP_METADATA).is_file()
+
+
+def has_checkpoint(folder: str | Path) -> bool:
+    """Whether a folder holds a run's checkpoint, whole or not as it should be."""
+    return any(step_of(path.name) is not None for path in Path(folder).glob("step_*"))
 
 
 def newest_checkpoint(folder: str | Path) -> tuple[Path, list[Path]]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from torchrec_picasso.cli import calibrate, convert, demo, models, plan, quality, stats, train
-from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.errors import PeerError, PicassoError
 from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.launch.run_ranks import RankError
 from torchrec_picasso.version import __version__
@@ -42,11 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet_upstream()
     try:
         args.run(args)
+    except PeerError as error:
+        return _say(str(error), EXIT_FAILED)
     except PicassoError as error:
         return _say(str(error), EXIT_BAD_INPUT)
     except RankError as error:
-        if isinstance(error.__cause__, PicassoError):
-            return _say(str(error.__cause__), EXIT_BAD_INPUT)
+        cause = error.__cause__
+        if isinstance(cause, PicassoError) and not isinstance(cause, PeerError):
+            return _say(str(cause), EXIT_BAD_INPUT)
         return _say(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         return _say("interrupted", _EXIT_INTERRUPTED)

@@ -6,14 +6,19 @@ import argparse
 import os
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
+from torchrec_picasso.checkpoints.folder import has_checkpoint
 from torchrec_picasso.cli.launcher import join_torchrun, under_torchrun
-from torchrec_picasso.config import load_config
+from torchrec_picasso.config import TrainConfig, load_config
 from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.runs.train import check_checkpoint_folder, train_on_rank
 from torchrec_picasso.zoo.registry import check_run
 
 __all__ = ["add_parser", "run"]
+
+_NEWEST, _AUTO = "newest", "auto"
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 _EXAMPLE = """\
 example:
@@ -21,6 +26,7 @@ example:
   torchrec-picasso train --config configs/dlrm_criteo.yaml --resume
   torchrec-picasso train --config configs/din_taobao.yaml
   torchrun --nproc-per-node 2 -m torchrec_picasso train --config configs/dlrm_criteo.yaml
+  torchrun --nproc-per-node 2 --max-restarts 3 -m torchrec_picasso train --config FILE --resume auto
 """
 
 
@@ -38,7 +44,12 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML configuration")
     parser.add_argument(
-        "--resume", action="store_true", help="continue from the newest whole checkpoint"
+        "--resume",
+        nargs="?",
+        const=_NEWEST,
+        choices=(_NEWEST, _AUTO),
+        help="continue from the newest whole checkpoint; auto: or start where there is none, as "
+        "torchrun's restarts do by themselves",
     )
     parser.set_defaults(run=run)
 
@@ -54,13 +65,22 @@ def run(args: argparse.Namespace) -> None:
     spawns = not under_torchrun()
     world_size = config.ranks if spawns else int(os.environ.get("WORLD_SIZE", "1"))
     check_run(config, world_size)
-    check_checkpoint_folder(config, args.resume)
+    resume = _resumes(config, args.resume)
+    check_checkpoint_folder(config, resume)
     if spawns:
-        run_ranks(train_on_rank, world_size, config, args.resume, timeout_s=config.timeout_s)
+        run_ranks(train_on_rank, world_size, config, resume, timeout_s=config.timeout_s)
         return
     device = join_torchrun(config.timeout_s)
     try:
-        train_on_rank(dist.get_rank(), world_size, config, args.resume, device)
+        record(train_on_rank)(dist.get_rank(), world_size, config, resume, device)  # for its report
         dist.barrier()  # no rank leaves while another still works with it
     finally:
         dist.destroy_process_group()
+
+
+def _resumes(config: TrainConfig, asked: str | None) -> bool:
+    """Whether the run continues an earlier one."""
+    is_restart = int(os.environ.get(_RESTARTS, "0")) > 0 and config.checkpoint.folder is not None
+    if asked == _AUTO or (asked is None and is_restart):
+        return config.checkpoint.folder is None or has_checkpoint(config.checkpoint.folder)
+    return asked is not None

@@ -25,15 +25,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torchrec_picasso.launch.torn_connection import tells_of_torn_connection
+
 __all__ = ["RankFailure", "STACK_SIGNAL", "rank_main", "stack_file"]
 
 STACK_SIGNAL = signal.SIGUSR1
 """A rank that gets it writes its Python stack to :func:`stack_file`, even inside a collective."""
 
 _GLOO_SLACK_S = 60.0  # gloo times out after the launcher's deadline, so that the launcher speaks
-
-# How gloo words the loss of a peer: a consequence of another rank's end, not a cause.
-_TORN_CONNECTION = ("closed by peer", "reset by peer", "broken pipe", "pair closure")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,7 @@ class RankFailure:
     @property
     def is_torn_connection(self) -> bool:
         """Whether it only felt that another rank ended."""
-        return any(words in self.traceback.lower() for words in _TORN_CONNECTION)
+        return tells_of_torn_connection(self.traceback)
 
 
 def stack_file(folder: str | Path, rank: int) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_picasso.checkpoints.folder import newest_checkpoint, refuse_used_folder
@@ -18,6 +19,7 @@ from torchrec_picasso.checkpoints.load import load_checkpoint, newest_undamaged
 from torchrec_picasso.checkpoints.writer import CheckpointWriter
 from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.launch.peers import Peers
 from torchrec_picasso.launch.progress import Progress
 from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.runs.evaluate import evaluate_auc
@@ -73,8 +75,18 @@ def train_on_rank(
 
     Raises:
         PicassoError: If the input or the checkpoint cannot be used.
+        PeerError: If another rank failed, with its message, or does not answer.
     """
     quiet_upstream()
+    pg = dist.group.WORLD
+    assert pg is not None, "init_process_group comes first"
+    with Peers(pg).hear_of_failures(lambda: "the run"):
+        return _train(rank, world_size, config, resume, device)
+
+
+def _train(
+    rank: int, world_size: int, config: TrainConfig, resume: bool, device: torch.device | None
+) -> dict[str, Any]:
     source = make_source(config.data, config.seed)
     progress = Progress("train", config.steps, shown=rank == 0)
     folder = config.checkpoint.folder

@@ -26,6 +26,7 @@ from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
 from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.feed.id_stream import IdStream
+from torchrec_picasso.launch.peers import Peers
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.refresh.refresher import Refreshed
 from torchrec_picasso.schedule.schedule import (
@@ -214,6 +215,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         )
         self._flights: deque[Flight] = deque()
         self._is_halfway = False
+        self._op: Op | None = None
+        self._peers: Peers | None = None
         self._candidates = candidates(num_micro_batches, lookahead, order_samples)
         self._choice = SettingChoice(self._candidates)
         self._clock = StepClock(device)
@@ -277,15 +280,22 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         Raises:
             StopIteration: After the last batch of the rank that has most; on all ranks at once.
             InputError: On all ranks, if a rank's batch is bad.
+            PeerError: If another rank failed, with its message, or does not answer.
             PicassoError: If the step before did not end; see :meth:`reset`.
         """
         is_training = self._model.training
-        with self._watch.measuring():
+        if self._peers is None:
+            self._peers = Peers(process_group_of(self._model))
+        with self._peers.hear_of_failures(self._doing), self._watch.measuring():
             flight = self._take_step(dataloader_iter)
             output: Out = self._boarding.output_of(flight)
         if is_training:
             self._watch.report(flight, self.last_refresh)
         return output
+
+    def _doing(self) -> str:
+        """What a step was at when it failed."""
+        return f"step {self._batch_count}, {self._op if self._is_halfway else 'next batch'}"
 
     def _take_step(self, dataloader_iter: Iterator[In]) -> Flight:
         """Takes one step; gives the batch that it was of. Collective."""
@@ -350,6 +360,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if model is not None and model is not self._model:
             self.reset()
             self._choice = SettingChoice(self._candidates)
+            self._peers = None
         self._num_trainings = 0
         self._regroups.give_back()
         super().attach(model, sparse_dist)
@@ -446,6 +457,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._is_halfway = True
         for op in schedule:
             if op.batch < len(self._flights):
+                self._op = op
                 with op_range(op), self._postprocs_in(op):
                     self._operations.run(op, self._flights)
                 if self._flights[-1].is_end:  # what else the schedule has for it is left out
