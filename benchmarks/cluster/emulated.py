@@ -112,6 +112,14 @@ class EmulatedCluster:
             for index, host in enumerate(self._hosts)
         ]
 
+    def set_link(self, host: int, up: bool) -> None:
+        """Takes a host's port at the switch away, or gives it back.
+
+        Raises:
+            ClusterError: If the cluster is not up.
+        """
+        self._up().run("ip", "link", "set", "dev", _port(host), "up" if up else "down")
+
     def __enter__(self) -> EmulatedCluster:
         if self._switch is not None:
             raise ClusterError("the emulated cluster is up already; make another one")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import io
 import json
 import os
@@ -31,6 +32,7 @@ __all__ = ["GROUP_TIMEOUT_S", "OWN_WORDS", "named_on_rank", "run_on_rank"]
 
 OWN_WORDS = "what a user's model says"
 GROUP_TIMEOUT_S = 3.0
+_STUCK_S = 100.0  # after which a rank shows where it is
 
 
 def run_on_rank(
@@ -110,6 +112,7 @@ def _strike(rank: int, case: Case) -> None:
 
 def _main(config: str, result: str, name: str) -> int:
     """A rank of torchrun."""
+    faulthandler.dump_traceback_later(_STUCK_S)
     rank = int(os.environ["RANK"])
     is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     kind, launcher, seed = name.split("-") if name != "-" else ("", "", "0")

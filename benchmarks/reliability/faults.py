@@ -231,6 +231,7 @@ class _Job:
         command += ["-m", "benchmarks.reliability.fault_ranks"]
         command += [config, str(work / "result.json"), name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT_FOLDER": str(work)}
+        environment["PYTHONUNBUFFERED"] = "1"  # what was said before a kill is not lost
         with open(self._log, "w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment

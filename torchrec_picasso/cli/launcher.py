@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.launch.fresh_store import fresh_store
 from torchrec_picasso.launch.run_ranks import run_ranks
 
 __all__ = ["add_rank_arguments", "join_torchrun", "run_on_ranks", "under_torchrun"]
@@ -58,7 +59,15 @@ def join_torchrun(timeout_s: float) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    dist.init_process_group(
+        backend,
+        store=fresh_store(store, rank, world_size, timeout_s),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
     return device
 
 

@@ -1,0 +1,194 @@
+"""A link that drops while a model trains: survived while the transport survives it, else named.
+
+    python -m benchmarks.reliability.link_faults -o runs/faults
+
+Two hosts on one machine, each with a link of its own. At a step one link goes down: for some
+seconds, then training must go on to the losses of a run with a whole link; or for good, then every
+rank must raise within the process group's timeout, and tell in which operation it waited for whom.
+
+FOLDER gets a line in link_faults.jsonl per case and a link_faults_summary.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.cluster.emulated import EmulatedCluster, why_unavailable
+from benchmarks.reliability.small_model import rank_batch
+from benchmarks.reliability.small_trainer import SmallTrainer
+from torchrec_picasso import InterleavedTrainPipeline
+from torchrec_picasso.launch.environment import describe_environment
+from torchrec_picasso.launch.progress import Progress
+from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.launch.run_ranks import run_ranks
+
+__all__ = ["main"]
+
+LOSS_RTOL = 1e-5
+_WORLD_SIZE, _STEPS = 2, 40
+_GROUP_TIMEOUT_S, _RUN_S = 8.0, 120
+_RATE_MBIT = 1000.0
+_RESULTS, _SUMMARY = "link_faults.jsonl", "link_faults_summary.json"
+_POLL_S = 0.005
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A link that goes down.
+
+    Args:
+        host: Whose.
+        step: Steps trained before.
+        down_s: Seconds until it is up again; ``None`` = never.
+    """
+
+    host: int
+    step: int
+    down_s: float | None
+
+    @property
+    def name(self) -> str:
+        """Of the case."""
+        return f"host{self.host}-step{self.step}-{self.down_s}s"
+
+
+DROPS = tuple(
+    Drop(host, step, down_s)
+    for down_s in (0.2, 1.0, 3.0, None)
+    for host, step in ((0, 5), (1, 17), (0, 30))
+)
+
+
+def train_on_rank(rank: int, world_size: int, folder: str, drop_step: int | None) -> Any:
+    """The losses, or how it ended, when by the clock, and whether it was named."""
+    quiet_upstream()
+    dist.destroy_process_group()  # one with a timeout of its own
+    timeout = datetime.timedelta(seconds=_GROUP_TIMEOUT_S)
+    store = dist.FileStore(str(Path(folder, "store")), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    trainer = SmallTrainer("rows", "rowwise_adagrad")
+    pipeline: Any = InterleavedTrainPipeline(
+        trainer.model, trainer.optimizer, trainer.device, join_outputs=None
+    )
+    batches = (rank_batch(step, rank, world_size) for step in range(_STEPS))
+    losses = []
+    try:
+        for step in range(_STEPS):
+            if step == drop_step:
+                Path(folder, f"there_{rank}").touch()
+            losses.append(float(pipeline.progress(batches).square().mean()))
+    except Exception as error:
+        return type(error).__name__, str(error), time.time()
+    return "trained", losses, time.time()
+
+
+def _run(folder: Path, drop: Drop | None) -> list[Any]:
+    """What each rank gave."""
+    with EmulatedCluster(_WORLD_SIZE, _RATE_MBIT) as cluster:
+        breaker = threading.Thread(target=_break, args=(cluster, folder, drop), daemon=True)
+        breaker.start()
+        args = (str(folder), None if drop is None else drop.step)
+        try:
+            return run_ranks(
+                train_on_rank, _WORLD_SIZE, *args, timeout_s=_RUN_S, on_start=cluster.on_start
+            )
+        finally:
+            (folder / "over").touch()
+            breaker.join()
+
+
+def _break(cluster: EmulatedCluster, folder: Path, drop: Drop | None) -> None:
+    """Takes the link down when both ranks are there."""
+    there = [folder / f"there_{rank}" for rank in range(_WORLD_SIZE)]
+    while drop is not None and not (folder / "over").exists():
+        if all(path.exists() for path in there):
+            cluster.set_link(drop.host, up=False)
+            (folder / "down").touch()
+            if drop.down_s is not None:
+                time.sleep(drop.down_s)
+                cluster.set_link(drop.host, up=True)
+            return
+        time.sleep(_POLL_S)
+
+
+def _judged(folder: Path, drop: Drop, whole: Sequence[float]) -> dict[str, Any]:
+    """A case's line."""
+    line: dict[str, Any] = {**dataclasses.asdict(drop), "name": drop.name}
+    ended = _run(folder, drop)
+    if not (folder / "down").exists():
+        return {**line, "verdict": "failed", "detail": "the link was not taken down"}
+    if all(kind == "trained" for kind, _, _ in ended):
+        apart = max(abs(a / b - 1) for a, b in zip(ended[0][1], whole, strict=True))
+        verdict = "survived" if apart < LOSS_RTOL and drop.down_s is not None else "failed"
+        return {**line, "verdict": verdict, "losses_apart": apart}
+    down_s = (folder / "down").stat().st_mtime
+    after_s = max(at_s for _, _, at_s in ended) - down_s
+    is_named = all(
+        kind == "PeerError" and " waited in vain in step " in text for kind, text, _ in ended
+    )
+    in_time = after_s < _GROUP_TIMEOUT_S + 3
+    detail = [text for _, text, _ in ended]
+    verdict = "named" if is_named and in_time and drop.down_s is None else "failed"
+    return {**line, "verdict": verdict, "after_s": after_s, "detail": detail}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Drops links and prints a summary line.
+
+    Returns:
+        0 if every case went as it should, or no link can be emulated here; else 1.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability.link_faults")
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="FOLDER")
+    args = parser.parse_args(argv)
+    if (reason := why_unavailable()) is not None:
+        print(f"link_faults: passed over, {reason}")
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    known = _read(args.out / _RESULTS)
+    progress = Progress("link faults", len(DROPS))
+    whole: list[float] | None = None
+    for drop in DROPS:
+        if drop.name not in known:
+            work = args.out / f"link_{drop.name}_{time.time_ns()}"
+            (work / "whole").mkdir(parents=True)
+            if whole is None:
+                whole = _run(work / "whole", None)[0][1]
+            line = _judged(work, drop, whole)
+            known[drop.name] = line
+            with open(args.out / _RESULTS, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            if line["verdict"] == "failed":
+                progress.say(f"{drop.name}: {line}")
+        progress.advance()
+    progress.close()
+    lines = [known[drop.name] for drop in DROPS]
+    of = {v: sum(line["verdict"] == v for line in lines) for v in ("survived", "named", "failed")}
+    document = {"environment": describe_environment(), "drops": len(lines), **of, "lines": lines}
+    (args.out / _SUMMARY).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(lines)} drops of a link: {', '.join(f'{n} {v}' for v, n in of.items())}")
+    return 1 if of["failed"] else 0
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """Lines by name; one that was cut off in writing counts for nothing."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("}\n")]
+    return {line["name"]: line for line in found}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
