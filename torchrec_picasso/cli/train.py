@@ -8,9 +8,12 @@ import os
 import torch.distributed as dist
 
 from torchrec_picasso.cli.launcher import join_torchrun, under_torchrun
-from torchrec_picasso.config import load_config
+from torchrec_picasso.config import TrainConfig, load_config
+from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.runs.profiling import ProfileRequest, check_profile
 from torchrec_picasso.runs.train import check_checkpoint_folder, train_on_rank
+from torchrec_picasso.runs.watching import check_watch
 from torchrec_picasso.zoo.registry import check_run
 
 __all__ = ["add_parser", "run"]
@@ -19,6 +22,7 @@ _EXAMPLE = """\
 example:
   torchrec-picasso train --config configs/dlrm_criteo.yaml
   torchrec-picasso train --config configs/dlrm_criteo.yaml --resume
+  torchrec-picasso train --config configs/dlrm_criteo.yaml --profile 3 --profile-out steps.svg
   torchrec-picasso train --config configs/din_taobao.yaml
   torchrun --nproc-per-node 2 -m torchrec_picasso train --config configs/dlrm_criteo.yaml
 """
@@ -40,6 +44,17 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--resume", action="store_true", help="continue from the newest whole checkpoint"
     )
+    parser.add_argument(
+        "--profile",
+        type=int,
+        metavar="N",
+        help="draw when the operations of N steps ran, once the pipeline has found its setting",
+    )
+    parser.add_argument(
+        "--profile-out",
+        metavar="FILE",
+        help="picture of --profile (default: CHECKPOINT_FOLDER.timeline.svg, or timeline.svg)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -55,12 +70,23 @@ def run(args: argparse.Namespace) -> None:
     world_size = config.ranks if spawns else int(os.environ.get("WORLD_SIZE", "1"))
     check_run(config, world_size)
     check_checkpoint_folder(config, args.resume)
+    check_watch(config.watch)
+    job = (config, args.resume)
+    profile = _profile(config, args)
     if spawns:
-        run_ranks(train_on_rank, world_size, config, args.resume, timeout_s=config.timeout_s)
+        run_ranks(train_on_rank, world_size, *job, None, profile, timeout_s=config.timeout_s)
         return
     device = join_torchrun(config.timeout_s)
     try:
-        train_on_rank(dist.get_rank(), world_size, config, args.resume, device)
+        train_on_rank(dist.get_rank(), world_size, *job, device, profile)
         dist.barrier()  # no rank leaves while another still works with it
     finally:
         dist.destroy_process_group()
+
+
+def _profile(config: TrainConfig, args: argparse.Namespace) -> ProfileRequest | None:
+    if args.profile is not None:
+        return check_profile(config, args.profile, args.profile_out)
+    if args.profile_out is not None:
+        raise ConfigError(f"--profile-out {args.profile_out}: needs --profile N, the steps to draw")
+    return None
