@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from torchrec_picasso.config import (
     WatchConfig,
 )
 from torchrec_picasso.config.refresh import Refresh
-from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.errors import ConfigError, PicassoError
 from torchrec_picasso.launch.run_ranks import run_ranks
-from torchrec_picasso.runs.profiling import ProfileRequest, check_profile
+from torchrec_picasso.runs.profiling import ProfileRequest, StepProfiler, check_profile
 from torchrec_picasso.runs.train import train_on_rank
 
 STEPS = 12
@@ -65,7 +66,7 @@ def _runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         with contextlib.redirect_stdout(said):
             return train_on_rank(rank, world_size, config, resume, None, profile)
 
-    first = ProfileRequest(2, str(path / "made" / "first.svg"))
+    first = ProfileRequest(1, str(path / "made" / "first.svg"))
     later = ProfileRequest(3, str(path / "later.png"))
     automatic = dataclasses.replace(CONFIG, pipeline=PipelineConfig(refresh=None))
     stock = PipelineConfig(kind="sparse_dist")
@@ -88,10 +89,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 
 def test_watching_and_drawing_change_no_bit(runs: tuple[Path, dict[str, Any]]) -> None:
-    _, found = runs
+    folder, found = runs
     assert found["watched"]["losses"] == found["plain"]["losses"]
     assert found["watched"]["auc"] == found["plain"]["auc"]
     assert found["resumed"]["first_step"] == STEPS
+    names = sorted(path.name for path in (folder / "kept").iterdir())
+    assert names == [f"step_{step:08d}" for step in (12, 16, 24)]  # none where a profile ended
 
 
 def test_curves_are_of_the_whole_training(runs: tuple[Path, dict[str, Any]]) -> None:
@@ -125,14 +128,14 @@ def test_pictures_are_of_the_steps_that_are_told(runs: tuple[Path, dict[str, Any
     # two steps with the setting found, one not drawn; a resumed run counts on, up to a checkpoint
     # and from the one after; a run that ends unsettled has its last steps drawn, but two
     for steps, name in (
-        ("5 to 6", "made/first.svg"),
+        ("5 to 5", "made/first.svg"),
         ("19 to 21", "later.png"),
         ("9 to 10", "last.svg"),
     ):
         assert f"steps {steps}: timeline in {folder / name}" in found["said"]
     assert len((folder / "last.svg").read_text()) > 10_000
-    for step in (5, 6):
-        assert f"<!--  step {step} -->" in (folder / "made" / "first.svg").read_text()
+    drawn = (folder / "made" / "first.svg").read_text()
+    assert [step for step in range(12) if f"<!--  step {step} -->" in drawn] == [5]
     assert (folder / "later.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -152,6 +155,17 @@ def test_what_cannot_be_drawn_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         check_profile(dataclasses.replace(CONFIG, **changed), num_steps, path)
+
+
+def test_too_little_is_left_to_draw() -> None:
+    with pytest.raises(ConfigError, match=r"that takes 7 steps in a row .* this run has 4;"):
+        StepProfiler(ProfileRequest(3, "a.svg"), CONFIG, STEPS - 4, None, lambda: None)  # type: ignore[arg-type]
+
+
+def test_what_draws_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(PicassoError, match="needs the package matplotlib; pip install matplotlib"):
+        check_profile(CONFIG, 2, None)
 
 
 def test_a_picture_is_beside_the_checkpoints() -> None:

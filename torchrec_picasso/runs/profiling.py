@@ -2,7 +2,8 @@
 
 A profile ends where no batch is in flight, since gloo may not survive a message that outlives the
 profile it began in. So a stretch of steps ends with it, as at a checkpoint, which changes no
-result: the next stretch begins with an empty pipeline.
+result: the next stretch begins with an empty pipeline. What the picture knows, and that on an
+accelerator its times are the host's, is told in :mod:`torchrec_picasso.timeline.timeline`.
 """
 
 from __future__ import annotations
