@@ -34,9 +34,11 @@ setup(
     ],
     extras_require={
         "plot": ["matplotlib"],
+        "tensorboard": ["tensorboard"],
         "notebook": ["jupyterlab", "ipykernel", "nbclient", "matplotlib"],
         "test": [
             "matplotlib",
+            "tensorboard",
             "ipykernel",
             "nbclient",
             "pytest",

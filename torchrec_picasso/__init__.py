@@ -31,6 +31,7 @@ from torchrec_picasso.sharding.sharder import (
 )
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
 from torchrec_picasso.train_pipeline.step_report import StepReport, StepReports
+from torchrec_picasso.train_pipeline.tensorboard_reports import TensorBoardReports
 from torchrec_picasso.version import __version__
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "Refresh",
     "StepReport",
     "StepReports",
+    "TensorBoardReports",
     "__version__",
     "export_plain",
     "hot_cold_planner",

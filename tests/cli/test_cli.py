@@ -114,7 +114,8 @@ def run_program(*argv: str, launcher: tuple[str, ...] = ()) -> subprocess.Comple
 def test_train_and_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     folder = tmp_path / "checkpoints"
-    file.write_text(TINY_CONFIG + f"checkpoint: {{folder: {folder}, every_steps: 4}}\n")
+    watch = f"watch: {{tensorboard: {tmp_path / 'curves'}}}\n"
+    file.write_text(TINY_CONFIG + f"checkpoint: {{folder: {folder}, every_steps: 4}}\n" + watch)
     done = run_program("train", "--config", str(file))
     assert done.returncode == 0, done.stderr
     assert "step 2 of 4: loss" in done.stdout
@@ -125,17 +126,24 @@ def test_train_and_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert resumed.returncode == 0, resumed.stderr
     assert f"resumed from {folder / 'step_00000004'} at step 4" in resumed.stdout
     assert (folder / "step_00000006").is_dir()
+    assert len(list((tmp_path / "curves").iterdir())) == 2  # one of each run, by rank 0
+    file.write_text(f"watch: {{tensorboard: {file}}}\n")
+    assert "TensorBoard needs a folder" in error_of(["train", "--config", str(file)], capsys)
 
 
 def test_train_under_torchrun_with_a_file(tmp_path: Path) -> None:
     data = write_text(tmp_path / "day.tsv", samples(64))
     file = tmp_path / "run.yaml"
     settings = TINY_CONFIG.replace("num_tables: 4", f"path: {data}, max_rows: 50")
-    file.write_text(settings.replace("steps: 4", "steps: 2", 1))
+    file.write_text(settings.replace("steps: 4", "steps: 5", 1))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = run_program("train", "--config", str(file), launcher=torchrun)
+    picture = tmp_path / "steps.svg"
+    profile = ("--profile", "1", "--profile-out", str(picture))
+    done = run_program("train", "--config", str(file), *profile, launcher=torchrun)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 2 of 2: loss") == 1
+    assert done.stdout.count("step 4 of 5: loss") == 1
+    assert done.stdout.count(f"steps 3 to 3: timeline in {picture}\n") == 1
+    assert "forward" in picture.read_text()
 
 
 def test_train_bad_input(
@@ -149,6 +157,10 @@ def test_train_bad_input(
     file.write_text(f"data: {{path: {data}, batch_size: 16}}\n")
     assert "20 samples, but 160 are needed" in error_of(["train", "--config", str(file)], capsys)
     file.write_text(TINY_CONFIG)
+    message = error_of(["train", "--config", str(file), "--profile-out", "a.svg"], capsys)
+    assert message == "--profile-out a.svg: needs --profile N, the steps to draw"
+    message = error_of(["train", "--config", str(file), "--profile", "1"], capsys)
+    assert message.startswith("--profile 1: that takes 5 steps in a row without a checkpoint, and")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_PORT", raising=False)
     message = error_of(["train", "--config", str(file)], capsys)

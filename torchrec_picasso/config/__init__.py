@@ -14,6 +14,7 @@ from torchrec_picasso.config.schema import (
     ShardingConfig,
     TrainConfig,
 )
+from torchrec_picasso.config.watch import WatchConfig
 
 __all__ = [
     "TrainConfig",
@@ -24,6 +25,7 @@ __all__ = [
     "OptimizerConfig",
     "PipelineConfig",
     "CheckpointConfig",
+    "WatchConfig",
     "load_config",
     "parse_config",
     "PLACEMENTS",

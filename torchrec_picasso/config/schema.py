@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torchrec_picasso.config.refresh import Refresh
 from torchrec_picasso.config.rules import Rules, rule
+from torchrec_picasso.config.watch import WatchConfig
 
 __all__ = [
     "TrainConfig",
@@ -296,3 +297,4 @@ class TrainConfig(Rules):
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)

@@ -13,6 +13,7 @@ from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineSpar
 
 from torchrec_picasso.config import PipelineConfig
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
+from torchrec_picasso.train_pipeline.step_report import OnStep
 
 __all__ = ["MakePipeline", "describe_pipeline", "is_settled", "pipeline_maker", "sparse_dist"]
 
@@ -20,8 +21,13 @@ MakePipeline = Callable[[torch.nn.Module, torch.optim.Optimizer, torch.device], 
 """From sharded model, optimizer and device to a pipeline with TorchRec's ``progress``."""
 
 
-def pipeline_maker(config: PipelineConfig) -> MakePipeline:
-    """What makes the pipeline that a configuration asks for."""
+def pipeline_maker(config: PipelineConfig, on_step: OnStep | None = None) -> MakePipeline:
+    """What makes the pipeline that a configuration asks for.
+
+    Args:
+        config: Kind and settings.
+        on_step: Takes reports of an interleaved pipeline; other kinds give none.
+    """
     if config.kind == "sparse_dist":
         return sparse_dist
 
@@ -37,6 +43,7 @@ def pipeline_maker(config: PipelineConfig) -> MakePipeline:
             order_samples=config.order_samples,
             refresh=config.refresh,
             verify_every=config.verify_every,
+            on_step=on_step,
         )
 
     return interleaved

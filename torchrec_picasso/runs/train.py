@@ -23,8 +23,10 @@ from torchrec_picasso.launch.peers import Peers
 from torchrec_picasso.launch.progress import Progress
 from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.runs.evaluate import evaluate_auc
-from torchrec_picasso.runs.pipelines import describe_pipeline, is_settled
+from torchrec_picasso.runs.pipelines import describe_pipeline, is_settled, pipeline_maker
+from torchrec_picasso.runs.profiling import ProfileRequest, StepProfiler, Stretch, steps_at_once
 from torchrec_picasso.runs.trainer import Trainer
+from torchrec_picasso.runs.watching import RunWatch
 from torchrec_picasso.zoo.registry import make_source
 
 __all__ = ["check_checkpoint_folder", "train_on_rank"]
@@ -59,6 +61,7 @@ def train_on_rank(
     config: TrainConfig,
     resume: bool,
     device: torch.device | None = None,
+    profile: ProfileRequest | None = None,
 ) -> dict[str, Any]:
     """Runs the training. Collective: the main function of every rank.
 
@@ -68,6 +71,7 @@ def train_on_rank(
         config: The run.
         resume: Start from the newest whole checkpoint.
         device: Where to train, CPU if ``None``.
+        profile: Steps to draw, if any.
 
     Returns:
         ``first_step``, the ``losses`` of the steps trained here, the held-out ``auc`` of the first
@@ -81,25 +85,40 @@ def train_on_rank(
     pg = dist.group.WORLD
     assert pg is not None, "init_process_group comes first"
     with Peers(pg).hear_of_failures(lambda: "the run"):
-        return _train(rank, world_size, config, resume, device)
+        return _train(rank, world_size, config, resume, device, profile)
 
 
 def _train(
-    rank: int, world_size: int, config: TrainConfig, resume: bool, device: torch.device | None
+    rank: int,
+    world_size: int,
+    config: TrainConfig,
+    resume: bool,
+    device: torch.device | None,
+    profile: ProfileRequest | None,
 ) -> dict[str, Any]:
     source = make_source(config.data, config.seed)
     progress = Progress("train", config.steps, shown=rank == 0)
     folder = config.checkpoint.folder
     found = newest_undamaged(folder, progress.say) if resume and folder is not None else None
-    trainer = Trainer(config, source, device=device, change_plan=_adopting(found, progress))
+    watch = RunWatch(config.watch, config.data.batch_size * world_size)
+    trainer = Trainer(
+        config,
+        source,
+        device=device,
+        make_pipeline=pipeline_maker(config.pipeline, watch.on_step),
+        change_plan=_adopting(found, progress),
+    )
     first_step = 0 if found is None else _resume(trainer, found, config, progress)
     progress.advance(first_step)
     writer = CheckpointWriter(config.checkpoint, progress.say)
+    profiler = StepProfiler(profile, config, first_step, trainer.pipeline, writer.finish)
     batches = source.batches(rank, world_size, start_step=first_step)
+    watch.begin(first_step)
     losses: list[float] = []
     step, is_described = first_step, False
     while step < config.steps:
-        for loss in trainer.steps(batches, _steps_at_once(config, step)):
+        stretch = Stretch(batches, step, step + steps_at_once(config, step))
+        for loss in trainer.steps(stretch):
             step += 1
             losses += trainer.mean_over_ranks(loss.reshape(1))
             progress.advance()
@@ -111,22 +130,20 @@ def _train(
                 progress.say(
                     f"step {step}: pipeline\n{_indented(describe_pipeline(trainer.pipeline))}"
                 )
-        writer.save(step, trainer.state, lambda path: write_hot_rows(path, trainer.hot_rows()))
+            watch.after_step(step, losses[-1])
+            profiler.after_step(step, stretch)
+        if drawn := profiler.after_stretch():
+            progress.say(drawn)
+        if step == config.steps or step % config.checkpoint.every_steps == 0:
+            writer.save(step, trainer.state, lambda path: write_hot_rows(path, trainer.hot_rows()))
     writer.finish()
     progress.close()
     num_heldout = config.data.heldout_steps * config.data.batch_size * world_size
     aucs = evaluate_auc(trainer, source.heldout(rank, world_size), num_heldout)
     in_words = ", ".join(f"{auc:.5f}" for auc in aucs)
+    watch.end(step, aucs)
     progress.say(f"AUC {in_words} on {num_heldout} held-out samples")
     return {"first_step": first_step, "losses": losses, "auc": aucs[0], "aucs": aucs}
-
-
-def _steps_at_once(config: TrainConfig, step: int) -> int:
-    """Steps until the pipeline is drained, so that no batch is in flight at a checkpoint."""
-    if config.checkpoint.folder is None:
-        return config.steps - step
-    until_checkpoint = config.checkpoint.every_steps - step % config.checkpoint.every_steps
-    return min(until_checkpoint, config.steps - step)
 
 
 def _indented(lines: str) -> str:

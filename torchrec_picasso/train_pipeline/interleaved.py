@@ -55,7 +55,7 @@ from torchrec_picasso.train_pipeline.parent_options import refuse_model, refuse_
 from torchrec_picasso.train_pipeline.pipelined_model import FirstLook, PipelinedModel
 from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 from torchrec_picasso.train_pipeline.regroup import Regroups
-from torchrec_picasso.train_pipeline.step_report import StepReport, StepWatch
+from torchrec_picasso.train_pipeline.step_report import OnStep, StepWatch
 
 __all__ = ["InterleavedTrainPipeline"]
 
@@ -122,8 +122,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             stay the plan's. Results are the same either way.
         verify_every: Training steps between two comparisons of all replicas with their homes, to
             the bit; ``None`` = none. A comparison sends all hot rows to all ranks.
-        on_step: Called on every rank with a report of each training step, after it; if it raises,
-            the step's output is lost and the next call goes on.
+        on_step: Called on every rank with a report of each training step, after it, or several such
+            in turn; if one raises, the step's output is lost and the next call goes on.
 
     Raises:
         ConfigError: If ``num_micro_batches`` or ``verify_every`` is less than 1, or the reduction
@@ -160,7 +160,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         loss_reduction: str = "mean",
         refresh: Refresh | None = _REFRESH,
         verify_every: int | None = None,
-        on_step: Callable[[StepReport], None] | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"loss_reduction is {loss_reduction!r}, expected 'mean' or 'sum'")

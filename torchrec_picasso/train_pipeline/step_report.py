@@ -19,7 +19,7 @@ from torchrec_picasso.train_pipeline.flight import Flight
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["StepReport", "StepReports", "StepWatch"]
+__all__ = ["OnStep", "StepReport", "StepReports", "StepWatch"]
 
 _KIB = 1024  # unit of ru_maxrss on Linux
 
@@ -62,6 +62,10 @@ class StepReport:
         return self.exposed_s / self.seconds
 
 
+OnStep = Callable[[StepReport], None] | Sequence[Callable[[StepReport], None]]
+"""What takes reports: one callable, or several that are called in turn."""
+
+
 class StepReports:
     """Keeps reports: ``InterleavedTrainPipeline(..., on_step=reports)``."""
 
@@ -95,12 +99,12 @@ class StepWatch:
     """Measures steps where somebody wants to know; else nothing.
 
     Args:
-        on_step: Takes the report of each training step.
+        on_step: Takes the report of each training step; ``None`` = nobody wants any.
         device: Where steps run.
     """
 
-    def __init__(self, on_step: Callable[[StepReport], None] | None, device: torch.device) -> None:
-        self._on_step = on_step
+    def __init__(self, on_step: OnStep | None, device: torch.device) -> None:
+        self._takers = [] if on_step is None else [on_step] if callable(on_step) else list(on_step)
         self._device = device
         self._num_steps = 0
         self._seconds = 0.0
@@ -109,7 +113,7 @@ class StepWatch:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Around a step."""
-        if self._on_step is None:
+        if not self._takers:
             yield
             return
         with tallied() as self._tally:
@@ -124,7 +128,7 @@ class StepWatch:
             flight: The batch that it trained.
             refreshed: What came of the last look at the hot set.
         """
-        if self._on_step is None:
+        if not self._takers:
             return
         report = StepReport(
             step=self._num_steps,
@@ -137,7 +141,8 @@ class StepWatch:
             refreshed=refreshed,
         )
         self._num_steps += 1
-        self._on_step(report)
+        for take in self._takers:
+            take(report)
 
     def _peak_bytes(self) -> int:
         if self._device.type == "cuda":
