@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from benchmarks.reliability.broken_writes import broken_writes, disk_is_full, kill_me
 from benchmarks.reliability.fault_cases import Case
@@ -85,7 +86,7 @@ def _struck(rank: int, case: Case | None) -> Iterator[None]:
     def counted(trainer: Trainer, *args: Any) -> Iterator[Any]:
         for loss in steps(trainer, *args):
             if taken[0] == case.step:
-                _strike(rank, case)
+                _strike(rank, case, trainer.model)
             taken[0] += 1
             yield loss
 
@@ -96,18 +97,27 @@ def _struck(rank: int, case: Case | None) -> Iterator[None]:
         Trainer.steps = steps  # type: ignore[method-assign]
 
 
-def _strike(rank: int, case: Case) -> None:
+def _strike(rank: int, case: Case, model: nn.Module) -> None:
     if case.kind in ("raise", "hang"):
-        Path(os.environ["FAULT_FOLDER"], "struck").touch()
-        if case.kind == "hang":
-            time.sleep(4 * GROUP_TIMEOUT_S)
-        raise RuntimeError(OWN_WORDS)
+        dense = next(module for module in model.modules() if isinstance(module, nn.Linear))
+        dense.register_forward_pre_hook(_raise if case.kind == "raise" else _hang)
+        return
     if case.kind == "kill_job" and rank != case.rank:
         time.sleep(600)  # it is killed from outside, like all
     if case.kind == "kill_job":
         Path(os.environ["FAULT_FOLDER"], "struck").touch()
         time.sleep(600)
     kill_me()
+
+
+def _raise(*args: object) -> None:
+    Path(os.environ["FAULT_FOLDER"], "struck").touch()
+    raise RuntimeError(OWN_WORDS)
+
+
+def _hang(*args: object) -> None:
+    Path(os.environ["FAULT_FOLDER"], "struck").touch()
+    time.sleep(4 * GROUP_TIMEOUT_S)
 
 
 def _main(config: str, result: str, name: str) -> int:

@@ -199,9 +199,12 @@ def _named(work: Path, case: Case, config: str) -> Outcome:
         if rank == case.rank:
             continue
         if case.kind == "raise":
-            is_right = kind == "PeerError" and text.endswith(f"RuntimeError: {OWN_WORDS}")
+            own = f"rank {case.rank} failed in step {{}}, forward 0: RuntimeError: {OWN_WORDS}"
+            is_right = (kind, text) == ("PeerError", own.format(case.step + 1))
         else:
-            is_right = f"rank {case.rank} said nothing" in text and " waited in vain in " in text
+            is_right = (
+                f"rank {case.rank} said nothing" in text and " waited in vain in step" in text
+            )
         if not is_right or since_s > 2 * GROUP_TIMEOUT_S:
             raise _FaultError(f"rank {rank} raised {kind} after {since_s:.1f} s: {text}")
     return Outcome(case.name, "named", raised[1 - case.rank][1])

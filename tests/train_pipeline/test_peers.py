@@ -123,7 +123,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path: Path) -> None:
             continue
         assert kind == PeerError.__name__
         assert text.startswith(f"rank {rank} waited in vain in step 4, ")
-        assert f"; rank {FAULTY} said nothing: it hangs, was ended, or cannot be reached" in text
+        assert text.endswith(f"; rank {FAULTY} said nothing: it hangs or was ended")
         other = ({0, 1, 2} - {FAULTY, rank}).pop()
         assert f"; rank {other} waited in step 4, " in text
         assert after_s < 2 * GROUP_TIMEOUT_S

@@ -73,11 +73,13 @@ class Peers:
             if not silent or time.monotonic() > until_s:
                 break
             time.sleep(_POLL_S)
-        waits = "".join(f"; rank {rank} waited in {text}" for rank, (text, _) in told.items())
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
-        who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
-        silence = f"{who} said nothing: it hangs, was ended, or cannot be reached" if silent else ""
-        return f"rank {self._rank} waited in vain in {doing}{waits}; {silence} ({reason})"
+        found = [f"rank {self._rank} waited in vain in {doing} ({reason})"]
+        found += [f"rank {rank} waited in {text}" for rank, (text, _) in sorted(told.items())]
+        found += [f"rank {rank} said nothing: it hangs or was ended" for rank in silent]
+        if not silent:
+            found.append("a link between them is down, or they are not in the same step")
+        return "; ".join(found)
 
     def _tell(self, text: str, has_failed: bool) -> None:
         self._has_told = True
