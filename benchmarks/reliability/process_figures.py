@@ -5,6 +5,7 @@ Read from ``/proc`` and the garbage collector, so it asks nothing of what is mea
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import time
@@ -14,31 +15,70 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["FIGURES", "Held", "figures", "held", "open_files", "rss_kib", "slope", "threads"]
+__all__ = [
+    "FIGURES",
+    "Held",
+    "figures",
+    "heap_kib",
+    "held",
+    "open_files",
+    "rss_kib",
+    "slope",
+    "threads",
+]
 
-FIGURES = ("rss_kib", "objects", "tensors", "descriptors", "threads")
+FIGURES = ("rss_kib", "heap_kib", "objects", "tensors", "descriptors", "threads")
 """What :func:`figures` gives, in its order."""
 
 Held = dict[str, Counter[str]]
 """Descriptors and threads, by what they are."""
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+_LIBC = ctypes.CDLL(None)
+if hasattr(_LIBC, "mallinfo2"):
+    _LIBC.mallinfo2.restype = _MallocInfo
 
 _STILL_TRIES, _STILL_S = 40, 0.05
 _PAGE_KIB = os.sysconf("SC_PAGE_SIZE") / 1024
 
 
 def figures() -> tuple[float, ...]:
-    """Resident KiB; then, with garbage collected, objects, tensors, descriptors and threads."""
+    """Resident KiB; then, with garbage collected, heap, objects, tensors, descriptors, threads."""
     resident_kib = rss_kib()
     gc.collect()
+    used_kib = heap_kib()
     objects = gc.get_objects()
     num_tensors = sum(issubclass(type(one), torch.Tensor) for one in objects)
     held = sum(open_files().values()), sum(threads().values())
-    return resident_kib, float(len(objects)), float(num_tensors), *map(float, held)
+    return resident_kib, used_kib, float(len(objects)), float(num_tensors), *map(float, held)
 
 
 def rss_kib() -> float:
     """Memory of this process that is resident."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_KIB
+
+
+def heap_kib() -> float:
+    """Memory that malloc has given out, 0 where it does not tell (glibc before 2.33, others).
+
+    What is freed and still resident is left out, and Python's own small objects.
+    """
+    if not hasattr(_LIBC, "mallinfo2"):
+        return 0.0
+    info = _LIBC.mallinfo2()
+    return float(info.uordblks + info.hblkhd) / 1024
 
 
 def open_files() -> Counter[str]:

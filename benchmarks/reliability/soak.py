@@ -46,12 +46,12 @@ _FEWEST_STEPS = 40
 
 
 def plans(steps: int, num_micro_batches: int | None = None) -> dict[str, Plan]:
-    """What both sides do in so many steps: at least 4 stretches and 30 looks at the process."""
+    """What both sides do in so many steps: at least 4 stretches and 16 looks at the process."""
     ours = Plan(
         placement=_OURS,
         steps=steps,
         stretch=min(100, steps // 4),
-        sample_every=max(1, min(50, steps // 40)),
+        sample_every=max(1, min(50, steps // 16)),
         verify_every=20,
         num_micro_batches=num_micro_batches,
     )

@@ -48,7 +48,7 @@ class Found:
     Args:
         errors: Sum of squared errors, and samples, of this rank in each step: ``(steps, 2)``.
         evaluations: The same of each evaluation.
-        samples: Steps trained, then :data:`FIGURES`, a line per look: ``(looks, 6)``.
+        samples: Steps trained, then :data:`FIGURES`, a line per look: ``(looks, 7)``.
     """
 
     errors: Tensor

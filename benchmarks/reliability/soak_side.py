@@ -16,7 +16,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardedTensor
 
-from benchmarks.reliability.process_figures import FIGURES, Held, figures, held
+from benchmarks.reliability.process_figures import FIGURES, figures, held
 from benchmarks.reliability.small_trainer import OURS, SmallTrainer
 from benchmarks.reliability.soak_batches import Feed, Stretch, counts_nothing
 from benchmarks.reliability.soak_record import Found, Plan
@@ -122,9 +122,10 @@ class _Side:
         for stretch in self._plan.stretches():
             self._train(stretch)
             self._evaluate()
+            self._finish_checkpoints()
             if stretch.index + 1 == _WARM_AFTER:
-                self._found.held["warm"] = self._held_between_checkpoints()
-        self._found.held["end"] = self._held_between_checkpoints()
+                self._found.held["warm"] = held()
+        self._found.held["end"] = held()
         self._found.unlike_homes = self._why_unlike_homes()
         self._found.state = join_state(self.trainer.state())
         if isinstance(self.pipeline, InterleavedTrainPipeline):
@@ -140,9 +141,10 @@ class _Side:
             self._note_refresh()
             if self._plant is not None:
                 self._plant(step, self.trainer)
-            if step - stretch.start == stretch.num_steps // 2:
+            if step - stretch.start == stretch.num_steps // 2 + 1:  # soon after a look
                 self._checkpoint(step, stretch.index)
             if step % self._plan.sample_every == 0:
+                self._finish_checkpoints()  # else the copy that is being written counts
                 look = torch.tensor([float(step), *figures()], dtype=torch.float64)
                 self._found.samples[step // self._plan.sample_every - 1] = look
             if self._rank == 0 and step % _SAY_EVERY == 0:
@@ -207,10 +209,9 @@ class _Side:
         self._found.reloads_unlike += [f"step {step}: {name}" for name in wrong]
         self._found.counts["reloads"] += 1
 
-    def _held_between_checkpoints(self) -> Held:
+    def _finish_checkpoints(self) -> None:
         for writer in self._writers:
             writer.finish()
-        return held()
 
     def _why_unlike_homes(self) -> str:
         """Which replica is not what its home is; empty where all are."""
