@@ -74,9 +74,22 @@ def run_side(plan: Plan, num_ranks: int, folder: Path, plant: Plant | None = Non
     folder.mkdir(parents=True)
     timeout_s = _LAUNCH_S + _STEP_S * plan.steps
     try:
-        return run_ranks(train_side, num_ranks, plan, str(folder), plant, timeout_s=timeout_s)
+        return run_ranks(
+            train_side,
+            num_ranks,
+            plan,
+            str(folder),
+            plant,
+            timeout_s=timeout_s,
+            on_start=_keep_few_records,
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keep_few_records(rank: int) -> None:
+    """Lets torch remember few collectives: 2,000 take 2 MiB, and hundreds of steps to come by."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "50"
 
 
 def soak(

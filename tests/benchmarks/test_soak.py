@@ -37,7 +37,7 @@ _KEPT: list[Any] = []
 def _plant(step: int, trainer: SmallTrainer) -> None:
     """Keeps memory, descriptors and threads on rank 1; at the end, spoils a replica on rank 0."""
     if dist.get_rank() == 1:
-        _KEPT.append([trainer.model, *(torch.ones(1 << 14) for _ in range(8))])
+        _KEPT.append([trainer.model, *(torch.ones(1 << 13) for _ in range(16))])
         if step % 20 == 0:
             _KEPT.append(open(os.devnull))  # noqa: SIM115
             threading.Thread(target=threading.Event().wait, daemon=True).start()
