@@ -1,0 +1,249 @@
+"""One side of the soak on one rank: the small model, trained as long as asked, and what it took."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardedTensor
+
+from benchmarks.reliability.process_figures import FIGURES, figures, held
+from benchmarks.reliability.small_trainer import OURS, SmallTrainer
+from benchmarks.reliability.soak_batches import Feed, Stretch, counts_nothing
+from benchmarks.reliability.soak_record import Found, Plan
+from benchmarks.reliability.whole_state import differences, join_state
+from torchrec_picasso import InterleavedTrainPipeline, PicassoError, Refresh
+from torchrec_picasso.checkpoints.load import load_checkpoint
+from torchrec_picasso.checkpoints.writer import CheckpointWriter
+from torchrec_picasso.config import CheckpointConfig
+from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.replica_check import check_replicas
+from torchrec_picasso.sharding.sharded_module import HotColdModule
+from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
+
+__all__ = ["Plant", "train_side"]
+
+REFRESH = Refresh(every_steps=20, half_life_steps=20, deviations=1.0)
+OPTIMIZER = "rowwise_adagrad"
+
+Plant = Callable[[int, SmallTrainer], None]
+"""Called after each step, with its number, to do something that has to be found."""
+
+_EVALUATION = Stretch(start=10_000_000, num_steps=4, index=0)
+_WARM_AFTER = 2
+"""Stretches; by then both ways to write a checkpoint, a reload and an evaluation have been."""
+_SAY_EVERY = 250
+
+
+def train_side(
+    rank: int, world_size: int, plan: Plan, folder: str, plant: Plant | None = None
+) -> Found:
+    """Trains one side. Collective.
+
+    Args:
+        rank: This rank.
+        world_size: How many there are.
+        plan: What to do.
+        folder: Gets checkpoints; has to be empty.
+        plant: See :data:`Plant`.
+    """
+    quiet_upstream()
+    num_looks = plan.steps // plan.sample_every
+    found = Found(
+        errors=torch.zeros(plan.steps, 2, dtype=torch.float64),
+        samples=torch.zeros(num_looks, 1 + len(FIGURES), dtype=torch.float64),
+    )
+    gc.freeze()  # what is imported is not looked at again
+    found.held["before"] = held()
+    start_s = time.perf_counter()
+    side = _Side(plan, Path(folder), found, plant)
+    side.train()
+    found.seconds = time.perf_counter() - start_s
+    parts = {"pipeline": weakref.ref(side.pipeline), "model": weakref.ref(side.trainer.model)}
+    del side
+    gc.collect()
+    found.alive_after = [name for name, part in parts.items() if part() is not None]
+    _leave(Path(folder), rank, world_size)
+    found.held["after"] = held()
+    own = 2 + len(found.state)  # errors and samples
+    found.tensors_kept = int(figures()[FIGURES.index("tensors")]) - own
+    return found
+
+
+def _leave(folder: Path, rank: int, world_size: int) -> None:
+    """Ends the process group; nobody hangs up while another rank is still in a collective."""
+    dist.barrier()
+    store = dist.FileStore(str(folder / "left"), world_size)
+    store.set(str(rank), "")
+    store.wait([str(other) for other in range(world_size)])
+    dist.destroy_process_group()
+
+
+class _Side:
+    """The small model in training. Collective, as are its methods."""
+
+    def __init__(self, plan: Plan, folder: Path, found: Found, plant: Plant | None) -> None:
+        self._plan, self._found, self._plant = plan, found, plant
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._is_ours = plan.placement in OURS
+        self.trainer = SmallTrainer(plan.placement, OPTIMIZER)
+        parts: Any = self.trainer.model, self.trainer.optimizer, torch.device("cpu")
+        self.pipeline: TrainPipelineSparseDist[Any, Any] = (
+            InterleavedTrainPipeline(
+                *parts,
+                refresh=REFRESH,
+                verify_every=plan.verify_every,
+                num_micro_batches=plan.num_micro_batches,
+            )
+            if self._is_ours
+            else TrainPipelineSparseDist(*parts, custom_model_fwd=self._forward)
+        )
+        self._folder = folder
+        self._writers = [
+            CheckpointWriter(
+                CheckpointConfig(folder=str(folder), keep_last=2, async_save=is_async), _silent
+            )
+            for is_async in (False, True)
+        ]
+        self._seen: Any = None
+
+    def train(self) -> None:
+        """Trains all stretches."""
+        for stretch in self._plan.stretches():
+            self._train(stretch)
+            self._evaluate()
+            self._finish_checkpoints()
+            if stretch.index + 1 == _WARM_AFTER:
+                self._found.held["warm"] = held()
+        self._found.held["end"] = held()
+        self._found.unlike_homes = self._why_unlike_homes()
+        self._found.state = join_state(self.trainer.state())
+        if isinstance(self.pipeline, InterleavedTrainPipeline):
+            self._found.setting = self.pipeline.summary().splitlines()[-1]
+
+    def _train(self, stretch: Stretch) -> None:
+        self.trainer.model.train()
+        step = stretch.start
+        for error, samples in self._outcomes(stretch):
+            self._found.errors[step, 0], self._found.errors[step, 1] = error, samples
+            step += 1
+            self._found.counts["samples"] += samples
+            self._note_refresh()
+            if self._plant is not None:
+                self._plant(step, self.trainer)
+            if step - stretch.start == stretch.num_steps // 2 + 1:  # soon after a look
+                self._checkpoint(step, stretch.index)
+            if step % self._plan.sample_every == 0:
+                self._finish_checkpoints()  # else the copy that is being written counts
+                look = torch.tensor([float(step), *figures()], dtype=torch.float64)
+                self._found.samples[step // self._plan.sample_every - 1] = look
+            if self._rank == 0 and step % _SAY_EVERY == 0:
+                print(f"{self._plan.placement}: step {step} of {self._plan.steps}", flush=True)
+        self._found.ends.append(step - stretch.start)
+
+    def _evaluate(self) -> None:
+        self.trainer.model.eval()
+        with torch.no_grad():
+            outcomes = list(self._outcomes(_EVALUATION))
+        self._found.evaluations.append(
+            (sum(error for error, _ in outcomes), float(sum(samples for _, samples in outcomes)))
+        )
+
+    def _outcomes(self, stretch: Stretch) -> Iterator[tuple[float, int]]:
+        """Sum of squared errors and samples, step by step until the pipeline says the end."""
+        feed = Feed(stretch, self._rank, self._world_size, is_padded=not self._is_ours)
+        while True:
+            try:
+                predictions_B = self.pipeline.progress(feed)
+            except StopIteration:
+                return
+            labels_B = feed.labels()
+            if not self._is_ours and not len(labels_B):
+                predictions_B = predictions_B[:0]
+            assert predictions_B.shape == labels_B.shape, "an output is of another batch"
+            yield float((predictions_B - labels_B).double().square().sum()), len(labels_B)
+
+    def _forward(self, batch: Batch | None) -> tuple[Tensor, Tensor]:
+        """Of stock TorchRec; what stands in for no samples teaches nothing."""
+        assert batch is not None
+        loss, predictions_B = self.trainer.model(batch)
+        return (loss * 0 if counts_nothing(batch) else loss), predictions_B
+
+    def _note_refresh(self) -> None:
+        last = getattr(self.pipeline, "last_refresh", None)
+        if last is self._seen or last is None:
+            return
+        self._seen = last
+        self._found.counts["looks"] += 1
+        self._found.counts["refreshes"] += last.num_moved > 0
+        self._found.counts["moved_rows"] += last.num_moved
+
+    def _checkpoint(self, step: int, index: int) -> None:
+        """Writes one while batches are in flight, each second one beside training."""
+        self._writers[1 - index % 2].finish()
+        self._writers[index % 2].save(step, self.trainer.state)
+        self._found.counts["async_checkpoints" if index % 2 else "checkpoints"] += 1
+        if index % 3 == 1:
+            self._writers[index % 2].finish()
+            self._reload(step)
+
+    def _reload(self, step: int) -> None:
+        """Spoils all weights and optimizer state, then has them come back."""
+        saved = join_state(self.trainer.state())
+        with torch.no_grad():
+            for value in _live(self.trainer.state()):
+                value.add_(1)
+        path = self._folder / f"step_{step:08d}"
+        load_checkpoint(path, self.trainer.state(), self.trainer.load_state)
+        wrong = differences(join_state(self.trainer.state()), saved)
+        self._found.reloads_unlike += [f"step {step}: {name}" for name in wrong]
+        self._found.counts["reloads"] += 1
+
+    def _finish_checkpoints(self) -> None:
+        for writer in self._writers:
+            writer.finish()
+
+    def _why_unlike_homes(self) -> str:
+        """Which replica is not what its home is; empty where all are."""
+        try:
+            for group in _groups_of(self.trainer.model):
+                self._found.counts["replicas"] += group.hot.num_rows
+                check_replicas(group)
+        except PicassoError as error:
+            return str(error)
+        return ""
+
+
+def _groups_of(model: nn.Module) -> Iterator[RowGroup]:
+    """The hot/cold tables of a model, a group for each module."""
+    for module in model.modules():
+        if isinstance(module, HotColdModule):
+            for sharding in module.table_shardings():
+                if isinstance(sharding, HotColdEmbeddingSharding):
+                    yield sharding.group
+
+
+def _live(state: Any) -> Iterator[Tensor]:
+    """Tensors of nested state dicts, of sharded ones this rank's."""
+    if isinstance(state, Mapping):
+        for member in state.values():
+            yield from _live(member)
+    elif isinstance(state, ShardedTensor):
+        for shard in state.local_shards():
+            yield shard.tensor
+    elif isinstance(state, Tensor):
+        yield state
+
+
+def _silent(line: str) -> None:
+    """Says nothing."""
