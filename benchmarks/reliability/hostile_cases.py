@@ -33,6 +33,7 @@ FAULTS = (
     "value too many",
     "length negative",
     "lengths negative, sum right",
+    "length missing",
     "weight nan",
     "weight inf",
     "weight missing",
@@ -140,9 +141,7 @@ def draw_case(seed: int, world_size: int, number: int) -> Case:
     text = f"{seed}/{world_size}/{number}"
     draw = random.Random(text)
     bags = [_table(draw, f"b{i}", world_size, pooled=True) for i in range(draw.randint(1, 3))]
-    sequences = [
-        _table(draw, f"s{i}", world_size, pooled=False) for i in range(draw.randint(1, 2))
-    ]
+    sequences = [_table(draw, f"s{i}", world_size, pooled=False) for i in range(draw.randint(1, 2))]
     sequences = [replace(table, dim=sequences[0].dim) for table in sequences]
     takes_empty = all(table.form != "stock" for table in sequences)  # TorchRec's own take none
     if not any(table.form != "stock" for table in bags + sequences):
@@ -192,7 +191,9 @@ def _table(
     forms: Sequence[str] = (),
 ) -> TableSpec:
     rows = draw.choice(_NUM_ROWS)
-    form = draw.choice(forms or (("rows", "rows", "bags", "stock") if pooled else ("rows", "stock")))
+    form = draw.choice(
+        forms or (("rows", "rows", "bags", "stock") if pooled else ("rows", "stock"))
+    )
     hot = {
         "none": (),
         "all": tuple(range(rows)),
@@ -267,9 +268,11 @@ def _fault(
     pooled = [table for table in bags if table.form != "stock"]
     kinds = FAULTS if weighted and pooled else FAULTS[:-3]
     kind = draw.choice(kinds)
-    tables = pooled if kind.startswith("weight") else pooled + [
-        table for table in sequences if table.form != "stock"
-    ]
+    tables = (
+        pooled
+        if kind.startswith("weight")
+        else pooled + [table for table in sequences if table.form != "stock"]
+    )
     ranks = draw.choice(([draw.randrange(world_size)], range(world_size)))
     return Fault(
         kind=kind,

@@ -1,4 +1,4 @@
-"""The model and the batches of a hostile case, under our plan or under stock TorchRec's.
+"""The model of a hostile case, under our plan or under stock TorchRec's.
 
 The loss is a mean over a rank's samples, 0 where it has none. There is no ReLU in the model, since
 an input near 0 would make a difference of rounding a larger one.
@@ -7,7 +7,6 @@ an input near 0 would make a difference of rounding a larger one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,48 +33,20 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.streamable import Pipelineable
 
-from benchmarks.reliability.hostile_cases import Case, Fault, TableSpec
+from benchmarks.reliability.hostile_cases import Case, TableSpec
+from benchmarks.reliability.hostile_data import HostileBatch
 from torchrec_picasso import HotColdParams
 from torchrec_picasso.runs.placements import hot_cold_sharders
 
-__all__ = ["HostileBatch", "HostileTrainer", "make_batch"]
+__all__ = ["HostileTrainer"]
 
 _CPU = torch.device("cpu")
-_MILLION = 1_000_000
-_MOST_IDS = 4
 _OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-2}),
     "rowwise_adagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-2}),
 }
-
-
-@dataclass
-class HostileBatch(Pipelineable):
-    """Ids of pooled tables, ids of sequences, labels and what samples count, shape ``(B,)``."""
-
-    bags: KeyedJaggedTensor
-    sequences: KeyedJaggedTensor
-    labels: Tensor
-    counts: Tensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> HostileBatch:
-        """The batch on a device."""
-        return HostileBatch(
-            self.bags.to(device, non_blocking),
-            self.sequences.to(device, non_blocking),
-            self.labels.to(device, non_blocking=non_blocking),
-            self.counts.to(device, non_blocking=non_blocking),
-        )
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Nothing: batches stay on the CPU."""
-
-    def pin_memory(self) -> HostileBatch:
-        """The batch itself."""
-        return self
 
 
 class HostileModel(nn.Module):
@@ -150,150 +121,6 @@ def _mean_of(sequence: Any) -> Tensor:
     return sums.index_add(0, sample_N, values_ND) / lengths_B.clamp(min=1)[:, None]
 
 
-def make_batch(
-    case: Case, step: int, rank: int, fault: Fault | None = None, as_stock: bool = False
-) -> HostileBatch:
-    """A rank's batch.
-
-    Args:
-        case: Which.
-        step: Which of its batches.
-        rank: Whose.
-        fault: What to spoil in it, if anything.
-        as_stock: Whether ids and lengths are int64, whatever the case says, and a batch without
-            samples has one that counts nothing.
-    """
-    generator = torch.Generator().manual_seed(hash_of(case.seed, step, rank))
-    kind, size = case.kinds_SW[step][rank], case.sizes_SW[step][rank]
-    if kind == "no samples" or step >= case.ends_W[rank]:
-        kind, size = "no samples", 0
-    elif not size:
-        size = 1
-    counts = torch.ones(size)
-    if as_stock and not size:  # its sequences take no empty batch, but one of nothing that counts
-        kind, size, counts = "no ids", 1, torch.zeros(1)
-    return HostileBatch(
-        _features(case, case.bags, kind, size, generator, fault, as_stock),
-        _features(case, case.sequences, kind, size, generator, fault, as_stock),
-        torch.randn(size, generator=generator),
-        counts,
-    )
-
-
-def hash_of(seed: str, *numbers: int) -> int:
-    """A seed of a part of a case, the same in every process."""
-    total = 17
-    for code in (*seed.encode(), *numbers):
-        total = (total * 1_000_003 + code) % (2**31)
-    return total
-
-
-def _features(
-    case: Case,
-    tables: Sequence[TableSpec],
-    kind: str,
-    size: int,
-    generator: torch.Generator,
-    fault: Fault | None,
-    as_stock: bool,
-) -> KeyedJaggedTensor:
-    ids, lengths, keys = [], [], []
-    is_weighted = case.weighted and tables is case.bags
-    index_dtype = torch.int64 if as_stock else getattr(torch, case.index_dtype)
-    for table in tables:
-        for name in table.features:
-            ids_N, lengths_B = _lookups(kind, table.rows, size, generator)
-            if fault is not None and fault.feature == name and not ids_N.numel():
-                ids_N, lengths_B = torch.zeros(size).long(), torch.ones(size).long()
-            keys.append(name)
-            ids.append(ids_N)
-            lengths.append(lengths_B)
-            kind = "one id" if kind == "million" else kind
-    counts = [ids_N.numel() for ids_N in ids]
-    weights_N = torch.rand(sum(counts), generator=generator) if is_weighted else None
-    values_N, lengths_S = torch.cat(ids), torch.cat(lengths)
-    if fault is not None and fault.feature in keys:
-        place = keys.index(fault.feature)
-        rows = next(table.rows for table in tables if fault.feature in table.features)
-        first, first_bag = sum(counts[:place]), place * size
-        values_N, lengths_S, weights_N = spoil(
-            fault, rows, index_dtype, values_N, lengths_S, weights_N, first, first_bag
-        )
-    length_dtype = torch.int64 if as_stock else getattr(torch, case.length_dtype)
-    return KeyedJaggedTensor(
-        keys=keys,
-        values=values_N.to(index_dtype),
-        lengths=lengths_S.to(length_dtype),
-        weights=weights_N,
-        stride=size,
-    )
-
-
-def spoil(
-    fault: Fault,
-    rows: int,
-    index_dtype: torch.dtype,
-    values_N: Tensor,
-    lengths_S: Tensor,
-    weights_N: Tensor | None,
-    first: int,
-    first_bag: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Makes a feature's lookups bad; its first lookup and its first bag are given."""
-    limits = torch.iinfo(index_dtype)
-    bad_ids = {
-        "id -1": -1,
-        "id num_rows": rows,
-        "largest id": limits.max,
-        "smallest id": limits.min,
-    }
-    if fault.kind in bad_ids:
-        values_N[first] = bad_ids[fault.kind]
-    elif fault.kind == "value missing":
-        values_N = values_N[:-1]
-        weights_N = None if weights_N is None else weights_N[:-1]
-    elif fault.kind == "value too many":
-        values_N = torch.cat([values_N, values_N[:1]])
-        weights_N = None if weights_N is None else torch.cat([weights_N, weights_N[:1]])
-    elif fault.kind == "length negative":
-        lengths_S[first_bag] = -2
-    elif fault.kind == "lengths negative, sum right":
-        lengths_S[first_bag + 1] += lengths_S[first_bag] + 1
-        lengths_S[first_bag] = -1
-    elif weights_N is not None:
-        if fault.kind == "weight missing":
-            return values_N, lengths_S, weights_N[:-1]
-        weights_N[first] = torch.nan if fault.kind == "weight nan" else torch.inf
-    return values_N, lengths_S, weights_N
-
-
-def _lookups(
-    kind: str, rows: int, size: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Ids of a feature and lengths of its bags, both int64."""
-    lengths_B = torch.randint(0, _MOST_IDS + 1, (size,), generator=generator)
-    if kind in ("no samples", "no ids"):
-        lengths_B = torch.zeros(size, dtype=torch.int64)
-    if kind == "all ids":
-        lengths_B[0] = rows
-        return torch.cat(
-            [torch.randperm(rows, generator=generator), _any(rows, lengths_B[1:], generator)]
-        ), lengths_B
-    if kind == "million":
-        lengths_B[0] = _MILLION
-    ids_N = _any(rows, lengths_B, generator)
-    if kind == "one id":
-        ids_N = torch.full_like(ids_N, int(torch.randint(rows, (1,), generator=generator)))
-    if kind == "ends":
-        ids_N = torch.where(ids_N % 2 == 0, 0, rows - 1)
-    return ids_N, lengths_B
-
-
-def _any(rows: int, lengths_B: Tensor, generator: torch.Generator) -> Tensor:
-    """Ids skewed to low ones."""
-    return (torch.rand(int(lengths_B.sum()), generator=generator) ** 3 * rows).long()
-
-
 class HostileTrainer:
     """A case's model, sharded. Collective: every rank of the default process group makes one.
 
@@ -307,6 +134,7 @@ class HostileTrainer:
         assert pg is not None, "init_process_group comes first"
         model = HostileModel(case)
         start = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        self.case = case
         kind, settings = _OPTIMIZERS[case.optimizer]
         sharders: list[Any] = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
         sharders = hot_cold_sharders() if is_ours else sharders
@@ -359,9 +187,7 @@ def _plan(
         if table.form == "bags":
             plan[table.name].cache_params = HotColdParams(form="bags")
         elif table.form == "rows":
-            plan[table.name].cache_params = HotColdParams(
-                hot_rows=table.hot_rows, wave=table.wave
-            )
+            plan[table.name].cache_params = HotColdParams(hot_rows=table.hot_rows, wave=table.wave)
             start = 0
             for shard, size in zip(
                 plan[table.name].sharding_spec.shards, table.blocks_W, strict=True

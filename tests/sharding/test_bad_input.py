@@ -97,6 +97,35 @@ def test_a_rank_without_data_hears_of_it_too() -> None:
     assert "rank 1 holds 1 ids outside their tables" in told_0
 
 
+def _bad_lengths_beside_a_stock_table(rank: int, world_size: int) -> list[str]:
+    """Lengths of rank 1 that do not fit, for features that are put in another order."""
+    model = build(dataclasses.replace(JOB, placement={"*": 2, "a": "table_wise"}), rank, world_size)
+    told = []
+    for change in (2, -20):
+        batch = make_batch(JOB, rank, 0)
+        if rank == 1:
+            given = batch.sparse_features
+            lengths = given.lengths().clone()
+            lengths[0] += change
+            lengths[1] -= min(change, 0)  # the second time the sum is right
+            batch.sparse_features = KeyedJaggedTensor(
+                keys=given.keys(), values=given.values(), lengths=lengths
+            )
+        with pytest.raises(InputError) as caught:
+            model(batch)
+        told.append(str(caught.value))
+    train(model, JOB, rank, range(2))  # nobody is left waiting
+    return told
+
+
+def test_lengths_are_looked_at_before_features_are_put_in_order() -> None:
+    told_0, told_1 = run_ranks(_bad_lengths_beside_a_stock_table, 2, timeout_s=60)
+    whose = "the KeyedJaggedTensor of features f0, f1, f2, f3 has "
+    assert told_1[0].startswith(f"{whose}lengths that sum to ")
+    assert told_1[1].startswith(f"{whose}a length of -")
+    assert all(told.startswith("rank 1 holds lengths that do not fit") for told in told_0)
+
+
 def _plan(
     generator: Any, compute_kernel: str = "fused", **params: Any
 ) -> EmbeddingModuleShardingPlan:

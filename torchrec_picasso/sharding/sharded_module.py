@@ -23,6 +23,7 @@ from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import Form, HotColdParams
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.sound_features import sound_features
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
 __all__ = ["GROUP", "HotColdModule", "apart_from_stock", "is_hot_cold", "twin_of"]
@@ -95,6 +96,12 @@ class HotColdModule(ABC):
             if isinstance(sharding, HotColdEmbeddingSharding) == hot_cold
         ]
 
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Starts TorchRec's input dist, of features whose lengths fit. Collective."""
+        if self.has_hot_cold and isinstance(features, KeyedJaggedTensor):
+            features = sound_features(features)
+        return super().input_dist(ctx, features)  # type: ignore[misc]
+
     @property
     def group(self) -> RowGroup:
         """The tables of a module that has hot/cold ones only."""
@@ -108,7 +115,7 @@ class HotColdModule(ABC):
         Args:
             features: As for TorchRec's ``input_dist``.
         """
-        features = maybe_td_to_kjt(features, None)
+        features = sound_features(maybe_td_to_kjt(features, None))
         if self._has_uninitialized_input_dist:
             self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False
