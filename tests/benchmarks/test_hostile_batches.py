@@ -72,5 +72,5 @@ def test_a_case_that_goes_wrong_is_a_failure(
     right = [torch.zeros_like(of_step) for of_step in labels]
     wrong = [*right[:2], right[2] + 1e-2]
     assert hostile_jobs._losses_apart(case, 0, range(3), right, right) == 0
-    with pytest.raises(hostile_jobs.WrongError, match="step 2: loss .* from stock's"):
+    with pytest.raises(hostile_jobs.WrongError, match=r"step 2: loss .* from stock's"):
         hostile_jobs._losses_apart(case, 0, range(3), wrong, right)

@@ -42,6 +42,8 @@ class HotColdModule(ABC):
 
     _has_uninitialized_input_dist: bool
     _create_input_dist: Callable[..., None]
+    _is_checked = False
+    """Whether hot/cold tables look the same features up, and tell all ranks of bad ones."""
     module_sharding_plan: Any
     forward: Any
     preprocess_input: Callable[..., Any]
@@ -87,6 +89,7 @@ class HotColdModule(ABC):
         hot_cold, stock = (
             self.with_shardings(self._positions(hot_cold=kind)) for kind in (True, False)
         )
+        stock._is_checked = True
         return hot_cold, stock
 
     def _positions(self, *, hot_cold: bool) -> list[int]:
@@ -98,7 +101,7 @@ class HotColdModule(ABC):
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Starts TorchRec's input dist, of features whose lengths fit. Collective."""
-        if self.has_hot_cold and isinstance(features, KeyedJaggedTensor):
+        if (self.has_hot_cold or self._is_checked) and isinstance(features, KeyedJaggedTensor):
             features = sound_features(features)
         return super().input_dist(ctx, features)  # type: ignore[misc]
 
