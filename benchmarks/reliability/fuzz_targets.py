@@ -39,6 +39,7 @@ from torchrec_picasso.config.load import load_rules
 from torchrec_picasso.config.quality import QualityConfig
 from torchrec_picasso.config.rules import Rules
 from torchrec_picasso.cost.curve import Curve
+from torchrec_picasso.cost.curves import COLLECTIVES
 from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.local import LocalWork
 from torchrec_picasso.frequency.summary import summarize
@@ -206,8 +207,7 @@ def _other_column(draw: random.Random, table: pa.Table) -> tuple[str, pa.Table]:
 class _Curves(Target):
     def seeds(self, folder: Path) -> list[Path]:
         curve = Curve.fit((1000, 10_000, 100_000), (0.1, 0.2, 1.0))
-        known = {name: curve for name in ("all_to_all", "all_reduce")}
-        known |= {name: curve for name in _collective_names()}
+        known = dict.fromkeys(COLLECTIVES, curve)
         plain = CommCurves(world_size=2, backend="gloo", device="cpu", collectives=known)
         full = CommCurves(
             world_size=4,
@@ -254,12 +254,6 @@ class _Curves(Target):
             assert 0 <= curves.dense.at(64).cut(3).total_ms < math.inf, "dense times"
         assert 0 <= curves.core_ns_per_byte < math.inf
         curves.mismatch(world_size=curves.world_size, device="cpu")
-
-
-def _collective_names() -> tuple[str, ...]:
-    from torchrec_picasso.cost.curves import COLLECTIVES
-
-    return tuple(COLLECTIVES)
 
 
 class _HotRows(Target):
