@@ -33,6 +33,7 @@ from benchmarks.reliability.fuzz_mutations import (
 )
 from benchmarks.reliability.small_model import BAGS, SEQUENCES, SmallModel, rank_batch
 from benchmarks.reliability.small_trainer import SmallTrainer
+from benchmarks.reliability.whole_state import differences, join_state
 from torchrec_picasso import CommCurves, FrequencyStats, HotColdParams
 from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.config.load import load_rules
@@ -297,6 +298,7 @@ class _Checkpoints(Target):
     def seeds(self, folder: Path) -> list[Path]:
         self._trainer = SmallTrainer("rows", "rowwise_adagrad")
         self._trainer.train(range(2))
+        self._saved = join_state(self._trainer.state())
         return [save_checkpoint(folder, 2, self._trainer.state())]
 
     def change(self, draw: random.Random, seed: Path, marker: Path) -> tuple[str, bytes]:
@@ -320,6 +322,8 @@ class _Checkpoints(Target):
 
     def use(self, path: Path) -> None:
         load_checkpoint(path, self._trainer.state(), self._trainer.load_state)
+        wrong = differences(join_state(self._trainer.state()), self._saved)
+        assert not wrong, f"other values than were saved: {', '.join(wrong)}"
 
 
 TARGETS: Mapping[str, tuple[type[Target], float]] = {

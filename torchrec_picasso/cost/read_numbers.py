@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -51,7 +50,7 @@ def read_numbers(values: Iterable[tuple[str, Any]]) -> None:
     """
     for place, value in values:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or math.isnan(value) or not 0 <= value <= _LARGEST:
+        if not is_number or not 0 <= value <= _LARGEST:  # NaN is not
             raise PicassoError(
                 f"{place} is {shown_shortly(value)}, expected a number from 0 to {_LARGEST:g}"
             )

@@ -285,7 +285,8 @@ def _table_codes(
     if codes.null_count:
         unknown = column.filter(pc.is_null(codes)).slice(0, 1).to_pylist()[0]
         raise PicassoError(
-            f"the statistics file {path} counts rows of table {unknown!r}, which its metadata does "
-            f"not describe; described are {names}; {_HINT}"
+            f"the statistics file {path} counts rows of table {str(unknown)[:_LONGEST_REASON]!r}, "
+            f"which its metadata does not describe; described are "
+            f"{str(names)[:_LONGEST_REASON]}; {_HINT}"
         )
     return codes.to_numpy()
