@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability import checkpoint_moves, drift
+from benchmarks.reliability import checkpoint_moves, drift, fuzz_files, hostile_batches
 from torchrec_picasso.launch.environment import describe_environment
 
 __all__ = ["main"]
@@ -32,9 +32,19 @@ def _drift(folder: Path, data: str | None) -> int:
     return drift.main(["-o", str(folder), "--data-folder", data])
 
 
+def _hostile_batches(folder: Path, data: str | None) -> int:
+    return hostile_batches.main(["-o", str(folder)])
+
+
+def _fuzz_files(folder: Path, data: str | None) -> int:
+    return fuzz_files.main(["-o", str(folder)])
+
+
 _QUESTIONS: dict[str, Callable[[Path, str | None], int]] = {
     "checkpoint_moves": _moves,
     "drift": _drift,
+    "hostile_batches": _hostile_batches,
+    "fuzz_files": _fuzz_files,
 }
 
 
@@ -44,6 +54,11 @@ def _found(folder: Path) -> dict[str, Any]:
     if (folder / "summary.json").exists():
         moves = json.loads((folder / "summary.json").read_text())
         found["checkpoint_moves"] = {key: of for key, of in moves.items() if key != "environment"}
+    for name in ("hostile_batches", "fuzz_files"):
+        path = folder / f"{name}_summary.json"
+        if path.exists():
+            summary = json.loads(path.read_text())
+            found[name] = {key: of for key, of in summary.items() if key != "environment"}
     for name in ("globo", "criteo"):
         path = folder / f"drift_{name}.json"
         if path.exists():

@@ -33,7 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability.fuzz_targets import TARGETS, Target
+from benchmarks.reliability.fuzz_target import Target
+from benchmarks.reliability.fuzz_targets import TARGETS
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.launch.environment import describe_environment
 from torchrec_picasso.launch.progress import Progress

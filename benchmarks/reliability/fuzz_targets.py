@@ -10,31 +10,24 @@ from __future__ import annotations
 import io
 import json
 import math
-import pickle
 import random
-import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 import yaml
 
 from benchmarks.reliability.fuzz_mutations import (
-    HOSTILE_VALUES,
-    RunsWhenUnpickled,
     mutated_bytes,
     mutated_document,
     mutated_lines,
     yaml_attack,
 )
-from benchmarks.reliability.small_model import BAGS, SEQUENCES, SmallModel, rank_batch
-from benchmarks.reliability.small_trainer import SmallTrainer
-from benchmarks.reliability.whole_state import differences, join_state
-from torchrec_picasso import CommCurves, FrequencyStats, HotColdParams
+from benchmarks.reliability.fuzz_saved import Checkpoints, HotRows
+from benchmarks.reliability.fuzz_target import Target
+from benchmarks.reliability.small_model import SmallModel, rank_batch
+from torchrec_picasso import CommCurves, FrequencyStats
 from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.config.load import load_rules
 from torchrec_picasso.config.quality import QualityConfig
@@ -45,53 +38,11 @@ from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.local import LocalWork
 from torchrec_picasso.frequency.summary import summarize
 from torchrec_picasso.frequency.tail import TailSample
-from torchrec_picasso.runs.checkpoint import load_checkpoint, save_checkpoint
-from torchrec_picasso.runs.saved_hot_rows import read_hot_rows, write_hot_rows
 
-__all__ = ["TARGETS", "Target"]
+__all__ = ["TARGETS"]
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
 _WORK = LocalWork(features=2, lookups=100, rows=50, lookup_elements=800, row_elements=400)
-
-
-class Target(ABC):
-    """A kind of file.
-
-    Args:
-        folder: Good files of this kind go there; empty.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._seeds = self.seeds(folder)
-
-    @abstractmethod
-    def seeds(self, folder: Path) -> list[Path]:
-        """Writes good files, or folders, and lists them."""
-
-    @abstractmethod
-    def change(self, draw: random.Random, seed: Path, marker: Path) -> tuple[str, bytes]:
-        """What is done to a good file, and what it holds then."""
-
-    @abstractmethod
-    def use(self, path: Path) -> None:
-        """Reads a file and does with it what is done next."""
-
-    def damage(self, draw: random.Random, folder: Path, marker: Path) -> tuple[str, Path]:
-        """Writes a damaged file into an empty folder.
-
-        Args:
-            draw: Randomness.
-            folder: Where.
-            marker: What malicious ones make when they run.
-
-        Returns:
-            What was done, and the file.
-        """
-        seed = draw.choice(self._seeds)
-        what, content = self.change(draw, seed, marker)
-        path = folder / seed.name
-        path.write_bytes(content)
-        return f"{seed.name}: {what}", path
 
 
 class _Configs(Target):
@@ -257,81 +208,12 @@ class _Curves(Target):
         curves.mismatch(world_size=curves.world_size, device="cpu")
 
 
-class _HotRows(Target):
-    def seeds(self, folder: Path) -> list[Path]:
-        rows = {name: torch.arange(0, rows, 3) for name, (rows, _) in {**BAGS, **SEQUENCES}.items()}
-        write_hot_rows(folder, rows)
-        return [folder / "hot_rows.pt"]
-
-    def change(self, draw: random.Random, seed: Path, marker: Path) -> tuple[str, bytes]:
-        if draw.random() < 0.6:
-            return mutated_bytes(draw, seed.read_bytes())
-        rows = torch.load(seed, weights_only=True)
-        others: Mapping[str, Any] = {
-            "malicious": RunsWhenUnpickled(marker),
-            "malicious inside": {**rows, "user": RunsWhenUnpickled(marker)},
-            "floats": {**rows, "user": torch.rand(3)},
-            "two dims": {**rows, "user": torch.zeros(2, 2, dtype=torch.int64)},
-            "negative": {**rows, "user": torch.tensor([-1, 2])},
-            "twice": {**rows, "user": torch.tensor([2, 2])},
-            "descending": {**rows, "user": torch.tensor([5, 2])},
-            "number as name": {1: torch.tensor([2])},
-            "a sparse one": {**rows, "user": torch.tensor([1, 2]).to_sparse()},
-            "without storage": {**rows, "user": torch.zeros(10**12, device="meta").long()},
-            "expanded": {**rows, "user": torch.zeros(1, dtype=torch.int64).expand(10**10)},
-            "other": draw.choice(HOSTILE_VALUES),
-            "other inside": {"user": draw.choice(HOSTILE_VALUES)},
-        }
-        name = draw.choice(sorted(others))
-        if draw.random() < 0.3 and name != "expanded":  # which a bare pickle holds as it looks
-            return f"{name}, a bare pickle", pickle.dumps(others[name], draw.choice((0, 2, 4)))
-        content = io.BytesIO()
-        torch.save(others[name], content, _use_new_zipfile_serialization=draw.random() < 0.8)
-        return name, content.getvalue()
-
-    def use(self, path: Path) -> None:
-        for rows in (read_hot_rows(path.parent) or {}).values():
-            HotColdParams(hot_rows=rows)
-
-
-class _Checkpoints(Target):
-    def seeds(self, folder: Path) -> list[Path]:
-        self._trainer = SmallTrainer("rows", "rowwise_adagrad")
-        self._trainer.train(range(2))
-        self._saved = join_state(self._trainer.state())
-        return [save_checkpoint(folder, 2, self._trainer.state())]
-
-    def change(self, draw: random.Random, seed: Path, marker: Path) -> tuple[str, bytes]:
-        how = draw.random()
-        if how < 0.15 and seed.name == ".metadata":
-            return "malicious", pickle.dumps(RunsWhenUnpickled(marker))
-        if how < 0.25:
-            return "another pickle", pickle.dumps(draw.choice(HOSTILE_VALUES))
-        return mutated_bytes(draw, seed.read_bytes())
-
-    def damage(self, draw: random.Random, folder: Path, marker: Path) -> tuple[str, Path]:
-        path = folder / self._seeds[0].name
-        shutil.copytree(self._seeds[0], path)
-        file = draw.choice(sorted(of for of in path.iterdir() if of.is_file()))
-        if draw.random() < 0.1:
-            file.unlink()
-            return f"without {file.name}", path
-        what, content = self.change(draw, file, marker)
-        file.write_bytes(content)
-        return f"{file.name}: {what}", path
-
-    def use(self, path: Path) -> None:
-        load_checkpoint(path, self._trainer.state(), self._trainer.load_state)
-        wrong = differences(join_state(self._trainer.state()), self._saved)
-        assert not wrong, f"other values than were saved: {', '.join(wrong)}"
-
-
 TARGETS: Mapping[str, tuple[type[Target], float]] = {
     "config": (_Configs, 0.33),
     "quality": (_Quality, 0.12),
     "statistics": (_Statistics, 0.22),
     "curves": (_Curves, 0.22),
-    "hot_rows": (_HotRows, 0.09),
-    "checkpoint": (_Checkpoints, 0.02),
+    "hot_rows": (HotRows, 0.09),
+    "checkpoint": (Checkpoints, 0.02),
 }
 """Each with its share of the cases; checkpoints are slow."""
