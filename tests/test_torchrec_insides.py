@@ -161,7 +161,9 @@ SIGNATURES: dict[str, str] = {
         "config, device, pg, sharding_type, env"
     ),
     "GroupedPooledEmbeddingsLookup.forward": "sparse_features",
+    "KeyedJaggedTensor.permute": "indices, indices_tensor",
     "KeyedJaggedTensor.record_stream": "stream",
+    "KeyedJaggedTensor.split": "segments",
     "LazyAwaitable.__init__": "",
     "PipelinedForward.__call__": "*input, **kwargs",
     "Proposer.feedback": "partitionable, plan, perf_rating, storage_constraint",

@@ -11,52 +11,110 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability import checkpoint_moves, drift
+from benchmarks.reliability import (
+    checkpoint_moves,
+    drift,
+    faults,
+    fuzz_files,
+    hostile_batches,
+    link_faults,
+    soak,
+)
 from torchrec_picasso.launch.environment import describe_environment
 
 __all__ = ["main"]
 
 
-def _moves(folder: Path, data: str | None) -> int:
-    return checkpoint_moves.main(["-o", str(folder)])
+@dataclass(frozen=True)
+class _Question:
+    """One command of this folder.
+
+    Args:
+        main: Takes its arguments and gives its exit code.
+        results: Files that it leaves, by what the report calls them.
+        sums_up: Makes a file's document into what the report has of it.
+        needs_data: Whether it takes ``--data-folder``.
+    """
+
+    main: Callable[[Sequence[str]], int]
+    results: Mapping[str, str]
+    sums_up: Callable[[Mapping[str, Any]], dict[str, Any]]
+    needs_data: bool = False
 
 
-def _drift(folder: Path, data: str | None) -> int:
-    if data is None:
-        print("drift: passed over, it needs --data-folder", flush=True)
-        return 0
-    return drift.main(["-o", str(folder), "--data-folder", data])
+def _as_it_is(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: of for key, of in document.items() if key not in ("environment", "lines")}
 
 
-_QUESTIONS: dict[str, Callable[[Path, str | None], int]] = {
-    "checkpoint_moves": _moves,
-    "drift": _drift,
+def _of_drift(document: Mapping[str, Any]) -> dict[str, Any]:
+    shares = drift.moved_shares(document)
+    return {
+        "steps": document["num_steps"],
+        "looks": len(shares),
+        "moved_at_a_look": sum(shares) / len(shares),
+        "loss_difference": document["loss_difference"],
+        **(drift.summary_of(document) if len(document["by_hour"]) > 1 else {}),
+    }
+
+
+def _of_soak(document: Mapping[str, Any]) -> dict[str, Any]:
+    sides = {
+        side: {key: of for key, of in document[side].items() if key != "looks_of_first_rank"}
+        for side in ("ours", "stock")
+    }
+    weights = ("weights_compared", "weights_apart_at_most")
+    return {
+        "failed": document["failed"],
+        "losses": document["losses"],
+        **{key: document[key] for key in weights},
+        **sides,
+    }
+
+
+def _summary_of(name: str) -> dict[str, str]:
+    return {name: f"{name}_summary.json"}
+
+
+_QUESTIONS = {
+    "checkpoint_moves": _Question(
+        checkpoint_moves.main, _summary_of("checkpoint_moves"), _as_it_is
+    ),
+    "faults": _Question(faults.main, _summary_of("faults"), _as_it_is),
+    "link_faults": _Question(link_faults.main, _summary_of("link_faults"), _as_it_is),
+    "hostile_batches": _Question(hostile_batches.main, _summary_of("hostile_batches"), _as_it_is),
+    "fuzz_files": _Question(fuzz_files.main, _summary_of("fuzz_files"), _as_it_is),
+    "soak": _Question(soak.main, {"soak": "soak.json"}, _of_soak),
+    "drift": _Question(
+        drift.main,
+        {"drift_globo": "drift_globo.json", "drift_criteo": "drift_criteo.json"},
+        _of_drift,
+        needs_data=True,
+    ),
 }
+
+
+def _ask(name: str, folder: Path, data: str | None) -> int:
+    question = _QUESTIONS[name]
+    if question.needs_data and data is None:
+        print(f"{name}: passed over, it needs --data-folder", flush=True)
+        return 0
+    of_data = ["--data-folder", str(data)] if question.needs_data else []
+    return question.main(["-o", str(folder), *of_data])
 
 
 def _found(folder: Path) -> dict[str, Any]:
     """What the questions have in the folder."""
-    found: dict[str, Any] = {}
-    if (folder / "summary.json").exists():
-        moves = json.loads((folder / "summary.json").read_text())
-        found["checkpoint_moves"] = {key: of for key, of in moves.items() if key != "environment"}
-    for name in ("globo", "criteo"):
-        path = folder / f"drift_{name}.json"
-        if path.exists():
-            of_stream = json.loads(path.read_text())
-            shares = drift.moved_shares(of_stream)
-            found[f"drift_{name}"] = {
-                "steps": of_stream["num_steps"],
-                "looks": len(shares),
-                "moved_at_a_look": sum(shares) / len(shares),
-                "loss_difference": of_stream["loss_difference"],
-                **(drift.summary_of(of_stream) if len(of_stream["by_hour"]) > 1 else {}),
-            }
-    return found
+    return {
+        name: question.sums_up(json.loads((folder / file).read_text()))
+        for question in _QUESTIONS.values()
+        for name, file in question.results.items()
+        if (folder / file).exists()
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     status = 0
     for name in args.only:
-        status = _QUESTIONS[name](folder, args.data_folder) or status
+        status = _ask(name, folder, args.data_folder) or status
     document = {"environment": describe_environment(), **_found(folder)}
     (folder / "report.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(_found(folder), indent=1))

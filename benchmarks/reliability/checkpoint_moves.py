@@ -11,7 +11,8 @@ steps those of stock TorchRec on as many ranks that was never saved, to rounding
 What stock TorchRec cannot do either must be refused: row-wise Adagrad keeps a value per row of each
 column shard, so column-wise tables load into as many column shards only.
 
-FOLDER gets a line in moves.jsonl per finished move and a summary.json; a rerun goes on from there.
+FOLDER gets a line in moves.jsonl per finished move and a checkpoint_moves_summary.json; a rerun
+goes on from there.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
 __all__ = ["run_moves"]
 
-_RESULTS, _SUMMARY = "moves.jsonl", "summary.json"
+_RESULTS, _SUMMARY = "moves.jsonl", "checkpoint_moves_summary.json"
 _PER_LAUNCH = 49
 _LAUNCH_S, _MOVE_S = 120, 20
 

@@ -77,7 +77,19 @@ def test_a_resumed_run_goes_on_with_its_hot_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"no pickle", torch.zeros(3), {"t": torch.zeros(3)}, [1, 2]]
+    "content",
+    [
+        b"",
+        b"no pickle",
+        torch.zeros(3),
+        {"t": torch.zeros(3)},
+        [1, 2],
+        {"t": torch.tensor([-1, 2])},
+        {"t": torch.tensor([2, 2])},
+        {1: torch.tensor([2])},
+        {"t": torch.tensor([1]).to_sparse()},
+        {"t": torch.zeros(1, dtype=torch.int64).expand(10**10)},  # 80 GB if it were copied
+    ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, content: Any) -> None:
     path = tmp_path / "hot_rows.pt"

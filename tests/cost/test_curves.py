@@ -90,6 +90,7 @@ def test_a_mismatch_names_both_sides() -> None:
     [
         ("{", "does not hold curves"),
         ("[]", "does not hold curves"),
+        ("[" * 100_000, r"does not hold curves \(RecursionError"),
         ('{"format_version": 99}', "format version 99, expected 1; measure again"),
         ('{"format_version": 1, "levels": {}, "collectives": {}}', "does not hold curves"),
     ],
@@ -99,6 +100,42 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
     path.write_text(text)
     with pytest.raises(PicassoError, match=message):
         CommCurves.from_json(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("collectives.all_to_all.ms", [], r"all_to_all' has 0 times for sizes"),
+        ("collectives.all_to_all.ms", [None], r"all_to_all'\.ms is None, expected a number"),
+        ("collectives.all_to_all.ms", [10**400], r"\.ms is a huge number, expected a number"),
+        ("collectives.all_to_all.ms", [-math.inf], r"\.ms is -inf, expected a number from 0"),
+        ("collectives.all_to_all.sent_bytes", [2, 1], r"expected ascending sizes with one time"),
+        ("collectives.all_to_all.latency_ms", "1", r"\.latency_ms is '1', expected a number"),
+        ("collectives.all_to_all.more", 1, r"all_to_all'\.more is unknown"),
+        ("local.stock.forward.row_ns", math.nan, r"local\.stock\.forward\.row_ns is nan, exp"),
+        ("local.stock.forward", 3, r"local\.stock\.forward is 3, expected a mapping"),
+        ("dense.in_parts", [[2, 1.0, 1.0], [2, 1.0, 1.0]], r"dense\.in_parts is .* ascending"),
+        ("dense.forward_ms", -1, r"dense\.forward_ms is -1, expected a number from 0"),
+        ("world_size", 0, r"world_size is 0, expected a number of ranks"),
+        ("backend", 3, r"backend is 3, expected a name"),
+        ("wire_core_ns", [], r"wire_core_ns is \[\], expected a number"),
+        ("measured_on", 1, r"measured_on is no mapping"),
+        ("collectives", {}, r"curves of .* are missing"),
+    ],
+)
+def test_wrong_numbers_are_named(tmp_path: Path, path: str, value: object, message: str) -> None:
+    file = tmp_path / "curves.json"
+    curves = CommCurves.assumed(2, gbytes_per_s=1.0)
+    dataclasses.replace(curves, dense=DenseTimes(forward_ms=1.0)).to_json(file)
+    document = json.loads(file.read_text())
+    *parents, name = path.split(".")
+    place = document
+    for parent in parents:
+        place = place[parent]
+    place[name] = value
+    file.write_text(json.dumps(document))
+    with pytest.raises(PicassoError, match=rf"curves\.json does not hold curves: .*{message}"):
+        CommCurves.from_json(file)
 
 
 def test_curves_keep_the_dense_part_and_older_files_have_none(tmp_path: Path) -> None:

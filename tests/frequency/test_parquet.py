@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from pathlib import Path
 
@@ -196,12 +197,54 @@ def test_a_foreign_writer_may_choose_its_types_and_order(tmp_path: Path) -> None
         ({"table": ["large", "large", "new"]}, "counts rows of table 'new', .*not describe"),
         ({"row": [4.0, 30.0, 0.0]}, "column 'row' .* is double with 0 nulls"),
         ({"count": [4, None, 2]}, "column 'count' .* is int64 with 1 nulls"),
+        ({"count": [4.0, math.inf, 2.0]}, "table 'large' .* has counts of inf together"),
+        ({"count": [4.0, math.nan, 2.0]}, "table 'large' .* has count nan, expected more than 0"),
+        ({"count": [4.5, 1.0, 2.0]}, "table 'large' .* has counts that are no whole numbers"),
+        ({"table": [1, 1, 2]}, "column 'table' .* is int64 with 0 nulls, expected text"),
+        ({"in_tail": [0, 0, 0]}, "column 'in_tail' .* is int64 .*, expected true or false"),
     ],
 )
 def test_wrong_lines_are_named(
     tmp_path: Path, columns: dict[str, list[object]], message: str
 ) -> None:
     path = rewrite(tmp_path / "stats.parquet", **columns)
+    with pytest.raises(PicassoError, match=message):
+        FrequencyStats.from_parquet(path)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (b"{", r"is no JSON \(JSONDecodeError\)"),
+        (b"\xff", r"is no JSON \(UnicodeDecodeError\)"),
+        (b"[" * 100_000, r"is no JSON \(RecursionError\)"),
+        (b"[]", "is no mapping"),
+        ({"tables": []}, r"stats\.parquet: tables is list \[\], expected a mapping of tables"),
+        ({"num_samples": 10**400}, "num_samples is int, expected a number of at least 0"),
+        ({"num_batches": math.nan}, "num_batches is float nan, expected a number of at least 0"),
+        ({"tables": {"large": 1}}, "table 'large': expected a mapping of facts"),
+        ({"tables": {"large": {"num_embeddings": 3}}}, "'large': feature_names is missing"),
+        (("feature_names", "f"), "feature_names is str 'f', expected a list of names"),
+        (("num_embeddings", -1), "num_embeddings is int -1, expected a whole number above 0"),
+        (("tail_level", 64), "tail_level is int 64, expected a whole number up to 63"),
+        (("feature_lookups", [1, 2, 3]), "feature_lookups has 3 numbers for 1 features"),
+        (("feature_bags", [1]), "feature_lookups is missing, which feature_bags needs"),
+        (("persistence", [1]), "persistence is list .*, expected a list of 4 numbers"),
+    ],
+)
+def test_wrong_facts_are_named(tmp_path: Path, facts: object, message: str) -> None:
+    path = tmp_path / "stats.parquet"
+    SOME.to_parquet(path)
+    table = pq.read_table(path)
+    document = json.loads(table.schema.metadata[METADATA_KEY])
+    if isinstance(facts, tuple):
+        document["tables"]["large"].pop("feature_lookups", None)
+        document["tables"]["large"].pop("feature_bags", None)
+        document["tables"]["large"] |= {"feature_names": ["f"], facts[0]: facts[1]}
+    elif isinstance(facts, dict):
+        document |= facts
+    written = facts if isinstance(facts, bytes) else json.dumps(document)
+    pq.write_table(table.replace_schema_metadata({METADATA_KEY: written}), path)
     with pytest.raises(PicassoError, match=message):
         FrequencyStats.from_parquet(path)
 

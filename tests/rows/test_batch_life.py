@@ -203,7 +203,7 @@ def test_lengths_that_do_not_sum_to_the_values_end_all_ranks() -> None:
     at_fault, other = _bad(make_world(2), rank=0)
     with pytest.raises(InputError, match=r"lengths that sum to 12, but 10 values; expected the"):
         at_fault.send_ids()
-    with pytest.raises(InputError, match="rank 0 holds lengths that do not sum to its values"):
+    with pytest.raises(InputError, match="rank 0 holds lengths that do not fit its values"):
         other.send_ids()
 
 

@@ -24,6 +24,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.sharding.jobs import Job, build, make_batch, replicas_of, train
+from tests.train_pipeline.runs import pipeline_of
 from torchrec_picasso import (
     CompatError,
     HotColdEmbeddingBagCollectionSharder,
@@ -95,6 +96,43 @@ def test_a_rank_without_data_hears_of_it_too() -> None:
     told_0, told_1 = run_ranks(_bad_id_beside_an_empty_batch, 2, timeout_s=60)
     assert "feature 'f3' looks up row -7 of table 'c', whose rows are 0..5" in told_1
     assert "rank 1 holds 1 ids outside their tables" in told_0
+
+
+def _bad_lengths_beside_a_stock_table(rank: int, world_size: int) -> list[str]:
+    """Lengths of rank 1 that do not fit, for features that are put in another order.
+
+    By the plain loop, then by a pipeline, whose first batch they are.
+    """
+    job = dataclasses.replace(JOB, placement={"*": 2, "a": "table_wise"})
+    told = []
+    for change in (2, -20):
+        batch = make_batch(job, rank, 0)
+        if rank == 1:
+            given = batch.sparse_features
+            lengths = given.lengths().clone()
+            lengths[0] += change
+            lengths[1] -= min(change, 0)  # the second time the sum is right
+            batch.sparse_features = KeyedJaggedTensor(
+                keys=given.keys(), values=given.values(), lengths=lengths
+            )
+        model = build(job, rank, world_size)
+        with pytest.raises(InputError) as caught:
+            model(batch)
+        told.append(str(caught.value))
+        train(model, job, rank, range(2))  # nobody is left waiting
+        pipeline = pipeline_of(build(job, rank, world_size), lookahead=False)
+        with pytest.raises(InputError) as caught:
+            pipeline.progress(iter([batch]))
+        told.append(str(caught.value))
+    return told
+
+
+def test_lengths_are_looked_at_before_features_are_put_in_order() -> None:
+    told_0, told_1 = run_ranks(_bad_lengths_beside_a_stock_table, 2, timeout_s=60)
+    whose = "the KeyedJaggedTensor of features f0, f1, f2, f3 has "
+    assert all(told.startswith(f"{whose}lengths that sum to ") for told in told_1[:2])
+    assert all(told.startswith(f"{whose}a length of -") for told in told_1[2:])
+    assert all(told.startswith("rank 1 holds lengths that do not fit") for told in told_0)
 
 
 def _plan(

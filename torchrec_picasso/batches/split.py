@@ -326,6 +326,9 @@ def _cut_kjt(kjt: KeyedJaggedTensor, path: str, sizes_K: list[int]) -> list[Keye
     lengths_FB = kjt.lengths().reshape(len(keys), kjt.stride())
     lengths_FB_of_K = lengths_FB.split(sizes_K, dim=1)
     lookups_KF = torch.stack([lengths.sum(dim=1) for lengths in lengths_FB_of_K]).tolist()
+    least = min(map(min, lookups_KF))
+    if least < 0:
+        raise InputError(f"{path}: lengths of a feature that sum to {least}, expected none below 0")
     check_lookups(path, sum(map(sum, lookups_KF)), values_N, weights_N)
 
     segments_FK = [count for counts_K in zip(*lookups_KF) for count in counts_K]

@@ -45,12 +45,21 @@ def read_hot_rows(checkpoint: Path) -> dict[str, Tensor] | None:
         found = torch.load(path, weights_only=True)
     except Exception as error:  # unpickling what is no pickle raises nearly anything
         raise _damaged(path) from error
+    most_rows = path.stat().st_size // 8  # a tensor may claim more than the file holds
     if not isinstance(found, dict) or not all(
-        isinstance(rows, Tensor) and rows.dtype == torch.int64 and rows.dim() == 1
-        for rows in found.values()
+        isinstance(name, str) and _are_rows(rows, most_rows) for name, rows in found.items()
     ):
         raise _damaged(path)
     return found
+
+
+def _are_rows(rows: object, most_rows: int) -> bool:
+    """Whether something is what :func:`write_hot_rows` wrote of a table."""
+    if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.layout != torch.strided:
+        return False
+    if rows.dim() != 1 or rows.device.type != "cpu" or rows.numel() > most_rows:
+        return False
+    return not rows.numel() or bool(rows[0] >= 0 and (rows[1:] > rows[:-1]).all())
 
 
 def _damaged(path: Path) -> PicassoError:

@@ -56,7 +56,15 @@ def load_safely(path: Path, state: dict[str, Any], *, no_dist: bool = False) -> 
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of files, whose metadata calls nothing."""
+    """torch's reader of files, whose metadata calls nothing.
+
+    Args:
+        path: A whole checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._metadata_file = path / ".metadata"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads what is in the checkpoint.
@@ -64,7 +72,7 @@ class SafeReader(FileSystemReader):
         Raises:
             pickle.UnpicklingError: If the file names anything that metadata has not.
         """
-        with (Path(self.path) / ".metadata").open("rb") as file:
+        with self._metadata_file.open("rb") as file:
             found = _MetadataUnpickler(file).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError(f"a {type(found).__name__} instead of metadata")

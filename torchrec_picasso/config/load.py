@@ -8,17 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
-from torchrec_picasso.config.rules import Rules, field_types, value_problems
+from torchrec_picasso.config.rules import Rules, field_types, shown, value_problems
+from torchrec_picasso.config.safe_yaml import read_yaml
 from torchrec_picasso.config.schema import TrainConfig
 from torchrec_picasso.errors import ConfigError
 
 __all__ = ["load_config", "load_rules", "parse_config"]
 
 ConfigT = TypeVar("ConfigT", bound=Rules)
-
-_MERGE = "tag:yaml.org,2002:merge"  # of the key <<
 
 
 def load_config(path: str | Path) -> TrainConfig:
@@ -48,8 +45,9 @@ def load_rules(cls: type[ConfigT], path: str | Path) -> ConfigT:
         The checked configuration.
 
     Raises:
-        ConfigError: If the file is missing, is not YAML, or holds unknown keys, wrong types or
-            values out of range; the message lists every problem as ``file: key.path: problem``.
+        ConfigError: If the file is missing, is not YAML, swells by its aliases, or holds unknown
+            keys, wrong types or values out of range; the message lists every problem as
+            ``file: key.path: problem``.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -59,13 +57,7 @@ def load_rules(cls: type[ConfigT], path: str | Path) -> ConfigT:
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not text in UTF-8; give a YAML file") from error
-    try:
-        document = yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{where}: not valid YAML: {reason}") from error
+    document = read_yaml(text, place=str(path))
     return parse_config(cls, {} if document is None else document, place=str(path))
 
 
@@ -95,13 +87,15 @@ def _build(cls: type[ConfigT], document: Any, prefix: str, problems: list[str]) 
     if not isinstance(document, Mapping):
         problems.append(
             f"{prefix.rstrip('.') or 'top level'}: expected a mapping of settings, got "
-            f"{document!r} ({type(document).__name__})"
+            f"{shown(document)} ({type(document).__name__})"
         )
         return None
     num_before = len(problems)
     fields = {field.name: (field, annotation) for field, annotation in field_types(cls)}
     problems.extend(
-        f"{prefix}{key}: {_unknown(key, fields)}" for key in document if key not in fields
+        f"{prefix}{shown(key, quoted=False)}: {_unknown(key, fields)}"
+        for key in document
+        if key not in fields
     )
     values: dict[str, Any] = {}
     for name, (field, annotation) in fields.items():
@@ -115,7 +109,7 @@ def _build(cls: type[ConfigT], document: Any, prefix: str, problems: list[str]) 
         of_each = _rules_of_each(annotation)
         if of_each is not None and isinstance(value, Mapping):
             values[name] = {
-                key: _build(of_each, each, f"{prefix}{name}.{key}.", problems)
+                key: _build(of_each, each, f"{prefix}{name}.{shown(key, quoted=False)}.", problems)
                 for key, each in value.items()
             }
             continue
@@ -167,23 +161,6 @@ def _lists_as_tuples(value: Any) -> Any:
 
 
 def _unknown(key: Any, fields: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(shown(key, quoted=False), fields, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(fields)}"
     return f"unknown key; {hint}"
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key given twice, of which YAML would keep only the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == _MERGE:  # keys of another mapping, which those here come before
-                continue
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is given twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)

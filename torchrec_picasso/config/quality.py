@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchrec_picasso.config.rules import Rules, rule
+from torchrec_picasso.config.rules import Rules, rule, shown
 from torchrec_picasso.config.schema import CARDINALITY_NAMES, LABELS, OptimizerConfig
 
 __all__ = ["CHECK_KINDS", "METRICS", "QualityCheck", "QualityConfig"]
@@ -87,7 +87,7 @@ class QualityCheck(Rules):
             return ["config: names no configuration; give a file"]
         problems = [
             f"{key}: kind {kind} needs one and no other kind has it, got kind {self.kind} and "
-            f"{getattr(self, key)}"
+            f"{shown(getattr(self, key), quoted=False)}"
             for key, kind in _NEEDED.items()
             if (self.kind == kind) != (getattr(self, key) is not None)
         ]
@@ -100,7 +100,9 @@ class QualityCheck(Rules):
         if self.folds is not None and self.kind == PARITY:
             problems.append("folds: kind parity trains on the first alone; remove them")
         if self.folds is not None and len(set(self.folds)) < max(1, len(self.folds)):
-            problems.append(f"folds: expected each once, at least one, got {list(self.folds)}")
+            problems.append(
+                f"folds: expected each once, at least one, got {shown(list(self.folds))}"
+            )
         return problems
 
 

@@ -15,7 +15,10 @@ from typing import Any
 
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["Rules", "rule", "field_types", "value_problems"]
+__all__ = ["Rules", "rule", "field_types", "shown", "value_problems"]
+
+_LONGEST_SHOWN = 200
+_END_OF_INTEGERS = 2**63
 
 
 def rule(
@@ -88,11 +91,11 @@ def value_problems(value: Any, annotation: Any, bounds: Mapping[str, Any]) -> It
         One phrase per problem: what was expected and what was found.
     """
     if not _fits(value, annotation):
-        yield f"expected {_spell(annotation)}, got {value!r} ({type(value).__name__})"
+        yield f"expected {_spell(annotation)}, got {shown(value)} ({type(value).__name__})"
         return
     choices = bounds.get("choices")
     if choices is not None and value is not None and value not in choices:
-        yield f"expected one of {', '.join(choices)}; got {value!r}"
+        yield f"expected one of {', '.join(choices)}; got {shown(value)}"
     for number in _numbers(value):
         yield from _range_problems(number, bounds)
 
@@ -100,7 +103,9 @@ def value_problems(value: Any, annotation: Any, bounds: Mapping[str, Any]) -> It
 def _range_problems(number: float, bounds: Mapping[str, Any]) -> Iterator[str]:
     low, above, high = bounds.get("at_least"), bounds.get("above"), bounds.get("at_most")
     divisor = bounds.get("multiple_of")
-    if not math.isfinite(number):
+    if isinstance(number, int) and abs(number) >= _END_OF_INTEGERS:
+        yield f"expected a number of 64 bits at most, got one of {number.bit_length()}"
+    elif not math.isfinite(number):
         yield f"expected a finite number, got {number}"
     elif low is not None and number < low:
         yield f"expected at least {low}, got {number}"
@@ -110,6 +115,20 @@ def _range_problems(number: float, bounds: Mapping[str, Any]) -> Iterator[str]:
         yield f"expected at most {high}, got {number}"
     elif divisor is not None and number % divisor:
         yield f"expected a multiple of {divisor}, got {number}"
+
+
+def shown(value: Any, *, quoted: bool = True) -> str:
+    """A value as a message shows it: on one line, and cut short if it is long.
+
+    Args:
+        value: Plain data.
+        quoted: Whether text is quoted.
+    """
+    if isinstance(value, str):
+        value = value if len(value) <= _LONGEST_SHOWN else value[:_LONGEST_SHOWN] + "..."
+        return repr(value) if quoted else repr(value)[1:-1]
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."
 
 
 def _numbers(value: Any) -> list[float]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchrec_picasso.config.refresh import Refresh
-from torchrec_picasso.config.rules import Rules, rule
+from torchrec_picasso.config.rules import Rules, rule, shown
 from torchrec_picasso.config.watch import WatchConfig
 
 __all__ = [
@@ -120,7 +120,9 @@ class DataConfig(Rules):
                 f"{self.heldout_fold}; remove it, or set path and kind criteo"
             ]
         if self.kind == "fields" and self.path is not None:
-            return [f"path: fields are generated, got {self.path}; remove path or change kind"]
+            return [
+                f"path: fields are generated, got {shown(self.path)}; remove path or change kind"
+            ]
         if self.kind != "criteo":
             return []
         if self.path is not None and self.num_tables != NUM_CRITEO_TABLES:
@@ -176,12 +178,12 @@ class ModelConfig(Rules):
             if not self.sizes:
                 return []
             return [
-                f"sizes: a dlrm has dense_layers and over_layers, got {', '.join(self.sizes)}; "
-                "remove sizes"
+                f"sizes: a dlrm has dense_layers and over_layers, got "
+                f"{shown(', '.join(self.sizes), quoted=False)}; remove sizes"
             ]
         plain = {field.name: field.default for field in dataclasses.fields(self)}
         return [
-            f"{name}: only kind dlrm has it, got {list(getattr(self, name))} with kind "
+            f"{name}: only kind dlrm has it, got {shown(list(getattr(self, name)))} with kind "
             f"{self.kind}; give model.sizes"
             for name in ("dense_layers", "over_layers")
             if getattr(self, name) != plain[name]

@@ -8,13 +8,15 @@ what the link is like. The line minimises relative error, since sizes span four 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import numpy as np
 
+from torchrec_picasso.cost.read_numbers import read_dataclass, read_numbers, shown_shortly
 from torchrec_picasso.errors import PicassoError
 
 __all__ = ["Curve"]
@@ -70,6 +72,28 @@ class Curve:
             median_error=float(median(errors)),
             worst_error=float(errors.max()),
         )
+
+    @staticmethod
+    def from_dict(document: Mapping[str, Any], name: str) -> Curve:
+        """Reads what ``dataclasses.asdict`` made of it.
+
+        Args:
+            document: Its fields.
+            name: Of the curve, for messages.
+
+        Raises:
+            PicassoError: If a value is no number of at least 0, or the points are no curve.
+        """
+        sent_bytes, ms = tuple(document["sent_bytes"]), tuple(document["ms"])
+        read_numbers((f"{name}.sent_bytes", number) for number in sent_bytes)
+        read_numbers((f"{name}.ms", number) for number in ms)
+        ascending = all(a < b for a, b in pairwise(sent_bytes))
+        if not sent_bytes or len(sent_bytes) != len(ms) or not ascending:
+            raise PicassoError(
+                f"{name} has {len(ms)} times for sizes {shown_shortly(sent_bytes)}, expected "
+                "ascending sizes with one time each"
+            )
+        return read_dataclass(Curve, document, name, sent_bytes=sent_bytes, ms=ms)
 
     @staticmethod
     def line(latency_ms: float, gbytes_per_s: float) -> Curve:

@@ -20,6 +20,7 @@ from torchrec_picasso.cost.curve import Curve
 from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.local import LocalCosts
 from torchrec_picasso.cost.measure import measure_curves
+from torchrec_picasso.cost.read_numbers import read_numbers, shown_shortly
 from torchrec_picasso.errors import PicassoError, PlanError
 
 if TYPE_CHECKING:
@@ -235,23 +236,40 @@ class CommCurves:
             version = document.pop("format_version")
             if version != _FORMAT_VERSION:
                 raise PicassoError(
-                    f"the curves file {source} has format version {version!r}, expected "
-                    f"{_FORMAT_VERSION}; measure again with this release"
+                    f"format version {shown_shortly(version)}, expected {_FORMAT_VERSION}; "
+                    "measure again with this release"
                 )
-            document["collectives"] = _curves(document["collectives"])
-            document["levels"] = {name: _curves(of) for name, of in document["levels"].items()}
-            document["local"] = LocalCosts.from_dict(document["local"])
-            if document.get("dense") is not None:
-                document["dense"] = DenseTimes.from_dict(document["dense"])
-            return CommCurves(**document)
-        except PicassoError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PicassoError(f"{source} does not hold curves ({error!r}); {_HINT}") from error
+            return _read_curves(document)
+        except PicassoError as error:
+            raise PicassoError(f"{source} does not hold curves: {error}; {_HINT}") from error
+        except (
+            *(ValueError, KeyError, TypeError, AttributeError),
+            *(RecursionError, ArithmeticError, IndexError),
+        ) as error:
+            what = f"{type(error).__name__}: {shown_shortly(str(error))}"
+            raise PicassoError(f"{source} does not hold curves ({what}); {_HINT}") from error
+
+
+def _read_curves(document: dict[str, Any]) -> CommCurves:
+    """Curves of what ``dataclasses.asdict`` made of them."""
+    document["collectives"] = _curves(document["collectives"])
+    document["levels"] = {name: _curves(of) for name, of in document["levels"].items()}
+    document["local"] = LocalCosts.from_dict(document["local"])
+    if document.get("dense") is not None:
+        document["dense"] = DenseTimes.from_dict(document["dense"])
+    for name in ("world_size", "ranks_per_host"):
+        number = document.get(name, 1)
+        if type(number) is not int or not 1 <= number < 2**31:
+            raise PicassoError(f"{name} is {shown_shortly(number)}, expected a number of ranks")
+    for name in ("backend", "device"):
+        if not isinstance(document[name], str):
+            raise PicassoError(f"{name} is {shown_shortly(document[name])}, expected a name")
+    if document.get("wire_core_ns") is not None:
+        read_numbers([("wire_core_ns", document["wire_core_ns"])])
+    if not isinstance(document.get("measured_on", {}), dict):
+        raise PicassoError("measured_on is no mapping")
+    return CommCurves(**document)
 
 
 def _curves(document: Mapping[str, Mapping[str, Any]]) -> dict[str, Curve]:
-    return {
-        name: Curve(**{**of, "sent_bytes": tuple(of["sent_bytes"]), "ms": tuple(of["ms"])})
-        for name, of in document.items()
-    }
+    return {name: Curve.from_dict(of, shown_shortly(name)) for name, of in document.items()}

@@ -6,9 +6,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+
+from torchrec_picasso.cost.read_numbers import read_dataclass, read_numbers, shown_shortly
+from torchrec_picasso.errors import PicassoError
 
 __all__ = ["DenseTimes"]
 
@@ -47,9 +51,20 @@ class DenseTimes:
 
     @staticmethod
     def from_dict(document: Mapping[str, Any]) -> DenseTimes:
-        """Reads what ``dataclasses.asdict`` made of it."""
+        """Reads what ``dataclasses.asdict`` made of it.
+
+        Raises:
+            PicassoError: If a time is no number of at least 0, or parts are not ascending.
+        """
         in_parts = tuple(tuple(of) for of in document.get("in_parts", ()))
-        return DenseTimes(**{**document, "in_parts": in_parts})
+        read_numbers(("dense.in_parts", number) for of in in_parts for number in of)
+        pieces = [1, *(of[0] for of in in_parts)]
+        if any(len(of) != 3 for of in in_parts) or any(a >= b for a, b in pairwise(pieces)):
+            raise PicassoError(
+                f"dense.in_parts is {shown_shortly(in_parts)}, expected ascending numbers of "
+                "parts, each with two times"
+            )
+        return read_dataclass(DenseTimes, document, "dense", in_parts=in_parts)
 
     @property
     def total_ms(self) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from torchrec_picasso.cost.read_numbers import read_dataclass
 from torchrec_picasso.errors import PicassoError
 
 __all__ = ["PHASES", "LocalCosts", "LocalWork", "PhaseCost", "SideCosts"]
@@ -204,9 +205,18 @@ class LocalCosts:
 
     @staticmethod
     def from_dict(document: Mapping[str, Any]) -> LocalCosts:
-        """Reads what ``dataclasses.asdict`` made of it."""
+        """Reads what ``dataclasses.asdict`` made of it.
+
+        Raises:
+            PicassoError: If a cost is no number of at least 0.
+        """
         sides = {
-            name: SideCosts(**{phase: PhaseCost(**document[name][phase]) for phase in PHASES})
+            name: SideCosts(
+                **{
+                    phase: read_dataclass(PhaseCost, document[name][phase], f"local.{name}.{phase}")
+                    for phase in PHASES
+                }
+            )
             for name in ("hot_cold", "stock")
         }
         return LocalCosts(**sides, measured=bool(document["measured"]))

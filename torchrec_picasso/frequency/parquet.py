@@ -27,6 +27,7 @@ from torch import Tensor
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.frequency.counts import TableCounts
 from torchrec_picasso.frequency.dependence import INDEPENDENT, Dependence
+from torchrec_picasso.frequency.parquet_checks import fact_problem, lines_problem
 from torchrec_picasso.frequency.tail import TailSample
 
 __all__ = ["read_tables", "write_tables"]
@@ -35,6 +36,13 @@ _METADATA_KEY = b"torchrec_picasso.frequency_stats"
 _EXACT_VERSION, _FORMAT_VERSION = 1, 2
 _COLUMNS = ("table", "row", "count")
 _TAIL_COLUMN = "in_tail"
+_COLUMN_TYPES = {
+    "table": ("text", (pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary)),
+    "row": ("integers", (pa.types.is_integer,)),
+    "count": ("numbers", (pa.types.is_integer, pa.types.is_floating)),
+    _TAIL_COLUMN: ("true or false", (pa.types.is_boolean,)),
+}
+_LONGEST_REASON = 200
 _HINT = "write it with FrequencyStats.to_parquet"
 
 
@@ -132,9 +140,11 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, TableCounts], f
         start, middle, end = borders[2 * place : 2 * place + 3]
         head, tail = slice(start, middle), slice(middle, end)
         for lines in (head, tail):
-            _check_lines(
-                path, name, facts["tables"][name]["num_embeddings"], rows[lines], counts[lines]
-            )
+            problem = lines_problem(facts["tables"][name], rows[lines], counts[lines])
+            if problem is not None:
+                raise PicassoError(
+                    f"table {name!r} of the statistics file {path} has {problem}; {_HINT}"
+                )
         tables[name] = _table(
             facts["tables"][name], rows[head], counts[head], rows[tail], counts[tail]
         )
@@ -223,14 +233,14 @@ def _read(path: Path) -> pa.Table:
             )
         present = [name for name in (*_COLUMNS, _TAIL_COLUMN) if name in schema.names]
         data = pq.read_table(path, columns=present)
-    except pa.ArrowException as error:
-        raise PicassoError(f"{path} cannot be read as Parquet ({error}); {_HINT}") from error
-    for name, expected in (("row", "integers"), ("count", "numbers")):
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:_LONGEST_REASON]
+        raise PicassoError(f"{path} cannot be read as Parquet ({reason}); {_HINT}") from error
+    for name, (expected, are_right) in _COLUMN_TYPES.items():
+        if name not in present:
+            continue
         column = data.column(name)
-        is_number = pa.types.is_integer(column.type) or (
-            name == "count" and pa.types.is_floating(column.type)
-        )
-        if not is_number or column.null_count:
+        if not any(is_right(column.type) for is_right in are_right) or column.null_count:
             raise PicassoError(
                 f"column {name!r} of the statistics file {path} is {column.type} with "
                 f"{column.null_count} nulls, expected {expected} without nulls; {_HINT}"
@@ -245,13 +255,25 @@ def _facts(path: str | os.PathLike[str], schema: pa.Schema) -> dict[str, Any]:
             f"the statistics file {path} does not say how many rows and which features each table "
             f"has (metadata key {_METADATA_KEY.decode()!r}); {_HINT}"
         )
-    facts: dict[str, Any] = json.loads(written)
-    if facts.get("format_version") not in (_EXACT_VERSION, _FORMAT_VERSION):
+    try:
+        facts: Any = json.loads(written)
+    except (ValueError, RecursionError) as error:
         raise PicassoError(
-            f"the statistics file {path} has format version {facts.get('format_version')!r}, "
+            f"the metadata of the statistics file {path} is no JSON ({type(error).__name__}); "
+            f"{_HINT}"
+        ) from error
+    if not isinstance(facts, dict):
+        raise PicassoError(f"the metadata of the statistics file {path} is no mapping; {_HINT}")
+    version = str(facts.get("format_version"))
+    if version not in (str(_EXACT_VERSION), str(_FORMAT_VERSION)):
+        raise PicassoError(
+            f"the statistics file {path} has format version {version[:_LONGEST_REASON]}, "
             f"expected {_EXACT_VERSION} or {_FORMAT_VERSION}; read it with the release that wrote "
             "it, or collect again"
         )
+    problem = fact_problem(facts)
+    if problem is not None:
+        raise PicassoError(f"the metadata of the statistics file {path}: {problem}; {_HINT}")
     return facts
 
 
@@ -263,28 +285,8 @@ def _table_codes(
     if codes.null_count:
         unknown = column.filter(pc.is_null(codes)).slice(0, 1).to_pylist()[0]
         raise PicassoError(
-            f"the statistics file {path} counts rows of table {unknown!r}, which its metadata does "
-            f"not describe; described are {names}; {_HINT}"
+            f"the statistics file {path} counts rows of table {str(unknown)[:_LONGEST_REASON]!r}, "
+            f"which its metadata does not describe; described are "
+            f"{str(names)[:_LONGEST_REASON]}; {_HINT}"
         )
     return codes.to_numpy()
-
-
-def _check_lines(
-    path: str | os.PathLike[str],
-    name: str,
-    num_embeddings: int,
-    rows: np.ndarray,
-    counts: np.ndarray,
-) -> None:
-    """Rows are ascending here, so the first and the last bound them."""
-    if not rows.size:
-        return
-    place = f"table {name!r} of the statistics file {path}"
-    if rows[0] < 0 or rows[-1] >= num_embeddings:
-        wrong = rows[0] if rows[0] < 0 else rows[-1]
-        raise PicassoError(f"{place} has row {wrong}, expected 0..{num_embeddings - 1}; {_HINT}")
-    repeated = rows[1:][rows[1:] == rows[:-1]]
-    if repeated.size:
-        raise PicassoError(f"{place} has row {repeated[0]} twice, expected one line each; {_HINT}")
-    if not counts.min() > 0:
-        raise PicassoError(f"{place} has count {counts.min()}, expected more than 0; {_HINT}")

@@ -10,31 +10,33 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.exchange.header import Header
 from torchrec_picasso.ops.ids import PackedTable
+from torchrec_picasso.rows.batch_ids import BatchIds
+from torchrec_picasso.rows.sound_features import complaint_of
 
 __all__ = ["raise_on_bad_input"]
 
 
 def raise_on_bad_input(
-    header: Header, tables: Sequence[PackedTable], features: KeyedJaggedTensor, rank: int
+    header: Header, tables: Sequence[PackedTable], batch: BatchIds, rank: int
 ) -> None:
     """Raises if any rank's batch is jagged wrongly or holds a bad id or weight.
 
     Args:
         header: What all ranks know of the batch.
         tables: Those that the features look up, in their order.
-        features: This rank's features, for the details.
+        batch: This rank's, for the details.
         rank: This rank.
 
     Raises:
         InputError: On every rank; the rank at fault names feature, table, value and range.
     """
     for counts_W, describe, what in (
-        (header.bad_lengths_W, _describe_lengths, "lengths that do not sum to its values"),
+        (header.bad_lengths_W, _describe_lengths, "lengths that do not fit its values"),
         (header.outside_ids_W, _describe_outside_id, "ids outside their tables"),
         (header.bad_weights_W, _describe_bad_weight, "per-sample weights that are not finite"),
     ):
         if counts_W[rank]:
-            raise InputError(describe(tables, features, counts_W[rank]))
+            raise InputError(describe(tables, batch, counts_W[rank]))
         for other, count in enumerate(counts_W):
             if count:
                 number = "" if count is True else f"{count} "
@@ -44,16 +46,8 @@ def raise_on_bad_input(
                 )
 
 
-def _describe_lengths(
-    tables: Sequence[PackedTable], features: KeyedJaggedTensor, count: int
-) -> str:
-    values_N, weights_N = features.values(), features.weights_or_none()
-    weights = "" if weights_N is None else f" and {weights_N.numel()} per-sample weights"
-    return (
-        f"the KeyedJaggedTensor of features {', '.join(features.keys())} has lengths that sum to "
-        f"{int(features.lengths().sum())}, but {values_N.numel()} values{weights}; expected the "
-        "same number. Were values, weights or lengths cut without the others?"
-    )
+def _describe_lengths(tables: Sequence[PackedTable], batch: BatchIds, count: int) -> str:
+    return batch.complaint or complaint_of(batch.features) or "lengths that do not fit"
 
 
 def _feature_of_lookup(features: KeyedJaggedTensor) -> torch.Tensor:
@@ -66,9 +60,8 @@ def _table_of_feature(tables: Sequence[PackedTable]) -> list[tuple[str, str, int
     return [(f, of.name, of.num_embeddings) for of in tables for f in of.feature_names]
 
 
-def _describe_outside_id(
-    tables: Sequence[PackedTable], features: KeyedJaggedTensor, count: int
-) -> str:
+def _describe_outside_id(tables: Sequence[PackedTable], batch: BatchIds, count: int) -> str:
+    features = batch.features
     feature_N = _feature_of_lookup(features)
     rows_F = torch.tensor([rows for *_, rows in _table_of_feature(tables)])
     ids_N = features.values().cpu()
@@ -80,9 +73,8 @@ def _describe_outside_id(
     )
 
 
-def _describe_bad_weight(
-    tables: Sequence[PackedTable], features: KeyedJaggedTensor, count: int
-) -> str:
+def _describe_bad_weight(tables: Sequence[PackedTable], batch: BatchIds, count: int) -> str:
+    features = batch.features
     weights_N = features.weights().cpu()
     first = int(torch.isfinite(weights_N).logical_not().nonzero()[0])
     feature, table, _ = _table_of_feature(tables)[int(_feature_of_lookup(features)[first])]

@@ -26,6 +26,7 @@ from torchrec_picasso.ops.unique import UniqueRows, unique_rows
 from torchrec_picasso.rows.bag_ids import BagIds, check_bags_can_travel
 from torchrec_picasso.rows.cut import BatchCut, filled_up
 from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.sound_features import UnsoundFeatures
 
 __all__ = ["BatchIds"]
 
@@ -38,6 +39,8 @@ class BatchIds:
     """Of all modules, in the order of the group's tables."""
     features_of: Sequence[KeyedJaggedTensor]
     """Those of each module."""
+    complaint: str | None
+    """Why the features are put aside, where their lengths do not fit."""
     weights_N: Tensor | None
     """Per-sample weights of the whole batch, where anything is pooled."""
     cut: BatchCut
@@ -78,6 +81,9 @@ class BatchIds:
         if plan.bag_packs:
             for of_module in features_of:
                 check_bags_can_travel(of_module)
+        unsound = next((of for of in features_of if isinstance(of, UnsoundFeatures)), None)
+        if unsound is not None:
+            features_of = [UnsoundFeatures.of(of, unsound.complaint) for of in features_of]
         features = group.in_one(features_of)
         if plan.bag_packs and features.variable_stride_per_key():
             features = filled_up(features)
@@ -108,6 +114,7 @@ class BatchIds:
         return BatchIds(
             features=features,
             features_of=features_of,
+            complaint=None if unsound is None else unsound.complaint,
             weights_N=weights_N,
             cut=cut,
             bags=bags,
@@ -122,7 +129,7 @@ class BatchIds:
                 hot_start_P1=hot.start_P1,
                 outside_ids=num_outside + (0 if bag_ids is None else bag_ids.outside_ids),
                 bad_weights=_count_bad_weights(weights_N, packed_N.device),
-                bad_lengths=bad_lengths,
+                bad_lengths=bad_lengths if unsound is None else True,
                 homes_written=group.replicas_stale(),
                 has_data=has_data,
                 bag_words_WX=None if bag_ids is None else bag_ids.words(cut.sizes_K),
@@ -136,7 +143,7 @@ def _sound_lengths(
     features_of: Sequence[KeyedJaggedTensor],
     weights_N: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | bool]:
-    """Lengths and offsets that sum to the number of values, and whether the given ones do not.
+    """Lengths and offsets that fit the number of values, and whether the given ones do not.
 
     Those of one module may have too many where those of another have too few. Known on the host
     without a sync on the CPU only; elsewhere offsets are mended in any case.
@@ -144,13 +151,13 @@ def _sound_lengths(
     values_N = features.values()
     num_lookups, offsets_S1 = values_N.numel(), features.offsets()
     few_weights = weights_N is not None and weights_N.numel() != num_lookups
-    is_off = few_weights | (offsets_S1[-1] != num_lookups)
+    is_off = few_weights | (offsets_S1[-1] != num_lookups) | (features.lengths() < 0).any()
     if len(features_of) > 1:
         for of_module in features_of:
             is_off = is_off | (of_module.offsets()[-1] != of_module.values().numel())
     if values_N.device.type == "cpu" and not is_off:
         return features.lengths(), offsets_S1, False
-    sound_S1 = offsets_S1.clamp(max=num_lookups)
+    sound_S1 = offsets_S1.clamp(max=num_lookups).cummax(0).values
     sound_S1[-1] = num_lookups
     return torch.diff(sound_S1), sound_S1, is_off
 

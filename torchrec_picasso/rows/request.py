@@ -74,7 +74,7 @@ class RowRequest:
         self._header = header = self._header_exchange.wait()
         if not header.any_data:
             return False
-        raise_on_bad_input(header, group.tables, batch.features, rank=group.ranks.rank)
+        raise_on_bad_input(header, group.tables, batch, rank=group.ranks.rank)
         self._mine_P = list(map(Exchanges, header.mine_PKW))
         self._asked_P = list(map(Exchanges, header.asked_PKW))
         dtype = group.row_dtype

@@ -10,6 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.layout import RowLayout
+from torchrec_picasso.rows.sound_features import UnsoundFeatures
 
 __all__ = ["LaidOutFeatures", "layout_of", "with_own_weights", "with_weights"]
 
@@ -63,6 +64,8 @@ def layout_of(features: Any) -> RowLayout:
 
 def with_weights(features: KeyedJaggedTensor, weights_N: Tensor | None) -> KeyedJaggedTensor:
     """The same features with these per-sample weights; no copy."""
+    if isinstance(features, UnsoundFeatures):
+        return features  # no lookup has a weight
     variable = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),

@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_rows import PartRows
+from torchrec_picasso.sharding.features import with_weights
 from torchrec_picasso.sharding.sharded_module import (
     GROUP,
     HotColdModule,
@@ -71,13 +72,7 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
     def in_table_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Features in the order of the tables, once input dists are made."""
         if features.weights_or_none() is not None:  # nothing is pooled
-            features = KeyedJaggedTensor(
-                features.keys(),
-                features.values(),
-                lengths=features.lengths(),
-                offsets=features.offsets_or_none(),
-                stride=features.stride(),
-            )
+            features = with_weights(features, None)
         if not self._features_order:  # those of the tables come first, in their order
             (features,) = features.split([sum(self._feature_splits)])
             return features

@@ -23,6 +23,7 @@ from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import Form, HotColdParams
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.sound_features import sound_features
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
 __all__ = ["GROUP", "HotColdModule", "apart_from_stock", "is_hot_cold", "twin_of"]
@@ -41,6 +42,8 @@ class HotColdModule(ABC):
 
     _has_uninitialized_input_dist: bool
     _create_input_dist: Callable[..., None]
+    _is_checked = False
+    """Whether hot/cold tables look the same features up, and tell all ranks of bad ones."""
     module_sharding_plan: Any
     forward: Any
     preprocess_input: Callable[..., Any]
@@ -86,6 +89,7 @@ class HotColdModule(ABC):
         hot_cold, stock = (
             self.with_shardings(self._positions(hot_cold=kind)) for kind in (True, False)
         )
+        stock._is_checked = True
         return hot_cold, stock
 
     def _positions(self, *, hot_cold: bool) -> list[int]:
@@ -94,6 +98,12 @@ class HotColdModule(ABC):
             for position, sharding in enumerate(self.table_shardings())
             if isinstance(sharding, HotColdEmbeddingSharding) == hot_cold
         ]
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Starts TorchRec's input dist, of features whose lengths fit. Collective."""
+        if (self.has_hot_cold or self._is_checked) and isinstance(features, KeyedJaggedTensor):
+            features = sound_features(features)
+        return super().input_dist(ctx, features)  # type: ignore[misc]
 
     @property
     def group(self) -> RowGroup:
@@ -108,7 +118,7 @@ class HotColdModule(ABC):
         Args:
             features: As for TorchRec's ``input_dist``.
         """
-        features = maybe_td_to_kjt(features, None)
+        features = sound_features(maybe_td_to_kjt(features, None))
         if self._has_uninitialized_input_dist:
             self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False
