@@ -23,9 +23,14 @@ def make_task() -> DriftTask:
 def test_what_is_counted_is_not_trained_on() -> None:
     task = make_task()
     of_ranks = [list(task.batches(rank, WORLD_SIZE)) for rank in range(WORLD_SIZE)]
-    trained = [of.sparse_features["id"].values().tolist() for step in zip(*of_ranks) for of in step]
+    trained = [
+        row
+        for of_step in zip(*of_ranks)
+        for batch in of_step
+        for row in batch.sparse_features["id"].values().tolist()
+    ]
     assert task.num_steps(WORLD_SIZE) == len(of_ranks[0]) == 7
-    assert sum(trained, []) == task.ids_N[PER_HOUR:][: 7 * WORLD_SIZE * 15].tolist()
+    assert trained == task.ids_N[PER_HOUR:][: 7 * WORLD_SIZE * 15].tolist()
     assert task.first_hot_rows().tolist() == most_used(task.ids_N[:PER_HOUR], 5).tolist()
 
 
