@@ -76,6 +76,11 @@ def break_and_look(rank: int, world_size: int, top: str) -> Any:
             dist.barrier()
     fresh = SmallTrainer("rows", "rowwise_adagrad", seed=3)
     step = load_checkpoint(newest, fresh.state(), fresh.load_state)
+    if rank == 0:
+        flip(source / "step_00000002" / "__0_0.distcp", 5000, 3)
+    dist.barrier()
+    with pytest.raises(PicassoError, match=r"__0_0\.distcp is not what was written; load another"):
+        load_checkpoint(source / "step_00000002", fresh.state(), fresh.load_state)
     return found, step, differences(join_state(fresh.state()), expected)
 
 
@@ -91,7 +96,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Pat
                 assert f" {name} " in said[0]
             assert left == ["step_00000001", "step_00000002.damaged"]
         assert (step, differ) == (1, [])
-    whole = tmp_path / "source" / "step_00000002"
+    whole = tmp_path / "source" / "step_00000001"
     assert sorted(path.name for path in whole.iterdir()) == sorted((*FILES, SUMS))
     if shutil.which("sha256sum"):  # the format is coreutils' own
         subprocess.run(["sha256sum", "--check", "--quiet", SUMS], cwd=whole, check=True)

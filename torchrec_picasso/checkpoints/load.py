@@ -44,15 +44,20 @@ def newest_undamaged(folder: str | Path, say: Callable[[str], None]) -> Path:
     """
     while True:
         newest, unfinished = _told_by_first_rank(lambda: newest_checkpoint(folder))
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, damages(newest, dist.get_rank(), len(found)))
-        damaged = sorted({phrase for of_rank in found for phrase in of_rank})
+        damaged = _found_damages(newest)
         if not damaged:
             for left in unfinished:
                 say(f"passed over {left}: a checkpoint that was not finished")
             return Path(newest)
         aside = _told_by_first_rank(partial(_put_aside, newest))
         say(f"passed over {newest}: {', '.join(damaged)}; it is {aside} now")
+
+
+def _found_damages(path: Path) -> list[str]:
+    """What is wrong with the files of a checkpoint, each rank looking at some. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, damages(path, dist.get_rank(), len(found)))
+    return sorted({phrase for of_rank in found for phrase in of_rank})
 
 
 def _put_aside(path: Path) -> str:
@@ -65,7 +70,11 @@ def _put_aside(path: Path) -> str:
 
 
 def load_checkpoint(
-    path: Path, state: dict[str, Any], load_state: Callable[[dict[str, Any]], None]
+    path: Path,
+    state: dict[str, Any],
+    load_state: Callable[[dict[str, Any]], None],
+    *,
+    is_checked: bool = False,
 ) -> int:
     """Reads a checkpoint into a model and its optimizers.
 
@@ -75,6 +84,7 @@ def load_checkpoint(
         path: A whole checkpoint.
         state: State dicts of the freshly built model; overwritten in place.
         load_state: Takes over the filled state dicts.
+        is_checked: Whether the files were found to be what was written, just now.
 
     Returns:
         Steps that the checkpoint had trained.
@@ -82,6 +92,8 @@ def load_checkpoint(
     Raises:
         PicassoError: If the checkpoint is of another model, or damaged.
     """
+    if not is_checked and (damaged := _found_damages(path)):
+        raise PicassoError(f"{path}: {', '.join(damaged)}; load another checkpoint")
     filled = _without_empty({**state, "step": torch.tensor(0)})
     try:
         load_safely(path, filled)

@@ -167,7 +167,7 @@ def _adopting(found: Path | None, progress: Progress) -> Callable[[ShardingPlan]
 
 
 def _resume(trainer: Trainer, path: Path, config: TrainConfig, progress: Progress) -> int:
-    step = load_checkpoint(path, trainer.state(), trainer.load_state)
+    step = load_checkpoint(path, trainer.state(), trainer.load_state, is_checked=True)
     if step > config.steps:
         raise ConfigError(
             f"steps: {config.steps}, but {path} has trained {step} already; raise steps"
