@@ -52,6 +52,7 @@ def named_on_rank(
 
     The process group has a timeout of its own.
     """
+    dist.barrier()  # so that joining takes none of the timeout
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo",
