@@ -65,7 +65,7 @@ INHERITED: dict[str, set[str]] = {
         *("_output_dists", "_sharding_type_to_sharding", "_use_index_dedup", "get_buffer"),
         *("_device", "_feature_splits", "_sharding_types"),
     },
-    "ShardedFeatureProcessedEmbeddingBagCollection": {"is_pipelined"},
+    "ShardedFeatureProcessedEmbeddingBagCollection": {"_embedding_bag_collection", "is_pipelined"},
     "TrainPipelineSparseDist": {
         *("_batch_count", "_create_context", "_device", "_model", "_model_attached", "_optimizer"),
         *("_data_dist_stream", "_memcpy_stream", "copy_batch_to_gpu", "wait_sparse_data_dist"),

@@ -229,6 +229,7 @@ def test_wrong_lines_are_named(
         (("tail_level", 64), "tail_level is int 64, expected a whole number up to 63"),
         (("feature_lookups", [1, 2, 3]), "feature_lookups has 3 numbers for 1 features"),
         (("feature_bags", [1]), "feature_lookups is missing, which feature_bags needs"),
+        (("feature_bags", [1e-320]), "feature_bags is list .*, expected a list of numbers"),
         (("persistence", [1]), "persistence is list .*, expected a list of 4 numbers"),
     ],
 )

@@ -9,6 +9,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.rows.sound_features import UnsoundFeatures, sound_features
+from torchrec_picasso.sharding.features import with_own_weights, with_weights
 
 
 def features(lengths: list[int], num_values: int = 4, num_weights: int | None = None) -> object:
@@ -34,7 +35,9 @@ def test_what_does_not_fit_goes_on_empty_and_says_why(
     given: KeyedJaggedTensor, complaint: str
 ) -> None:
     found = sound_features(given)
-    for unsound in (found, found.permute([1, 0]), *found.split([1, 1]), *found.split([2])):
+    weighted = (with_own_weights(found), with_weights(found, None))
+    parts = (found.permute([1, 0]), *found.split([1, 1]), *found.split([2]))
+    for unsound in (found, *weighted, *parts):
         assert isinstance(unsound, UnsoundFeatures)
         assert "features a, b has " in unsound.complaint
         assert complaint in unsound.complaint
@@ -43,6 +46,8 @@ def test_what_does_not_fit_goes_on_empty_and_says_why(
         assert unsound.lengths().numel() == 2 * len(unsound.keys())
         assert unsound.lengths().dtype == torch.int64  # as other ranks have them
         assert unsound.stride() == 2
+    assert weighted[0].weights().numel() == 0
+    assert weighted[1].weights_or_none() is None
 
 
 def test_what_fits_stays_as_it_is() -> None:

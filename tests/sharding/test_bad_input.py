@@ -24,6 +24,8 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.sharding.jobs import Job, build, make_batch, replicas_of, train
+from tests.train_pipeline.feature_cells import Feature, batch_of
+from tests.train_pipeline.feature_cells import build as build_cell
 from tests.train_pipeline.runs import pipeline_of
 from torchrec_picasso import (
     CompatError,
@@ -132,6 +134,31 @@ def test_lengths_are_looked_at_before_features_are_put_in_order() -> None:
     whose = "the KeyedJaggedTensor of features f0, f1, f2, f3 has "
     assert all(told.startswith(f"{whose}lengths that sum to ") for told in told_1[:2])
     assert all(told.startswith(f"{whose}a length of -") for told in told_1[2:])
+    assert all(told.startswith("rank 1 holds lengths that do not fit") for told in told_0)
+
+
+def _bad_lengths_behind_processors(rank: int, world_size: int) -> list[str]:
+    """Feature processors make weights of lengths, before tables see them."""
+    feature = Feature("processors", processors="all")
+    told = []
+    for change in (2, -20):
+        batch = batch_of(feature, rank, 0, is_ours=True)
+        if rank == 1:
+            given = batch.sparse_features
+            lengths = given.lengths().clone()
+            lengths[0] += change
+            batch.sparse_features = KeyedJaggedTensor(
+                keys=given.keys(), values=given.values(), lengths=lengths
+            )
+        with pytest.raises(InputError) as caught:
+            build_cell(feature, "pooled", is_ours=True)(batch)
+        told.append(str(caught.value))
+    return told
+
+
+def test_lengths_are_looked_at_before_feature_processors() -> None:
+    told_0, told_1 = run_ranks(_bad_lengths_behind_processors, 2, timeout_s=60)
+    assert all("features f, g, h has lengths that sum to " in told for told in told_1)
     assert all(told.startswith("rank 1 holds lengths that do not fit") for told in told_0)
 
 

@@ -233,6 +233,7 @@ def _read(path: Path) -> pa.Table:
             )
         present = [name for name in (*_COLUMNS, _TAIL_COLUMN) if name in schema.names]
         data = pq.read_table(path, columns=present)
+        data.validate(full=True)  # codes of tables may point at none
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:_LONGEST_REASON]
         raise PicassoError(f"{path} cannot be read as Parquet ({reason}); {_HINT}") from error

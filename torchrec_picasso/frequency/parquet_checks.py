@@ -13,6 +13,8 @@ from torchrec_picasso.frequency.dependence import SHARES_HOT
 __all__ = ["fact_problem", "lines_problem"]
 
 _END_OF_NUMBERS = 2**62
+_LEAST_NUMBER = 1e-200
+"""Of counts that have faded; what is divided by it is finite still."""
 _MOST_LEVELS = 63
 _LONGEST_SHOWN = 60
 
@@ -23,7 +25,9 @@ def _is_whole(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     is_finite = isinstance(value, float) and math.isfinite(value)
-    return (is_finite and 0 <= value < _END_OF_NUMBERS) or _is_whole(value)
+    if not (is_finite or _is_whole(value)):
+        return False
+    return value == 0 or _LEAST_NUMBER < value < _END_OF_NUMBERS
 
 
 def _are_numbers(value: Any) -> bool:

@@ -64,10 +64,8 @@ def layout_of(features: Any) -> RowLayout:
 
 def with_weights(features: KeyedJaggedTensor, weights_N: Tensor | None) -> KeyedJaggedTensor:
     """The same features with these per-sample weights; no copy."""
-    if isinstance(features, UnsoundFeatures):
-        return features  # no lookup has a weight
     variable = features.variable_stride_per_key()
-    return KeyedJaggedTensor(
+    weighted = KeyedJaggedTensor(
         keys=features.keys(),
         values=features.values(),
         weights=weights_N,
@@ -77,6 +75,9 @@ def with_weights(features: KeyedJaggedTensor, weights_N: Tensor | None) -> Keyed
         stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
         inverse_indices=features.inverse_indices_or_none(),
     )
+    if isinstance(features, UnsoundFeatures):
+        return UnsoundFeatures.of(weighted, features.complaint)
+    return weighted
 
 
 def with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -17,6 +17,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso._torchrec import QuantizedCommCodecs
+from torchrec_picasso.rows.sound_features import sound_features
 from torchrec_picasso.sharding.features import with_own_weights
 from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionSharder
 
@@ -29,17 +30,20 @@ class _Processed(ShardedFeatureProcessedEmbeddingBagCollection):
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        return super().input_dist(ctx, features if self.is_pipelined else _own(features))
+        return super().input_dist(ctx, features if self.is_pipelined else self._own(features))
 
     def preprocess_input(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        own = {name: _own(value) for name, value in kwargs.items()}
-        return super().preprocess_input(list(map(_own, args)), own)
+        own = {name: self._own(value) for name, value in kwargs.items()}
+        return super().preprocess_input(list(map(self._own, args)), own)
 
-
-def _own(value: Any) -> Any:
-    return with_own_weights(value) if isinstance(value, KeyedJaggedTensor) else value
+    def _own(self, value: Any) -> Any:
+        if not isinstance(value, KeyedJaggedTensor):
+            return value
+        # where no table is hot/cold, nobody would tell the other ranks
+        is_told = getattr(self._embedding_bag_collection, "has_hot_cold", False)
+        return with_own_weights(sound_features(value) if is_told else value)
 
 
 class HotColdFeatureProcessedEmbeddingBagCollectionSharder(

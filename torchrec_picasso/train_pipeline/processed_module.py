@@ -27,6 +27,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.sound_features import sound_features
 from torchrec_picasso.sharding.features import with_own_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 
@@ -69,7 +70,7 @@ class ProcessedModule:
         Args:
             features: As the batch has them.
         """
-        own = with_own_weights(maybe_td_to_kjt(features, None))
+        own = with_own_weights(sound_features(maybe_td_to_kjt(features, None)))
         (own, *_), _ = self._module.preprocess_input([own], {})
         return self._tables.features_of(own)
 
