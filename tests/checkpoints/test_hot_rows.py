@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchrec_picasso.checkpoints.hot_rows import read_hot_rows
+from torchrec_picasso.checkpoints.hot_rows import read_hot_rows, read_uses, write_uses
 from torchrec_picasso.config import (
     CheckpointConfig,
     DataConfig,
@@ -26,7 +26,7 @@ from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.runs.train import train_on_rank
 
 NUM_HOT = 20
-OFTEN = Refresh(every_steps=2, half_life_steps=2, deviations=0.0)
+OFTEN = Refresh(every_steps=4, half_life_steps=50, deviations=0.0)
 
 
 def _config(folder: Path, steps: int) -> TrainConfig:
@@ -74,6 +74,9 @@ def test_a_resumed_run_goes_on_with_its_hot_rows(tmp_path: Path) -> None:
     assert after is not None
     assert sum(map(len, before.values())) == sum(map(len, after.values())) == NUM_HOT
     assert any(not torch.equal(rows, after[name]) for name, rows in before.items() if name in after)
+    # what was counted before counts on, so later looks choose as in the run that was not cut
+    whole, cut = (read_hot_rows(tmp_path / run / "step_00000008") for run in ("whole", "cut"))
+    torch.testing.assert_close(cut, whole)
 
 
 @pytest.mark.parametrize(
@@ -103,3 +106,34 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: Any) -> None:
 
 def test_a_checkpoint_without_hot_rows_has_none(tmp_path: Path) -> None:
     assert read_hot_rows(tmp_path) is None
+
+
+ROWS, USES = torch.tensor([1, 4]), torch.tensor([0.5, 3.0])
+
+
+def test_uses_come_back(tmp_path: Path) -> None:
+    assert read_uses(tmp_path) is None
+    write_uses(tmp_path, 7.5, {"t": (ROWS, USES)})
+    num_batches, of_tables = read_uses(tmp_path) or (0, {})
+    assert num_batches == 7.5
+    torch.testing.assert_close(of_tables, {"t": (ROWS, USES)})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"batches": 1.0},
+        {"batches": float("nan"), "tables": {}},
+        {"batches": 1, "tables": {}},
+        {"batches": 1.0, "tables": {1: [ROWS, USES]}},
+        {"batches": 1.0, "tables": {"t": [ROWS]}},
+        {"batches": 1.0, "tables": {"t": [ROWS.flip(0), USES]}},
+        {"batches": 1.0, "tables": {"t": [ROWS, USES.double()]}},
+        {"batches": 1.0, "tables": {"t": [ROWS, USES[:1]]}},
+        {"batches": 1.0, "tables": {"t": [ROWS, -USES]}},
+    ],
+)
+def test_damaged_uses_are_named(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "uses.pt")
+    with pytest.raises(PicassoError, match=r"uses\.pt: cannot be read as hot rows; delete"):
+        read_uses(tmp_path)

@@ -18,10 +18,15 @@ from torchrec_picasso.config.refresh import Refresh
 from torchrec_picasso.refresh.census import take_census
 from torchrec_picasso.refresh.choice import choose_swaps
 from torchrec_picasso.refresh.hot_rows import change_hot_rows
+from torchrec_picasso.refresh.saved_uses import SavedUses, collect_uses, give_uses
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.storage.row_uses import RowUses
 
 __all__ = ["Refreshed", "Refresher"]
+
+
+_SAVED_A_SLOT = 4
+"""Cold rows that a home names for each replica when counts are saved; more are seldom near."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +90,22 @@ class Refresher:
             if table.hot_rows_H.numel()
         }
 
+    def saved_uses(self) -> SavedUses:
+        """What was counted so far. Collective."""
+        self._settle()
+        of_tables: dict[str, tuple[Tensor, Tensor]] = {}
+        for group, packs in self._packs_of:
+            most_P = [_SAVED_A_SLOT * group.storages[pack].num_hot_rows for pack in packs]
+            of_tables |= collect_uses(group, packs, most_P)
+        return SavedUses(num_batches=self._num_batches, of_tables=of_tables)
+
+    def go_on_with(self, saved: SavedUses) -> None:
+        """Counts on from what another run counted; all ranks do, before the first step."""
+        self._settle()
+        self._num_batches = saved.num_batches
+        for group, packs in self._packs_of:
+            give_uses(group, packs, saved.of_tables)
+
     def step(self) -> Refreshed | None:
         """Ends a training step. Collective in steps that look or check: all ranks call it.
 
@@ -117,8 +138,7 @@ class Refresher:
             coverage: Since the last check, if it is known.
         """
         found, home_uses_W = self._coverage()
-        for uses in self._uses():
-            uses.settle()
+        self._settle()
         num_moved = moved_bytes = 0
         for group, packs in self._packs_of:
             moved, of_group_bytes = self._look_at(group, packs)
@@ -141,10 +161,7 @@ class Refresher:
         Returns:
             Rows that entered, and their bytes.
         """
-        most_P = [
-            max(1, int(self.policy.most_moved * group.storages[pack].num_hot_rows))
-            for pack in packs
-        ]
+        most_P = self._most(group, packs)
         census_P = take_census(group, packs, most_P)
         swaps_P = [
             choose_swaps(
@@ -166,6 +183,13 @@ class Refresher:
         ]
         return sum(moved_P), sum(moved * of for moved, of in zip(moved_P, row_bytes_P))
 
+    def _most(self, group: RowGroup, packs: Sequence[int]) -> list[int]:
+        """Rows of each pack that change places at a look, at most."""
+        return [
+            max(1, int(self.policy.most_moved * group.storages[pack].num_hot_rows))
+            for pack in packs
+        ]
+
     def _coverage(self) -> tuple[float, tuple[int, ...]]:
         """Share of uses that are of hot rows, and uses at each home. Collective."""
         group, _ = self._packs_of[0]
@@ -183,6 +207,10 @@ class Refresher:
         self._num_batches = self._num_batches * self.policy.fading + self._packs_of[0][0].ranks.size
         for uses in self._uses():
             uses.fade(self.policy.fading)
+
+    def _settle(self) -> None:
+        for uses in self._uses():
+            uses.settle()
 
     def _begin_window(self) -> None:
         for uses in self._uses():

@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_picasso.checkpoints.folder import newest_checkpoint, refuse_used_folder
-from torchrec_picasso.checkpoints.hot_rows import adopt_hot_rows, read_hot_rows, write_hot_rows
+from torchrec_picasso.checkpoints.hot_rows import (
+    adopt_hot_rows,
+    read_hot_rows,
+    read_uses,
+    write_hot_rows,
+    write_uses,
+)
 from torchrec_picasso.checkpoints.load import load_checkpoint, newest_undamaged
 from torchrec_picasso.checkpoints.writer import CheckpointWriter
 from torchrec_picasso.config import TrainConfig
@@ -22,6 +28,7 @@ from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.launch.peers import Peers
 from torchrec_picasso.launch.progress import Progress
 from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.refresh.saved_uses import SavedUses
 from torchrec_picasso.runs.evaluate import evaluate_auc
 from torchrec_picasso.runs.pipelines import describe_pipeline, is_settled, pipeline_maker
 from torchrec_picasso.runs.profiling import ProfileRequest, StepProfiler, Stretch, steps_at_once
@@ -134,8 +141,9 @@ def _train(
             profiler.after_step(step, stretch)
         if drawn := profiler.after_stretch():
             progress.say(drawn)
-        if step == config.steps or step % config.checkpoint.every_steps == 0:
-            writer.save(step, trainer.state, lambda path: write_hot_rows(path, trainer.hot_rows()))
+        is_due = step == config.steps or step % config.checkpoint.every_steps == 0
+        if folder is not None and is_due:
+            writer.save(step, trainer.state, _beside(trainer))
     writer.finish()
     progress.close()
     num_heldout = config.data.heldout_steps * config.data.batch_size * world_size
@@ -144,6 +152,18 @@ def _train(
     watch.end(step, aucs)
     progress.say(f"AUC {in_words} on {num_heldout} held-out samples")
     return {"first_step": first_step, "losses": losses, "auc": aucs[0], "aucs": aucs}
+
+
+def _beside(trainer: Trainer) -> Callable[[Path], None]:
+    """What writes the hot set and what was counted. Collective."""
+    hot_rows, uses = trainer.hot_rows(), trainer.saved_uses()
+
+    def write(path: Path) -> None:
+        write_hot_rows(path, hot_rows)
+        if uses is not None:
+            write_uses(path, uses.num_batches, uses.of_tables)
+
+    return write
 
 
 def _indented(lines: str) -> str:
@@ -172,5 +192,8 @@ def _resume(trainer: Trainer, path: Path, config: TrainConfig, progress: Progres
         raise ConfigError(
             f"steps: {config.steps}, but {path} has trained {step} already; raise steps"
         )
+    uses = read_uses(path)
+    if uses is not None:
+        trainer.go_on_with(SavedUses(num_batches=uses[0], of_tables=uses[1]))
     progress.say(f"resumed from {path} at step {step}")
     return step

@@ -21,6 +21,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec_picasso.config import OptimizerConfig, TrainConfig
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.frequency import FrequencyStats
+from torchrec_picasso.refresh.saved_uses import SavedUses
 from torchrec_picasso.runs.pipelines import MakePipeline, pipeline_maker
 from torchrec_picasso.runs.placements import Placement, make_placement
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
@@ -154,6 +155,17 @@ class Trainer:
         if not isinstance(self._pipeline, InterleavedTrainPipeline):
             return {}
         return self._pipeline.hot_rows()
+
+    def saved_uses(self) -> SavedUses | None:
+        """What was counted of rows by an interleaved pipeline that follows them. Collective."""
+        if not isinstance(self._pipeline, InterleavedTrainPipeline):
+            return None
+        return self._pipeline.saved_uses()
+
+    def go_on_with(self, saved: SavedUses) -> None:
+        """Counts on from what an earlier run counted; all ranks do."""
+        if isinstance(self._pipeline, InterleavedTrainPipeline):
+            self._pipeline.go_on_with(saved)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes over what a checkpoint held. Collective."""

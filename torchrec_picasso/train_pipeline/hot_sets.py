@@ -9,6 +9,7 @@ from torch import Tensor
 from torchrec_picasso.config.refresh import Refresh
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.refresh.refresher import Refreshed, Refresher
+from torchrec_picasso.refresh.saved_uses import SavedUses
 from torchrec_picasso.rows.replica_check import check_replicas
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup
 
@@ -36,6 +37,7 @@ class HotSets:
         self._groups: Sequence[ModuleGroup] = ()
         self._epochs: list[int] = []
         self._refresher: Refresher | None = None
+        self._saved: SavedUses | None = None
         self.last: Refreshed | None = None
         """What came of the last look."""
 
@@ -46,6 +48,8 @@ class HotSets:
             of_modules = [module.group for group in groups for module in group.modules.values()]
             if self._refresher is None or not self._refresher.is_of(of_modules):
                 self._refresher = Refresher(of_modules, self._policy)
+                if self._saved is not None:
+                    self._refresher.go_on_with(self._saved)
 
     def tensors(self) -> list[Tensor]:
         """What requests read of the hot sets."""
@@ -59,6 +63,16 @@ class HotSets:
             for table in group.rows.tables
             if table.hot_rows_H.numel()
         }
+
+    def saved_uses(self) -> SavedUses | None:
+        """What was counted so far; ``None`` where nothing is. Collective."""
+        return None if self._refresher is None else self._refresher.saved_uses()
+
+    def go_on_with(self, saved: SavedUses) -> None:
+        """Counts on from it as soon as there are tables, or at once."""
+        self._saved = saved
+        if self._refresher is not None:
+            self._refresher.go_on_with(saved)
 
     def end_step(self) -> None:
         """Ends a training step, after which rows may become hot that were not. Collective.

@@ -29,6 +29,7 @@ from torchrec_picasso.feed.id_stream import IdStream
 from torchrec_picasso.launch.peers import Peers
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.refresh.refresher import Refreshed
+from torchrec_picasso.refresh.saved_uses import SavedUses
 from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
     Op,
@@ -255,6 +256,14 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     def hot_rows(self) -> dict[str, Tensor]:
         """The hot rows of interleaved tables by name, ascending int64, after the first step."""
         return self._hot_sets.hot_rows()
+
+    def saved_uses(self) -> SavedUses | None:
+        """What ``refresh`` has counted, for a later run; ``None`` if nothing. Collective."""
+        return self._hot_sets.saved_uses()
+
+    def go_on_with(self, saved: SavedUses) -> None:
+        """Has ``refresh`` count on from what :meth:`saved_uses` gave; all ranks do."""
+        self._hot_sets.go_on_with(saved)
 
     @property
     def schedule(self) -> Schedule:
