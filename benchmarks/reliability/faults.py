@@ -354,7 +354,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-o", "--out", type=Path, required=True, metavar="FOLDER", help="outcomes go there")
     add("--launchers", nargs="+", choices=LAUNCHERS, default=tuple(LAUNCHERS))
     add("--kinds", nargs="+", choices=KINDS, default=tuple(KINDS))
-    add("--seeds", type=int, default=10, metavar="N", help="cases of a kind (default: 10)")
+    add("--seeds", type=int, default=8, metavar="N", help="cases of a kind (default: 8)")
     return parser
 
 

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import datetime
 import json
+import shutil
 import sys
 import threading
 import time
@@ -174,6 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file.write(json.dumps(line) + "\n")
             if line["verdict"] == "failed":
                 progress.say(f"{drop.name}: {line}")
+            else:
+                shutil.rmtree(work)
         progress.advance()
     progress.close()
     lines = [known[drop.name] for drop in DROPS]

@@ -19,8 +19,8 @@ from benchmarks.reliability.fuzz_mutations import mutated_document, yaml_attack
 from benchmarks.reliability.fuzz_targets import TARGETS
 from torchrec_picasso.errors import ConfigError
 
-KINDS = ("config", "quality", "statistics", "curves", "hot_rows")
-"""Checkpoints have tests of their own, and are slow."""
+KINDS = ("config", "quality", "statistics", "curves", "hot_rows", "checkpoint")
+"""All that the package reads."""
 NUM_CASES = 300
 
 
