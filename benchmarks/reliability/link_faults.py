@@ -76,6 +76,7 @@ DROPS = tuple(
 def train_on_rank(rank: int, world_size: int, folder: str, drop_step: int | None) -> Any:
     """The losses, or how it ended, when by the clock, and whether it was named."""
     quiet_upstream()
+    dist.barrier()  # so that joining takes none of the timeout
     dist.destroy_process_group()  # one with a timeout of its own
     timeout = datetime.timedelta(seconds=_GROUP_TIMEOUT_S)
     store = dist.FileStore(str(Path(folder, "store")), world_size)

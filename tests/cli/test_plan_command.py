@@ -223,7 +223,7 @@ def test_statistics_of_other_tables_are_refused_by_name(
         ("not json", "does not hold curves"),
         ("[1, 2]", "does not hold curves"),
         ("{}", "does not hold curves"),
-        ('{"format_version": 99}', "has format version 99, expected 1"),
+        ('{"format_version": 99}', "does not hold curves: format version 99, expected 1"),
         (None, "there is no curves file"),
     ],
 )

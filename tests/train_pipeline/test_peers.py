@@ -21,7 +21,7 @@ from torchrec_picasso.launch.run_ranks import run_ranks
 
 HOT_COLD = Job(placement={"*": 2, "one_row": 1}, tables=ODD)
 MIXED = Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN)
-GROUP_TIMEOUT_S = 2.0
+GROUP_TIMEOUT_S = 5.0
 FAULTY = 1
 WORLD_SIZE = 3
 BROKEN_STEP = 4
@@ -36,7 +36,7 @@ def break_it() -> None:
 
 
 def hang() -> None:
-    time.sleep(3 * GROUP_TIMEOUT_S)
+    time.sleep(2 * GROUP_TIMEOUT_S)
     raise BrokenError("nobody waits any more")
 
 
@@ -65,6 +65,7 @@ def fail_on_one_rank(
 ) -> tuple[str, str, float]:
     """Kind and text of what a rank raises, and after how many seconds."""
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.barrier()  # so that joining takes none of the timeout
     dist.destroy_process_group()  # one with a timeout of its own
     store = dist.FileStore(str(Path(top, "store")), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
