@@ -37,7 +37,7 @@ from torchrec_picasso.launch.environment import describe_environment
 from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
-__all__ = ["plans", "run_side", "soak"]
+__all__ = ["keep_few_records", "plans", "run_side", "soak"]
 
 _RESULT = "soak.json"
 _OURS, _STOCK = "rows", "table_wise"
@@ -81,13 +81,13 @@ def run_side(plan: Plan, num_ranks: int, folder: Path, plant: Plant | None = Non
             str(folder),
             plant,
             timeout_s=timeout_s,
-            on_start=_keep_few_records,
+            on_start=keep_few_records,
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _keep_few_records(rank: int) -> None:
+def keep_few_records(rank: int) -> None:
     """Lets torch remember few collectives: 2,000 take 2 MiB, and hundreds of steps to come by."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "50"
 

@@ -28,15 +28,17 @@ def numbers(of: Any) -> Iterator[float]:
 
 def test_figures_are_those_of_the_kept_report() -> None:
     report = json.loads((ROOT / "benchmarks/results/reliability/report.json").read_text())
+    memory = json.loads((ROOT / "benchmarks/results/reliability/memory.json").read_text())
+    slopes = [memory[batches]["kib_a_step"] for batches in ("new", "repeated")]
     by_kind = report["fuzz_files"]["by_kind"]
     kinds = {name.split()[0] for name in by_kind}
     tried = {
         kind: sum(n for name, n in by_kind.items() if name.split()[0] == kind) for kind in kinds
     }
-    forms = ("{:,}", "{}", "{:.1e}", "{:.4f}", "{:.2f}")
+    forms = ("{:,}", "{}", "{:.1e}", "{:.4f}", "{:.3f}", "{:.2f}")
     kept = {
         form.format(number)
-        for number in numbers([report, tried])
+        for number in numbers([report, tried, slopes])
         for form in forms
         if form != "{:,}" or isinstance(number, int)
     }

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.reliability import soak
+from benchmarks.reliability import memory, soak
 from benchmarks.reliability.process_figures import figures, open_files, slope
 from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.soak_batches import Stretch, soak_batch
@@ -188,6 +188,16 @@ def test_batches_are_uneven_and_drift() -> None:
     assert not users[0] & set(soak_batch(200, 0).sparse_features["user"].values().tolist())
     lengths = [[Stretch(0, 20, at).num_batches(rank, 3) for rank in range(3)] for at in range(3)]
     assert lengths == [[20, 17, 14], [17, 14, 20], [14, 20, 17]]
+
+
+def test_memory_is_looked_at_with_new_and_repeated_batches(tmp_path: Path) -> None:
+    assert memory.main(["-o", str(tmp_path / "memory.json"), "--steps", "20"]) == 0
+    found = json.loads((tmp_path / "memory.json").read_text())
+    for batches in ("new", "repeated"):
+        assert len(found[batches]["kib_a_step"]) == 2
+        for looks in found[batches]["looks"]:
+            assert [step for step, _ in looks] == list(range(2, 21, 2))
+            assert min(kib for _, kib in looks) > 10_000  # torch alone has more
 
 
 def test_figures_of_this_process() -> None:
