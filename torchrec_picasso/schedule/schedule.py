@@ -50,19 +50,16 @@ class Setting:
         num_micro_batches: Pieces K that it is cut into.
         lookahead: Whether those of its rows that the batch before does not update are fetched
             before that one's update.
-        ordered: Whether samples whose rows many others need come first in a batch.
     """
 
     num_micro_batches: int
     lookahead: bool
-    ordered: bool = False
 
     def __str__(self) -> str:
         pieces = f"{self.num_micro_batches} micro-batches"
         if self.num_micro_batches == 1:
             pieces = "1 micro-batch"
-        ordered = ", samples ordered" if self.ordered else ""
-        return f"{pieces} {'with' if self.lookahead else 'without'} lookahead{ordered}"
+        return f"{pieces} {'with' if self.lookahead else 'without'} lookahead"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a batch comes into a pipeline and its output out of it: put in order, cut, joined again."""
+"""How a batch comes into a pipeline and its output out of it: cut, joined again."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from torchrec_picasso.batches.join import join_outputs
-from torchrec_picasso.batches.order import in_order
 from torchrec_picasso.batches.split import micro_batch_sizes, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.feed.batch_feed import Fetched
@@ -46,7 +43,7 @@ class Boarding:
 
         Args:
             fetched: The batch.
-            setting: Into how many, and whether samples are put in order first.
+            setting: Into how many.
             taken: The model that will be trained on it.
 
         Raises:
@@ -65,19 +62,14 @@ class Boarding:
             if len(sizes_K) == 1 or not num_samples:  # every micro-batch is the batch itself
                 return Flight(fetched, setting, sizes_K, [batch] * len(sizes_K))
             try:
-                order_B = taken.order_of(batch) if setting.ordered else None
-                ordered = batch if order_B is None else in_order(batch, order_B)
-                parts_K = list(self.split(ordered, sizes_K))
+                parts_K = list(self.split(batch, sizes_K))
             except InputError as error:  # the header may tell all ranks why, and stop them
                 refused = replace(fetched, refusal=error)
                 return Flight(refused, setting, sizes_K, [batch] * len(sizes_K))
-        return Flight(replace(fetched, batch=ordered), setting, sizes_K, parts_K, order_B)
+        return Flight(fetched, setting, sizes_K, parts_K)
 
     def output_of(self, flight: Flight) -> Any:
-        """What the model gave for the whole batch, samples as they came."""
+        """What the model gave for the whole batch."""
         outputs = list(flight.outputs_K.values())
         sizes = [flight.sizes_K[index] for index in flight.outputs_K]
-        order_B: Tensor | None = flight.order_B
-        if order_B is None:
-            return self.join(outputs, sizes)
-        return join_outputs(outputs, sizes, order_B)
+        return self.join(outputs, sizes)

@@ -30,8 +30,6 @@ class Flight:
     setting: Setting
     sizes_K: Sequence[int]
     micro_batches_K: Sequence[Any]
-    order_B: Tensor | None = None
-    """Which of its samples, as it came, is at each place; ``None`` = they are as they came."""
     any_data: AnyData | None = None
     """The question whether any rank has data, where no header carries the answer."""
     requests: list[RowRequest] = field(default_factory=list)

@@ -108,10 +108,6 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             ``None`` = chosen by trying some on the first steps, 1 where batches cannot be cut.
         lookahead: Whether rows of the next batch that this one does not update are fetched early.
             ``None`` = chosen likewise.
-        order_samples: Whether samples whose rows many others need come first in a batch, so that
-            its first micro-batch, whose exchange nothing hides, needs few rows. Outputs are given
-            back in the order of the batch. ``None`` = chosen likewise where ``num_micro_batches``
-            is; of no effect where a module runs ahead of the model (``pipeline_postproc``).
         split_batch: Cuts a batch into parts of given sizes, ``(batch, sizes) -> parts``; ``None``
             knows tensors, KeyedJaggedTensors, dataclasses and containers of them. Sizes may be 0.
             On an accelerator it runs on the stream of input dists.
@@ -155,7 +151,6 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         *,
         num_micro_batches: int | None = None,
         lookahead: bool | None = None,
-        order_samples: bool | None = None,
         split_batch: SplitBatch | None = None,
         join_outputs: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
         loss_reduction: str = "mean",
@@ -171,13 +166,6 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         ):
             if number is not None and number < 1:
                 raise ConfigError(f"{name} is {number}, expected at least 1")
-        if split_batch is not None or join_outputs is not None:
-            if order_samples:
-                raise ConfigError(
-                    "order_samples is True, which needs the pipeline's own way to cut and to join "
-                    "batches; remove it, or split_batch and join_outputs"
-                )
-            order_samples = False
         refuse_options(
             {
                 "apply_jit": apply_jit,
@@ -218,7 +206,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._is_halfway = False
         self._op: Op | None = None
         self._peers: Peers | None = None
-        self._candidates = candidates(num_micro_batches, lookahead, order_samples)
+        self._candidates = candidates(num_micro_batches, lookahead)
         self._choice = SettingChoice(self._candidates)
         self._clock = StepClock(device)
         self._num_trainings = 0
@@ -237,11 +225,6 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     def lookahead(self) -> bool:
         """Whether the next batch's clean rows will be fetched early."""
         return self._choice.current.lookahead
-
-    @property
-    def order_samples(self) -> bool:
-        """Whether the next batch's samples will be put in order."""
-        return self._choice.current.ordered
 
     @property
     def is_settled(self) -> bool:
@@ -454,7 +437,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             context = self._create_context()
             context.postproc_fwd_results = flight.context.postproc_fwd_results
             again = self._board(replace(flight.fetched, context=context))
-            again.wholes, again.order_B = flight.wholes, flight.order_B
+            again.wholes = flight.wholes
             self._flights.append(again)
             if len(self._flights) == 1:
                 self._fetch_first(again)
