@@ -33,7 +33,7 @@ from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.runs.pipelines import is_settled
 from torchrec_picasso.runs.placements import Placement
 from torchrec_picasso.runs.trainer import Trainer
-from torchrec_picasso.train_pipeline.cut_check import is_due
+from torchrec_picasso.train_pipeline.cuts import is_due
 from torchrec_picasso.zoo.data.source import BatchSource
 
 __all__ = [

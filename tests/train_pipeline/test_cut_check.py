@@ -29,7 +29,7 @@ from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.train_pipeline import interleaved
-from torchrec_picasso.train_pipeline.cut_check import is_due
+from torchrec_picasso.train_pipeline.cuts import is_due
 
 SAMPLES = 256  # enough for micro-batches to be tried where nobody asks for them
 WIDTH = 8

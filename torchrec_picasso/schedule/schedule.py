@@ -133,7 +133,7 @@ def training_schedule(
     ops.append(Op("send_ids", AFTER))
     for index in reversed(range(1, this.num_micro_batches)):
         ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
-    ops += [Op("reduce_dense"), Op("backward", THIS, 0)]  # dense sums start while that one runs
+    ops.append(Op("backward", THIS, 0))  # in which dense gradients are reduced
     for wave in waves:
         ops += [Op("send_gradients", THIS, 0, wave), Op("reduce_hot", THIS, wave=wave)]
     ops += [*laid_out_late, *_ids_arrive(AFTER, after or following)]

@@ -11,10 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torchrec.distributed.types import LazyAwaitable
+from torchrec.distributed.types import LazyAwaitable, LazyNoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
@@ -77,6 +78,19 @@ class ModuleGroup:
         if not module.group.plan.takes_weights:  # nothing is pooled
             features = with_weights(features, None)
         return OddFeatures.of(module.features_of(features), features)
+
+    def joined_output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:
+        """The output of a module for some parts of a batch, one after the other.
+
+        Args:
+            name: Name of the module.
+            parts: Rows and number of samples of each part.
+        """
+        outputs = [self.output(name, rows) for rows, _ in parts]
+        if len(outputs) == 1:
+            return outputs[0]
+        sizes = [size for _, size in parts]
+        return LazyNoWait(join_outputs([output.wait() for output in outputs], sizes))
 
     def output(self, name: str, rows: PartRows) -> LazyAwaitable[Any]:
         """The output of a module for one part of a batch.
