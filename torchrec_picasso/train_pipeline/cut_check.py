@@ -2,64 +2,73 @@
 
 For micro-batches that were asked for where nothing is proved. On a few training steps the model
 runs forward and backward on the same samples with the same rows in three ways: whole, cut as the
-step cuts it, and torn: pieces of the batch in random order, dealt out to parts of uneven sizes. Loss,
-outputs, gradients of tables and of dense weights, and the state that runs leave behind are compared.
-What cannot be compared (a value that is not finite, an error, random numbers, a collective) counts as
-a difference. Ranks agree: what one sees counts for all.
+step cuts it, and torn: pieces of the batch in random order, dealt out to uneven parts. Losses,
+outputs, gradients of tables and of dense weights, and the state that runs leave behind are
+compared. What cannot be compared (a value that is not finite, an error, random numbers, a
+collective) counts as a difference. Ranks agree: what one sees counts for all.
 
-A comparison leaves no trace: gradients are taken back, and each run works on a copy of the model
-that shares nothing with it but parameters and sharded modules.
+A comparison leaves no trace: each run works on a copy of the model, which shares its sharded
+modules alone.
 
-Cost: about three dense forwards and backwards, and the memory of one over the whole batch.
+Cost: about three dense forwards and backwards, the memory of one over the whole batch, and that of
+the dense part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from torchrec_picasso.batches.copy import copy_batch
+from torchrec_picasso.batches.split import split_batch
+from torchrec_picasso.comparison.dense_part import dense_parameters
+from torchrec_picasso.comparison.difference import (
+    Tolerance,
+    difference_of,
+    difference_of_outputs,
+)
+from torchrec_picasso.comparison.model_copy import ModelState, copy_model
+from torchrec_picasso.comparison.still_randomness import StillRandomness
 from torchrec_picasso.exchange.consensus import agree_on
 from torchrec_picasso.feed.end_of_data import SplitBatch
+from torchrec_picasso.train_pipeline.data_parallel import instead_of_wrapped
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.operations import Program
+from torchrec_picasso.train_pipeline.pieces import Cut
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
+from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 
-__all__ = ["CutCheck", "whole_outputs"]
+__all__ = ["CutCheck"]
 
 _TENSOR_FLOAT = 2.0**-11
 """Rounding step of float32 products where the device is allowed to shorten them."""
 
-_MOST_PIECES = 64
-"""Pieces of a torn batch."""
-
-ADVICE = (
+_ADVICE = (
     "Either the loss is no mean over samples (a mean over clicked samples or over padded positions "
     "is not; loss_reduction='sum' or 'ratio' if it is one), or the model computes over the batch "
     "(its own statistics, negatives of the same batch). Use num_micro_batches=1"
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Run:
     """What one way of running the model gave."""
 
     loss: Tensor
     output: Any
-    state: Mapping[str, Any]
     grads: Mapping[str, Sequence[Tensor | None]]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One micro-batch of a run: pieces of the batch, by their place."""
-
-    pieces: Sequence[int]
-    sizes: Sequence[int]
+    """Gradients of tables' outputs, by module, and of dense weights, by parameter."""
+    state: ModelState
 
 
 class CutCheck:
@@ -68,7 +77,6 @@ class CutCheck:
     Args:
         program: Model and losses.
         taken: The model's sharded modules.
-        num_micro_batches: Micro-batches that were asked for.
         split: Cuts a batch.
         join: Joins outputs.
         pg: Process group.
@@ -80,7 +88,6 @@ class CutCheck:
         program: Program,
         taken: PipelinedModel,
         *,
-        num_micro_batches: int,
         split: SplitBatch,
         join: Callable[[Sequence[Any], Sequence[int]], Any],
         pg: dist.ProcessGroup,
@@ -88,11 +95,11 @@ class CutCheck:
     ) -> None:
         self._program = program
         self._taken = taken
-        self._num_micro_batches = num_micro_batches
         self._split = split
         self._join = join
         self._pg = pg
         self._device = device
+        self._draw = random.Random(0)
 
     def why_not(self, flight: Flight) -> str | None:
         """What is wrong with micro-batches on any rank; ``None`` = nothing that shows. Collective.
@@ -100,11 +107,120 @@ class CutCheck:
         Args:
             flight: A batch whose rows are there or on their way.
         """
-        return agree_on(self._pg, self._device, self._difference(flight))
+        wholes = flight.whole_outputs(self._taken.groups, self._taken.plain)
+        found = self._difference(flight, wholes) if len(flight.run_sizes) > 1 else None
+        return agree_on(self._pg, self._device, found)
 
-    def _difference(self, flight: Flight) -> str | None:
+    def _difference(self, flight: Flight, wholes: Mapping[str, WholeOutput]) -> str | None:
+        """What differs on this rank."""
+        num_samples, num_parts = flight.num_samples, len(flight.sizes_K)
+        ways = {
+            "on the whole batch": Cut.in_order([num_samples]),
+            f"in {num_parts} micro-batches": Cut.in_order(flight.run_sizes),
+            "in uneven parts": Cut.torn(num_samples, num_parts, self._draw),
+        }
+        if self._split is not split_batch:  # what it cuts off may not be joined otherwise
+            ways.popitem()
+        still, whole = StillRandomness(), None
+        for way, cut in ways.items():
+            try:
+                run = self._run(flight, wholes, cut, still)
+            except Exception as error:  # whatever a user's model raises
+                return f"{type(error).__name__} {way}, of {cut.sizes_K} samples: {error}. {_ADVICE}"
+            if still.drawn:
+                return (
+                    f"the model is random by itself or communicates ({', '.join(still.drawn)}), so "
+                    "it cannot be checked whether micro-batches train the same; use "
+                    "num_micro_batches=1"
+                )
+            whole = whole or run
+            found = _difference(whole, run, self._tolerance(still), cut)
+            if found is not None:
+                return f"{way} {found}. {_ADVICE}"
         return None
 
+    def _tolerance(self, still: StillRandomness) -> Tolerance:
+        shortened = self._device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+        return Tolerance(max(still.coarsest, _TENSOR_FLOAT if shortened else 0.0))
 
-def whole_outputs() -> None:
-    pass
+    def _run(
+        self,
+        flight: Flight,
+        wholes: Mapping[str, WholeOutput],
+        cut: Cut,
+        still: StillRandomness,
+    ) -> _Run:
+        """Runs forward and backward of all micro-batches, as a step does."""
+        batch, context = copy_batch(flight.batch), copy.copy(flight.context)
+        context.postproc_fwd_results = copy_batch(context.postproc_fwd_results)
+        pieces = list(self._split(batch, cut.sizes)) if len(cut.sizes) > 1 else [batch]
+        given = {name: whole.detached() for name, whole in wholes.items()}
+        losses_K: dict[int, Any] = {}
+        outputs, program = [], self._program
+        with self._isolated() as model, still, torch.enable_grad():
+            for k in range(len(cut.pieces_K)):
+                for name, module in self._taken.modules.items():
+                    parts = [given[name].part(cut.sizes, p) for p in range(len(cut.sizes))]
+                    module.forward.give(cut.joined(parts, k))
+                with self._taken.postprocs.of_part(context, cut, k):
+                    losses, output = self._forward(model, cut.joined(pieces, k))
+                losses_K[k] = program.losses.checked(losses)
+                outputs.append(output)
+            parts_K = [program.losses.of_part(losses_K, k, cut.sizes_K) for k in losses_K]
+            for loss in reversed(parts_K):
+                loss.backward()
+            grads: dict[str, Sequence[Tensor | None]] = {
+                f"the output of {name}": whole.join_gradients([leaf.grad for leaf in whole.leaves])
+                for name, whole in given.items()
+            }
+            for name, parameter in dense_parameters(model):
+                grads[name] = [parameter.grad]
+            return _Run(
+                loss=torch.stack([loss.detach() for loss in parts_K]).sum(),
+                output=self._join(outputs, cut.sizes_K) if cut.is_in_order else None,
+                grads=grads,
+                state=ModelState.of(model),
+            )
+
+    def _forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        program = self._program
+        if isinstance(program.model, DistributedModelParallel):
+            with instead_of_wrapped(program.model, model):
+                return program.forward(batch)
+        losses, output = model(batch)
+        return losses, output
+
+    @contextmanager
+    def _isolated(self) -> Iterator[nn.Module]:
+        """A copy of the model; what it draws leaves the random states as they are."""
+        devices = [] if self._device.type == "cpu" else [self._device]
+        states = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng(devices=devices):
+                yield copy_model(self._taken.inner, self._taken.postproc_modules)
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def _difference(whole: _Run, parts: _Run, tolerance: Tolerance, cut: Cut) -> str | None:
+    for name, grads in whole.grads.items():
+        for one, other in zip(grads, parts.grads[name]):
+            found = _difference_of_gradients(one, other, tolerance)
+            if found is not None:
+                return f"the gradient of {name} {found}"
+    found = difference_of(whole.loss, parts.loss, tolerance)
+    if found is not None:
+        return f"the loss {found}"
+    found = whole.state.difference(parts.state, tolerance)
+    if found is not None or not cut.is_in_order:
+        return found
+    return difference_of_outputs(whole.output, parts.output, tolerance)
+
+
+def _difference_of_gradients(
+    one: Tensor | None, other: Tensor | None, tolerance: Tolerance
+) -> str | None:
+    if one is None or other is None:
+        return None if one is other else "is there in one of the two only"
+    return difference_of(one.to_dense(), other.to_dense(), tolerance)

@@ -89,7 +89,7 @@ def without_reduction(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def instead_of_wrapped(model: nn.Module, module: nn.Module) -> Iterator[None]:
-    """Within it, a call of a ``DistributedModelParallel`` runs another module, without a wrapper."""
+    """Within it, a call of a ``DistributedModelParallel`` runs another, unwrapped module."""
     assert isinstance(model, DistributedModelParallel)
     wrapped = model._dmp_wrapped_module
     model._dmp_wrapped_module = module

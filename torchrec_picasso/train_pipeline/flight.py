@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchrec_picasso._torchrec import TrainPipelineContext
@@ -15,6 +16,7 @@ from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows, GradientSink, PartRows
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.schedule.schedule import Setting
+from torchrec_picasso.train_pipeline.module_group import ModuleGroup
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 from torchrec_picasso.train_pipeline.whole_output import UncutOutput, WholeOutput
 
@@ -174,6 +176,33 @@ class Flight:
 
     def _whole(self, output: Any, name: str) -> WholeOutput | UncutOutput:
         return (UncutOutput if len(self.run_sizes) == 1 else WholeOutput)(output, name)
+
+    def whole_outputs(
+        self, groups: Sequence[ModuleGroup], plain: Mapping[str, Any]
+    ) -> dict[str, WholeOutput]:
+        """The output of every pipelined module for the whole batch, without its graph. Collective.
+
+        Args:
+            groups: Modules whose exchange a schedule drives.
+            plain: Modules computed once per batch, by name.
+        """
+        self.compute_wholes(plain)
+        outputs = {name: self.wholes[name].detached() for name in plain}
+        counted = [index for index, size in enumerate(self.sizes_K) if size] or [0]
+        for group, rows in zip(groups, self.rows):
+            for number, (name, module) in enumerate(group.modules.items()):
+                weights = self.weights_of(name, module, rows, number)
+                with torch.no_grad():
+                    parts = [
+                        (
+                            rows.hand_out(index, lambda _: None, weights, module=number),
+                            self.sizes_K[index],
+                        )
+                        for index in counted
+                    ]
+                    whole = group.joined_output(name, parts).wait()
+                outputs[name] = WholeOutput(whole, name, always_leaves=True)
+        return outputs
 
     def compute_wholes(self, plain: Mapping[str, Any]) -> None:
         """Computes the modules that are not interleaved, if that is not done yet. Collective.

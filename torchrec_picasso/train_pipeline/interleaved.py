@@ -55,6 +55,7 @@ from torchrec_picasso.train_pipeline.parent_options import (
     refuse_model,
     refuse_options,
 )
+from torchrec_picasso.train_pipeline.pieces import Cut
 from torchrec_picasso.train_pipeline.pipelined_model import FirstLook, PipelinedModel
 from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 from torchrec_picasso.train_pipeline.regroup import Regroups
@@ -347,7 +348,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._optimizer.step()
 
     def register_backward_hook(self, site: InjectionSite, work: BackwardHookWork) -> None:
-        """Runs work in the backward of a module, as TorchRec's pipelines do; batches are whole then.
+        """Runs work in the backward of a module, as TorchRec does; batches are whole from then on.
 
         Args:
             site: Which module, and where in it.
@@ -460,8 +461,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if op.kind == "request":
             return self._taken.postprocs.of_batch(flight.context)
         if op.kind == "forward" and op.index in flight.run_indices:
-            run = flight.run_indices.index(op.index)
-            return self._taken.postprocs.of_part(flight.context, flight.run_sizes, run)
+            run, cut = flight.run_indices.index(op.index), Cut.in_order(flight.run_sizes)
+            return self._taken.postprocs.of_part(flight.context, cut, run)
         return nullcontext()
 
     def _board(self, fetched: Fetched) -> Flight:
@@ -534,7 +535,6 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         check = CutCheck(
             program,
             taken,
-            num_micro_batches=self._asked or 1,
             split=self._boarding.split,
             join=self._boarding.join,
             pg=process_group_of(self._model),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,11 @@ class PipelinedModel:
         forward.put_together(parts, module.join)
         self.interleaved[name], self.plain[stock_name] = hot_cold, stock
         self._why_plain[stock_name] = why_computed_once(module)
+
+    @property
+    def modules(self) -> Mapping[str, Any]:
+        """All pipelined modules by name."""
+        return {**self.interleaved, **self.plain}
 
     @property
     def num_waves(self) -> int:
