@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any
 
@@ -45,10 +45,10 @@ class Guard:
     ) -> None:
         self._form: Hashable = form_of(batch)
         self._same: list[tuple[str, Mapping[str, Any], list[Any]]] = []
-        self._equal: list[tuple[str, Mapping[str, Any], dict[str, Any]]] = []
+        self._equal: list[tuple[str, Any, Any]] = []
         self._reads = names.reads
         self._cells = names.cells
-        self._digests: list[tuple[str, Callable[[], bytes], bytes]] = []
+        self._digests: list[tuple[str, Any, bytes]] = []
         self._empty = list(hook_dicts(module, given))
         self._parameters: list[tuple[str, Tensor, bool]] = []
         classes: dict[type, None] = dict.fromkeys(names.classes)
@@ -78,10 +78,26 @@ class Guard:
     def _watch_containers(self, path: str, values: Mapping[str, Any]) -> None:
         """What may change without being replaced."""
         for name, value in list(values.items()):
-            if not _may_change(value):
-                continue
-            take = _digester(values, name)
-            self._digests.append((f"{path}.{name}", take, take()))
+            self._watch_inside(f"{path}.{name}", value, set())
+
+    def _watch_inside(self, path: str, value: Any, seen: set[int]) -> None:
+        if not _may_change(value) or id(value) in seen:
+            return
+        seen.add(id(value))
+        members: Iterable[Any]
+        if type(value) in (list, dict, set):
+            self._equal.append((path, value, value.copy()))
+            members = value.values() if isinstance(value, dict) else value
+        elif isinstance(value, tuple | frozenset):
+            members = value
+        elif _is_plain_object(value):
+            self._equal.append((path, vars(value), dict(vars(value))))
+            members = vars(value).values()
+        else:
+            self._digests.append((path, value, digest(value)))
+            return
+        for member in list(members):
+            self._watch_inside(path, member, seen)
 
     def changed(self, batch: Any = None) -> str | None:
         """What is not as it was proved; ``None`` = nothing.
@@ -117,14 +133,14 @@ class Guard:
         for cell, value in self._cells:
             if cell.cell_contents is not value:
                 yield "a variable of a closure has changed"
-        for place, take, before in self._digests:
-            if take() != before:
+        for place, value, before in self._digests:
+            if digest(value) != before:
                 yield f"{place} has changed"
 
 
-def _difference(path: str, values: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    for name in [*before, *values]:
-        if name not in values or name not in before or values[name] is not before[name]:
+def _difference(path: str, values: Any, before: Any) -> str:
+    if isinstance(before, dict) and not path.startswith("the "):
+        for name in [*before, *values]:
             if name not in values or name not in before or values[name] != before[name]:
                 return f"{path}.{name}"
     return path
@@ -140,7 +156,17 @@ def _may_change(value: Any) -> bool:
     return True
 
 
-def _digester(values: Mapping[str, Any], name: str) -> Callable[[], bytes]:
-    return lambda: digest(values.get(name))
+def _is_plain_object(value: Any) -> bool:
+    """Whether all of an object is in its attributes."""
+    kind = type(value)
+    has_slots = any("__slots__" in vars(of) for of in kind.__mro__[:-1])
+    own_methods = all(
+        getattr(kind, name, None) is getattr(object, name, None)
+        for name in ("__reduce__", "__reduce_ex__", "__getattribute__")
+    )
+    is_of_python = kind.__flags__ & _HEAP_TYPE and kind.__base__ is object
+    return bool(hasattr(value, "__dict__") and not has_slots and own_methods and is_of_python)
 
 
+_HEAP_TYPE = 1 << 9
+"""A class made by a class statement; others keep state that no attribute shows."""

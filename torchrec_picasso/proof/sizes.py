@@ -162,11 +162,27 @@ class Sizes:
         """
         symbols = {of.node._expr: rows for rows, of in self._counts.items()}
         for guard in self.env.guards[start:]:
-            expr = guard.expr
-            if isinstance(expr, sympy.Eq) and all(side in symbols for side in expr.args):
-                one, other = (symbols[side] for side in expr.args)
+            for equal in _equalities(guard.expr):
+                if not isinstance(equal, sympy.Eq) or not all(of in symbols for of in equal.args):
+                    names = {symbol: sympy.Symbol(rows) for symbol, rows in symbols.items()}
+                    return f"assumes {guard.expr.xreplace(names)}"
+                one, other = (symbols[side] for side in equal.args)
                 self.want_same(one, other, "an operator")
-                continue
-            names = {symbol: sympy.Symbol(rows) for symbol, rows in symbols.items()}
-            return f"assumes {expr.xreplace(names)}"
         return None
+
+
+def _equalities(expr: Any) -> list[Any]:
+    """What of an assumption is left for sizes of 2 or more, without common factors."""
+    parts = [part for part in sympy.Or.make_args(expr) if not _is_of_small_size(part)]
+    if len(parts) != 1 or not isinstance(parts[0], sympy.Eq):
+        return [expr]
+    one, other = (side.as_coeff_Mul() for side in parts[0].args)
+    return [sympy.Eq(one[1], other[1]) if one[0] == other[0] else expr]
+
+
+def _is_of_small_size(part: Any) -> bool:
+    if not isinstance(part, sympy.Eq):
+        return False
+    symbols = [side for side in part.args if side.is_Symbol]
+    numbers = [side for side in part.args if side in (0, 1)]
+    return len(symbols) == len(numbers) == 1
