@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch import Tensor, nn
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -121,7 +122,9 @@ class Inputs:
             raise Unproved(f"{path} has {kjt.stride()} samples, not {self._num_samples}")
         keys = kjt.keys()
         names = [f"{path}[{key!r}]" for key in keys]
-        counts = [self._sizes.add(of, n) for of, n in zip(names, kjt.length_per_key())]
+        with unset_fake_temporarily():  # real counts, of real lengths
+            lookups_F = kjt.length_per_key()
+        counts = [self._sizes.add(of, n) for of, n in zip(names, lookups_F)]
         if not keys:
             raise Unproved(f"{path} has no features")
         packed = Value(Kind.LOOKUPS, features=tuple(names))

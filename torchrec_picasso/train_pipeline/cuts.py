@@ -8,14 +8,14 @@ compared with the whole batch where nothing is proved (:mod:`.cut_check`). Ranks
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.consensus import agree_on
-from torchrec_picasso.proof import Proof
+from torchrec_picasso.proof.proof import Proof
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates, pieces_for
 from torchrec_picasso.train_pipeline.flight import Flight
@@ -69,6 +69,7 @@ class Cuts:
         self._num_proofs = self._num_steps = 0
         self._is_open = False
         self._why_whole: str | None = None
+        self._change: str | None = None
         self.choice = SettingChoice([Setting(1, lookahead is not False)])
         """Gives every batch its setting."""
         if num_micro_batches is not None:
@@ -115,9 +116,18 @@ class Cuts:
         """Whether batches that were cut are trained whole all the same."""
         return self._asked is None and self._proof is None
 
-    def has_changed(self) -> bool:
-        """Whether this rank's model is another one than was looked at."""
-        return self._proof is not None and self._proof.changed() is not None
+    def has_changed(self, batch: Any) -> bool:
+        """Whether the model or the form of its batches is another one than was proved.
+
+        This rank's own opinion: what follows from it waits for an agreement of all ranks.
+
+        Args:
+            batch: The next batch.
+        """
+        self._change = None
+        if self._proof is not None and self._proof.guard is not None:
+            self._change = self._proof.guard.changed(batch)
+        return self._change is not None
 
     def look(
         self, flight: Flight, has_changed: bool, pg: dist.ProcessGroup, device: torch.device
@@ -150,7 +160,6 @@ class Cuts:
     def _prove(self, flight: Flight, pg: dist.ProcessGroup, device: torch.device) -> None:
         """Proves that batches may be cut, or finds what stands in the way."""
         assert self._evidence is not None
-        changed = None if self._proof is None else self._proof.changed()
         self._proof = None
         objection = agree_on(pg, device, self._evidence.objection())
         if objection is not None and self._asked is not None:
@@ -158,7 +167,7 @@ class Cuts:
         self._num_proofs += 1
         reason, proof = objection, None
         if reason is None and self._num_proofs > _MOST_PROOFS:
-            reason = agree_on(pg, device, f"the model changes while it trains: {changed}")
+            reason = agree_on(pg, device, f"the model changes while it trains: {self._change}")
         if reason is None:
             proof = self._evidence.prove(flight)
             reason = agree_on(pg, device, proof.reason)

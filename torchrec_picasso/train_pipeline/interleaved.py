@@ -192,6 +192,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             enable_inplace_copy_batch=enable_inplace_copy_batch,
         )
         self._custom_forward, self._losses = custom_model_fwd, losses
+        own = {"custom_model_fwd": custom_model_fwd, "split_batch": split_batch}
+        own["join_outputs"] = join_outputs
+        self._own_parts = [name for name, function in own.items() if function is not None]
         self._id_stream = IdStream(self._data_dist_stream, self._memcpy_stream)
         self._boarding = Boarding(split_batch, join_outputs, self._id_stream)
         fetch = self.copy_batch_to_gpu
@@ -332,7 +335,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """Takes a training step. Collective."""
         pg = process_group_of(self._model)
         self._optimizer.zero_grad()  # first of all: it hands learning rates to FBGEMM
-        self._cuts.look(flight, self._cuts.has_changed(), pg, self._device)
+        self._cuts.look(flight, self._cuts.has_changed(flight.batch), pg, self._device)
         flight.is_whole = self._cuts.is_whole or counts_gradients(self._model)
         settings = [each.setting for each in self._flights]
         start = self._clock.stamp()
@@ -540,7 +543,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             pg=process_group_of(self._model),
             device=self._device,
         )
-        return CutEvidence(program, type(self), self._injected, taken, check)
+        return CutEvidence(program, type(self), self._injected, taken, check, self._own_parts)
 
     def summary(self) -> str:
         """How each sharded module is run, with the reason if it is not interleaved; after a step.

@@ -72,6 +72,11 @@ class WholeOutput:
         self._output = self._map(output, self._off_graph)
         self._cuts: dict[tuple[int, ...], _Cut] = {}
 
+    @property
+    def value(self) -> Any:
+        """The output of the whole batch, without its graph."""
+        return self._output
+
     def part(self, sizes_K: Sequence[int], index: int) -> Any:
         """The output for one micro-batch.
 
