@@ -1,4 +1,4 @@
-"""Which rows FBGEMM's CPU kernels decay: why the mode is refused for FP32 rows, and for those alone.
+"""Which rows FBGEMM's CPU kernels decay, hence why a mode is refused for FP32 rows, and only those.
 
 The kernel of a table with one feature is told a decay of 0; those for more features, for sequences
 and for FP16 are told the user's. A weight_decay without a mode decays nothing anywhere.

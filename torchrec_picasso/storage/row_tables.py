@@ -1,6 +1,6 @@
 """One pack's rows on one rank, in a single fused TBE: weights, optimizer state, one update.
 
-On the CPU ``row_updates.py`` updates some optimizers' rows in the TBE's tensors; any other update is
+What ``row_updates.py`` can update on the CPU, it updates in the TBE's tensors; any other update is
 the TBE's own.
 
 Homes and replicas share the TBE, in whichever layout, hence its optimizer, learning rate and step
