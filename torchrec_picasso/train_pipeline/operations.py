@@ -71,7 +71,7 @@ class Operations:
         self._losses_are_means = losses_are_means
         self._dense = dense
         self._late = late
-        # by module: whether it got gradients when this rank last had samples
+        # by module: whether it got gradients when any rank last had samples
         self._is_trained: dict[str, bool] = {}
 
     def run(self, op: Op, flights: Sequence[Flight]) -> None:
@@ -173,12 +173,21 @@ class Operations:
                 whole.backward()
             flight.late = DenseReduction(self._pg, self._late)
             flight.late.start_rest()
-            self._is_trained |= {
-                name: name in flight.trained
-                for group in self._groups
-                for name in group.modules
-                if flight.num_samples or name in flight.trained
-            }
+            self._is_trained |= self._find_trained(flight)
+
+    def _find_trained(self, flight: Flight) -> dict[str, bool]:
+        """Which interleaved modules got gradients, where anybody knows. Collective.
+
+        A rank without samples runs no backward. It must leave the rows that it is home to, or has
+        replicas of, as the others leave theirs, whatever it trained before.
+        """
+        names = [name for group in self._groups for name in group.modules]
+        told = [(1 + (name in flight.trained)) * bool(flight.num_samples) for name in names]
+        if any(request.any_looks_up_nothing for request in flight.requests):
+            told_N = torch.tensor(told, device=self._device)
+            dist.all_reduce(told_N, op=dist.ReduceOp.MAX, group=self._pg)
+            told = told_N.tolist()
+        return {name: answer == 2 for name, answer in zip(names, told) if answer}
 
     def _send_gradients(self, flight: Flight, index: int, wave: int | None = None) -> None:
         for gradients in flight.gradients:
