@@ -13,17 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_picasso._torchrec import EmbOptimType
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.storage.row_updates import ONLY_HERE
+from torchrec_picasso.storage.row_updates import ONLY_HERE, PARTIAL
 
 __all__ = [
     "HOT_COLD_KERNELS",
     "Refusal",
     "check_exact",
+    "check_states",
     "is_updated_only_here",
     "why_no_hot_rows",
     "why_no_memory",
@@ -90,6 +91,30 @@ def check_exact(
             f"hot/cold tables {', '.join(map(repr, tables))}: {refusal.what}; {refusal.instead}, "
             "or place these tables without HotColdParams"
         )
+
+
+def check_states(config: GroupedEmbeddingConfig) -> None:
+    """Refuses state that TorchRec would give a wrong place in its state dict.
+
+    Args:
+        config: A pack's tables on this rank.
+
+    Raises:
+        CompatError: On all ranks, if a rank has one row of a table of several shards, and that row
+            one number of state: TorchRec takes it for a state of the whole shard.
+    """
+    if (config.fused_params or {}).get("optimizer") not in PARTIAL:
+        return
+    for table in config.embedding_tables:
+        metadata = table.global_metadata
+        rows = [] if metadata is None else [s.shard_sizes[0] for s in metadata.shards_metadata]
+        if len(rows) > 1 and 1 in rows:
+            raise CompatError(
+                f"hot/cold table {table.name!r}: its shards have {rows} rows, and TorchRec cannot "
+                "save the state that partial row-wise optimizers keep of a shard of one row; use "
+                "the optimizer that is not partial, or place the table whole with "
+                "HotColdParams(form='bags')"
+            )
 
 
 def why_not_exact(

@@ -22,7 +22,7 @@ from torchrec_picasso.storage.adam import adam, lamb
 from torchrec_picasso.storage.row_wise_adagrad import row_wise_adagrad
 from torchrec_picasso.storage.update_step import RowUpdate
 
-__all__ = ["ONLY_HERE", "new_states", "row_update"]
+__all__ = ["ONLY_HERE", "PARTIAL", "new_states", "row_update"]
 
 ONLY_HERE: Mapping[EmbOptimType, RowUpdate] = {
     EmbOptimType.ADAM: adam,
@@ -32,7 +32,8 @@ ONLY_HERE: Mapping[EmbOptimType, RowUpdate] = {
 }
 """Optimizers without a CPU kernel in FBGEMM."""
 
-_PARTIAL = (EmbOptimType.PARTIAL_ROWWISE_ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB)
+PARTIAL = (EmbOptimType.PARTIAL_ROWWISE_ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB)
+"""Optimizers whose second state has one value for each row."""
 _PLAIN_ADAGRAD = {
     "gradient_clipping": False,
     "max_norm": 0.0,
@@ -83,7 +84,7 @@ def new_states(
         dim: Its columns.
         device: Where they are.
     """
-    of_squares = (num_rows,) if optimizer in _PARTIAL else (num_rows, dim)
+    of_squares = (num_rows,) if optimizer in PARTIAL else (num_rows, dim)
     return {
         "exp_avg": torch.zeros(num_rows, dim, device=device),
         "exp_avg_sq": torch.zeros(of_squares, device=device),
