@@ -77,7 +77,7 @@ KINDS = {
         reason="gradient_clipping clips", kwargs={"gradient_clipping": True, "max_gradient": 0.1}
     ),
     "decay": Kind(
-        reason="FBGEMM's CPU kernels take weight_decay_mode L2 for tables of several features",
+        reason="FBGEMM's CPU kernels ignore weight_decay_mode L2",
         kwargs={"weight_decay_mode": WeightDecayMode.L2, "weight_decay": 0.1},
     ),
     "counter": Kind(

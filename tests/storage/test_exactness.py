@@ -35,7 +35,7 @@ def _check(device: torch.device = CPU, **settings: Any) -> None:
         (ADAM | {"extra_optimizer_config": object()}, "extra_optimizer_config of ADAM is for GPUs"),
         (PARTIAL_ADAM | {"optimizer_state_dtypes": {}}, "optimizer_state_dtypes of PARTIAL_ROW"),
         (ADAM | {"betas": (0.9, 0.9)}, "betas is no argument of FBGEMM's optimizers; .* beta1 and"),
-        (ADAGRAD | {"weight_decay_mode": WeightDecayMode.L2}, "weight_decay_mode L2 for tables of"),
+        (ADAGRAD | {"weight_decay_mode": WeightDecayMode.L2}, "weight_decay_mode L2 for FP32 bags"),
         (ADAGRAD | {"weight_decay_mode": WeightDecayMode.DECOUPLE}, "weight_decay_mode DECOUPLE"),
         ({"gradient_clipping": True}, "gradient_clipping clips each lookup's gradient"),
         ({"weight_decay_mode": WeightDecayMode.COUNTER}, "weight_decay_mode COUNTER"),

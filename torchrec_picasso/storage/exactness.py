@@ -189,11 +189,9 @@ def _why_not_on_cpu(fused_params: Mapping[str, Any], data_type: DataType) -> Ref
         and decay is not None
         and decay.name in _DECAY_MODES
     ):
-        # the kernel for one feature is told /*weight_decay=*/0, that for more of them, for
-        # sequences and for FP16 is told the user's
         return Refusal(
-            what=f"FBGEMM's CPU kernels take weight_decay_mode {decay.name} for tables of several "
-            "features and ignore it for tables of one",
+            what=f"FBGEMM's CPU kernels ignore weight_decay_mode {decay.name} for FP32 bags of one "
+            "feature, and for no others",
             instead="leave out weight_decay_mode",
         )
     return None
