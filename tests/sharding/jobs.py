@@ -50,6 +50,7 @@ OPTIMIZERS: Mapping[str, Any] = {
     "partial_rowwise_adam": optimizers.PartialRowWiseAdam,
     "lamb": optimizers.LAMB,
     "partial_rowwise_lamb": optimizers.PartialRowWiseLAMB,
+    "lars": optimizers.LarsSGD,
 }
 
 
