@@ -92,7 +92,9 @@ def test_bags_are_updated_as_by_fbgemm(dim: int, weighted: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [EmbOptimType.EXACT_ROWWISE_ADAGRAD, *ONLY_HERE], ids=lambda of: of.name
+    "optimizer",
+    [EmbOptimType.EXACT_ROWWISE_ADAGRAD, *ONLY_HERE],
+    ids=lambda which: which.name,
 )
 @pytest.mark.parametrize("dim", [4, 36, 128])
 def test_replicas_have_the_same_bits_beside_any_homes(dim: int, optimizer: EmbOptimType) -> None:
@@ -195,7 +197,7 @@ def test_bags_are_updated_as_their_rows(name: str) -> None:
     torch.testing.assert_close(_left(bags), _left(rows), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", ONLY_HERE, ids=lambda of: of.name)
+@pytest.mark.parametrize("optimizer", ONLY_HERE, ids=lambda which: which.name)
 def test_state_is_named_and_shaped_as_on_a_gpu(optimizer: EmbOptimType) -> None:
     tables = _tables(8, 0, False, {"optimizer": optimizer})
     (on_gpu,) = SplitTableBatchedEmbeddingBagsCodegen(

@@ -94,14 +94,17 @@ def check_exact(
 
 
 def check_states(config: GroupedEmbeddingConfig) -> None:
-    """Refuses state that TorchRec would give a wrong place in its state dict.
+    """Refuses optimizer state to which TorchRec would give a wrong place in its state dict.
+
+    TorchRec takes a state tensor of one number for the state of a whole shard. A partial row-wise
+    optimizer has such a tensor where a shard has one row.
 
     Args:
         config: A pack's tables on this rank.
 
     Raises:
-        CompatError: On all ranks, if a rank has one row of a table of several shards, and that row
-            one number of state: TorchRec takes it for a state of the whole shard.
+        CompatError: On all ranks, if one of several shards of a table has one row and the optimizer
+            is partial row-wise.
     """
     if (config.fused_params or {}).get("optimizer") not in PARTIAL:
         return
@@ -169,7 +172,7 @@ def why_not_exact(
 
 
 def _why_not_on_cpu(fused_params: Mapping[str, Any], data_type: DataType) -> Refusal | None:
-    """What of a setting FBGEMM's CPU kernels, or the updates here, do not do, or not always."""
+    """Why neither FBGEMM's CPU kernels nor the updates of this package are exact here, or ``None``."""
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     decay = fused_params.get("weight_decay_mode")
     if optimizer in ONLY_HERE:

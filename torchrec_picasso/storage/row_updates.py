@@ -1,11 +1,12 @@
-"""Which optimizers update rows in the host's memory by torch's operators, and what they keep there.
+"""The optimizers that update rows in the host's memory by torch's operators, and their state.
 
-FBGEMM's CPU kernels know SGD, Adagrad and row-wise Adagrad. Row-wise Adagrad is faster here; Adam,
-LAMB and their partial row-wise kinds exist here alone. Their TBE is made for SGD, which keeps no
-state, and their state lies beside it in the names, shapes and types of FBGEMM's on a GPU.
+FBGEMM has CPU kernels for SGD, Adagrad and row-wise Adagrad. Row-wise Adagrad is faster here; Adam,
+LAMB and their partial row-wise kinds exist on the CPU only here. The TBE of such a pack is made for
+SGD, which keeps no state; the state lies beside the TBE, with the names, shapes and types that
+FBGEMM's state has on a GPU.
 
-Replicas are updated by a call of their own. Its shapes are the same on all ranks, so the operators
-sum in the same order everywhere and replicas stay bit-equal.
+A separate call updates the replicas. The shapes of that call are the same on all ranks, so the
+operators sum in the same order on all ranks and replicas stay bit-equal.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def new_states(
         dim: Its columns.
         device: Where they are.
     """
-    of_squares = (num_rows,) if optimizer in PARTIAL else (num_rows, dim)
+    squares_shape = (num_rows,) if optimizer in PARTIAL else (num_rows, dim)
     return {
         "exp_avg": torch.zeros(num_rows, dim, device=device),
-        "exp_avg_sq": torch.zeros(of_squares, device=device),
+        "exp_avg_sq": torch.zeros(squares_shape, device=device),
     }

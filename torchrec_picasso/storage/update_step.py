@@ -1,4 +1,4 @@
-"""What an update of rows by torch's operators is told: the numbers that a TBE gives its kernel."""
+"""The numbers that a TBE gives its kernel in one step, for updates by torch's operators."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["RowUpdate", "UpdateStep"]
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateStep:
-    """One step of a fused optimizer; numbers are those that a float32 argument holds.
+    """One step of a fused optimizer. All numbers are rounded to float32, as kernel arguments are.
 
     Args:
-        number: From 1.
-        learning_rate: Of this step.
-        eps: Keeps divisions finite.
-        beta1: How much a moving mean of gradients keeps.
-        beta2: Likewise, of their squares.
-        weight_decay: Share of a weight that is added to its step, times the learning rate.
+        number: The step's number, counted from 1.
+        learning_rate: The learning rate of this step.
+        eps: The number that keeps divisions finite.
+        beta1: The factor by which the moving mean of gradients decays in a step.
+        beta2: The factor by which the moving mean of squared gradients decays in a step.
+        weight_decay: The factor of the weight that Adam and LAMB add to their update.
     """
 
     number: int
@@ -35,8 +35,8 @@ class UpdateStep:
 
     @staticmethod
     def begin(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> UpdateStep:
-        """Counts a step as the TBE's own forward does, and reads what it may have been set to."""
-        if tbe.iter_cpu.item() == 0:  # ``set_optimizer_step`` has reached the other counter alone
+        """Counts a step as the TBE's forward does, and reads the TBE's current hyperparameters."""
+        if tbe.iter_cpu.item() == 0:  # ``set_optimizer_step`` writes ``iter`` only
             tbe.iter_cpu.copy_(tbe.iter)
         tbe.iter_cpu.add_(1)
         tbe.iter.add_(1)
@@ -56,10 +56,10 @@ RowUpdate = Callable[[Tensor, Sequence[Tensor], Tensor, Tensor, UpdateStep], Non
 
 Args:
     weights: Float32, shape ``(R, D)``.
-    states: The optimizer's, float32, each of shape ``(R, D)`` or ``(R,)``, in FBGEMM's order.
-    rows: Int64, each once, shape ``(U,)``.
-    grads: Their gradients, float32, shape ``(U, D)``; may be overwritten.
-    step: Numbers of this step.
+    states: The optimizer's state tensors in FBGEMM's order, float32, shape ``(R, D)`` or ``(R,)``.
+    rows: Distinct row numbers, int64, shape ``(U,)``.
+    grads: The gradients of these rows, float32, shape ``(U, D)``; may be overwritten.
+    step: The numbers of this step.
 """
 
 

@@ -178,11 +178,12 @@ class Operations:
     def _find_trained(self, flight: Flight) -> dict[str, bool]:
         """Which interleaved modules got gradients, where anybody knows. Collective.
 
-        A rank without samples runs no backward. It must leave the rows that it is home to, or has
+        A rank without samples may get none. It must leave the rows that it is home to, or has
         replicas of, as the others leave theirs, whatever it trained before.
         """
         names = [name for group in self._groups for name in group.modules]
-        told = [(1 + (name in flight.trained)) * bool(flight.num_samples) for name in names]
+        # 2 = yes, 1 = no, 0 = not known here: the largest answer holds
+        told = [2 if name in flight.trained else int(flight.num_samples > 0) for name in names]
         if any(request.any_looks_up_nothing for request in flight.requests):
             told_N = torch.tensor(told, device=self._device)
             dist.all_reduce(told_N, op=dist.ReduceOp.MAX, group=self._pg)
