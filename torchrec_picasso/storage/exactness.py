@@ -172,7 +172,7 @@ def why_not_exact(
 
 
 def _why_not_on_cpu(fused_params: Mapping[str, Any], data_type: DataType) -> Refusal | None:
-    """Why neither FBGEMM's CPU kernels nor the updates of this package are exact here, or ``None``."""
+    """Why neither FBGEMM's CPU kernels nor this package update exactly on a CPU, or ``None``."""
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     decay = fused_params.get("weight_decay_mode")
     if optimizer in ONLY_HERE:
