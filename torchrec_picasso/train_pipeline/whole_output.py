@@ -42,7 +42,9 @@ class UncutOutput:
         """Nothing: the module's backward is part of the model's."""
 
     def detached(self) -> WholeOutput:
-        """The same output cut off from its graph, with leaves of its own."""
+        """The same output cut off from its graph, with leaves of its own. Collective."""
+        if isinstance(self._output, Awaitable):  # TorchRec's can be waited for once
+            self._output = self._output.wait()
         return WholeOutput(self._output, self._name)
 
 
