@@ -31,6 +31,7 @@ from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
     Op,
     Schedule,
+    Setting,
     evaluation_schedule,
     first_batch_schedule,
     second_batch_schedule,
@@ -77,8 +78,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     modules in one exchange; others, in the same module or not, are trained as by TorchRec's
     pipeline and listed by :meth:`summary`, with the reason.
 
-    How a batch is interleaved is chosen by trying on the first 40 training steps, beginning with
-    what the plan was priced for. Before a model is
+    How a batch is interleaved is chosen by trying on the first training steps, beginning with what
+    the plan was priced for: some 12 steps, 28 at most. Before a model is
     trained in micro-batches, and again in steps 2, 4, 8, ..., it is compared whether they give what
     the whole batch gives (:mod:`.cut_check`). If not, batches are not cut any more, with a warning
     if some were; where micro-batches were asked for, all ranks raise instead.
@@ -236,6 +237,15 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     def is_settled(self) -> bool:
         """Whether all further batches will be cut and fetched like the next one."""
         return self._cuts.choice.is_settled
+
+    @property
+    def setting(self) -> Setting | None:
+        """What the trial has chosen, for a later run; ``None`` before."""
+        return self._cuts.chosen
+
+    def settle_on(self, setting: Setting) -> None:
+        """Takes an earlier run's :attr:`setting`, if allowed, and tries none; all ranks do."""
+        self._cuts.settle_on(setting)
 
     @property
     def last_refresh(self) -> Refreshed | None:
