@@ -23,6 +23,7 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.config.refresh import Refresh
 from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
+from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.feed.id_stream import IdStream
@@ -226,6 +227,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._regroups = Regroups()
         self._look = FirstLook()
         self._hot_sets = HotSets(refresh, verify_every)
+        self._asked: Agreement | None = None  # of a step that has not begun
         self._watch = StepWatch(on_step, device)
 
     @property
@@ -325,12 +327,14 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._id_stream.take_over(self._hot_sets.tensors())
             self._board_again()
             flight = self._flights[0]
-        for rows in flight.rows:
-            if attached_again or rows.are_outdated:  # it may have been trained while detached
-                rows.fetch_again()
+        self._ask()
         while len(self._flights) < NUM_BATCHES and self._follow(dataloader_iter):
             if len(self._flights) == 2:  # the first step
                 self._walk(second_batch_schedule(self._flights[1].setting))
+        written = self._agreed().homes_written
+        if attached_again or written:  # it may have been trained while detached
+            for rows in flight.rows:
+                rows.fetch_again()
         settings = [flight.setting for flight in self._flights]
         if self._model.training:
             if self._check_cut(flight):
@@ -390,7 +394,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
                 flight.dense.unhook()
         self._flights.clear()
         self._feed.forget()
-        self._is_halfway = False
+        self._is_halfway, self._asked = False, None
 
     def _take_off(self, dataloader_iter: Iterator[In]) -> None:
         """Prepares the first batch."""
@@ -407,16 +411,51 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _fetch_first(self, flight: Flight) -> None:
         """Brings the rows of a batch that no step comes before. Collective."""
+        assert self._taken is not None
+        self._ask()
+        if self._agreed().homes_written:
+            for group in self._taken.groups:
+                group.rows.take_writes()
         self._walk(first_batch_schedule(flight.setting, num_waves=self._num_waves))
-        for rows in flight.rows:
-            rows.accept_writes()
+
+    def _flags(self) -> Flags:
+        """What this rank has to say before a step."""
+        assert self._taken is not None
+        groups = self._taken.groups
+        return Flags(homes_written=any(group.rows.was_written() for group in groups))
+
+    def _ask(self) -> None:
+        """Starts to ask all ranks what they have to say, once a step. Collective.
+
+        Raises:
+            PicassoError: If this rank says something else than before, in a step that an exception
+                of its data iterator left unbegun: the others may be in it.
+        """
+        flags = self._flags()
+        if self._asked is None:
+            self._asked = Agreement(process_group_of(self._model), self._device, flags)
+        elif self._asked.mine != flags:
+            raise PicassoError(
+                "tables were written after an exception in the data iterator, and other ranks may "
+                "have begun the step; write between steps, or call reset() on all ranks"
+            )
+
+    def _agreed(self) -> Flags:
+        """What all ranks say, before the step begins."""
+        assert self._asked is not None
+        asked, self._asked = self._asked, None
+        return asked.wait()
 
     def _follow(self, dataloader_iter: Iterator[In]) -> bool:
         """Boards the batch after the last in flight, unless every rank's data has ended."""
         if self._feed.has_ended:
             return False
         pg = process_group_of(self._model)
-        fetched = self._feed.following(pg, dataloader_iter, self._flights[-1].batch)
+        try:
+            fetched = self._feed.following(pg, dataloader_iter, self._flights[-1].batch)
+        except StopIteration:  # on all ranks: the step that was asked about does not begin
+            self._agreed()
+            raise
         if fetched is None:
             return False
         self._flights.append(self._board(fetched))
