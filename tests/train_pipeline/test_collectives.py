@@ -1,8 +1,9 @@
 """Collectives of a step: as many for 200 tables as for 2, whatever drives the exchange.
 
 Counted in the middle of a run, when every exchange of a step has something to carry. A step has one
-header, one ids exchange, one rows and one gradients exchange per chunk, one sum of hot gradients
-and one of dense gradients, and one agreement on what was written between steps. Looking ahead adds one exchange of marks and one of clean rows.
+agreement on what was written between steps, one header, one ids exchange, one rows and one
+gradients exchange per chunk, one sum of hot gradients and one of dense gradients. Looking ahead
+adds one exchange of marks and one of clean rows.
 """
 
 from __future__ import annotations

@@ -47,18 +47,18 @@ class _CountedData:
             self._data = value.detach()
 
 
-class HomeSlice(_CountedData, TableBatchedEmbeddingSlice):  # type: ignore[misc]
+class HomeSlice(_CountedData, TableBatchedEmbeddingSlice):
     """TorchRec's slice of a TBE."""
 
 
-class HomeParameter(_CountedData, nn.Parameter):  # type: ignore[misc]
+class HomeParameter(_CountedData, nn.Parameter):
     """A parameter that is a view of the homes."""
 
 
 class HomeRows(_CountedData, torch.Tensor):
     """A tensor of a state dict. Whatever is made of it, copied or saved is a plain tensor."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied: Tensor = copy.deepcopy(self.detach(), memo)
