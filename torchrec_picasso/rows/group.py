@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -109,6 +109,11 @@ class RowGroup:
             for table in group.tables
         }
         self.change_hot_rows([of_table[table.module, table.name] for table in self.tables])
+
+    def tensors_of_hot_set(self) -> Iterator[Tensor]:
+        """What requests read of the hot set, for stream bookkeeping."""
+        yield self.hot.ids_H
+        yield from (storage.own_row_by_slot() for storage in self.row_storages)
 
     @property
     def row_storages(self) -> Sequence[RowStorage]:

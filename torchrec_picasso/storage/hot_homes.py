@@ -123,7 +123,7 @@ class HotHomes:
         return self.slots_by_home_H.split(list(self.slots_W))[self.rank]
 
     @cached_property
-    def _own_row_by_slot(self) -> Tensor:
+    def own_row_by_slot(self) -> Tensor:
         """Home row of each slot, -1 where it is at home elsewhere, int64, shape ``(H_p,)``."""
         own_row_H = torch.full_like(self.slots_by_home_H, -1)
         own_row_H[self.own_slots()] = self.own_rows_h
@@ -135,7 +135,7 @@ class HotHomes:
         Args:
             slots_t: Hot slots, int64, shape ``(t,)``.
         """
-        row_t = self._own_row_by_slot[slots_t]
+        row_t = self.own_row_by_slot[slots_t]
         is_own_t = row_t >= 0
         return TouchedHot(
             slots_t=slots_t, own_slots_o=slots_t[is_own_t], own_rows_o=row_t[is_own_t]

@@ -140,6 +140,10 @@ class RowStorage(nn.Module):
         """Finds which hot slots are at home here, as :meth:`HotHomes.touched` does."""
         return self._hot_homes.touched(slots_t)
 
+    def own_row_by_slot(self) -> Tensor:
+        """What :meth:`touched` reads."""
+        return self._hot_homes.own_row_by_slot
+
     def update(self, rows_n: Tensor, hot_t: TouchedHot, grads_mD: Tensor) -> None:
         """Applies the optimizer once to every row given, and counts one step.
 
