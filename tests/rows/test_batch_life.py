@@ -162,7 +162,6 @@ def _train(
 def _fill_and_read_hot(world: World, rows_W: Sequence[BatchRows]) -> None:
     fill_replicas(world)
     for rows in rows_W:
-        object.__setattr__(rows.layout, "homes_written", False)
         rows.read_hot()
 
 

@@ -130,7 +130,6 @@ class BatchIds:
                 outside_ids=num_outside + (0 if bag_ids is None else bag_ids.outside_ids),
                 bad_weights=_count_bad_weights(weights_N, packed_N.device),
                 bad_lengths=bad_lengths if unsound is None else True,
-                homes_written=group.replicas_stale(),
                 has_data=has_data,
                 looks_up_nothing=not any(features.values().numel() for features in features_of),
                 bag_words_WX=None if bag_ids is None else bag_ids.words(cut.sizes_K),

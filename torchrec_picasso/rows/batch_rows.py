@@ -91,33 +91,22 @@ class BatchRows:
         self._arrivals.append(_Arrival(exchange, packs, arrival))
 
     def read_hot(self) -> None:
-        """Reads the replicas. Collective when they have to be filled first."""
+        """Reads the replicas."""
         with torch.no_grad():
-            if self.layout.homes_written or self._group.replicas_stale():
-                self._group.fill_replicas()
             for storage, pack in zip(self._group.storages, self.layout.packs):
                 rows = self._matrices.tensors[pack.matrix][pack.hot_place]
                 storage.gather_hot(pack.hot_slots, out_hD=rows)
 
-    @property
-    def are_outdated(self) -> bool:
-        """Whether somebody wrote into homes since they were fetched, as a checkpoint load does."""
-        return self._group.written_outside()
-
     def fetch_again(self) -> None:
-        """Fetches all rows again: somebody wrote into homes since. Collective."""
+        """Fetches all rows again, where any rank's homes were written since. Collective."""
         num_chunks = len(self.layout.sizes_K)
         for matrix in range(len(self._group.plan.matrices)):
             self._arrive(num_chunks - 1, matrix)
+        self._group.take_writes()
         self.fetch_clean()
         for chunk in range(num_chunks):
             self.fetch_dirty(chunk)
         self.read_hot()
-        self.accept_writes()
-
-    def accept_writes(self) -> None:
-        """Takes what was fetched as what the storages hold."""
-        self._group.accept_writes()
 
     def arrive(self, part: int, module: int) -> Iterator[Tensor]:
         """Waits for the chunks up to a part's, matrix by matrix.
