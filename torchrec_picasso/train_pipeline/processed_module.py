@@ -87,7 +87,9 @@ class ProcessedModule:
             of other modules are as the batch has them.
         """
         features_of = rows.layout.features_of
-        (made,) = self._module.apply_feature_processors_to_kjt_list(KJTList([features_of[number]]))
+        features, apply = features_of[number], self._module.apply_feature_processors_to_kjt_list
+        # KeyedJaggedTensor.to_dict raises for a batch of no samples, which has no weights to make
+        (made,) = apply(KJTList([features])) if features.lengths().numel() else (features,)
         weights_N = made.weights()
         # as in TorchRec, every parameter has a gradient, whatever ids the batch has
         parameters = [p.flatten() for p in self._module._feature_processors.parameters()]
