@@ -4,9 +4,11 @@ was; and what only looks like it is trained."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
@@ -36,6 +38,71 @@ class _ChangingModel(Model):
         pooled = self.ebc(batch.sparse_features.permute([0, 1, 2, 3]))
         out = self.over(torch.cat([pooled[key] for key in self.keys], dim=1)).squeeze(1)
         return ((out - batch.labels) ** 2).sum() / 6, out.detach()
+
+
+class _Untraceable(Model):
+    """Its forward needs numbers; the loss is that of the parent."""
+
+    def count(self, labels: Tensor) -> Any:
+        return int((labels > 0.5).sum().item())
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        loss, out = super().forward(batch)
+        return loss * (1 + self.count(batch.labels)), out
+
+
+class _WithLen(_Untraceable):
+    def count(self, labels: Tensor) -> int:
+        return len(labels)
+
+
+class _WithLoop(_Untraceable):
+    def count(self, labels: Tensor) -> Any:
+        return sum(label > 0.5 for label in labels)
+
+
+class _WithOwnError(_Untraceable):
+    def count(self, labels: Tensor) -> int:
+        if not isinstance(labels, Tensor):
+            raise ValueError("labels are no tensor")
+        return int((labels > 0.5).sum().item())
+
+
+@torch.fx.wrap
+def _count_high(labels: Tensor) -> int:
+    return int((labels > 0.5).sum().item())
+
+
+class _Wrapped(_Untraceable):
+    def count(self, labels: Tensor) -> int:
+        return _count_high(labels)
+
+
+class _Counter(nn.Module):
+    def forward(self, labels: Tensor) -> int:
+        return int((labels > 0.5).sum().item())
+
+
+class _DenseModule(_Untraceable):
+    def count(self, labels: Tensor) -> Any:
+        return self.counter(labels)
+
+
+def _cannot_be_traced(kind: type[_Untraceable]) -> Callable[[DistributedModelParallel], None]:
+    def change(model: DistributedModelParallel) -> None:
+        model.module.__class__ = kind
+
+    return change
+
+
+def _untraceable(line: str, why: str) -> list[str]:
+    return [
+        f"the tracer stopped at {__file__}:",
+        f"`{line}` ({why}",
+        "Only modules with tables inside are traced",
+        "torch.fx.wrap",
+        "an nn.Module of its own that holds no tables",
+    ]
 
 
 def _with_batch_norm(model: DistributedModelParallel) -> None:
@@ -97,11 +164,26 @@ REFUSED: list[tuple[Callable[..., None], Callable[..., Batch], int, list[str]]] 
     (_unchanged, _variable, 3, ["ebc: ", "batch size per feature", "num_micro_batches=1"]),
     (_unchanged, _bare, 2, ["a _Bare has no samples", "num_micro_batches=1", "split_batch="]),
 ]
+_NUMBER = "return int((labels > 0.5).sum().item())"
+_LOOP = "return sum(label > 0.5 for label in labels)"
+UNTRACEABLE = [
+    (_cannot_be_traced(kind), _same, 1, _untraceable(*told))
+    for kind, told in {
+        _Untraceable: (_NUMBER, "TypeError: int() argument must be"),
+        _WithLen: ("return len(labels)", "RuntimeError: 'len' is not supported in symbolic tr"),
+        _WithLoop: (_LOOP, "TraceError: Proxy object cannot be iterated"),
+        _WithOwnError: (
+            'raise ValueError("labels are no tensor")',
+            "ValueError: labels are no tensor)",
+        ),
+    }.items()
+]
+"""Refused however the batch is cut, and whether that was asked for or not."""
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
     told = []
-    for change_model, change_batch, num_micro_batches, _ in REFUSED:
+    for change_model, change_batch, num_micro_batches, _ in (*REFUSED, *UNTRACEABLE):
         model = build(JOB, rank, world_size)
         change_model(model)
         forward = model.module.ebc.forward
@@ -118,9 +200,35 @@ def _refused(rank: int, world_size: int) -> list[str]:
 def test_what_cannot_be_exact_is_refused_by_name_on_all_ranks() -> None:
     by_rank = run_ranks(_refused, 2, timeout_s=60)
     assert by_rank[0] == by_rank[1]
-    for told, (*_, parts) in zip(by_rank[0], REFUSED, strict=True):
+    for told, (*_, parts) in zip(by_rank[0], (*REFUSED, *UNTRACEABLE), strict=True):
         for part in parts:
             assert part in told, told
+
+
+def _cured(rank: int, world_size: int) -> list[Run]:
+    """The plain loop of a model that cannot be traced; then the pipeline, once it can be."""
+    batches = batches_of(JOB, rank, range(3))
+    runs = []
+    for kind in (None, _Wrapped, _DenseModule):
+        model = build(JOB, rank, world_size)
+        _cannot_be_traced(_Untraceable)(model)
+        if kind is None:
+            outputs = plain_steps(model, batches)
+        else:
+            pipeline = pipeline_of(model, num_micro_batches=1)
+            with pytest.raises(CompatError, match="cannot be traced"):
+                pipeline.progress(iter(batches[:1]))
+            model.module.__class__, model.module.counter = kind, _Counter()
+            pipeline.reset()
+            outputs = run_to_the_end(pipeline, iter(batches))
+        runs.append((result_of(model, []), outputs))
+    return runs
+
+
+def test_both_cures_of_a_model_that_cannot_be_traced() -> None:
+    by_rank = run_ranks(_cured, 2, timeout_s=60)
+    for cured in (1, 2):
+        assert_same_runs([runs[cured] for runs in by_rank], [runs[0] for runs in by_rank])
 
 
 def _automatic(rank: int, world_size: int) -> list[tuple[int, str]]:
