@@ -7,6 +7,7 @@ iterate over) ends in an error of Python's that names neither the tracer nor the
 
 from __future__ import annotations
 
+import inspect
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from torchrec_picasso.errors import CompatError
 __all__ = ["explained_tracing"]
 
 _TRACER = torch.fx.Tracer.trace.__code__
-_LIBRARIES = tuple(str(Path(package.__file__).parent) for package in (torch, torchrec))
+_LIBRARIES = tuple(str(Path(inspect.getfile(package)).parent) for package in (torch, torchrec))
 _STDLIB = sysconfig.get_path("stdlib")
 
 
