@@ -88,11 +88,43 @@ class _DenseModule(_Untraceable):
         return self.counter(labels)
 
 
+class _Weighing(Model):
+    """Weighs samples by an attribute that batches got by assignment."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        pooled = self.ebc(batch.sparse_features)
+        out = self.over(torch.cat([pooled[key] for key in self.keys], dim=1)).squeeze(1)
+        return (_weights_of(batch) * (out - batch.labels) ** 2).sum() / 6, out.detach()
+
+
+@torch.fx.wrap
+def _weights_of(batch: Batch) -> Tensor | float:
+    return getattr(batch, "sample_weight", 1.0)
+
+
 def _cannot_be_traced(kind: type[_Untraceable]) -> Callable[[DistributedModelParallel], None]:
     def change(model: DistributedModelParallel) -> None:
         model.module.__class__ = kind
 
     return change
+
+
+@torch.fx.wrap
+def _look_up(ebc: nn.Module, batch: Batch) -> Any:
+    return ebc(batch.sparse_features)
+
+
+class _Hidden(Model):
+    """Looks up in a function that the tracer does not look into."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        pooled = _look_up(self.ebc, batch)
+        out = self.over(torch.cat([pooled[key] for key in self.keys], dim=1)).squeeze(1)
+        return ((out - batch.labels) ** 2).sum() / 6, out.detach()
+
+
+def _hiding(model: DistributedModelParallel) -> None:
+    model.module.__class__ = _Hidden
 
 
 def _untraceable(line: str, why: str) -> list[str]:
@@ -161,6 +193,7 @@ def _same(batch: Batch) -> Batch:
 REFUSED: list[tuple[Callable[..., None], Callable[..., Batch], int, list[str]]] = [
     (_with_batch_norm, _same, 2, ["over.0 is a BatchNorm1d", "num_micro_batches=1", "LayerNorm"]),
     (_changing, _same, 2, ["ebc: ", "made inside the model", "num_micro_batches=1"]),
+    (_hiding, _same, 2, ["ebc: ", "sees no call of it", "call the module in a forward"]),
     (_unchanged, _variable, 3, ["ebc: ", "batch size per feature", "num_micro_batches=1"]),
     (_unchanged, _bare, 2, ["a _Bare has no samples", "num_micro_batches=1", "split_batch="]),
 ]
@@ -229,6 +262,33 @@ def test_both_cures_of_a_model_that_cannot_be_traced() -> None:
     by_rank = run_ranks(_cured, 2, timeout_s=60)
     for cured in (1, 2):
         assert_same_runs([runs[cured] for runs in by_rank], [runs[0] for runs in by_rank])
+
+
+def _weighed(rank: int, world_size: int) -> dict[str, Run]:
+    """By the plain loop with and without weights, then cut by the pipeline, with weights."""
+    runs = {}
+    for name in ("plain", "without", "cut"):
+        model = build(JOB, rank, world_size)
+        model.module.__class__ = _Weighing
+        batches = batches_of(JOB, rank, range(3))
+        for batch in batches if name != "without" else ():
+            batch.sample_weight = 1 + 4 * (batch.labels > 0.5).float()
+        if name == "cut":
+            pipeline = pipeline_of(model, num_micro_batches=3)
+            outputs = run_to_the_end(pipeline, iter(batches))
+            assert pipeline.num_micro_batches == 3
+        else:
+            outputs = plain_steps(model, batches)
+        runs[name] = result_of(model, []), outputs
+    return runs
+
+
+def test_what_was_assigned_to_a_batch_reaches_its_micro_batches() -> None:
+    by_rank = run_ranks(_weighed, 2, timeout_s=60)
+    plain, without, cut = ([runs[name] for runs in by_rank] for name in by_rank[0])
+    assert_same_runs(cut, plain)
+    with pytest.raises(AssertionError):
+        assert_same_runs(without, plain)
 
 
 def _automatic(rank: int, world_size: int) -> list[tuple[int, str]]:

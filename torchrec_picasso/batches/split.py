@@ -30,6 +30,7 @@ __all__ = [
     "children_of",
     "micro_batch_sizes",
     "num_samples",
+    "reason_of",
     "rebuild",
     "split_batch",
     "why_not_cut",
@@ -184,10 +185,14 @@ def check_samples(batch: Any) -> int | None:
     for path, _, count in counts:
         if count != expected:
             raise InputError(
-                f"{path}: {count} samples, expected {expected}. If its dim 0 is not samples, "
-                f"{SPLIT_ADVICE}"
+                f"{path}: {count} samples in dim 0, expected {expected}; {SPLIT_ADVICE}"
             )
     return expected
+
+
+def reason_of(refusal: Exception) -> str:
+    """Why :func:`split_batch` refused, without its advice, which is for batches alone."""
+    return str(refusal).partition(f"; {SPLIT_ADVICE}")[0]
 
 
 def why_not_cut(batch: Any) -> str | None:

@@ -49,7 +49,8 @@ def layout_of(features: Any) -> RowLayout:
     if layout is None:
         raise CompatError(
             "the ids changed between input_dist and lookup; hot/cold tables allow changed weights "
-            "there (feature processors), but no changed ids"
+            "there (feature processors), but no changed ids: change them before the batch comes "
+            "to the module, or place its tables without HotColdParams"
         )
     return layout
 
