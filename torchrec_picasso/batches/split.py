@@ -185,7 +185,8 @@ def check_samples(batch: Any) -> int | None:
     for path, _, count in counts:
         if count != expected:
             raise InputError(
-                f"{path}: {count} samples in dim 0, expected {expected}; {SPLIT_ADVICE}"
+                f"{path}: {count} samples, expected {expected} (in dim 0 of a tensor); "
+                f"{SPLIT_ADVICE}"
             )
     return expected
 

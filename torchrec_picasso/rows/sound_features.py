@@ -66,11 +66,12 @@ class MendedFeatures(KeyedJaggedTensor):
         mended.is_bad = (mended_S != given_S).any() if shapes_fit else True
         return mended
 
-    def with_weights(self, weights_N: Tensor | None) -> MendedFeatures:
+    @staticmethod
+    def with_weights(mended: MendedFeatures, weights_N: Tensor | None) -> MendedFeatures:
         """The same features with other per-sample weights; no copy."""
-        lengths_S, offsets_S1 = self.lengths(), self.offsets_or_none()
-        other = like(self, MendedFeatures, self.values(), weights_N, lengths_S, offsets_S1)
-        other.given, other.is_bad = self.given, self.is_bad
+        lengths_S, offsets_S1 = mended.lengths(), mended.offsets_or_none()
+        other = like(mended, MendedFeatures, mended.values(), weights_N, lengths_S, offsets_S1)
+        other.given, other.is_bad = mended.given, mended.is_bad
         return other
 
 

@@ -58,7 +58,7 @@ def layout_of(features: Any) -> RowLayout:
 def with_weights(features: KeyedJaggedTensor, weights_N: Tensor | None) -> KeyedJaggedTensor:
     """The same features with these per-sample weights; no copy."""
     if isinstance(features, MendedFeatures):
-        return features.with_weights(weights_N)
+        return MendedFeatures.with_weights(features, weights_N)
     values_N, lengths_S, offsets_S1 = (
         features.values(),
         features.lengths(),
