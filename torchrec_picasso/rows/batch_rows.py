@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.kept_memory import keep_for_current_stream
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.ops.bag_pack import PartBags
 from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
@@ -122,11 +123,9 @@ class BatchRows:
             yield self._arrive(part, matrix)
 
     def _arrive(self, part: int, matrix: int) -> Tensor:
-        rows = self._matrices.tensors[matrix]
         self._wait_for(dirty_exchange(part), self._group.plan.matrices[matrix])
-        if rows.device.type != "cpu":  # a pipeline may have fetched on another stream
-            rows.record_stream(torch.get_device_module(rows.device).current_stream())
-        return rows
+        # a pipeline may have fetched on another stream
+        return keep_for_current_stream(self._matrices.tensors[matrix])
 
     def _wait_for(self, exchange: int, packs: slice) -> None:
         """Waits for what brings rows of some packs, up to an exchange."""

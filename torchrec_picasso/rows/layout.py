@@ -115,7 +115,13 @@ class RowLayout:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
         for features in self.features_of:
-            yield from (features.values(), features.lengths())
+            kept = (
+                features.values(),
+                features.lengths(),
+                features.weights_or_none(),
+                features.offsets_or_none(),
+            )
+            yield from (tensor for tensor in kept if tensor is not None)
         for pack in self.packs:
             yield pack.hot_slots
             yield from pack.touched.tensors()
