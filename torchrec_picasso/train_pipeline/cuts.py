@@ -45,6 +45,9 @@ class Evidence(Protocol):
     def objection(self) -> str | None:
         """What is known to speak against them, with advice; ``None`` = nothing."""
 
+    def news(self) -> str | None:
+        """What of it may come between two steps outside the model; cheap, asked every step."""
+
     def prove(self, flight: Flight) -> Proof:
         """Tries to prove that they train what the batch trains. Collective."""
 
@@ -138,7 +141,8 @@ class Cuts:
         """
         self._change = None
         if self._proof is not None and self._proof.guard is not None:
-            self._change = self._proof.guard.changed(batch)
+            assert self._evidence is not None
+            self._change = self._proof.guard.changed(batch) or self._evidence.news()
         return self._change is not None
 
     def look(
@@ -165,7 +169,8 @@ class Cuts:
         if self._asked is None or self._proof is not None:
             return
         if has_changed or is_due(self._num_steps):
-            reason = self._evidence.compare(flight)
+            reason = agree_on(pg, device, self._evidence.objection())
+            reason = reason or self._evidence.compare(flight)
             if reason is not None:
                 raise CompatError(reason)
 
@@ -173,13 +178,13 @@ class Cuts:
         """Proves that batches may be cut, or finds what stands in the way."""
         assert self._evidence is not None
         self._proof = None
-        objection = agree_on(pg, device, self._evidence.objection())
-        if objection is not None and self._asked is not None:
-            raise CompatError(objection)
+        reason, proof = agree_on(pg, device, self._evidence.objection()), None
+        if reason is not None and self._asked is not None:
+            raise CompatError(reason)
         self._num_proofs += 1
-        reason, proof = objection, None
         if reason is None and self._num_proofs > _MOST_PROOFS:
-            reason = agree_on(pg, device, f"the model changes while it trains: {self._change}")
+            reason = agree_on(pg, device, self._change)
+            reason = f"the model changes while it trains: {reason}"
         if reason is None:
             proof = self._evidence.prove(flight)
             reason = agree_on(pg, device, proof.reason)

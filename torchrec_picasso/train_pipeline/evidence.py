@@ -61,6 +61,10 @@ class CutEvidence:
             reason = f"{self._pipeline.__name__} overrides _backward"
         return None if reason is None else f"{reason}; use num_micro_batches=1, or remove it"
 
+    def news(self) -> str | None:
+        """Hooks on the wrappers of the model; the guard of a proof sees those inside."""
+        return hooks.on_wrappers(self._program.model)
+
     def prove(self, flight: Flight) -> Proof:
         """Follows the model once, with tensors that have no data. Collective."""
         wholes = flight.whole_outputs(self._taken.groups, self._taken.plain)

@@ -12,7 +12,7 @@ from torchrec_picasso.comparison.dense_part import outside_of_sharded
 from torchrec_picasso.train_pipeline.data_parallel import wrapper_of
 from torchrec_picasso.train_pipeline.model_parts import inner_model
 
-__all__ = ["why_whole_batches"]
+__all__ = ["on_wrappers", "why_whole_batches"]
 
 
 def why_whole_batches(model: nn.Module) -> str | None:
@@ -25,15 +25,22 @@ def why_whole_batches(model: nn.Module) -> str | None:
     Args:
         model: As given to the pipeline.
     """
-    return next(_found(model), None)
+    return on_wrappers(model) or next(_inside(model), None)
 
 
-def _found(model: nn.Module) -> Iterator[str]:
-    for wrapper in {id(one): one for one in (model, wrapper_of(model)) if one is not None}.values():
-        if wrapper is not inner_model(model) and (
-            wrapper._forward_hooks or wrapper._forward_pre_hooks or _hooks_backward(wrapper)
-        ):
-            yield f"a hook is registered on the {type(wrapper).__name__} around the model"
+def on_wrappers(model: nn.Module) -> str | None:
+    """Names a wrapper around the model that has a hook; ``None`` = none has."""
+    inner = inner_model(model)
+    for wrapper in (model, wrapper_of(model)):
+        if wrapper is None or wrapper is inner:
+            continue
+        if wrapper._forward_hooks or wrapper._forward_pre_hooks or _hooks_backward(wrapper):
+            return f"a hook is registered on the {type(wrapper).__name__} around the model"
+    return None
+
+
+def _inside(model: nn.Module) -> Iterator[str]:
+    """Names hooks on gradients inside the wrappers."""
     for path, module in outside_of_sharded(inner_model(model)):
         if isinstance(module, ShardedModule):
             continue
@@ -42,9 +49,9 @@ def _found(model: nn.Module) -> Iterator[str]:
             yield f"a backward hook is registered on {where}"
         if "replicate" in (_get_registry(module) or {}):
             yield f"replicate() was applied to {where}"
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in module.named_parameters(path, recurse=False):
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                yield f"a gradient hook is registered on parameter {path}.{name}".replace(" .", " ")
+                yield f"a gradient hook is registered on parameter {name}"
 
 
 def _hooks_backward(module: nn.Module) -> bool:
