@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -25,17 +26,21 @@ class Inputs:
     Args:
         sizes: Of the batch; gets its symbols.
         follower: Is told what each tensor is.
+        mode: Makes tensors without data.
         num_samples: Of the batch.
     """
 
-    def __init__(self, sizes: Sizes, follower: Follower, num_samples: int) -> None:
+    def __init__(
+        self, sizes: Sizes, follower: Follower, mode: FakeTensorMode, num_samples: int
+    ) -> None:
         self._sizes = sizes
         self._follower = follower
+        self._mode = mode
         self._num_samples = num_samples
         self._samples = sizes.add(SAMPLES, num_samples)
 
     def like(self, value: Any, path: str, *, has_graph: bool = False) -> Any:
-        """A value of the same build, within the mode that makes tensors without data.
+        """A value of the same build.
 
         Args:
             value: A batch or an output, or what is in it.
@@ -87,11 +92,12 @@ class Inputs:
         if type(like) not in (Tensor, nn.Parameter) or like.layout is not torch.strided:
             raise Unproved(f"holds a {type(like).__name__} of layout {like.layout}")
         needs_grad = has_graph and like.is_floating_point()
-        made = torch.empty(
-            sizes, dtype=like.dtype, device=like.device, requires_grad=needs_grad
-        )
-        if has_graph:
-            made = made.clone()
+        with self._mode, torch.enable_grad():
+            made = torch.empty(
+                sizes, dtype=like.dtype, device=like.device, requires_grad=needs_grad
+            )
+            if has_graph:
+                made = made.clone()
         self._follower.know(made, value, is_input=not has_graph)
         return made
 

@@ -191,14 +191,14 @@ def _run(
     follower: Follower,
     names: Names,
 ) -> None:
-    with FakeTensorMode(shape_env=follower.sizes.env, allow_non_fake_inputs=True):
-        inputs = Inputs(follower.sizes, follower, _count(batch))
-        made = inputs.like(batch, "batch")
-        for of in given:
-            of.give(inputs.like(of.output, of.name, has_graph=True))
-        with enable_python_dispatcher(), follower, Watch(follower, names), torch.enable_grad():
-            result = forward(module, made)
-        _judge(result, losses, follower)
+    mode = FakeTensorMode(shape_env=follower.sizes.env, allow_non_fake_inputs=True)
+    inputs = Inputs(follower.sizes, follower, mode, _count(batch))
+    made = inputs.like(batch, "batch")
+    for of in given:
+        of.give(inputs.like(of.output, of.name, has_graph=True))
+    with torch.enable_grad(), enable_python_dispatcher(), mode, follower, Watch(follower, names):
+        result = forward(module, made)
+    _judge(result, losses, follower)
 
 
 def _call(module: nn.Module, batch: Any) -> Any:
