@@ -15,7 +15,7 @@ from torchrec_picasso.batches.split import PLAIN_TYPES, children_of, rebuild
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.proof.follow import Follower
 from torchrec_picasso.proof.sizes import Sizes
-from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, Unproved, Value
+from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, UnprovedError, Value
 
 __all__ = ["Inputs", "form_of"]
 
@@ -48,7 +48,7 @@ class Inputs:
             has_graph: Whether gradients run back to floats, and the model may write into them.
 
         Raises:
-            Unproved: If it cannot be cut by samples.
+            UnprovedError: If it cannot be cut by samples.
         """
         if isinstance(value, Awaitable):
             value = value.wait()
@@ -58,7 +58,7 @@ class Inputs:
             return self._jagged(value, path, has_graph)
         if isinstance(value, KeyedTensor):
             if value.key_dim() != 1:
-                raise Unproved(f"{path} is a KeyedTensor of keys along dim {value.key_dim()}")
+                raise UnprovedError(f"{path} is a KeyedTensor of keys along dim {value.key_dim()}")
             values = self._tensor(value.values(), f"{path}.values()", has_graph)
             return KeyedTensor(value.keys(), value.length_per_key(), values)
         if isinstance(value, Tensor):
@@ -70,16 +70,16 @@ class Inputs:
             try:
                 return rebuild(value, made, path, "")
             except CompatError as error:
-                raise Unproved(str(error)) from error
+                raise UnprovedError(str(error)) from error
         if isinstance(value, PLAIN_TYPES):
             return value
-        raise Unproved(f"{path} is a {type(value).__name__}, which cannot be cut by samples")
+        raise UnprovedError(f"{path} is a {type(value).__name__}, which cannot be cut by samples")
 
     def _tensor(self, tensor: Tensor, path: str, has_graph: bool) -> Tensor:
         if tensor.dim() == 0:
             return self._make(tensor, (), SAME, has_graph)
         if tensor.size(0) != self._num_samples:
-            raise Unproved(
+            raise UnprovedError(
                 f"{path} has shape {tuple(tensor.shape)}, and not {self._num_samples} samples in "
                 "dim 0"
             )
@@ -90,7 +90,7 @@ class Inputs:
         self, like: Tensor, sizes: tuple[Any, ...], value: Value, has_graph: bool = False
     ) -> Tensor:
         if type(like) not in (Tensor, nn.Parameter) or like.layout is not torch.strided:
-            raise Unproved(f"holds a {type(like).__name__} of layout {like.layout}")
+            raise UnprovedError(f"holds a {type(like).__name__} of layout {like.layout}")
         needs_grad = has_graph and like.is_floating_point()
         with self._mode, torch.enable_grad():
             made = torch.empty(
@@ -104,7 +104,7 @@ class Inputs:
     def _jagged(self, jagged: JaggedTensor, path: str, has_graph: bool) -> JaggedTensor:
         lengths, values, weights = jagged.lengths(), jagged.values(), jagged.weights_or_none()
         if lengths.shape != (self._num_samples,):
-            raise Unproved(
+            raise UnprovedError(
                 f"{path} has lengths of shape {tuple(lengths.shape)}, and not of "
                 f"{self._num_samples} samples"
             )
@@ -122,14 +122,14 @@ class Inputs:
 
     def _keyed_jagged(self, kjt: KeyedJaggedTensor, path: str) -> KeyedJaggedTensor:
         if kjt.variable_stride_per_key() or kjt.inverse_indices_or_none() is not None:
-            raise Unproved(f"{path} has a batch size per feature, or inverse indices")
+            raise UnprovedError(f"{path} has a batch size per feature, or inverse indices")
         if kjt.stride() != self._num_samples:
-            raise Unproved(f"{path} has {kjt.stride()} samples, not {self._num_samples}")
+            raise UnprovedError(f"{path} has {kjt.stride()} samples, not {self._num_samples}")
         keys = kjt.keys()
         names = [f"{path}[{key!r}]" for key in keys]
         counts = [self._sizes.add(of, n) for of, n in zip(names, kjt.length_per_key())]
         if not keys:
-            raise Unproved(f"{path} has no features")
+            raise UnprovedError(f"{path} has no features")
         packed = Value(Kind.LOOKUPS, features=tuple(names))
         if len(keys) == 1:
             packed = Value(Kind.ROWS, rows=names[0])
@@ -176,7 +176,7 @@ def _refuse_extras(value: Any, path: str) -> None:
         return
     extras = [name for name in vars(value) if name not in fields]
     if extras:
-        raise Unproved(
+        raise UnprovedError(
             f"{path}.{extras[0]} is an attribute but no field of {type(value).__name__}, so "
             "micro-batches would lack it; make it a field"
         )
@@ -201,5 +201,3 @@ def form_of(value: Any) -> Hashable:
         extras = tuple(vars(value)) if hasattr(value, "__dict__") else ()
         return type(value), extras, tuple((name, form_of(of)) for name, of in members)
     return type(value), value if isinstance(value, Hashable) else id(value)
-
-

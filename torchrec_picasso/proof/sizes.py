@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from torchrec_picasso.proof.values import SAMPLES, Kind, Unproved, Value
+from torchrec_picasso.proof.values import SAMPLES, Kind, UnprovedError, Value
 
 __all__ = ["Sizes", "is_symbolic"]
 
@@ -98,7 +98,7 @@ class Sizes:
         """The value with the dim that has its rows.
 
         Raises:
-            Unproved: If there is none, or the sizes depend on the batch in another way.
+            UnprovedError: If there is none, or the sizes depend on the batch in another way.
         """
         dims = self.batch_dims(tensor)
         shape = "(" + ", ".join(map(str, tensor.shape)) + ")"
@@ -106,17 +106,21 @@ class Sizes:
             return value
         if value.kind in (Kind.SAME, Kind.MEAN, Kind.SUM):
             if dims:
-                raise Unproved(f"gives a tensor of shape {shape}, which differs along the batch")
+                raise UnprovedError(
+                    f"gives a tensor of shape {shape}, which differs along the batch"
+                )
             return value
         if len(dims) != 1:
-            raise Unproved(
+            raise UnprovedError(
                 f"gives a tensor of shape {shape}, with {len(dims)} dims that have the batch's size"
             )
         (dim,) = dims
         if value.kind is Kind.ROWS:
             times = self.times(tensor.shape[dim], value.rows)
             if times is None or times % value.outer:
-                raise Unproved(f"gives a tensor of shape {shape}, which does not go sample by sample")
+                raise UnprovedError(
+                    f"gives a tensor of shape {shape}, which does not go sample by sample"
+                )
         return Value(**{**vars(value), "dim": dim})
 
     def inner(self, tensor: Tensor, value: Value) -> int:
@@ -139,7 +143,9 @@ class Sizes:
     def fail_unless_same(self, one: str, other: str) -> None:
         """Notes such an operator: it does not broadcast."""
         if not self.are_same(one, other):
-            first, second = sorted((self._root(one), self._root(other)), key=lambda of: of != SAMPLES)
+            first, second = sorted(
+                (self._root(one), self._root(other)), key=lambda of: of != SAMPLES
+            )
             self._same_as[second] = first
 
     def want_same(self, one: str, other: str, where: str) -> None:

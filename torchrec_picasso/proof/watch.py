@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torchrec_picasso.proof.follow import Follower
 from torchrec_picasso.proof.python_code import Names, foreign_module
 from torchrec_picasso.proof.sizes import is_symbolic
-from torchrec_picasso.proof.values import Unproved
+from torchrec_picasso.proof.values import UnprovedError
 from torchrec_picasso.proof.where import current_line, is_users, line_of
 
 __all__ = ["Watch"]
@@ -101,7 +101,7 @@ class Watch(TorchFunctionMode):
     def _refuse(self, reason: str) -> None:
         text = f"{current_line()} {reason}"
         self._follower.refuse(text)
-        raise Unproved(text)
+        raise UnprovedError(text)
 
     def _see(self, frame: FrameType, event: str, given: Any) -> None:
         if event == "call":
@@ -117,7 +117,7 @@ class Watch(TorchFunctionMode):
         if is_users(code):
             try:
                 self._names.enter(frame)
-            except Unproved as unproved:
+            except UnprovedError as unproved:
                 self._complain(f"{code.co_qualname} at {line_of(frame)} {unproved}")
             return
         if caller is None or not is_users(caller.f_code):
@@ -138,9 +138,13 @@ class Watch(TorchFunctionMode):
     def _complain(self, text: str) -> None:
         """From within a profile function, whose error ends the function that it looks at."""
         self._follower.refuse(text)
-        raise Unproved(text)
+        raise UnprovedError(text)
 
 
 def _name_of(func: Any) -> str:
     owner = getattr(func, "__self__", None)  # of a getter or setter: the attribute
-    return f".{getattr(owner, '__name__', '')}" if func.__name__[:2] == "__" and owner else func.__name__
+    return (
+        f".{getattr(owner, '__name__', '')}"
+        if func.__name__[:2] == "__" and owner
+        else func.__name__
+    )
