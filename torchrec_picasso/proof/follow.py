@@ -1,4 +1,4 @@
-"""Follows the batch through the operators of a forward, each as it runs on tensors without data."""
+"""Follows the batch through the operators of a forward, as each runs on tensors without data."""
 
 from __future__ import annotations
 
@@ -12,16 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchrec_picasso.proof.call import RULES, Call, Operand, Rule
-from torchrec_picasso.proof.rules import (  # noqa: F401  each module notes its rules
-    creation,
-    jagged,
-    lookups,
-    products,
-    reductions,
-    views,
-)
-from torchrec_picasso.proof.rules import pointwise as _pointwise
+from torchrec_picasso.proof.call import Call, Operand, Rule
+from torchrec_picasso.proof.rules.all_rules import RULES, pointwise
 from torchrec_picasso.proof.sizes import Sizes
 from torchrec_picasso.proof.values import SAME, Kind, UnprovedError, Value
 from torchrec_picasso.proof.where import current_line
@@ -29,23 +21,11 @@ from torchrec_picasso.proof.where import current_line
 __all__ = ["Follower"]
 
 _ASKING = frozenset(
-    [
-        "size",
-        "sym_size",
-        "stride",
-        "sym_stride",
-        "numel",
-        "sym_numel",
-        "storage_offset",
-        "sym_storage_offset",
-        "dim",
-        "device",
-        "is_contiguous",
-        "is_strides_like_format",
-        "is_non_overlapping_and_dense",
-        "layout",
-        "dtype",
-    ]
+    (
+        *("size", "sym_size", "stride", "sym_stride", "numel", "sym_numel", "storage_offset"),
+        *("sym_storage_offset", "dim", "device", "layout", "dtype", "is_contiguous"),
+        *("is_strides_like_format", "is_non_overlapping_and_dense"),
+    )
 )
 """They tell of a tensor what has no data."""
 
@@ -201,7 +181,7 @@ class Follower(TorchDispatchMode):
             raise UnprovedError("writes into a tensor given as out=")
         is_pointwise = torch.Tag.pointwise in func.tags and base != "equal"
         if namespace == "aten" and is_pointwise:
-            return _pointwise.pointwise
+            return pointwise
         return RULES.get(key)
 
     def _decomposed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -135,8 +135,8 @@ class Guard:
         for cell, value in self._cells:
             if cell.cell_contents is not value:
                 yield "a variable of a closure has changed"
-        for place, value, before in self._digests:
-            if digest(value) != before:
+        for place, value, digested in self._digests:
+            if digest(value) != digested:
                 yield f"{place} has changed"
 
 

@@ -31,49 +31,20 @@ from torchrec_picasso.proof.where import is_users
 __all__ = ["Names", "foreign_module"]
 
 _UNSTEADY = frozenset(
-    [
-        "random",
-        "time",
-        "os",
-        "secrets",
-        "uuid",
-        "datetime",
-        "threading",
-        "socket",
-        "subprocess",
-        "multiprocessing",
-        "asyncio",
-        "tempfile",
-        "queue",
-        "io",
-        "sys",
-        "gc",
-        "numpy.random",
-        "contextvars",
-        "select",
-        "signal",
-        "ctypes",
-        "importlib",
-    ]
+    (
+        *("random", "numpy.random", "secrets", "uuid", "time", "datetime", "os", "io", "tempfile"),
+        *("threading", "queue", "multiprocessing", "subprocess", "asyncio", "contextvars"),
+        *("socket", "select", "signal", "sys", "gc", "ctypes", "importlib"),
+    )
 )
 """Modules of clocks, of random numbers, of the world outside."""
 
 _COMMUNICATING = "torch.distributed"
 _FORBIDDEN = frozenset(
-    getattr(builtins, name)
-    for name in [
-        "globals",
-        "exec",
-        "eval",
-        "open",
-        "input",
-        "__import__",
-        "compile",
-        "setattr",
-        "delattr",
-        "id",
-        "vars",
-    ]
+    (
+        *(globals, vars, setattr, delattr, id, exec, eval, compile, open, input),
+        builtins.__import__,
+    )
 )
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, Enum, type(Ellipsis))
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -131,10 +102,11 @@ class Names:
     def written(self) -> str | None:
         """A function that has got attributes, which are taken from it."""
         for read in self._reads.values():
-            if isinstance(read.value, FunctionType) and is_users(read.value.__code__):
-                if vars(read.value):
-                    vars(read.value).clear()  # it had none
-                    return f"the model writes attributes of the function {read.name}"
+            function = read.value
+            is_its = isinstance(function, FunctionType) and is_users(function.__code__)
+            if is_its and vars(function):
+                vars(function).clear()  # it had none
+                return f"the model writes attributes of the function {read.name}"
         return None
 
     def enter(self, frame: FrameType) -> None:
@@ -155,9 +127,9 @@ class Names:
             name, operation = instruction.argval, instruction.opname
             if operation in ("STORE_GLOBAL", "DELETE_GLOBAL"):
                 raise UnprovedError(f"writes the global {name}")
-            if operation in ("STORE_DEREF", "DELETE_DEREF") and name in code.co_freevars:
-                if self._maker(frame) is None:
-                    raise UnprovedError(f"writes {name}, which outlives its function")
+            is_of_cell = operation in ("STORE_DEREF", "DELETE_DEREF") and name in code.co_freevars
+            if is_of_cell and self._maker(frame) is None:
+                raise UnprovedError(f"writes {name}, which outlives its function")
             if operation == "IMPORT_NAME" and foreign_module(name):
                 raise UnprovedError(f"imports {name}")
             if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -254,29 +226,11 @@ def foreign_root(module: str) -> str | None:
 
 
 _TRUSTED = frozenset(
-    [
-        "torch",
-        "torchrec",
-        "fbgemm_gpu",
-        "numpy",
-        "builtins",
-        "typing",
-        "collections",
-        "abc",
-        "enum",
-        "functools",
-        "itertools",
-        "math",
-        "operator",
-        "dataclasses",
-        "contextlib",
-        "types",
-        "numbers",
-        "warnings",
-        "logging",
-        "copy",
-        "tensordict",
-    ]
+    (
+        *("torch", "torchrec", "fbgemm_gpu", "tensordict", "numpy", "builtins", "typing", "types"),
+        *("collections", "abc", "enum", "functools", "itertools", "math", "operator", "numbers"),
+        *("dataclasses", "contextlib", "warnings", "logging", "copy"),
+    )
 )
 
 

@@ -93,9 +93,8 @@ class _Pickler(pickle.Pickler):
     watched: Collection[int] | None = None
 
     def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, nn.Module) and self.watched is not None:
-            if id(value) not in self.watched:
-                raise UnprovedError("holds a module that is not registered; use nn.ModuleList")
+        if isinstance(value, nn.Module) and not self._is_watched(value):
+            raise UnprovedError("holds a module that is not registered; use nn.ModuleList")
         if isinstance(value, torch.Generator):
             raise UnprovedError("is a torch.Generator, whose numbers every micro-batch would draw")
         if isinstance(value, _BY_ID):
@@ -103,6 +102,9 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, weakref.ref):
             return "reference", id(value())
         return None
+
+    def _is_watched(self, module: nn.Module) -> bool:
+        return self.watched is None or id(module) in self.watched
 
 
 def digest(value: Any, watched: Collection[int] | None = None) -> bytes:

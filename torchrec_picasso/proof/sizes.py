@@ -107,7 +107,7 @@ class Sizes:
         if value.kind in (Kind.SAME, Kind.MEAN, Kind.SUM):
             if dims:
                 raise UnprovedError(
-                    f"gives a tensor of shape {shape}, which differs along the batch"
+                    f"gives a tensor of shape {shape}, with an entry for each sample"
                 )
             return value
         if len(dims) != 1:
@@ -118,9 +118,7 @@ class Sizes:
         if value.kind is Kind.ROWS:
             times = self.times(tensor.shape[dim], value.rows)
             if times is None or times % value.outer:
-                raise UnprovedError(
-                    f"gives a tensor of shape {shape}, which does not go sample by sample"
-                )
+                raise UnprovedError(f"gives a tensor of shape {shape}, not of samples")
         return Value(**{**vars(value), "dim": dim})
 
     def inner(self, tensor: Tensor, value: Value) -> int:
@@ -143,9 +141,8 @@ class Sizes:
     def fail_unless_same(self, one: str, other: str) -> None:
         """Notes such an operator: it does not broadcast."""
         if not self.are_same(one, other):
-            first, second = sorted(
-                (self._root(one), self._root(other)), key=lambda of: of != SAMPLES
-            )
+            roots = {self._root(one), self._root(other)}
+            first, second = sorted(roots, key=lambda of: of != SAMPLES)
             self._same_as[second] = first
 
     def want_same(self, one: str, other: str, where: str) -> None:

@@ -6,6 +6,7 @@ a mean or a sum again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,8 +30,12 @@ RATIO = "If a loss is a ratio of two sums, give both sums and divide nothing"
     "floor_divide bucketize isin special_expit dropout_backward xlogy "
     "logical_and logical_or logical_not logical_xor masked_fill where"
 )
-def pointwise(call: Call) -> Value:
+def pointwise(call: Call) -> Value | Sequence[Value]:
     """Anything elementwise."""
+    return _elementwise(call)
+
+
+def _elementwise(call: Call) -> Value:
     varying = call.varying
     if call.name in _COPIES and len(varying) == 1:
         return _copied(call, varying[0])
@@ -133,7 +138,7 @@ def _divided(call: Call, divided: Operand) -> Value:
     if divided.value.kind is Kind.SUM and call.sizes.times(divisor, SAMPLES) is not None:
         return Value(Kind.MEAN)
     raise UnprovedError(
-        f"divides {divided.value.kind.value} by a number other than that of samples"
+        f"divides {divided.value.kind.value} by another number than that of samples"
     )
 
 
@@ -159,7 +164,7 @@ def loss(call: Call) -> Value:
 @rule("log_sigmoid_forward")
 def log_sigmoid(call: Call) -> list[Value]:
     """Elementwise, beside it what its backward needs."""
-    return call.with_scratch(pointwise(call))
+    return call.with_scratch(_elementwise(call))
 
 
 @rule("nll_loss_forward nll_loss2d_forward")

@@ -86,9 +86,9 @@ def norm(call: Call) -> Value:
     width = len(call.args["normalized_shape"]) if "normalized_shape" in call.args else None
     if call.name == "native_group_norm":
         return _first_dim(call, operand)
-    if operand.value.kind is Kind.ROWS and width is not None:
-        if operand.value.dim >= operand.tensor.dim() - width:
-            raise UnprovedError("takes a norm over the batch")
+    first = operand.tensor.dim() - (width or 0)
+    if operand.value.kind is Kind.ROWS and operand.value.dim >= first:
+        raise UnprovedError("takes a norm over the batch")
     return _of_one(call, operand)
 
 
@@ -99,9 +99,7 @@ def norm(call: Call) -> Value:
 )
 def batch_norm(call: Call) -> Value:
     """Statistics of the batch."""
-    raise UnprovedError(
-        "takes statistics of the batch, which are others in a micro-batch; use LayerNorm"
-    )
+    raise UnprovedError("takes statistics of the batch, others in a micro-batch; use LayerNorm")
 
 
 @rule("max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d avg_pool1d max_pool1d_with_indices")
