@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
@@ -82,6 +84,12 @@ def make_batch(num_samples: int = 12) -> Batch:
 
 
 def prove_head(head: nn.Module, losses: Losses = Losses.MEANS) -> Proof:
-    """What comes of a head on some batch."""
+    """What comes of a head on some batch; no random number is drawn."""
     model, batch = Model(head), make_batch()
-    return prove(model, batch, given_tables(model, batch.sparse_features), losses=losses)
+    given = given_tables(model, batch.sparse_features)
+    state, numbers, drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
+    proof = prove(model, batch, given, losses=losses)
+    assert torch.equal(state, torch.get_rng_state())
+    assert numbers == random.getstate()
+    assert np.array_equal(drawn, np.random.get_state()[1])
+    return proof

@@ -51,7 +51,7 @@ class Follower(TorchDispatchMode):
         self.sizes = sizes
         self._names = names
         self._known: dict[int, tuple[Tensor, Value]] = {}
-        self._inputs: set[int] = set()
+        self._outside: dict[int, str] = {}
         self._in_storage: dict[int, int] = {}
         self.num_operators = 0
         self.reason: str | None = None
@@ -70,7 +70,7 @@ class Follower(TorchDispatchMode):
             self._in_storage[storage] = self._in_storage.get(storage, 0) + 1
         self._known[id(tensor)] = tensor, self.sizes.locate(tensor, value)
         if is_input:
-            self._inputs.add(tensor.untyped_storage()._cdata)
+            self._outside[tensor.untyped_storage()._cdata] = "the batch; write into a clone"
 
     def value_of(self, tensor: Tensor) -> Value:
         """What a tensor depends on.
@@ -147,6 +147,7 @@ class Follower(TorchDispatchMode):
             where=f"{namespace}.{name} at {current_line()}",
             is_pointwise=torch.Tag.pointwise in func.tags,
         )
+        self._note_views(call, func)
         values = self._values(call, found_rule, namespace)
         for tensor, value in zip(call.outputs, values):
             self._note(tensor, value, written, func)
@@ -161,10 +162,20 @@ class Follower(TorchDispatchMode):
     def _check_write(self, operand: Operand) -> None:
         tensor = operand.tensor
         if not isinstance(tensor, FakeTensor):
-            name = self._names.get(id(tensor), "a tensor from outside")
-            raise UnprovedError(f"writes into {name}, once per micro-batch")
-        if tensor.untyped_storage()._cdata in self._inputs:
-            raise UnprovedError("writes into the batch; write into a clone")
+            raise UnprovedError(f"writes into {self._name(tensor)}")
+        outside = self._outside.get(tensor.untyped_storage()._cdata)
+        if outside is not None:
+            raise UnprovedError(f"writes into {outside}")
+
+    def _name(self, tensor: Tensor) -> str:
+        return f"{self._names.get(id(tensor), 'a tensor from outside')}, once per micro-batch"
+
+    def _note_views(self, call: Call, func: Any) -> None:
+        """Remembers what shares memory with a tensor of the model."""
+        real = [of.tensor for of in call.operands if not isinstance(of.tensor, FakeTensor)]
+        if real and any(of.alias_info is not None for of in func._schema.returns):
+            for out in call.outputs:
+                self._outside[out.untyped_storage()._cdata] = self._name(real[0])
 
     def _check_random(self, func: Any, base: str, bound: Mapping[str, Any]) -> None:
         if torch.Tag.nondeterministic_seeded not in func.tags:

@@ -9,6 +9,7 @@ import sysconfig
 from types import CodeType, FrameType
 
 import fbgemm_gpu
+import mpmath
 import numpy
 import sympy
 import tensordict
@@ -27,7 +28,7 @@ _ADDED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "pla
 
 _LIBRARIES = tuple(
     os.path.dirname(str(package.__file__)) + os.sep
-    for package in (torch, torchrec, fbgemm_gpu, numpy, sympy, tensordict, torchrec_picasso)
+    for package in (torch, torchrec, fbgemm_gpu, tensordict, numpy, sympy, mpmath, torchrec_picasso)
 )
 
 
