@@ -91,7 +91,7 @@ FOREIGN: dict[str, set[str]] = {
     "torchrec.modules.regroup.KTRegroupAsDict": {"_groups", "_keys"},
     "torch": {"_C"},
     "torch._C": {"_current_graph_task_id"},
-    "torch.Tensor": {"_base", "_version"},
+    "torch.Tensor": {"_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version"},
     "torch._ops.OpOverload": {"_schema"},
     "torch.autograd.Variable": {"_execution_engine"},
     "torch.autograd.profiler": {"_is_profiler_enabled"},
@@ -108,7 +108,7 @@ STAMPS: dict[str, set[str]] = {
 }
 """What a module of theirs puts on parameters, and we read or put there in its place."""
 
-OF_PYTHON = {"_SubParsersAction", "_exit", "_fields", "_make"}
+OF_PYTHON = {"_SubParsersAction", "_exit", "_fields", "_getframe", "_make"}
 
 SIGNATURES: dict[str, str] = {
     "Awaitable.__init__": "",

@@ -40,16 +40,15 @@ class Call:
 
     Args:
         name: Of the operator, in-place variants like the others.
-        overload: Which of them.
         args: By the names of its schema, defaults too.
         operands: Its tensors, those in lists one by one.
         out: What it gave.
         sizes: Of the batch.
         where: The line of the model.
+        is_pointwise: Whether PyTorch calls it elementwise.
     """
 
     name: str
-    overload: str
     args: dict[str, Any]
     operands: Sequence[Operand]
     out: Any

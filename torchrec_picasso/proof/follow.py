@@ -139,7 +139,6 @@ class Follower(TorchDispatchMode):
             raise UnprovedError(f"{assumption}: it depends on the size of the batch")
         call = Call(
             name=base,
-            overload=func._overloadname,
             args=bound,
             operands=operands,
             out=out,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -140,23 +140,29 @@ class Inputs:
             made_weights = self._make(weights, (total, *weights.shape[1:]), packed)
         of_samples = Value(Kind.ROWS, rows=SAMPLES, outer=len(keys), features=tuple(names))
         lengths = self._make(kjt.lengths(), (len(keys) * self._samples,), of_samples)
-        made = KeyedJaggedTensor(
+        features = self._features(names, counts, values, made_weights, lengths)
+        return KeyedJaggedTensor(
             keys=keys,
             values=values,
             weights=made_weights,
             lengths=lengths,
             stride=self._samples,
             length_per_key=counts,
+            jt_dict=dict(zip(keys, features)),
         )
-        made._jt_dict = dict(zip(keys, self._features(made, names)))
-        return made
 
-    def _features(self, kjt: KeyedJaggedTensor, names: list[str]) -> list[JaggedTensor]:
+    def _features(
+        self,
+        names: Sequence[str],
+        counts: list[Any],
+        values: Tensor,
+        weights: Tensor | None,
+        lengths: Tensor,
+    ) -> list[JaggedTensor]:
         """What ``to_dict()`` gives, cut where features begin."""
-        counts, weights = kjt.length_per_key(), kjt.weights_or_none()
-        values_F = kjt.values().split(counts)
+        values_F = values.split(counts)
         weights_F = [None] * len(names) if weights is None else weights.split(counts)
-        lengths_F = kjt.lengths().view(len(names), -1).unbind()
+        lengths_F = lengths.view(len(names), -1).unbind()
         for name, *tensors, lengths in zip(names, values_F, weights_F, lengths_F):
             for tensor in tensors:
                 if tensor is not None:

@@ -44,6 +44,7 @@ class Sizes:
             allow_dynamic_output_shape_ops=False,
         )
         self._counts: dict[str, torch.SymInt] = {}
+        self._names: dict[sympy.Expr, str] = {}
         self._same_as: dict[str, str] = {}
         self._wanted: list[tuple[str, str, str]] = []
 
@@ -62,7 +63,7 @@ class Sizes:
         self.env.var_to_range[symbol] = ValueRanges(_LEAST, int_oo)
         found = self.env.create_symintnode(symbol, hint=hint, source=source)
         assert isinstance(found, torch.SymInt)
-        self._counts[rows] = found
+        self._counts[rows], self._names[symbol] = found, rows
         return found
 
     def count(self, rows: str) -> sympy.Expr:
@@ -163,13 +164,14 @@ class Sizes:
         Args:
             start: Assumptions that were looked at already.
         """
-        symbols = {of.node._expr: rows for rows, of in self._counts.items()}
         for guard in self.env.guards[start:]:
             for equal in _equalities(guard.expr):
-                if not isinstance(equal, sympy.Eq) or not all(of in symbols for of in equal.args):
-                    names = {symbol: sympy.Symbol(rows) for symbol, rows in symbols.items()}
+                if not isinstance(equal, sympy.Eq) or not all(
+                    of in self._names for of in equal.args
+                ):
+                    names = {symbol: sympy.Symbol(rows) for symbol, rows in self._names.items()}
                     return f"assumes {guard.expr.xreplace(names)}"
-                one, other = (symbols[side] for side in equal.args)
+                one, other = (self._names[side] for side in equal.args)
                 self.want_same(one, other, "an operator")
         return None
 
