@@ -23,7 +23,7 @@ ROWS = (
     ("ops", "_torchrec"),
     ("placement", "frequency", "exchange", "batches", "launch", "schedule"),
     ("cost", "storage", "checkpoints"),
-    ("rows", "comparison", "feed", "decision"),
+    ("rows", "comparison", "proof", "feed", "decision"),
     ("refresh",),
     ("sharding", "planner"),
     ("train_pipeline",),

@@ -72,7 +72,7 @@ INHERITED: dict[str, set[str]] = {
         *("_data_dist_stream", "_memcpy_stream", "copy_batch_to_gpu", "wait_sparse_data_dist"),
         *("_original_forwards", "_original_kjt_dist_forwards"),
         *("_pipeline_postproc", "inplace_copy_batch_to_gpu"),
-        *("_pipelined_modules", "_pipelined_postprocs"),
+        *("_pipelined_modules", "_pipelined_postprocs", "_backward", "_optimizer_step"),
     },
 }
 """What our subclasses use of a class of theirs, on themselves."""
@@ -93,13 +93,20 @@ FOREIGN: dict[str, set[str]] = {
     "torch": {"_C"},
     "torch._C": {"_current_graph_task_id", "_disabled_torch_function_impl"},
     "torch._C._distributed_c10d.Backend.Options": {"_timeout"},
-    "torch.Tensor": {"_base", "_version"},
+    "torch.Tensor": {"_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version"},
     "torch._ops.OpOverload": {"_schema"},
     "torch.autograd.Variable": {"_execution_engine"},
     "torch.autograd.profiler": {"_is_profiler_enabled"},
     "torch.distributed.ProcessGroup": {"_get_backend"},
-    "torch.nn.Module": {"_non_persistent_buffers_set"},
+    "torch.nn.Module": {
+        *("_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"),
+        "_non_persistent_buffers_set",
+    },
     "torch.nn.modules.batchnorm": {"_BatchNorm"},
+    "torch.nn.parallel.DistributedDataParallel": {
+        *("_delay_all_reduce_params", "_module_parameters"),
+        "_static_graph_delay_allreduce_enqueued",
+    },
 }
 """What code of ours uses of an object of theirs."""
 
@@ -110,7 +117,7 @@ STAMPS: dict[str, set[str]] = {
 }
 """What a module of theirs puts on parameters, and we read or put there in its place."""
 
-OF_PYTHON = {"_SubParsersAction", "_exit", "_fields", "_make"}
+OF_PYTHON = {"_SubParsersAction", "_exit", "_fields", "_getframe", "_make"}
 
 SIGNATURES: dict[str, str] = {
     "Awaitable.__init__": "",
@@ -204,12 +211,15 @@ SIGNATURES: dict[str, str] = {
         "enqueue_batch_after_forward, enable_inplace_copy_batch, free_features_storage_early, "
         "clear_data_dist_inputs"
     ),
+    "TrainPipelineSparseDist._backward": "losses",
     "TrainPipelineSparseDist._create_context": "",
+    "TrainPipelineSparseDist._optimizer_step": "",
     "TrainPipelineSparseDist.attach": "model, sparse_dist",
     "TrainPipelineSparseDist.copy_batch_to_gpu": "dataloader_iter",
     "TrainPipelineSparseDist.detach": "",
     "TrainPipelineSparseDist.inplace_copy_batch_to_gpu": "dataloader_iter",
     "TrainPipelineSparseDist.progress": "dataloader_iter",
+    "TrainPipelineSparseDist.register_backward_hook": "site, work",
     "TrainPipelineSparseDist.reset": "",
     "TrainPipelineSparseDist.wait_sparse_data_dist": "context",
 }

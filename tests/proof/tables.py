@@ -32,6 +32,11 @@ class _Give:
         vars(self._module)["forward"] = partial(_first, output)
 
 
+def _rows(ids: JaggedTensor, dim: int) -> JaggedTensor:
+    values_ND = torch.rand(ids.values().numel(), dim).requires_grad_()
+    return JaggedTensor(values=values_ND, lengths=ids.lengths())
+
+
 def _first(output: Any, features: Any) -> Any:
     return output
 
@@ -39,14 +44,9 @@ def _first(output: Any, features: Any) -> Any:
 def _output(module: Any, kjt: KeyedJaggedTensor) -> Any:
     if isinstance(module, EmbeddingCollection):
         jagged = kjt.to_dict()
-        return {
-            name: JaggedTensor(
-                values=torch.rand(jagged[name].values().numel(), config.embedding_dim).requires_grad_(),
-                lengths=jagged[name].lengths(),
-            )
-            for config in module.embedding_configs()
-            for name in config.feature_names
-        }
+        configs = module.embedding_configs()
+        dims = {name: of.embedding_dim for of in configs for name in of.feature_names}
+        return {name: _rows(jagged[name], dim) for name, dim in dims.items()}
     pairs = [(f, c.embedding_dim) for c in module.embedding_bag_configs() for f in c.feature_names]
     names, dims = zip(*pairs)
     return KeyedTensor(

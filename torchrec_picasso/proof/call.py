@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from torchrec_picasso.proof.sizes import Sizes, is_symbolic
-from torchrec_picasso.proof.values import SAMPLES, Kind, Unproved, Value
+from torchrec_picasso.proof.values import SAMPLES, Kind, UnprovedError, Value
 
 __all__ = ["RULES", "Call", "Rule", "rule"]
 
@@ -40,16 +40,15 @@ class Call:
 
     Args:
         name: Of the operator, in-place variants like the others.
-        overload: Which of them.
         args: By the names of its schema, defaults too.
         operands: Its tensors, those in lists one by one.
         out: What it gave.
         sizes: Of the batch.
         where: The line of the model.
+        is_pointwise: Whether PyTorch calls it elementwise.
     """
 
     name: str
-    overload: str
     args: dict[str, Any]
     operands: Sequence[Operand]
     out: Any
@@ -96,7 +95,7 @@ class Call:
     def refuse_numbers(self) -> None:
         """Refuses numbers of the batch's size where they would be values or places."""
         if self.numbers:
-            raise Unproved("uses the batch's size as a number")
+            raise UnprovedError("uses the batch's size as a number")
 
     def same_rows(self, operands: Iterable[Operand]) -> Value:
         """The rows that all of these have, whose dims a caller has compared."""
@@ -104,9 +103,9 @@ class Call:
         first = operands[0].value
         for operand in operands:
             if operand.value.kind is not Kind.ROWS:
-                raise Unproved(f"takes {operand.value.kind.value}, beside entries of rows")
+                raise UnprovedError(f"takes {operand.value.kind.value}, beside entries of rows")
             if operand.value.outer != first.outer:
-                raise Unproved("takes samples in different orders")
+                raise UnprovedError("takes samples in different orders")
             self.sizes.want_same(first.rows, operand.value.rows, self.where)
         return Value(Kind.ROWS, rows=self._best(operands), outer=first.outer)
 
@@ -118,7 +117,7 @@ class Call:
         """The rows of tensors that broadcast, their batch dims at the same place from the right.
 
         Raises:
-            Unproved: If they are not, or another tensor has several entries there.
+            UnprovedError: If they are not, or another tensor has several entries there.
         """
         operands = list(operands)
         rows = [operand for operand in operands if not operand.is_same]
@@ -127,11 +126,11 @@ class Call:
         found = self.same_rows(rows)
         (place, *others) = {operand.place for operand in rows}
         if others:
-            raise Unproved("puts every sample beside every other sample")
+            raise UnprovedError("puts every sample beside every other sample")
         for operand in operands:
             tensor = operand.tensor
             if operand.is_same and tensor.dim() >= -place and tensor.shape[place] != 1:
-                raise Unproved("has different constants for different places in the batch")
+                raise UnprovedError("has different constants for different places in the batch")
         return found
 
 

@@ -1,8 +1,9 @@
-"""Follows the batch through the operators of a forward, each as it runs on tensors without data."""
+"""Follows the batch through the operators of a forward, as each runs on tensors without data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,31 +12,29 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchrec_picasso.proof.call import RULES, Call, Operand, Rule
-from torchrec_picasso.proof.rules import pointwise as _pointwise
-from torchrec_picasso.proof.rules import (  # noqa: F401  each module notes its rules
-    creation,
-    jagged,
-    lookups,
-    products,
-    reductions,
-    views,
-)
+from torchrec_picasso.proof.call import Call, Operand, Rule
+from torchrec_picasso.proof.rules.all_rules import RULES, pointwise
 from torchrec_picasso.proof.sizes import Sizes
-from torchrec_picasso.proof.values import SAME, Kind, Unproved, Value
+from torchrec_picasso.proof.values import SAME, Kind, UnprovedError, Value
 from torchrec_picasso.proof.where import current_line
 
 __all__ = ["Follower"]
 
 _ASKING = frozenset(
-    "size sym_size stride sym_stride numel sym_numel storage_offset sym_storage_offset dim device "
-    "is_contiguous is_strides_like_format is_non_overlapping_and_dense layout dtype".split()
+    (
+        *("size", "sym_size", "stride", "sym_stride", "numel", "sym_numel", "storage_offset"),
+        *("sym_storage_offset", "dim", "device", "layout", "dtype", "is_contiguous"),
+        *("is_strides_like_format", "is_non_overlapping_and_dense"),
+    )
 )
 """They tell of a tensor what has no data."""
 
 _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 _DRAWING_BY_ENTRY = ("bernoulli", "native_dropout")
 _ATTENTION = "_scaled_dot_product"
+_CHOOSING = ("convolution",)
+"""They choose a kernel by the size of the batch; the result is the same."""
+
 _KNOWN = (Tensor, nn.Parameter, FakeTensor)
 
 
@@ -52,7 +51,7 @@ class Follower(TorchDispatchMode):
         self.sizes = sizes
         self._names = names
         self._known: dict[int, tuple[Tensor, Value]] = {}
-        self._inputs: set[int] = set()
+        self._outside: dict[int, str] = {}
         self._in_storage: dict[int, int] = {}
         self.num_operators = 0
         self.reason: str | None = None
@@ -71,19 +70,19 @@ class Follower(TorchDispatchMode):
             self._in_storage[storage] = self._in_storage.get(storage, 0) + 1
         self._known[id(tensor)] = tensor, self.sizes.locate(tensor, value)
         if is_input:
-            self._inputs.add(tensor.untyped_storage()._cdata)
+            self._outside[tensor.untyped_storage()._cdata] = "the batch; write into a clone"
 
     def value_of(self, tensor: Tensor) -> Value:
         """What a tensor depends on.
 
         Raises:
-            Unproved: If it came from no operator that was followed.
+            UnprovedError: If it came from no operator that was followed.
         """
         if type(tensor) not in _KNOWN:
-            raise Unproved(f"takes a {type(tensor).__name__}, not a plain tensor")
+            raise UnprovedError(f"takes a {type(tensor).__name__}, not a plain tensor")
         if isinstance(tensor, FakeTensor):
             if id(tensor) not in self._known:
-                raise Unproved("takes a tensor that came from no operator that was seen")
+                raise UnprovedError("takes a tensor that came from no operator that was seen")
             return self._known[id(tensor)][1]
         return SAME
 
@@ -103,7 +102,7 @@ class Follower(TorchDispatchMode):
         namespace, _, name = func._schema.name.partition("::")
         try:
             return self._follow(func, namespace, name, args, kwargs)
-        except Unproved as unproved:
+        except UnprovedError as unproved:
             self.refuse(f"{namespace}.{name} at {current_line()} {unproved}")
             raise
         except Exception as error:
@@ -120,7 +119,7 @@ class Follower(TorchDispatchMode):
         if name in _ASKING or namespace == "profiler":
             return func(*args, **kwargs)
         if namespace in _COMMUNICATING:
-            raise Unproved("communicates, once per micro-batch")
+            raise UnprovedError("communicates, once per micro-batch")
         self.num_operators += 1
         bound = _bind(func, args, kwargs)
         operands = list(self._operands(bound))
@@ -133,13 +132,13 @@ class Follower(TorchDispatchMode):
         if found_rule is None and any(not operand.is_same for operand in operands):
             return self._decomposed(func, args, kwargs)
         before = len(self.sizes.env.guards)
-        out = func(*args, **kwargs)
+        with self.sizes.env.suppress_guards() if base in _CHOOSING else nullcontext():
+            out = func(*args, **kwargs)
         assumption = self.sizes.assumption(before)
         if assumption is not None:
-            raise Unproved(f"{assumption}: it depends on the size of the batch")
+            raise UnprovedError(f"{assumption}: it depends on the size of the batch")
         call = Call(
             name=base,
-            overload=func._overloadname,
             args=bound,
             operands=operands,
             out=out,
@@ -147,6 +146,7 @@ class Follower(TorchDispatchMode):
             where=f"{namespace}.{name} at {current_line()}",
             is_pointwise=torch.Tag.pointwise in func.tags,
         )
+        self._note_views(call, func)
         values = self._values(call, found_rule, namespace)
         for tensor, value in zip(call.outputs, values):
             self._note(tensor, value, written, func)
@@ -161,27 +161,37 @@ class Follower(TorchDispatchMode):
     def _check_write(self, operand: Operand) -> None:
         tensor = operand.tensor
         if not isinstance(tensor, FakeTensor):
-            name = self._names.get(id(tensor), "a tensor from outside")
-            raise Unproved(f"writes into {name}, once per micro-batch")
-        if tensor.untyped_storage()._cdata in self._inputs:
-            raise Unproved("writes into the batch; write into a clone")
+            raise UnprovedError(f"writes into {self._name(tensor)}")
+        outside = self._outside.get(tensor.untyped_storage()._cdata)
+        if outside is not None:
+            raise UnprovedError(f"writes into {outside}")
+
+    def _name(self, tensor: Tensor) -> str:
+        return f"{self._names.get(id(tensor), 'a tensor from outside')}, once per micro-batch"
+
+    def _note_views(self, call: Call, func: Any) -> None:
+        """Remembers what shares memory with a tensor of the model."""
+        real = [of.tensor for of in call.operands if not isinstance(of.tensor, FakeTensor)]
+        if real and any(of.alias_info is not None for of in func._schema.returns):
+            for out in call.outputs:
+                self._outside[out.untyped_storage()._cdata] = self._name(real[0])
 
     def _check_random(self, func: Any, base: str, bound: Mapping[str, Any]) -> None:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return
         if bound.get("generator") is not None:
-            raise Unproved("draws from a generator of its own, once per micro-batch")
+            raise UnprovedError("draws from a generator of its own, once per micro-batch")
         if base.startswith(_ATTENTION) or base in _DRAWING_BY_ENTRY:
             return
-        raise Unproved("draws random numbers, once per micro-batch; only dropout may")
+        raise UnprovedError("draws random numbers, once per micro-batch; only dropout may")
 
     def _rule(self, func: Any, namespace: str, base: str) -> Rule | None:
         key = base if namespace == "aten" else f"{namespace}.{base}"
         if torch.Tag.out_variant in func.tags or torch.Tag.out in func.tags:
-            raise Unproved("writes into a tensor given as out=")
+            raise UnprovedError("writes into a tensor given as out=")
         is_pointwise = torch.Tag.pointwise in func.tags and base != "equal"
         if namespace == "aten" and is_pointwise:
-            return _pointwise.pointwise
+            return pointwise
         return RULES.get(key)
 
     def _decomposed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -193,15 +203,15 @@ class Follower(TorchDispatchMode):
                 return decomposition_table[func](*args, **kwargs)
             found = func.decompose(*args, **kwargs)
         if found is NotImplemented:
-            raise Unproved("has no rule")
+            raise UnprovedError("has no rule")
         return found
 
     def _values(self, call: Call, found_rule: Rule | None, namespace: str) -> Sequence[Value]:
         if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(call.out)):
-            raise Unproved("gives a number that depends on data")
+            raise UnprovedError("gives a number that depends on data")
         if found_rule is None:
             if namespace not in ("aten", "prims", "fbgemm") or call.numbers:
-                raise Unproved("has no rule")
+                raise UnprovedError("has no rule")
             return [SAME] * len(call.outputs)
         found = found_rule(call)
         return [found] * len(call.outputs) if isinstance(found, Value) else list(found)
@@ -212,14 +222,14 @@ class Follower(TorchDispatchMode):
             if operand.tensor is tensor and torch.Tag.inplace_view not in func.tags:
                 num_others = self._in_storage.get(tensor.untyped_storage()._cdata, 1) - 1
                 if value != operand.value and num_others:
-                    raise Unproved(
+                    raise UnprovedError(
                         f"writes {value.kind.value} into a view of what is "
                         f"{operand.value.kind.value}"
                     )
         if isinstance(tensor, FakeTensor):
             self.know(tensor, value)
         elif value.kind is not Kind.SAME:
-            raise Unproved("gives a tensor with data that depends on the batch")
+            raise UnprovedError("gives a tensor with data that depends on the batch")
 
 
 def _base_name(func: Any, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from operator import is_
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from torchrec_picasso.batches.split import PLAIN_TYPES
 from torchrec_picasso.proof.hooks import hook_dicts
 from torchrec_picasso.proof.inputs import form_of
-from torchrec_picasso.proof.python_code import Names, is_users_object
-from torchrec_picasso.proof.python_state import dense_modules, digest, is_of_library
+from torchrec_picasso.proof.python_code import Names
+from torchrec_picasso.proof.python_state import classes_of, dense_modules, digest
 
 __all__ = ["Guard"]
 
@@ -32,7 +33,7 @@ class Guard:
             forward, by path and name.
 
     Raises:
-        Unproved: If something cannot be watched.
+        UnprovedError: If something cannot be watched.
     """
 
     def __init__(
@@ -51,18 +52,19 @@ class Guard:
         self._digests: list[tuple[str, Any, bytes]] = []
         self._empty = list(hook_dicts(module, given))
         self._parameters: list[tuple[str, Tensor, bool]] = []
-        classes: dict[type, None] = dict.fromkeys(names.classes)
+        inside_modules = [of for _, of in dense_modules(module, given)]
+        classes = dict.fromkeys([*names.classes, *classes_of(inside_modules)])
         for path, inside in dense_modules(module, given):
             late = {name for of, name in made_at_first_use if of == path}
             self._watch(path or "the model", inside, late)
-            classes |= dict.fromkeys(of for of in type(inside).__mro__ if is_users_object(of))
             for name, parameter in inside._parameters.items():
                 if parameter is not None:
                     place = f"{path}.{name}" if path else name
                     self._parameters.append((place, parameter, parameter.requires_grad))
         for of in classes:
             self._equal.append((f"the class {of.__name__}", vars(of), dict(vars(of))))
-            self._watch_containers(f"the class {of.__name__}", vars(of))
+            own = {name: value for name, value in vars(of).items() if not name.startswith("__")}
+            self._watch_containers(f"the class {of.__name__}", own)
 
     def _watch(self, path: str, module: nn.Module, late: Collection[str]) -> None:
         for name in _MODULE_DICTS:
@@ -133,8 +135,8 @@ class Guard:
         for cell, value in self._cells:
             if cell.cell_contents is not value:
                 yield "a variable of a closure has changed"
-        for place, value, before in self._digests:
-            if digest(value) != before:
+        for place, value, digested in self._digests:
+            if digest(value) != digested:
                 yield f"{place} has changed"
 
 
@@ -146,14 +148,16 @@ def _difference(path: str, values: Any, before: Any) -> str:
     return path
 
 
+_NEVER = (
+    *(*PLAIN_TYPES, Tensor, nn.Module, type, FunctionType, BuiltinFunctionType),
+    *(property, staticmethod, classmethod),
+)
+
+
 def _may_change(value: Any) -> bool:
-    if isinstance(value, (*PLAIN_TYPES, Tensor, nn.Module, type)) or callable(value):
-        return False
-    if isinstance(value, property | staticmethod | classmethod):
-        return False
     if isinstance(value, tuple | frozenset):
         return any(_may_change(of) for of in value)
-    return True
+    return not isinstance(value, _NEVER)
 
 
 def _is_plain_object(value: Any) -> bool:

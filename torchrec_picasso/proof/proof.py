@@ -3,9 +3,9 @@
 The model's forward runs once, on a copy, with tensors that have shapes but no data, and symbols
 where a batch has sizes. Every operator is asked what its output is along the batch: the same for
 every batch, an entry for each sample that its inputs alone decide, or a mean over samples. If the
-loss is such a mean, outputs are such entries or means, and nothing else happened, then the model may
-be cut into any consecutive parts: the weighted mean of their losses is the loss of the batch, their
-gradients sum to its gradient, their outputs join to its.
+loss is such a mean, outputs are such entries or means, and nothing else happened, then the model
+may be cut into any consecutive parts: the weighted mean of their losses is the loss of the batch,
+their gradients sum to its gradient, their outputs join to its.
 
 What is not understood is not proved. That costs speed, never exactness.
 
@@ -14,8 +14,11 @@ Cost: one forward without data, 1 to 2 ms an operator; no memory to speak of.
 
 from __future__ import annotations
 
+import gc
+import pickle
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,15 +40,16 @@ from torchrec_picasso.proof.follow import Follower
 from torchrec_picasso.proof.guard import Guard
 from torchrec_picasso.proof.hooks import why_backward_is_unknown, why_hooked
 from torchrec_picasso.proof.inputs import Inputs
-from torchrec_picasso.proof.python_code import Names, is_users_object
+from torchrec_picasso.proof.python_code import Names
 from torchrec_picasso.proof.python_state import (
+    classes_of,
     copy_of,
     dense_modules,
     is_of_library,
     state_of,
 )
 from torchrec_picasso.proof.sizes import Sizes, is_symbolic
-from torchrec_picasso.proof.values import SAMPLES, Kind, Unproved
+from torchrec_picasso.proof.values import SAMPLES, Kind, UnprovedError
 from torchrec_picasso.proof.watch import Watch
 
 __all__ = ["Given", "Losses", "Proof", "prove"]
@@ -124,8 +128,8 @@ def prove(
         names = Names(sys._getframe())
         late = _follow(module, batch, given, losses, forward or _call, followers, names)
         guard = Guard(module, modules, batch, names, late)
-        reason = followers[-1].reason
-    except Unproved as unproved:
+        reason = followers[-1].reason or names.written()
+    except UnprovedError as unproved:
         guard, reason = None, followers[-1].reason or str(unproved)
     except Exception as error:  # whatever a model raises without data
         text = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
@@ -146,10 +150,10 @@ def _names_of(module: nn.Module) -> dict[int, str]:
 def _refuse_what_cannot_be_seen(module: nn.Module, given: Sequence[nn.Module]) -> None:
     found = why_hooked(module, given)
     if found is not None:
-        raise Unproved(found)
+        raise UnprovedError(found)
     for path, inside in dense_modules(module, given):
         if isinstance(inside, OptimizedModule | torch.jit.ScriptModule):
-            raise Unproved(f"{path or 'the model'} is compiled, so its operators are not seen")
+            raise UnprovedError(f"{path or 'the model'} is compiled, so its operators are not seen")
 
 
 def _follow(
@@ -166,7 +170,7 @@ def _follow(
     tried = copy_of(module, modules)
     before = state_of(tried, modules)
     late: list[tuple[str, str]] = []
-    with _nothing_drawn(), _classes_as_they_are(tried, modules):
+    with _no_finalizers(), _nothing_drawn(), _classes_as_they_are(tried, modules):
         _run(tried, batch, given, losses, forward, followers[-1], names)
         changed = _changes(before, after := state_of(tried, modules))
         _refuse_changes(tried, changed, may_be_libraries=True)
@@ -191,14 +195,17 @@ def _run(
     follower: Follower,
     names: Names,
 ) -> None:
-    with FakeTensorMode(shape_env=follower.sizes.env, allow_non_fake_inputs=True):
-        inputs = Inputs(follower.sizes, follower, _count(batch))
-        made = inputs.like(batch, "batch")
-        for of in given:
-            of.give(inputs.like(of.output, of.name, has_graph=True))
-        with enable_python_dispatcher(), follower, Watch(follower, names), torch.enable_grad():
+    mode = FakeTensorMode(shape_env=follower.sizes.env, allow_non_fake_inputs=True)
+    inputs = Inputs(follower.sizes, follower, mode, _count(batch))
+    made = inputs.like(batch, "batch")
+    for of in given:
+        of.give(inputs.like(of.output, of.name, has_graph=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of shapes without data
+        watch = Watch(follower, names)
+        with torch.enable_grad(), enable_python_dispatcher(), mode, follower, watch:
             result = forward(module, made)
-        _judge(result, losses, follower)
+    _judge(result, losses, follower)
 
 
 def _call(module: nn.Module, batch: Any) -> Any:
@@ -209,7 +216,19 @@ def _count(batch: Any) -> int:
     try:
         return num_samples(batch)
     except InputError as error:
-        raise Unproved(str(error)) from error
+        raise UnprovedError(str(error)) from error
+
+
+@contextmanager
+def _no_finalizers() -> Iterator[None]:
+    """Keeps the garbage collector from running functions that are not the model's."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -224,25 +243,30 @@ def _nothing_drawn() -> Iterator[None]:
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
     if before[0] != after[0] or not torch.equal(before[2], after[2]):
-        raise Unproved("the model draws random numbers of Python, once per micro-batch")
-    if str(before[1]) != str(after[1]) or not np.array_equal(before[1][1], after[1][1]):
-        raise Unproved("the model draws random numbers of NumPy, once per micro-batch")
+        raise UnprovedError("the model draws random numbers, or seeds them, once per micro-batch")
+    if pickle.dumps(before[1]) != pickle.dumps(after[1]):
+        raise UnprovedError("the model draws random numbers of NumPy, once per micro-batch")
 
 
 @contextmanager
 def _classes_as_they_are(module: nn.Module, given: Sequence[nn.Module]) -> Iterator[None]:
     """Refuses a forward that wrote attributes of a class of the user's, and puts them back."""
-    classes = {
-        of
-        for _, inside in dense_modules(module, given)
-        for of in type(inside).__mro__
-        if is_users_object(of)
-    }
+    classes = classes_of(of for _, of in dense_modules(module, given))
     before = {of: dict(vars(of)) for of in classes}
+    contents = [
+        (value, value.copy())
+        for values in before.values()
+        for value in values.values()
+        if type(value) in (list, dict, set)
+    ]
     written = []
     try:
         yield
     finally:
+        for value, content in contents:
+            if value != content:
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(content)
         for of, values in before.items():
             for name in {*vars(of), *values}:
                 if vars(of).get(name) is not values.get(name):
@@ -252,7 +276,7 @@ def _classes_as_they_are(module: nn.Module, given: Sequence[nn.Module]) -> Itera
                     else:
                         delattr(of, name)
     if written:
-        raise Unproved(f"the model writes {written[0]}, an attribute of a class")
+        raise UnprovedError(f"the model writes {written[0]}, an attribute of a class")
 
 
 def _refuse_changes(
@@ -260,43 +284,43 @@ def _refuse_changes(
 ) -> None:
     modules = dict(module.named_modules())
     for path, name in changed:
-        if not may_be_libraries or not is_of_library(modules[path]):
+        if not may_be_libraries or path not in modules or not is_of_library(modules[path]):
             place = f"{path}.{name}" if path else name
-            raise Unproved(f"the model writes {place} in its forward, once per micro-batch")
+            raise UnprovedError(f"the model writes {place} in its forward, once per micro-batch")
 
 
 def _judge(result: Any, losses: Losses, follower: Follower) -> None:
     """Looks at what the model gave.
 
     Raises:
-        Unproved: If micro-batches would not add up to it.
+        UnprovedError: If micro-batches would not add up to it.
     """
     if not isinstance(result, tuple | list) or len(result) != 2:
-        raise Unproved(f"the model gives a {type(result).__name__}, not losses and an output")
+        raise UnprovedError(f"the model gives a {type(result).__name__}, not losses and an output")
     found, output = result
     parts = [found] if losses is not Losses.RATIOS else list(_sums_of(found))
     expected = Kind.MEAN if losses is Losses.MEANS else Kind.SUM
     for part in parts:
         if not isinstance(part, Tensor):
-            raise Unproved(f"the loss is a {type(part).__name__}, not a tensor")
+            raise UnprovedError(f"the loss is a {type(part).__name__}, not a tensor")
         kind = follower.value_of(part).kind
         if kind is not expected and (kind, expected) != (Kind.SAME, Kind.MEAN):
-            raise Unproved(f"the loss is {kind.value}, not {expected.value}")
+            raise UnprovedError(f"the loss is {kind.value}, not {expected.value}")
     if not parts[0].requires_grad:
-        raise Unproved("the loss has no graph")
+        raise UnprovedError("the loss has no graph")
     reason = why_backward_is_unknown(parts)
     if reason is not None:
-        raise Unproved(f"the loss goes through {reason}")
+        raise UnprovedError(f"the loss goes through {reason}")
     _judge_output(output, "output", follower)
     complaint = follower.sizes.assumption() or follower.sizes.complaint()
     if complaint is not None:
-        raise Unproved(complaint)
+        raise UnprovedError(complaint)
 
 
 def _sums_of(found: Any) -> Iterator[Any]:
     for name in ("numerator", "denominator"):
         if not hasattr(found, name):
-            raise Unproved(f"the loss is a {type(found).__name__} without a {name}")
+            raise UnprovedError(f"the loss is a {type(found).__name__} without a {name}")
         yield getattr(found, name)
 
 
@@ -305,12 +329,12 @@ def _judge_output(value: Any, path: str, follower: Follower) -> None:
     if isinstance(value, Awaitable):
         value = value.wait()
     if isinstance(value, KeyedJaggedTensor):
-        raise Unproved(f"{path} is a KeyedJaggedTensor")
+        raise UnprovedError(f"{path} is a KeyedJaggedTensor")
     if isinstance(value, JaggedTensor):
         _judge_jagged(value, path, follower)
     elif isinstance(value, KeyedTensor):
         if value.key_dim() != 1:
-            raise Unproved(f"{path} has keys along dim {value.key_dim()}")
+            raise UnprovedError(f"{path} has keys along dim {value.key_dim()}")
         _judge_output(value.values(), f"{path}.values()", follower)
     elif isinstance(value, Tensor):
         _judge_tensor(value, path, follower)
@@ -318,26 +342,28 @@ def _judge_output(value: Any, path: str, follower: Follower) -> None:
         for suffix, member in members:
             _judge_output(member, path + suffix, follower)
     elif is_symbolic(value):
-        raise Unproved(f"{path} is the size of the batch")
+        raise UnprovedError(f"{path} is the size of the batch")
     elif not isinstance(value, PLAIN_TYPES):
-        raise Unproved(f"{path} is a {type(value).__name__}, which cannot be joined")
+        raise UnprovedError(f"{path} is a {type(value).__name__}, which cannot be joined")
 
 
 def _judge_tensor(tensor: Tensor, path: str, follower: Follower) -> None:
     if not isinstance(tensor, FakeTensor):
         if tensor.dim():
-            raise Unproved(f"{path} is a tensor of the model, not an entry for each sample")
+            raise UnprovedError(f"{path} is a tensor of the model, not an entry for each sample")
         return
     value = follower.value_of(tensor)
     if value.kind is Kind.ROWS:
         if value.rows != SAMPLES or value.dim or value.outer != 1 or value.counted:
-            raise Unproved(f"{path} is not an entry for each sample in dim 0")
+            raise UnprovedError(f"{path} is not an entry for each sample in dim 0")
         if not follower.is_once(tensor, value):
-            raise Unproved(f"{path} has several entries for each sample in dim 0")
+            raise UnprovedError(f"{path} has several entries for each sample in dim 0")
     elif value.kind not in (Kind.MEAN, Kind.SAME) or tensor.dim():
-        raise Unproved(f"{path} is {value.kind.value} in {tensor.dim()} dims; it cannot be joined")
+        raise UnprovedError(
+            f"{path} is {value.kind.value}, of {tensor.dim()} dims, so it cannot be joined"
+        )
     elif not tensor.is_floating_point():
-        raise Unproved(f"{path} is a number that is no float, so it cannot be averaged")
+        raise UnprovedError(f"{path} is a number that is no float, so it cannot be averaged")
 
 
 def _judge_jagged(jagged: JaggedTensor, path: str, follower: Follower) -> None:
@@ -348,6 +374,4 @@ def _judge_jagged(jagged: JaggedTensor, path: str, follower: Follower) -> None:
         value = follower.value_of(tensor)
         is_known = value.kind is Kind.ROWS and not value.dim and value.outer == 1
         if not is_known or value.counted or lengths.features != (value.rows,):
-            raise Unproved(f"{path}.{name}() are not the rows that its lengths say")
-
-
+            raise UnprovedError(f"{path}.{name}() are not the rows that its lengths say")

@@ -15,30 +15,36 @@ import functools
 import gc
 import inspect
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrec_picasso.proof.values import Unproved
+from torchrec_picasso.proof.values import UnprovedError
 from torchrec_picasso.proof.where import is_users
 
 __all__ = ["Names", "foreign_module"]
 
 _UNSTEADY = frozenset(
-    "random time os secrets uuid datetime threading socket subprocess multiprocessing asyncio "
-    "tempfile queue io sys gc numpy.random weakref contextvars select signal ctypes".split()
+    (
+        *("random", "numpy.random", "secrets", "uuid", "time", "datetime", "os", "io", "tempfile"),
+        *("threading", "queue", "multiprocessing", "subprocess", "asyncio", "contextvars"),
+        *("socket", "select", "signal", "sys", "gc", "ctypes", "importlib"),
+    )
 )
 """Modules of clocks, of random numbers, of the world outside."""
 
 _COMMUNICATING = "torch.distributed"
 _FORBIDDEN = frozenset(
-    getattr(builtins, name)
-    for name in "globals exec eval open input __import__ compile setattr delattr id vars".split()
+    (
+        *(globals, vars, setattr, delattr, id, exec, eval, compile, open, input),
+        builtins.__import__,
+    )
 )
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, Enum, type(Ellipsis))
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -93,11 +99,21 @@ class Names:
         """Classes of the user's that are read by name."""
         return list(self._classes.values())
 
+    def written(self) -> str | None:
+        """A function that has got attributes, which are taken from it."""
+        for read in self._reads.values():
+            function = read.value
+            is_its = isinstance(function, FunctionType) and is_users(function.__code__)
+            if is_its and vars(function):
+                vars(function).clear()  # it had none
+                return f"the model writes attributes of the function {read.name}"
+        return None
+
     def enter(self, frame: FrameType) -> None:
         """Looks at a function of the user's that begins.
 
         Raises:
-            Unproved: If it may do something else the second time.
+            UnprovedError: If it may do something else the second time.
         """
         code = frame.f_code
         if set(code.co_freevars) - {"__class__"}:
@@ -110,15 +126,19 @@ class Names:
         for place, instruction in enumerate(instructions):
             name, operation = instruction.argval, instruction.opname
             if operation in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                raise Unproved(f"writes the global {name}")
-            if operation in ("STORE_DEREF", "DELETE_DEREF") and name in code.co_freevars:
-                if self._maker(frame) is None:
-                    raise Unproved(f"writes {name}, which outlives its function")
+                raise UnprovedError(f"writes the global {name}")
+            is_of_cell = operation in ("STORE_DEREF", "DELETE_DEREF") and name in code.co_freevars
+            if is_of_cell and self._maker(frame) is None:
+                raise UnprovedError(f"writes {name}, which outlives its function")
             if operation == "IMPORT_NAME" and foreign_module(name):
-                raise Unproved(f"imports {name}")
+                raise UnprovedError(f"imports {name}")
             if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
-                attributes = _attributes_after(instructions, place)
-                self._check_global(frame, name, attributes)
+                self._check_global(frame, name, _attributes_after(instructions, place))
+            if operation in ("STORE_ATTR", "DELETE_ATTR") and _owner(instructions, place) in (
+                "LOAD_GLOBAL",
+                "LOAD_NAME",
+            ):
+                raise UnprovedError(f"writes .{name} of a global")
 
     def _check_global(self, frame: FrameType, name: str, attributes: Iterator[str]) -> None:
         names: Mapping[str, Any] = frame.f_globals
@@ -135,8 +155,12 @@ class Names:
             names, value = vars(value), getattr(value, name, _NOTHING)
             path = f"{path}.{name}"
             if value is _NOTHING:
-                raise Unproved(f"reads the module {path}, whatever is in it")
+                raise UnprovedError(f"reads the module {path}, whatever is in it")
             self._note(names, name, value, path)
+        if isinstance(value, type) and is_users_object(value):
+            name = next(attributes, "")
+            if vars(value).get(name) is getattr(value, name, _NOTHING):
+                _refuse_unsteady(vars(value)[name], f"{path}.{name}")
 
     def _note(self, names: Mapping[str, Any], name: str, value: Any, path: str) -> None:
         _refuse_unsteady(value, path)
@@ -179,7 +203,7 @@ class Names:
             for value in given:
                 _refuse_unsteady(value, f"a default of {function.__qualname__}")
             if vars(function):
-                raise Unproved(f"has attributes on the function {function.__qualname__}")
+                raise UnprovedError(f"has attributes on the function {function.__qualname__}")
 
 
 def is_users_object(value: Any) -> bool:
@@ -202,8 +226,11 @@ def foreign_root(module: str) -> str | None:
 
 
 _TRUSTED = frozenset(
-    "torch torchrec fbgemm_gpu numpy builtins typing collections abc enum functools itertools "
-    "math operator dataclasses contextlib types numbers warnings logging copy tensordict".split()
+    (
+        *("torch", "torchrec", "fbgemm_gpu", "tensordict", "numpy", "builtins", "typing", "types"),
+        *("collections", "abc", "enum", "functools", "itertools", "math", "operator", "numbers"),
+        *("dataclasses", "contextlib", "warnings", "logging", "copy"),
+    )
 )
 
 
@@ -212,25 +239,38 @@ def _refuse_unsteady(value: Any, path: str) -> None:
     if isinstance(value, ModuleType):
         found = foreign_module(value.__name__)
         if found:
-            raise Unproved(f"reads {path}, of the module {found}")
-        return
-    if isinstance(value, BuiltinFunctionType):
-        owner = getattr(value, "__self__", None)
-        found = foreign_module(value.__module__) or foreign_module(type(owner).__module__)
-        if found or (value.__module__ == "builtins" and value in _FORBIDDEN):
-            raise Unproved(f"calls {path}")
-        return
-    if isinstance(value, type | FunctionType):
+            raise UnprovedError(f"reads {path}, of the module {found}")
+    elif isinstance(value, BuiltinFunctionType):
+        _refuse_builtin(value, path)
+    elif isinstance(value, type | FunctionType):
         found = foreign_module(value.__module__)
         if found:
-            raise Unproved(f"uses {path}, of {found}")
+            raise UnprovedError(f"uses {path}, of {found}")
         if isinstance(value, FunctionType) and is_users(value.__code__) and vars(value):
-            raise Unproved(f"uses {path}, a function with attributes")
-        return
-    if not _never_changes(value):
-        raise Unproved(
+            raise UnprovedError(f"uses {path}, a function with attributes")
+    elif isinstance(value, MethodType):
+        _refuse_unsteady(value.__self__, path)
+    elif isinstance(value, functools.partial):
+        for of in (value.func, *value.args, *value.keywords.values()):
+            _refuse_unsteady(of, path)
+    elif not _never_changes(value):
+        raise UnprovedError(
             f"reads {path}, a {type(value).__name__} from outside the model, which may change"
         )
+
+
+def _refuse_builtin(value: BuiltinFunctionType, path: str) -> None:
+    owner = getattr(value, "__self__", None)
+    home = value.__module__ or type(owner).__module__
+    found = foreign_module(home) or foreign_module(type(owner).__module__)
+    if found or (home == "builtins" and value in _FORBIDDEN):
+        raise UnprovedError(f"calls {path}")
+    root = home.partition(".")[0]
+    if root not in _TRUSTED and root not in sys.stdlib_module_names:
+        raise UnprovedError(f"calls {path}, which is not Python")
+    is_of_torch = type(owner).__module__.partition(".")[0] == "torch"
+    if owner is not None and not isinstance(owner, ModuleType | type) and not is_of_torch:
+        _refuse_unsteady(owner, path)
 
 
 def _never_changes(value: Any) -> bool:
@@ -238,13 +278,26 @@ def _never_changes(value: Any) -> bool:
         return all(_never_changes(of) for of in value)
     if isinstance(value, (*_PLAIN, *_PLAIN_OF_TORCH, logging.Logger, Tensor)):
         return True
-    if isinstance(value, functools.partial):
-        return all(
-            callable(of) or _never_changes(of)
-            for of in (value.func, *value.args, *value.keywords.values())
-        )
-    is_of_torch = type(value).__module__.partition(".")[0] in ("torch", "typing", "types", "builtins")
-    return is_of_torch and callable(value) and not isinstance(value, torch.nn.Module)
+    home = type(value).__module__
+    return home in ("torch._ops", "typing", "types") or isinstance(value, _DESCRIPTORS)
+
+
+_DESCRIPTORS = (
+    type(str.join),
+    type(object.__init__),
+    type(FunctionType.__code__),
+    property,
+    staticmethod,
+    classmethod,
+)
+
+
+def _owner(instructions: list[dis.Instruction], place: int) -> str:
+    """What loaded the object whose attribute is written."""
+    for instruction in reversed(instructions[:place]):
+        if instruction.opname not in ("CACHE", "LOAD_ATTR"):
+            return instruction.opname
+    return ""
 
 
 def _attributes_after(instructions: list[dis.Instruction], place: int) -> Iterator[str]:

@@ -9,8 +9,8 @@ import copy
 import io
 import pickle
 import weakref
-from collections.abc import Collection, Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Collection, Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -18,11 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 
-from torchrec_picasso.proof.values import Unproved
+from torchrec_picasso.proof.python_code import is_users_object
+from torchrec_picasso.proof.values import UnprovedError
 
-__all__ = ["copy_of", "dense_modules", "digest", "is_of_library", "state_of"]
+__all__ = ["classes_of", "copy_of", "dense_modules", "digest", "is_of_library", "state_of"]
 
-_BY_ID = (Tensor, nn.Module, FunctionType, BuiltinFunctionType, ModuleType, type, dist.ProcessGroup)
+_BY_ID = (
+    *(Tensor, nn.Module, FunctionType, BuiltinFunctionType, ModuleType, type, dist.ProcessGroup),
+    *(property, staticmethod, classmethod),
+)
 
 
 def dense_modules(
@@ -48,7 +52,7 @@ def copy_of(module: nn.Module, given: Collection[nn.Module]) -> nn.Module:
     """A copy with the same tensors, process groups and given modules.
 
     Raises:
-        Unproved: If it cannot be copied.
+        UnprovedError: If it cannot be copied.
     """
     memo: dict[int, Any] = {}
     for inside in module.modules():
@@ -59,7 +63,7 @@ def copy_of(module: nn.Module, given: Collection[nn.Module]) -> nn.Module:
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:  # whatever a user's type raises
-        raise Unproved(
+        raise UnprovedError(
             f"{_culprit(module, given, memo)} cannot be copied ({type(error).__name__}: {error}), "
             "so what a forward does to it cannot be seen"
         ) from error
@@ -86,31 +90,42 @@ def is_of_library(module: nn.Module) -> bool:
 
 
 class _Pickler(pickle.Pickler):
+    watched: Collection[int] | None = None
+
     def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, nn.Module) and not self._is_watched(value):
+            raise UnprovedError("holds a module that is not registered; use nn.ModuleList")
         if isinstance(value, torch.Generator):
-            raise Unproved("is a torch.Generator, whose numbers every micro-batch would draw")
+            raise UnprovedError("is a torch.Generator, whose numbers every micro-batch would draw")
         if isinstance(value, _BY_ID):
             return type(value).__name__, id(value)
         if isinstance(value, weakref.ref):
             return "reference", id(value())
-        if isinstance(value, MethodType):
-            return "method", id(value.__func__), id(value.__self__)
         return None
 
+    def _is_watched(self, module: nn.Module) -> bool:
+        return self.watched is None or id(module) in self.watched
 
-def digest(value: Any) -> bytes:
+
+def digest(value: Any, watched: Collection[int] | None = None) -> bytes:
     """What a value holds; tensors, modules and functions by identity.
 
+    Args:
+        value: Any.
+        watched: Ids of the modules that it may hold; ``None`` = any.
+
     Raises:
-        Unproved: If it cannot be told.
+        UnprovedError: If it cannot be told.
     """
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, protocol=5).dump(value)
-    except Unproved:
+        pickler = _Pickler(buffer, protocol=5)
+        pickler.watched = watched
+        pickler.dump(value)
+    except UnprovedError:
         raise
     except Exception as error:  # whatever a user's type raises
-        raise Unproved(
+        raise UnprovedError(
             f"is a {type(value).__name__}, of which cannot be told whether it changes "
             f"({type(error).__name__})"
         ) from error
@@ -118,17 +133,31 @@ def digest(value: Any) -> bytes:
 
 
 def state_of(module: nn.Module, given: Collection[nn.Module]) -> dict[tuple[str, str], bytes]:
-    """Digests of all attributes of all modules, by path and name.
+    """Digests of all attributes of all modules and of their classes, by path and name.
 
     Raises:
-        Unproved: If one cannot be told.
+        UnprovedError: If one cannot be told.
     """
     found = {}
-    for path, inside in dense_modules(module, given):
-        for name, value in vars(inside).items():
-            try:
-                found[path, name] = digest(value)
-            except Unproved as unproved:
-                place = f"{path}.{name}" if path else name
-                raise Unproved(f"{place} {unproved}") from unproved
+    watched = {id(of) for of in (*module.modules(), *given)}
+    inside = dict(dense_modules(module, given))
+    named = [(path, name, value) for path, of in inside.items() for name, value in vars(of).items()]
+    named += [
+        (f"the class {of.__name__}", name, value)
+        for of in classes_of(inside.values())
+        for name, value in vars(of).items()
+        if not name.startswith("__")
+    ]
+    for path, name, value in named:
+        try:
+            found[path, name] = digest(value, watched)
+        except UnprovedError as unproved:
+            place = f"{path}.{name}" if path else name
+            raise UnprovedError(f"{place} {unproved}") from unproved
     return found
+
+
+def classes_of(modules: Iterable[nn.Module]) -> list[type]:
+    """The user's classes that modules are of."""
+    found = {of: None for module in modules for of in type(module).__mro__ if is_users_object(of)}
+    return list(found)

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from torchrec_picasso.proof.values import SAMPLES, Kind, Unproved, Value
+from torchrec_picasso.proof.values import SAMPLES, Kind, UnprovedError, Value
 
 __all__ = ["Sizes", "is_symbolic"]
 
@@ -44,6 +44,7 @@ class Sizes:
             allow_dynamic_output_shape_ops=False,
         )
         self._counts: dict[str, torch.SymInt] = {}
+        self._names: dict[sympy.Expr, str] = {}
         self._same_as: dict[str, str] = {}
         self._wanted: list[tuple[str, str, str]] = []
 
@@ -62,7 +63,7 @@ class Sizes:
         self.env.var_to_range[symbol] = ValueRanges(_LEAST, int_oo)
         found = self.env.create_symintnode(symbol, hint=hint, source=source)
         assert isinstance(found, torch.SymInt)
-        self._counts[rows] = found
+        self._counts[rows], self._names[symbol] = found, rows
         return found
 
     def count(self, rows: str) -> sympy.Expr:
@@ -98,7 +99,7 @@ class Sizes:
         """The value with the dim that has its rows.
 
         Raises:
-            Unproved: If there is none, or the sizes depend on the batch in another way.
+            UnprovedError: If there is none, or the sizes depend on the batch in another way.
         """
         dims = self.batch_dims(tensor)
         shape = "(" + ", ".join(map(str, tensor.shape)) + ")"
@@ -106,17 +107,19 @@ class Sizes:
             return value
         if value.kind in (Kind.SAME, Kind.MEAN, Kind.SUM):
             if dims:
-                raise Unproved(f"gives a tensor of shape {shape}, which differs along the batch")
+                raise UnprovedError(
+                    f"gives a tensor of shape {shape}, with an entry for each sample"
+                )
             return value
         if len(dims) != 1:
-            raise Unproved(
+            raise UnprovedError(
                 f"gives a tensor of shape {shape}, with {len(dims)} dims that have the batch's size"
             )
         (dim,) = dims
         if value.kind is Kind.ROWS:
             times = self.times(tensor.shape[dim], value.rows)
             if times is None or times % value.outer:
-                raise Unproved(f"gives a tensor of shape {shape}, which does not go sample by sample")
+                raise UnprovedError(f"gives a tensor of shape {shape}, not of samples")
         return Value(**{**vars(value), "dim": dim})
 
     def inner(self, tensor: Tensor, value: Value) -> int:
@@ -139,7 +142,8 @@ class Sizes:
     def fail_unless_same(self, one: str, other: str) -> None:
         """Notes such an operator: it does not broadcast."""
         if not self.are_same(one, other):
-            first, second = sorted((self._root(one), self._root(other)), key=lambda of: of != SAMPLES)
+            roots = {self._root(one), self._root(other)}
+            first, second = sorted(roots, key=lambda of: of != SAMPLES)
             self._same_as[second] = first
 
     def want_same(self, one: str, other: str, where: str) -> None:
@@ -160,13 +164,14 @@ class Sizes:
         Args:
             start: Assumptions that were looked at already.
         """
-        symbols = {of.node._expr: rows for rows, of in self._counts.items()}
         for guard in self.env.guards[start:]:
             for equal in _equalities(guard.expr):
-                if not isinstance(equal, sympy.Eq) or not all(of in symbols for of in equal.args):
-                    names = {symbol: sympy.Symbol(rows) for symbol, rows in symbols.items()}
+                if not isinstance(equal, sympy.Eq) or not all(
+                    of in self._names for of in equal.args
+                ):
+                    names = {symbol: sympy.Symbol(rows) for symbol, rows in self._names.items()}
                     return f"assumes {guard.expr.xreplace(names)}"
-                one, other = (symbols[side] for side in equal.args)
+                one, other = (self._names[side] for side in equal.args)
                 self.want_same(one, other, "an operator")
         return None
 

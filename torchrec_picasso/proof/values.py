@@ -5,23 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-__all__ = ["SAMPLES", "SAME", "Kind", "Unproved", "Value", "plain"]
+__all__ = ["SAMPLES", "SAME", "Kind", "UnprovedError", "Value", "plain"]
 
 SAMPLES = "samples"
 """The rows that a batch has one of per sample; other rows are the lookups of a feature."""
 
 
-class Unproved(Exception):
+class UnprovedError(Exception):
     """Why a model is not proved, in words without a place."""
 
 
 class Kind(Enum):
-    """How a tensor follows from the samples of a batch."""
+    """How a tensor follows from the samples of a batch.
+
+    ``ROWS`` has an entry for each row, from that row's inputs alone. To a ``MEAN`` something may be
+    added that is the same for every batch: shares sum to 1.
+    """
 
     SAME = "the same for every batch"
-    ROWS = "an entry per row, each from its own row's inputs alone"
-    MEAN = "a mean over samples, and what is the same for every batch"
-    SUM = "a sum over samples, or over lookups"
+    ROWS = "entries of samples"
+    MEAN = "a mean over samples"
+    SUM = "a sum over the batch"
     OFFSETS = "where each sample's lookups begin and end"
     LOOKUPS = "lookups of several features, one feature after the other"
     HIDDEN = "what an operator keeps for its backward"

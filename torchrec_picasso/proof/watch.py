@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torchrec_picasso.proof.follow import Follower
 from torchrec_picasso.proof.python_code import Names, foreign_module
 from torchrec_picasso.proof.sizes import is_symbolic
-from torchrec_picasso.proof.values import Unproved
+from torchrec_picasso.proof.values import UnprovedError
 from torchrec_picasso.proof.where import current_line, is_users, line_of
 
 __all__ = ["Watch"]
@@ -22,6 +22,9 @@ __all__ = ["Watch"]
 _HOOKS = "sets a hook, which would see gradients of micro-batches"
 _READS = "reads data, so a model can branch on them"
 _GRADS = "runs a backward, or looks at gradients"
+
+_OF_TENSORS: Any = Tensor
+"""Its attributes are descriptors, which stubs do not tell."""
 
 _REFUSED: dict[Any, str] = {
     **dict.fromkeys(
@@ -33,29 +36,29 @@ _REFUSED: dict[Any, str] = {
             *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr),
             *(Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.__reduce_ex__),
             *(Tensor.__deepcopy__, Tensor.apply_, Tensor.map_, Tensor.__bool__, Tensor.__int__),
-            *(Tensor.__float__, Tensor.__index__, Tensor._version.__get__),
+            *(Tensor.__float__, Tensor.__index__, _OF_TENSORS._version.__get__),
         ),
         _READS,
     ),
     **dict.fromkeys(
-        (Tensor.backward, torch.autograd.backward, torch.autograd.grad, Tensor.grad.__get__),
+        (Tensor.backward, torch.autograd.backward, torch.autograd.grad, _OF_TENSORS.grad.__get__),
         _GRADS,
     ),
-    Tensor.grad_fn.__get__: _GRADS,
-    Tensor.grad.__set__: _GRADS,
-    Tensor.data.__get__: "takes .data, past autograd; use detach()",
-    Tensor.data.__set__: "writes .data, once per micro-batch",
+    _OF_TENSORS.grad_fn.__get__: _GRADS,
+    _OF_TENSORS.grad.__set__: _GRADS,
+    _OF_TENSORS.data.__get__: "takes .data, past autograd; use detach()",
+    _OF_TENSORS.data.__set__: "writes .data, once per micro-batch",
     Tensor.requires_grad_: "changes what gets gradients",
-    Tensor.requires_grad.__set__: "changes what gets gradients",
+    _OF_TENSORS.requires_grad.__set__: "changes what gets gradients",
     Tensor.share_memory_: "moves a tensor",
     Tensor.set_: "moves a tensor",
 }
 
 _NUMBER_METHODS = frozenset(
-    function.__code__
+    vars(kind)[name].__code__
     for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)
     for name in ("__bool__", "__int__", "__index__", "__float__", "__hash__", "__round__")
-    if hasattr(function := getattr(kind, name, None), "__code__")
+    if hasattr(vars(kind).get(name), "__code__")
 )
 _SAVED_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 
@@ -101,7 +104,7 @@ class Watch(TorchFunctionMode):
     def _refuse(self, reason: str) -> None:
         text = f"{current_line()} {reason}"
         self._follower.refuse(text)
-        raise Unproved(text)
+        raise UnprovedError(text)
 
     def _see(self, frame: FrameType, event: str, given: Any) -> None:
         if event == "call":
@@ -117,7 +120,7 @@ class Watch(TorchFunctionMode):
         if is_users(code):
             try:
                 self._names.enter(frame)
-            except Unproved as unproved:
+            except UnprovedError as unproved:
                 self._complain(f"{code.co_qualname} at {line_of(frame)} {unproved}")
             return
         if caller is None or not is_users(caller.f_code):
@@ -138,9 +141,9 @@ class Watch(TorchFunctionMode):
     def _complain(self, text: str) -> None:
         """From within a profile function, whose error ends the function that it looks at."""
         self._follower.refuse(text)
-        raise Unproved(text)
+        raise UnprovedError(text)
 
 
 def _name_of(func: Any) -> str:
-    owner = getattr(func, "__self__", None)  # of a getter or setter: the attribute
-    return f".{getattr(owner, '__name__', '')}" if func.__name__[:2] == "__" and owner else func.__name__
+    name: str = func.__name__  # of a getter or setter: the attribute's
+    return f".{func.__self__.__name__}" if name in ("__get__", "__set__") else name

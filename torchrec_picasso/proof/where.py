@@ -6,28 +6,32 @@ import functools
 import os
 import sys
 import sysconfig
+from pathlib import Path
 from types import CodeType, FrameType
 
 import fbgemm_gpu
+import mpmath
 import numpy
 import sympy
 import tensordict
 import torch
 import torchrec
 
-import torchrec_picasso
-
 __all__ = ["current_line", "is_users", "line_of"]
 
-_ZOO = os.path.join(os.path.dirname(torchrec_picasso.__file__), "zoo") + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_ZOO = os.path.join(_OURS, "zoo") + os.sep
 """Models: what is in front of the engine, though in the same package."""
 
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _ADDED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
 
-_LIBRARIES = tuple(
-    os.path.dirname(str(package.__file__)) + os.sep
-    for package in (torch, torchrec, fbgemm_gpu, numpy, sympy, tensordict, torchrec_picasso)
+_LIBRARIES = (
+    _OURS,
+    *(
+        os.path.dirname(str(package.__file__)) + os.sep
+        for package in (torch, torchrec, fbgemm_gpu, tensordict, numpy, sympy, mpmath)
+    ),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrec_picasso.proof.call import Call, Operand, rule
-from torchrec_picasso.proof.values import SAMPLES, Kind, Unproved, Value
+from torchrec_picasso.proof.values import SAMPLES, Kind, UnprovedError, Value
 
 __all__: list[str] = []
 
@@ -14,13 +14,13 @@ def offsets(call: Call) -> Value:
     (lengths,) = call.operands
     value = lengths.value
     if value.kind is not Kind.ROWS or len(value.features) != 1 or lengths.tensor.dim() != 1:
-        raise Unproved("adds up along the batch")
+        raise UnprovedError("adds up along the batch")
     return Value(Kind.OFFSETS, rows=value.rows, features=value.features)
 
 
 def _feature(offsets: Operand) -> str:
     if offsets.value.kind is not Kind.OFFSETS or len(offsets.value.features) != 1:
-        raise Unproved("has offsets that are not those of one feature")
+        raise UnprovedError("has offsets that are not those of one feature")
     return offsets.value.features[0]
 
 
@@ -31,14 +31,15 @@ def _feature(offsets: Operand) -> str:
 def to_dense(call: Call) -> Value:
     """A row of places for each sample, padded."""
     call.refuse_numbers()
-    values, (places, *others) = call.of("values"), [
-        operand for operand in call.operands if operand.name in ("offsets", "offset")
-    ]
+    values, (places, *others) = (
+        call.of("values"),
+        [operand for operand in call.operands if operand.name in ("offsets", "offset")],
+    )
     feature = _feature(places)
     if others or values.value.kind is not Kind.ROWS or values.value.dim or values.value.counted:
-        raise Unproved("pads values of another form than one row per lookup")
+        raise UnprovedError("pads values of another form than one row per lookup")
     if values.value.outer != 1 or call.sizes.inner(values.tensor, values.value) != 1:
-        raise Unproved("pads values of another form than one row per lookup")
+        raise UnprovedError("pads values of another form than one row per lookup")
     call.sizes.want_same(values.value.rows, feature, call.where)
     return Value(Kind.ROWS, rows=places.value.rows)
 
@@ -46,17 +47,18 @@ def to_dense(call: Call) -> Value:
 @rule("fbgemm.dense_to_jagged fbgemm.dense_to_jagged_forward")
 def to_jagged(call: Call) -> list[Value]:
     """The places of each sample that it has lookups for."""
-    dense, (places, *others) = call.of("dense"), [
-        operand for operand in call.operands if operand.name in ("offsets", "x_offsets")
-    ]
+    dense, (places, *others) = (
+        call.of("dense"),
+        [operand for operand in call.operands if operand.name in ("offsets", "x_offsets")],
+    )
     feature = _feature(places)
     value = dense.value
     if others or value.kind is not Kind.ROWS or value.dim or value.counted or value.outer != 1:
-        raise Unproved("takes places of what is not one list per sample")
+        raise UnprovedError("takes places of what is not one list per sample")
     if call.sizes.inner(dense.tensor, value) != 1:
-        raise Unproved("takes entries of different samples for those of one")
+        raise UnprovedError("takes entries of different samples for those of one")
     if call.sizes.times(call.outputs[0].shape[0], feature) != 1:
-        raise Unproved("gives another number of rows than the feature has lookups")
+        raise UnprovedError("gives another number of rows than the feature has lookups")
     call.sizes.want_same(value.rows, SAMPLES, call.where)
     return [Value(Kind.ROWS, rows=feature), *(places.value for _ in call.outputs[1:])]
 
@@ -70,10 +72,10 @@ def regroup(call: Call) -> Value:
     call.refuse_numbers()
     varying = call.varying
     if any(operand.value.kind is not Kind.ROWS or operand.value.dim for operand in varying):
-        raise Unproved("regroups what is not one row per sample")
+        raise UnprovedError("regroups what is not one row per sample")
     if any(operand.value.counted for operand in varying):
-        raise Unproved("computes with places in the batch")
+        raise UnprovedError("computes with places in the batch")
     pooled = [of for of in call.operands if of.name in ("pooled_embs", "embs", "keyed_tensors")]
     if any(operand.is_same for operand in pooled):
-        raise Unproved("regroups columns that samples share")
+        raise UnprovedError("regroups columns that samples share")
     return call.same_rows(varying)

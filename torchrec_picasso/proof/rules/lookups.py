@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchrec_picasso.proof.call import Call, Operand, rule
-from torchrec_picasso.proof.values import SAME, Kind, Unproved, Value, plain
+from torchrec_picasso.proof.values import SAME, Kind, UnprovedError, Value, plain
 
 __all__: list[str] = []
 
@@ -13,15 +13,17 @@ __all__: list[str] = []
 @rule("embedding")
 def embedding(call: Call) -> Value:
     """Rows of a table."""
+    if call.args["scale_grad_by_freq"]:
+        raise UnprovedError("scales gradients by how often the batch has an index")
     return _of_table(call, call.of("weight"), [call.of("indices")])
 
 
 def _of_table(call: Call, table: Operand, indices: list[Operand]) -> Value:
     call.refuse_numbers()
     if not table.is_same:
-        raise Unproved("looks up in a table that depends on the batch")
+        raise UnprovedError("looks up in a table that depends on the batch")
     if any(index.value.counted for index in indices):
-        raise Unproved("looks up by places in the batch")
+        raise UnprovedError("looks up by places in the batch")
     (first, *others) = indices
     if first.value.kind is Kind.LOOKUPS and not others:
         return first.value
@@ -38,13 +40,13 @@ def index_select(call: Call) -> Value:
         return _of_table(call, operand, [index])
     if operand.value.is_partial:
         if not index.is_same:
-            raise Unproved(f"looks up in {operand.value.kind.value}")
+            raise UnprovedError(f"looks up in {operand.value.kind.value}")
         return operand.value
     if operand.value.kind is not Kind.ROWS:
-        raise Unproved(f"looks up in {operand.value.kind.value}")
+        raise UnprovedError(f"looks up in {operand.value.kind.value}")
     if dim != operand.value.dim:
         if not index.is_same:
-            raise Unproved("puts every sample beside every other sample")
+            raise UnprovedError("puts every sample beside every other sample")
         return replace(operand.value, features=())
     _require_own(call, operand, index)
     return Value(
@@ -59,11 +61,11 @@ def _require_own(call: Call, operand: Operand, index: Operand) -> None:
     """An index into the batch must be that of each entry's own row."""
     value = index.value
     if value.kind is not Kind.ROWS or not value.is_own:
-        raise Unproved("takes entries of other samples, by an index into the batch")
+        raise UnprovedError("takes entries of other samples, by an index into the batch")
     if operand.value.outer != 1 or value.outer != 1:
-        raise Unproved("takes samples in different orders")
+        raise UnprovedError("takes samples in different orders")
     if call.sizes.inner(operand.tensor, operand.value) != 1:
-        raise Unproved("takes entries of different samples for those of one")
+        raise UnprovedError("takes entries of different samples for those of one")
     call.sizes.want_same(value.counted, operand.value.rows, call.where)
 
 
@@ -76,21 +78,21 @@ def index(call: Call) -> Value:
     indices = [other for other in call.operands if other.name == "indices"]
     by_dim = dict(zip((dim for dim, of in enumerate(given) if of is not None), indices))
     if any(str(other.tensor.dtype) in ("torch.bool", "torch.uint8") for other in indices):
-        raise Unproved("takes the entries that fulfil a condition")
+        raise UnprovedError("takes the entries that fulfil a condition")
     if operand.is_same:
         return _of_table(call, operand, indices)
     if operand.value.is_partial:
         if any(not other.is_same for other in indices):
-            raise Unproved(f"looks up in {operand.value.kind.value}")
+            raise UnprovedError(f"looks up in {operand.value.kind.value}")
         return operand.value
     if operand.value.kind is not Kind.ROWS:
-        raise Unproved(f"looks up in {operand.value.kind.value}")
+        raise UnprovedError(f"looks up in {operand.value.kind.value}")
     own = by_dim.pop(operand.value.dim, None)
     if any(other.value.counted for other in by_dim.values()):
-        raise Unproved("looks up by places in the batch")
+        raise UnprovedError("looks up by places in the batch")
     if own is None:
         if any(not other.is_same for other in by_dim.values()):
-            raise Unproved("puts every sample beside every other sample")
+            raise UnprovedError("puts every sample beside every other sample")
         return replace(operand.value, features=())
     _require_own(call, operand, own)
     found = call.aligned(indices)
@@ -104,16 +106,16 @@ def gather(call: Call) -> Value:
     if not call.varying:
         return SAME
     if any(operand.is_same or operand.value.kind is not Kind.ROWS for operand in call.operands):
-        raise Unproved("takes entries by an index that is not one of each sample")
+        raise UnprovedError("takes entries by an index that is not one of each sample")
     found = call.same_rows(call.operands)
     (batch_dim, *others) = {operand.value.dim for operand in call.operands}
     operand = call.of("self")
     if others or call.args["dim"] % operand.tensor.dim() == batch_dim:
-        raise Unproved("takes entries of other samples, by an index into the batch")
+        raise UnprovedError("takes entries of other samples, by an index into the batch")
     if len({call.sizes.inner(other.tensor, other.value) for other in call.operands}) > 1:
-        raise Unproved("takes entries of different samples for those of one")
+        raise UnprovedError("takes entries of different samples for those of one")
     if any(other.value.counted for other in call.operands):
-        raise Unproved("computes with places in the batch")
+        raise UnprovedError("computes with places in the batch")
     return plain(found)
 
 
@@ -126,18 +128,18 @@ def index_add(call: Call) -> Value:
     if not call.varying:
         return SAME
     if operand.value.kind is not Kind.ROWS or source.value.kind is not Kind.ROWS:
-        raise Unproved("adds entries of samples to what are none")
+        raise UnprovedError("adds entries of samples to what are none")
     if operand.value.counted or source.value.counted:
-        raise Unproved("computes with places in the batch")
+        raise UnprovedError("computes with places in the batch")
     if dim != operand.value.dim:
         if not index.is_same or source.value.dim != operand.value.dim:
-            raise Unproved("adds entries to those of other samples")
+            raise UnprovedError("adds entries to those of other samples")
         return call.same_rows([operand, source])
     _require_own(call, operand, index)
     if source.value.dim != dim or source.value.outer != 1:
-        raise Unproved("adds entries to those of other samples")
+        raise UnprovedError("adds entries to those of other samples")
     if call.sizes.inner(source.tensor, source.value) != 1:
-        raise Unproved("takes entries of different samples for those of one")
+        raise UnprovedError("takes entries of different samples for those of one")
     call.sizes.want_same(source.value.rows, index.value.rows, call.where)
     return plain(operand.value)
 
@@ -148,8 +150,8 @@ def repeat_interleave(call: Call) -> Value:
     repeats = call.of("repeats")
     value = repeats.value
     if value.kind is not Kind.ROWS or len(value.features) != 1 or repeats.tensor.dim() != 1:
-        raise Unproved("repeats samples by numbers that are not the lengths of a feature")
+        raise UnprovedError("repeats samples by numbers that are not the lengths of a feature")
     (feature,) = value.features
     if call.sizes.times(call.outputs[0].shape[0], feature) != 1:
-        raise Unproved("repeats samples to another number than that of the feature's lookups")
+        raise UnprovedError("repeats samples to another number than that of the feature's lookups")
     return Value(Kind.ROWS, rows=feature, counted=value.rows, is_own=True)

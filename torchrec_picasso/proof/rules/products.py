@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchrec_picasso.proof.call import Call, Operand, rule
-from torchrec_picasso.proof.values import SAME, Kind, Unproved, Value
+from torchrec_picasso.proof.values import SAME, Kind, UnprovedError, Value
 
 __all__: list[str] = []
 
@@ -36,16 +36,16 @@ def product(call: Call) -> Value:
         return Value(Kind.MEAN)
     if found.kind is added.value.kind is Kind.SUM:
         return found
-    raise Unproved(f"adds {added.value.kind.value} to a product")
+    raise UnprovedError(f"adds {added.value.kind.value} to a product")
 
 
 def _added(call: Call, added: Operand, found: Value) -> Value:
     out = call.sizes.locate(call.outputs[0], found)
     if added.place != out.dim - call.outputs[0].dim():
-        raise Unproved("puts every sample beside every other sample")
+        raise UnprovedError("puts every sample beside every other sample")
     rows = call.same_rows([added])
     if rows.outer != found.outer or added.value.counted:
-        raise Unproved("takes samples in different orders")
+        raise UnprovedError("takes samples in different orders")
     call.sizes.want_same(rows.rows, found.rows, call.where)
     return found
 
@@ -56,20 +56,20 @@ def _product(call: Call, sides: Sequence[Operand], letters: Sequence[str]) -> Va
         return SAME
     if any(operand.value.is_partial for operand in varying):
         if len(varying) > 1:
-            raise Unproved("multiplies means over samples, or sums")
+            raise UnprovedError("multiplies means over samples, or sums")
         return Value(varying[0].value.kind)
     if any(operand.value.counted for operand in varying):
-        raise Unproved("computes with places in the batch")
+        raise UnprovedError("computes with places in the batch")
     found = call.same_rows(varying)
     names = [of[side.value.dim] for side, of in zip(sides, letters) if not side.is_same]
     if "k" in names:
         if names != ["k", "k"]:
-            raise Unproved("adds up over the batch")
+            raise UnprovedError("adds up over the batch")
         return Value(Kind.SUM)
     if len(varying) == 2 and names != ["b", "b"]:
-        raise Unproved("puts every sample beside every other sample")
+        raise UnprovedError("puts every sample beside every other sample")
     if names == ["b"]:
-        raise Unproved("has different constants for different places in the batch")
+        raise UnprovedError("has different constants for different places in the batch")
     return found
 
 
@@ -86,9 +86,9 @@ def norm(call: Call) -> Value:
     width = len(call.args["normalized_shape"]) if "normalized_shape" in call.args else None
     if call.name == "native_group_norm":
         return _first_dim(call, operand)
-    if operand.value.kind is Kind.ROWS and width is not None:
-        if operand.value.dim >= operand.tensor.dim() - width:
-            raise Unproved("takes a norm over the batch")
+    first = operand.tensor.dim() - (width or 0)
+    if operand.value.kind is Kind.ROWS and operand.value.dim >= first:
+        raise UnprovedError("takes a norm over the batch")
     return _of_one(call, operand)
 
 
@@ -99,7 +99,7 @@ def norm(call: Call) -> Value:
 )
 def batch_norm(call: Call) -> Value:
     """Statistics of the batch."""
-    raise Unproved("takes statistics of the batch, which are others in a micro-batch; use LayerNorm")
+    raise UnprovedError("takes statistics of the batch, others in a micro-batch; use LayerNorm")
 
 
 @rule("max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d avg_pool1d max_pool1d_with_indices")
@@ -108,7 +108,7 @@ def pool(call: Call) -> Value:
     operand = call.of("self")
     spatial = 1 if "1d" in call.name else 2
     if operand.value.kind is Kind.ROWS and operand.value.dim >= operand.tensor.dim() - spatial:
-        raise Unproved("pools over the batch")
+        raise UnprovedError("pools over the batch")
     return _of_one(call, operand)
 
 
@@ -120,11 +120,11 @@ def recurrent(call: Call) -> list[Value]:
     batch_dim = 0 if call.args["batch_first"] else 1
     for other in call.varying:
         if other.value.kind is not Kind.ROWS or other.value.counted:
-            raise Unproved(f"reads {other.value.kind.value}")
+            raise UnprovedError(f"reads {other.value.kind.value}")
         if other is not operand and other.value.dim != other.tensor.dim() - 2:
-            raise Unproved("has states that are not those of its samples")
+            raise UnprovedError("has states that are not those of its samples")
     if operand.is_same or operand.value.dim != batch_dim or call.args["batch_sizes"]:
-        raise Unproved("runs over the batch as if over steps")
+        raise UnprovedError("runs over the batch as if over steps")
     return call.with_scratch(call.same_rows(call.varying))
 
 
@@ -139,20 +139,20 @@ def attention(call: Call) -> list[Value]:
     inputs = [call.of(name) for name in ("query", "key", "value")]
     mask = call.find("attn_mask") or call.find("attn_bias")
     if any(operand.value.kind is not Kind.ROWS or operand.value.dim for operand in inputs):
-        raise Unproved("attends over the batch, or has queries or keys that samples share")
+        raise UnprovedError("attends over the batch, or has queries or keys that samples share")
     if any(operand.value.counted for operand in inputs):
-        raise Unproved("computes with places in the batch")
+        raise UnprovedError("computes with places in the batch")
     found = call.same_rows(inputs)
     if mask is not None:
         if not mask.is_same and (mask.value.dim or mask.tensor.dim() < 4):
-            raise Unproved("masks other samples")
+            raise UnprovedError("masks other samples")
         found = call.aligned([inputs[0], mask]) if mask.tensor.dim() == 4 else found
     return call.with_scratch(found)
 
 
 def _first_dim(call: Call, operand: Operand) -> Value:
     if operand.value.kind is Kind.ROWS and operand.value.dim:
-        raise Unproved("takes samples for channels")
+        raise UnprovedError("takes samples for channels")
     return _of_one(call, operand, may_have_numbers=call.name == "native_group_norm")
 
 
@@ -163,5 +163,5 @@ def _of_one(call: Call, operand: Operand, may_have_numbers: bool = False) -> Val
     if operand.is_same and not call.varying:
         return SAME
     if call.varying != [operand] or operand.value.kind is not Kind.ROWS or operand.value.counted:
-        raise Unproved("has weights that depend on the batch, or reads what are no samples")
+        raise UnprovedError("has weights that depend on the batch, or reads what are no samples")
     return Value(Kind.ROWS, rows=operand.value.rows, outer=operand.value.outer)

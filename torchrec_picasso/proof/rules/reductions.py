@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrec_picasso.proof.call import Call, rule
-from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, Unproved, Value
+from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, UnprovedError, Value
 
 __all__: list[str] = []
 
@@ -17,14 +17,14 @@ def total(call: Call) -> Value:
     if operand.is_same or value.is_partial:
         return value
     if value.kind is not Kind.ROWS or value.counted:
-        raise Unproved(f"adds up {value.kind.value}, or places in the batch")
+        raise UnprovedError(f"adds up {value.kind.value}, or places in the batch")
     dims = call.dims(operand)
     if dims is not None and value.dim not in dims:
         return Value(Kind.ROWS, rows=value.rows, outer=value.outer)
     if call.name == "sum":
         return Value(Kind.SUM)
     if value.rows != SAMPLES and not call.sizes.are_same(SAMPLES, value.rows):
-        raise Unproved(
+        raise UnprovedError(
             "averages over lookups, of which each part of a batch has another share; divide their "
             "sum by the number of samples"
         )
@@ -43,13 +43,13 @@ def along(call: Call) -> Value:
     value = operand.value
     call.refuse_numbers()
     if others and call.is_pointwise is False:
-        raise Unproved("takes several tensors")
+        raise UnprovedError("takes several tensors")
     if operand.is_same:
         return SAME
     if value.is_partial:
-        raise Unproved(f"is not linear in {value.kind.value}")
+        raise UnprovedError(f"is not linear in {value.kind.value}")
     if value.kind is not Kind.ROWS or value.counted:
-        raise Unproved(f"computes with {value.kind.value}, or with places in the batch")
+        raise UnprovedError(f"computes with {value.kind.value}, or with places in the batch")
     default = -1 if call.name in ("sort", "argsort", "topk", "kthvalue", "mode", "glu") else None
     if "dim" not in call.args and default is None:
         dims = None
@@ -57,5 +57,5 @@ def along(call: Call) -> Value:
         call.args.setdefault("dim", default)
         dims = call.dims(operand)
     if dims is None or value.dim in dims:
-        raise Unproved("computes over the batch: its samples change what others give")
+        raise UnprovedError("computes over the batch: its samples change what others give")
     return Value(Kind.ROWS, rows=value.rows, outer=value.outer)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchrec_picasso.proof.call import Call, Operand, rule
-from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, Unproved, Value, plain
+from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, UnprovedError, Value, plain
 
 __all__: list[str] = []
 
@@ -19,7 +19,7 @@ __all__: list[str] = []
 def _only(call: Call) -> Operand:
     (operand, *others) = call.varying or call.operands
     if others:
-        raise Unproved("takes a place from a tensor that depends on the batch")
+        raise UnprovedError("takes a place from a tensor that depends on the batch")
     return operand
 
 
@@ -39,18 +39,18 @@ def view(call: Call) -> Value:
     if tuple(map(str, out.shape)) == tuple(map(str, tensor.shape)):
         return value
     if value.kind is not Kind.ROWS:
-        raise Unproved(f"gives {value.kind.value} another shape")
+        raise UnprovedError(f"gives {value.kind.value} another shape")
     dims = call.sizes.batch_dims(out)
     times = call.sizes.times(out.shape[dims[0]], value.rows) if len(dims) == 1 else None
     if times is None:
-        raise Unproved("splits the batch, or multiplies it: sizes other than the batch's meet")
+        raise UnprovedError("splits the batch, or multiplies it: sizes other than the batch's meet")
     (dim,) = dims
     if value.rows != SAMPLES and -1 in call.args["size"] and call.args["size"][dim] != -1:
-        raise Unproved("infers a size from lookups, which may be none")
+        raise UnprovedError("infers a size from lookups, which may be none")
     before = prod(tensor.shape[: value.dim]) * value.outer
     outer, rest = divmod(before, prod(out.shape[:dim]) or 1)
     if rest or not outer or times % outer:
-        raise Unproved("takes entries of different samples for those of one")
+        raise UnprovedError("takes entries of different samples for those of one")
     found = replace(value, outer=outer)
     num_features = len(value.features)
     fits = outer == num_features or (outer == 1 and dim == 1 and out.shape[0] == num_features)
@@ -63,7 +63,7 @@ def turned(call: Call) -> Value:
     call.refuse_numbers()
     operand = _only(call)
     if operand.value.kind in (Kind.OFFSETS, Kind.LOOKUPS):
-        raise Unproved(f"turns {operand.value.kind.value}")
+        raise UnprovedError(f"turns {operand.value.kind.value}")
     return _kept(operand.value)
 
 
@@ -75,7 +75,7 @@ def squeeze(call: Call) -> Value:
         return operand.value
     dims = call.dims(operand)
     if dims is None or operand.value.dim in dims:
-        raise Unproved("drops the batch's dim where there is one sample; name another dim")
+        raise UnprovedError("drops the batch's dim where there is one sample; name another dim")
     return _kept(operand.value)
 
 
@@ -87,9 +87,9 @@ def expand(call: Call) -> Value:
     if operand.is_same:
         return _repeated_constant(call, out)
     if value.kind not in (Kind.ROWS, Kind.MEAN, Kind.SUM):
-        raise Unproved(f"repeats {value.kind.value}")
+        raise UnprovedError(f"repeats {value.kind.value}")
     if value.is_partial and call.numbers:
-        raise Unproved(f"puts {value.kind.value} beside every sample")
+        raise UnprovedError(f"puts {value.kind.value} beside every sample")
     return _kept(value)
 
 
@@ -102,9 +102,9 @@ def repeat(call: Call) -> Value:
     call.refuse_numbers()
     repeats: Sequence[int] = call.args["repeats"]
     if operand.value.kind is Kind.ROWS and repeats[operand.place] != 1:
-        raise Unproved("repeats the batch")
+        raise UnprovedError("repeats the batch")
     if operand.value.kind in (Kind.OFFSETS, Kind.LOOKUPS):
-        raise Unproved(f"repeats {operand.value.kind.value}")
+        raise UnprovedError(f"repeats {operand.value.kind.value}")
     return _kept(operand.value)
 
 
@@ -115,7 +115,7 @@ def _repeated_constant(call: Call, out: torch.Tensor) -> Value:
         return SAME
     found = call.sizes.rows_of(out.shape[dims[0]])
     if found is None:
-        raise Unproved(f"repeats a constant {out.shape[dims[0]]} times, which is no batch")
+        raise UnprovedError(f"repeats a constant {out.shape[dims[0]]} times, which is no batch")
     return Value(Kind.ROWS, rows=found[0])
 
 
@@ -127,11 +127,11 @@ def select(call: Call) -> Value:
     call.refuse_numbers()
     value = operand.value
     if value.kind is Kind.LOOKUPS and dims == [value.dim]:
-        raise Unproved("takes one lookup of the batch")
+        raise UnprovedError("takes one lookup of the batch")
     if value.kind in (Kind.ROWS, Kind.OFFSETS) and dims == [value.dim]:
-        raise Unproved("takes one place of the batch")
+        raise UnprovedError("takes one place of the batch")
     if value.kind is Kind.OFFSETS:
-        raise Unproved(f"takes a part of {value.kind.value}")
+        raise UnprovedError(f"takes a part of {value.kind.value}")
     if value.features and value.dim == 1 and dims == [0]:
         return replace(value, features=(value.features[call.args["index"]],))
     return _kept(value)
@@ -153,7 +153,7 @@ def slice_(call: Call) -> Value:
         found = _slice_of_features(call, value, start, out.shape[dim])
         if found is not None:
             return found
-    raise Unproved("takes some places of the batch and leaves others")
+    raise UnprovedError("takes some places of the batch and leaves others")
 
 
 def _slice_of_features(call: Call, value: Value, start: Any, size: Any) -> Value | None:
@@ -200,12 +200,10 @@ def split(call: Call) -> Value | list[Value]:
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + size)
-    found = [
-        _slice_of_features(call, value, start, end - start) for start, end in pairwise(starts)
-    ]
+    found = [_slice_of_features(call, value, start, end - start) for start, end in pairwise(starts)]
     known = [of for of in found if of is not None]
     if len(known) != len(outs):
-        raise Unproved("cuts the batch")
+        raise UnprovedError("cuts the batch")
     return known
 
 
@@ -220,17 +218,17 @@ def cat(call: Call) -> Value:
     if kinds <= {Kind.SAME, Kind.MEAN} or kinds == {Kind.SUM}:
         return Value(varying[0].value.kind)
     if kinds != {Kind.ROWS}:
-        raise Unproved("puts entries of samples beside what are none")
+        raise UnprovedError("puts entries of samples beside what are none")
     found = call.same_rows(varying)
     (dim, *others) = {operand.value.dim for operand in varying}
     given = call.args.get("dim", 0)
     is_along = call.name == "cat" and given % call.outputs[0].dim() == dim
     if others or is_along:
-        raise Unproved("puts samples behind samples")
+        raise UnprovedError("puts samples behind samples")
     for operand in varying:
         call.sizes.fail_unless_same(found.rows, operand.value.rows)
     if any(operand.value.counted for operand in varying):
-        raise Unproved("puts places in the batch beside other numbers")
+        raise UnprovedError("puts places in the batch beside other numbers")
     return plain(found)
 
 
@@ -243,7 +241,7 @@ def within(call: Call) -> Value:
     if operand.is_same:
         return value
     if value.kind is not Kind.ROWS:
-        raise Unproved(f"moves entries of {value.kind.value}")
+        raise UnprovedError(f"moves entries of {value.kind.value}")
     num_dims = operand.tensor.dim()
     if call.name == "diagonal":
         touched = [call.args["dim1"] % num_dims, call.args["dim2"] % num_dims]
@@ -257,7 +255,7 @@ def within(call: Call) -> Value:
         dims = call.dims(operand, name)
         touched = list(range(num_dims)) if dims is None else dims
     if value.dim in touched:
-        raise Unproved("moves samples, or mixes neighbours")
+        raise UnprovedError("moves samples, or mixes neighbours")
     if value.counted and call.name == "constant_pad_nd":
-        raise Unproved("computes with places in the batch")
+        raise UnprovedError("computes with places in the batch")
     return _kept(value)

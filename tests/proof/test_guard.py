@@ -1,0 +1,123 @@
+"""A proof holds as long as the model is as it was; whatever is changed is seen and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+
+from tests.proof.models import Head, Model, make_batch
+from tests.proof.tables import given_tables
+from torchrec_picasso.proof.guard import Guard
+from torchrec_picasso.proof.proof import prove
+
+SCALE = 1.0
+
+
+@dataclass
+class Settings:
+    """An object of a model."""
+
+    scale: float
+    steps: list[int]
+
+
+class Watched(Head):
+    """Reads an attribute, an object, a list, an attribute of its class and a global."""
+
+    late = False
+    power = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings(1.0, [1, 2])
+        self.scales = [1.0, 2.0]
+        self.inner = nn.Sequential(nn.Linear(2, 2))
+
+    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        scale = SCALE * self.scales[0] * self.settings.scale
+        loss = scale * ((logits - batch.labels) ** self.power).mean()
+        return loss + logits.softmax(0).square().sum() if self.late else loss
+
+
+def _proved() -> tuple[Model, Guard, Batch]:
+    model, batch = Model(Watched()), make_batch()
+    proof = prove(model, batch, given_tables(model, batch.sparse_features))
+    assert proof.reason is None
+    assert proof.guard is not None
+    return model, proof.guard, batch
+
+
+def test_an_untouched_model_has_not_changed() -> None:
+    model, guard, batch = _proved()
+    assert guard.changed() is None
+    assert guard.changed(make_batch(5)) is None
+    batch.labels.mul_(2)
+    with torch.no_grad():
+        model.head.hidden.weight.mul_(2)
+    model.head.hidden.weight.grad = torch.ones_like(model.head.hidden.weight)
+    assert guard.changed(batch) is None
+
+
+_CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "attribute": (lambda head: setattr(head, "late", True), "head"),
+    "new attribute": (lambda head: setattr(head, "other", 1), "head.other"),
+    "object": (lambda head: setattr(head.settings, "scale", 2.0), "head.settings.scale"),
+    "list in an object": (lambda head: head.settings.steps.append(3), "head.settings"),
+    "list": (lambda head: head.scales.__setitem__(0, 3.0), "head.scales"),
+    "training": (lambda head: head.inner.eval(), "head.inner"),
+    "frozen": (lambda head: head.over.weight.requires_grad_(False), "head.over.weight"),
+    "replaced module": (lambda head: setattr(head, "inner", nn.Identity()), "head"),
+    "replaced parameter": (
+        lambda head: setattr(head.over, "bias", nn.Parameter(torch.ones(1))),
+        "head.over",
+    ),
+    "forward hook": (lambda head: head.inner.register_forward_hook(print), "forward hook"),
+    "parameter hook": (lambda head: head.over.weight.register_hook(print), "head.over.weight"),
+    "replaced forward": (lambda head: setattr(head.inner, "forward", print), "head.inner"),
+}
+
+
+@pytest.mark.parametrize("name", _CHANGES)
+def test_a_change_is_seen(name: str) -> None:
+    change, words = _CHANGES[name]
+    model, guard, _ = _proved()
+    change(model.head)
+    assert words in str(guard.changed())
+
+
+def test_classes_and_globals_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, guard, _ = _proved()
+    with monkeypatch.context() as patch:
+        patch.setattr(Watched, "power", 3)
+        assert "the class Watched" in str(guard.changed())
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "SCALE", 2.0)
+        assert guard.changed() == "the global SCALE has changed"
+    assert guard.changed() is None
+
+
+def test_hooks_on_all_modules_are_watched() -> None:
+    _, guard, _ = _proved()
+    handle = nn.modules.module.register_module_forward_hook(lambda *given: None)
+    assert "all modules" in str(guard.changed())
+    handle.remove()
+    assert guard.changed() is None
+
+
+def test_a_batch_of_another_form_is_seen() -> None:
+    _, guard, batch = _proved()
+    batch.labels = batch.labels.double()
+    assert "the batch" in str(guard.changed(batch))
+
+
+def test_a_change_is_proved_anew() -> None:
+    model, _, batch = _proved()
+    model.head.late = True
+    reason = prove(model, batch, given_tables(model, batch.sparse_features)).reason
+    assert "computes over the batch" in str(reason)

@@ -1,0 +1,408 @@
+"""What a model does beside its operators: state, globals, clocks, hooks, outputs.
+
+Each head does one thing that K forwards in a step do K times, or in another way.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+from torchrec.datasets.utils import Batch
+
+from tests.proof.models import HIDDEN, NUM_DENSE, Head, prove_head, with_loss
+
+NUM_CALLS = 0
+CALLS: list[int] = []
+NOTE_CALL = CALLS.append
+
+
+def _tally() -> None:
+    """Gets attributes."""
+
+
+@functools.lru_cache
+def _cached() -> int:
+    return 1
+
+
+def _make_closures() -> tuple[Callable[[], None], Callable[[], None]]:
+    seen, num_calls = [], 0
+
+    def note() -> None:
+        seen.append(1)
+
+    def count() -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    return note, count
+
+
+_NOTE, _COUNT = _make_closures()
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def tick(self) -> int:
+        self.num_calls += 1
+        return 1
+
+    def __call__(self, value: Tensor) -> Tensor:
+        self.tick()
+        return value
+
+
+_TICK = _Counter().tick
+
+
+class _Counts(nn.Module):
+    num_calls = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.num_calls += 1
+        return value
+
+
+class _AddsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad + 1
+
+
+class _ClassCount(Head):
+    num_calls = 0
+    seen: ClassVar[list[Tensor]] = []
+
+
+def _global_counter(head: Head, out: Tensor, batch: Batch) -> Tensor:
+    global NUM_CALLS
+    NUM_CALLS += 1
+    return out.mean()
+
+
+def _function_attribute(head: Head, out: Tensor, batch: Batch) -> Tensor:
+    function = _tally
+    function.calls = 1
+    return out.mean()
+
+
+def _default(head: Head, out: Tensor, batch: Batch, seen: list[int] = []) -> Tensor:  # noqa: B006
+    seen.append(1)
+    return out.mean()
+
+
+def _local_import(head: Head, out: Tensor, batch: Batch) -> Tensor:
+    import random as drawn
+
+    return out.mean() * drawn.random()
+
+
+def _counts_itself(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.num_calls = getattr(head, "num_calls", 0) + 1
+    return out.mean() if head.num_calls < 40 else 2 * out.mean()
+
+
+def _keeps(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.last = out
+    return out.mean()
+
+
+def _counts_class(head: Head, out: Tensor, batch: Batch) -> Tensor:
+    type(head).num_calls += 1  # type: ignore[attr-defined]
+    return out.mean()
+
+
+def _notes_class(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.seen.append(out)
+    return out.mean()
+
+
+def _catches(head: Head, out: Tensor, batch: Batch) -> Tensor:
+    try:
+        return out.mean() if out[0] > 0 else 2 * out.mean()
+    except Exception:
+        return out.mean()
+
+
+def _hooked(head: Head, out: Tensor, batch: Batch) -> Tensor:
+    out.register_hook(lambda grad: grad.clamp(-1, 1))
+    return out.mean()
+
+
+def _saves_elsewhere(head: Head, out: Tensor, batch: Batch) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda of: of, lambda of: of):
+        return (out**2).mean()
+
+
+def _communicates(head: Head, out: Tensor, batch: Batch) -> Tensor:
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    return out.mean()
+
+
+_IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "global counter": (_global_counter, "writes the global NUM_CALLS"),
+    "global list": (lambda head, out, batch: (CALLS.append(1), out.mean())[1], "reads CALLS"),
+    "global method": (lambda head, out, batch: (NOTE_CALL(1), out.mean())[1], "reads NOTE_CALL"),
+    "method of a global": (lambda head, out, batch: out.mean() * _TICK(), "reads _TICK"),
+    "closure list": (lambda head, out, batch: (_NOTE(), out.mean())[1], "reads seen"),
+    "closure counter": (lambda head, out, batch: (_COUNT(), out.mean())[1], "writes num_calls"),
+    "function attribute": (_function_attribute, "attributes of the function _tally"),
+    "mutable default": (_default, "a default of"),
+    "cached function": (lambda head, out, batch: out.mean() * _cached(), "reads _cached"),
+    "clock": (lambda head, out, batch: out.mean() * (time.time() % 2), "module time"),
+    "random": (lambda head, out, batch: out.mean() * random.random(), "module random"),
+    "NumPy": (lambda head, out, batch: out.mean() * np.random.rand(), "numpy.random"),
+    "local import": (_local_import, "imports random"),
+    "seeds": (lambda head, out, batch: (torch.manual_seed(0), out.mean())[1], "seeds"),
+    "attribute": (_counts_itself, "head.num_calls"),
+    "kept output": (_keeps, "head.last"),
+    "caught": (_catches, "one place"),
+    "data": (lambda head, out, batch: out.mean() * out.detach().numpy().max(), "reads data"),
+    "gradient": (
+        lambda head, out, batch: out.mean() * (1 if head.over.weight.grad is None else 2),
+        ".grad",
+    ),
+    "double backward": (
+        lambda head, out, batch: torch.autograd.grad(out.sum(), head.over.weight)[0].sum(),
+        "runs a backward",
+    ),
+    "tensor hook": (_hooked, "register_hook"),
+    "saved tensors": (_saves_elsewhere, "saved for backward"),
+    "collective": (_communicates, "torch.distributed"),
+    "own backward": (
+        lambda head, out, batch: _AddsInBackward.apply(out).mean(),
+        "_AddsInBackward",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _IN_LOSS)
+def test_loss(name: str) -> None:
+    loss, words = _IN_LOSS[name]
+    reason = prove_head(with_loss(loss)()).reason
+    assert words in str(reason)
+    assert (NUM_CALLS, CALLS, vars(_tally), _default.__defaults__) == (0, [], {}, ([],))
+
+
+def _with(name: str, value: Callable[[], Any], use: Callable[[Any, Tensor], Tensor]) -> type[Head]:
+    def logits(head: Any, x: Tensor) -> Tensor:
+        return use(head, Head.logits(head, x))
+
+    def init(head: Any) -> None:
+        Head.__init__(head)
+        setattr(head, name, value())
+
+    return type("With", (Head,), {"__init__": init, "logits": logits})
+
+
+def _with_layer(layer: Callable[[], nn.Module]) -> type[Head]:
+    def logits(head: Any, x: Tensor) -> Tensor:
+        hidden = head.hidden(x)
+        return head.over(hidden + head.layer(hidden)).squeeze(1)
+
+    def init(head: Any) -> None:
+        Head.__init__(head)
+        head.layer = layer()
+
+    return type("WithLayer", (Head,), {"__init__": init, "logits": logits})
+
+
+class _Looks(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, HIDDEN, **options)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.table((value[:, 0].sigmoid() * 9).long())
+
+
+class _Follows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+        self.fast = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, value: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.slow.weight.mul_(0.9).add_(self.fast.weight, alpha=0.1)
+        return self.fast(value) - self.slow(value)
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inside, self._use_reentrant = nn.Linear(HIDDEN, HIDDEN), use_reentrant
+
+    def forward(self, value: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.inside, value, use_reentrant=self._use_reentrant)
+        return found
+
+
+class _AttendsOverBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(HIDDEN, 2)
+
+    def forward(self, value: Tensor) -> Tensor:
+        steps = value[:, None]
+        return self.attention(steps, steps, steps, need_weights=False)[0][:, 0]
+
+
+def _hooked_linear() -> nn.Module:
+    layer = nn.Linear(HIDDEN, HIDDEN)
+    layer.register_forward_hook(lambda *given: None)
+    return layer
+
+
+def _clamped_linear() -> nn.Module:
+    layer = nn.Linear(HIDDEN, HIDDEN)
+    layer.weight.register_hook(lambda grad: grad.clamp(-1, 1))
+    return layer
+
+
+_HEADS: dict[str, tuple[type[Head], str]] = {
+    "counting object": (
+        _with("meter", _Counter, lambda head, out: out * head.meter.tick()),
+        "head.meter",
+    ),
+    "counting callable": (_with("meter", _Counter, lambda head, out: head.meter(out)), "meter"),
+    "bound method": (
+        _with("tick", lambda: _Counter().tick, lambda head, out: out * head.tick()),
+        "head.tick",
+    ),
+    "cycle": (
+        _with("turns", lambda: itertools.cycle((1, 2)), lambda head, out: out * next(head.turns)),
+        "head.turns",
+    ),
+    "queue": (
+        _with("kept", deque, lambda head, out: (head.kept.append(out.detach()), out)[1]),
+        "head.kept",
+    ),
+    "own NumPy": (
+        _with("drawn", np.random.default_rng, lambda head, out: out * head.drawn.random()),
+        "head.drawn",
+    ),
+    "generator": (_with("drawn", torch.Generator, lambda head, out: out), "torch.Generator"),
+    "lambda's default": (
+        _with(
+            "note",
+            lambda: lambda x, seen=[]: (seen.append(1), x)[1],
+            lambda head, out: head.note(out),
+        ),
+        "a default of",
+    ),
+    "unregistered": (
+        _with("layers", lambda: [_Counts()], lambda head, out: head.layers[0](out)),
+        "not registered",
+    ),
+    "registered": (_with("layer", _Counts, lambda head, out: head.layer(out)), "layer.num_calls"),
+    "BatchNorm": (_with_layer(lambda: nn.BatchNorm1d(HIDDEN)), "num_batches_tracked"),
+    "BatchNorm without a trace": (
+        _with_layer(lambda: nn.BatchNorm1d(HIDDEN, track_running_stats=False)),
+        "statistics of the batch",
+    ),
+    "spectral norm": (
+        _with_layer(lambda: spectral_norm(nn.Linear(HIDDEN, HIDDEN))),
+        "parametrizations.weight.0._u",
+    ),
+    "teacher": (_with_layer(_Follows), "writes into head.layer.slow.weight"),
+    "frequencies": (_with_layer(lambda: _Looks(scale_grad_by_freq=True)), "how often"),
+    "renormed": (_with_layer(lambda: _Looks(max_norm=1.0)), "writes into head.layer.table.weight"),
+    "attention over the batch": (_with_layer(_AttendsOverBatch), "attends over the batch"),
+    "reentrant": (_with_layer(lambda: _Checkpointed(True)), "use_reentrant=False"),
+    "forward hook": (_with_layer(_hooked_linear), "a forward hook on head.layer"),
+    "parameter hook": (_with_layer(_clamped_linear), "a hook on the parameter head.layer.weight"),
+    "script": (
+        _with_layer(lambda: torch.jit.trace(nn.Linear(HIDDEN, HIDDEN), torch.rand(2, HIDDEN))),
+        "compiled",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _HEADS)
+def test_head(name: str) -> None:
+    head, words = _HEADS[name]
+    assert words in str(prove_head(head()).reason)
+
+
+@pytest.mark.parametrize(("loss", "name"), [(_counts_class, "num_calls"), (_notes_class, "seen")])
+def test_a_class_is_left_as_it_was(loss: Callable[..., Tensor], name: str) -> None:
+    head = type("Counting", (_ClassCount,), {"loss": loss, "num_calls": 0})
+    assert name in str(prove_head(head()).reason)
+    assert (head.num_calls, _ClassCount.num_calls, _ClassCount.seen) == (0, 0, [])
+
+
+_OUTPUTS: dict[str, tuple[Callable[[Head, Tensor, Batch], Any], str | None]] = {
+    "entries": (lambda head, out, batch: {"over": out > 0, "labels": batch.labels, "n": 3}, None),
+    "mean": (lambda head, out, batch: (out.detach(), out.mean().detach()), None),
+    "lists": (lambda head, out, batch: batch.sparse_features.to_dict()["f"], None),
+    "sum": (lambda head, out, batch: out.sum(), "cannot be joined"),
+    "several means": (lambda head, out, batch: out[:, None].mean(0), "cannot be joined"),
+    "count": (lambda head, out, batch: out.mean().long(), "rounds a mean"),
+    "ranks": (lambda head, out, batch: out.argsort().argsort(), "over the batch"),
+    "over the median": (lambda head, out, batch: out > out.median(), "over the batch"),
+    "flat": (lambda head, out, batch: torch.stack([out, out], 1).view(-1), "several entries"),
+    "turned": (lambda head, out, batch: torch.stack([out, out]), "not an entry"),
+    "parameter": (lambda head, out, batch: head.over.weight, "a tensor of the model"),
+    "size": (lambda head, out, batch: out.shape[0], "the size of the batch"),
+    "all lookups": (lambda head, out, batch: batch.sparse_features, "KeyedJaggedTensor"),
+}
+
+
+@pytest.mark.parametrize("name", _OUTPUTS)
+def test_output(name: str) -> None:
+    output, words = _OUTPUTS[name]
+    reason = prove_head(type("WithOutput", (Head,), {"output": output})()).reason
+    assert reason is None if words is None else words in str(reason)
+
+
+class _Layers(nn.Module):
+    """Layers that keep samples apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(NUM_DENSE, HIDDEN, batch_first=True)
+        self.gated = nn.GRU(HIDDEN, HIDDEN)
+        self.block = nn.TransformerEncoderLayer(HIDDEN, 2, 16, batch_first=True)
+        self.window = nn.Conv1d(2, 3, 2, padding=1)
+        self.inside = _Checkpointed(use_reentrant=False)
+        self.looks = _Looks()
+
+    def forward(self, value: Tensor) -> Tensor:
+        steps = self.recurrent(value.view(value.shape[0], -1, NUM_DENSE))[0]
+        steps = self.block(self.gated(steps.transpose(0, 1))[0].transpose(0, 1))
+        seen = self.window(value.view(-1, 2, HIDDEN // 2)).amax((1, 2))
+        return self.inside(steps.mean(dim=1)) + seen[:, None] + self.looks(value)
+
+
+def test_layers_that_keep_samples_apart() -> None:
+    assert prove_head(_with_layer(_Layers)()).reason is None
+
+
+def test_what_is_made_in_the_forward_may_change() -> None:
+    def loss(head: Head, out: Tensor, batch: Batch) -> Tensor:
+        parts = [out]
+        parts.append(2 * out)
+        scale = 3
+        return torch.stack([scale * part.mean() for part in parts if len(parts) > 1]).sum()
+
+    assert prove_head(with_loss(loss)()).reason is None

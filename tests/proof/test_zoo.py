@@ -1,0 +1,47 @@
+"""The models of the zoo are proved, as their configurations train them, and rightly so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.proof.cuts import assert_cut_is_whole
+from tests.proof.tables import given_tables
+from torchrec_picasso.config import load_config
+from torchrec_picasso.proof.proof import Losses, prove
+from torchrec_picasso.zoo.registry import build_model, make_source
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODELS = (
+    *("wide_deep_criteo", "dlrm_criteo", "deepfm_criteo", "din_taobao", "dien_taobao"),
+    *("mmoe_generated", "can_taobao", "wukong_criteo", "dhen_fields", "tbsm_taobao"),
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_is_proved(name: str) -> None:
+    config = load_config(CONFIGS / f"{name}.yaml")
+    config = replace(config, data=replace(config.data, batch_size=24, max_history=4))
+    source = make_source(config.data, config.seed)
+    model, batch = build_model(config, source), next(iter(source.batches(0, 1)))
+    given = given_tables(model, batch.sparse_features)
+    proof = prove(model, batch, given)
+    assert proof.reason is None
+    assert proof.guard is not None
+    assert proof.guard.changed(batch) is None
+    num_samples = batch.labels.size(0)
+    assert_cut_is_whole(model, batch, given, [1, num_samples - 6, 5], Losses.MEANS)
+
+
+def test_dice_is_not_proved() -> None:
+    config = load_config(CONFIGS / "din_taobao.yaml")
+    sizes = {**(config.model.sizes or {}), "activation": "dice"}
+    config = replace(config, model=replace(config.model, sizes=sizes))
+    source = make_source(config.data, config.seed)
+    model, batch = build_model(config, source), next(iter(source.batches(0, 1)))
+    proof = prove(model, batch, given_tables(model, batch.sparse_features))
+    assert proof.reason is not None
+    assert "layers/dice.py" in proof.reason
+    assert proof.guard is None
