@@ -87,6 +87,8 @@ FOREIGN: dict[str, set[str]] = {
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": {
         *("_create_output_dist", "_has_uninitialized_input_dist"),
     },
+    "torchrec.distributed.embedding_lookup.GroupedPooledEmbeddingsLookup": {"_emb_modules"},
+    "torchrec.distributed.model_tracker.model_delta_tracker.ModelDeltaTrackerTrec": {"_mode"},
     "torchrec.distributed.sharding.tw_sharding.TwSparseFeaturesDist": {"_dist"},
     "torchrec.modules.regroup.KTRegroupAsDict": {"_groups", "_keys"},
     "torch": {"_C"},
@@ -154,6 +156,7 @@ SIGNATURES: dict[str, str] = {
     "GroupedEmbeddingsLookup.__init__": "grouped_configs, pg, device, env",
     "GroupedEmbeddingsLookup._create_embedding_kernel": "config, pg, device, env",
     "GroupedEmbeddingsLookup.forward": "sparse_features",
+    "GroupedEmbeddingsLookup.register_optim_state_tracker_fn": "record_fn",
     "GroupedPooledEmbeddingsLookup.__init__": (
         "grouped_configs, device, pg, feature_processor, scale_weight_gradients, sharding_type, env"
     ),
@@ -161,6 +164,7 @@ SIGNATURES: dict[str, str] = {
         "config, device, pg, sharding_type, env"
     ),
     "GroupedPooledEmbeddingsLookup.forward": "sparse_features",
+    "GroupedPooledEmbeddingsLookup.register_optim_state_tracker_fn": "record_fn",
     "KeyedJaggedTensor.permute": "indices, indices_tensor",
     "KeyedJaggedTensor.record_stream": "stream",
     "KeyedJaggedTensor.split": "segments",

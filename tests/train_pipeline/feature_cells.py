@@ -88,6 +88,10 @@ class Feature:
     whose bags travel."""
     optimizer: Any = torchrec.optim.RowWiseAdagrad
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1, "eps": 1e-2})
+    kwargs_of_table: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Beside those, of the optimizer."""
+    is_placed_alike: bool = False
+    """Whether TorchRec's own run places row-wise what is hot/cold in ours, not table-wise."""
     fused_params: Mapping[str, Any] = field(default_factory=dict)
     data_type: Any = torchrec.modules.embedding_configs.DataType.FP32
     wire: str | None = None
@@ -267,26 +271,28 @@ def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParalle
     }
     model = (feature.model or Model)(feature, kind)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    hot = {
-        t.name: feature.hot_rows.get(t.name, feature.hot_rows.get("*")) if is_ours else None
-        for t in feature.tables
+    asked = {
+        t.name: feature.hot_rows.get(t.name, feature.hot_rows.get("*")) for t in feature.tables
     }
+    hot = asked if is_ours else dict.fromkeys(asked)
+    placed = asked if feature.is_placed_alike else hot
     plans: dict[str, Any] = {}
     for path, module in model.named_children():
         if type(module) not in sharders:
             continue
-        names = [n.split(".")[-2] for n, _ in module.named_parameters() if ".t_" in n]
+        named = list(module.named_parameters())
+        names = [n.split(".")[-2] for n, _ in named if ".t_" in n]
         if feature.optimizer is not None:
-            parameters = [p for n, p in module.named_parameters() if ".t_" in n]
-            apply_optimizer_in_backward(
-                feature.optimizer,
-                [p for p in parameters if not hasattr(p, "_optimizer_classes")],
-                dict(feature.optimizer_kwargs),
-            )
+            for name, parameter in zip(names, (p for n, p in named if ".t_" in n)):
+                kwargs = {**feature.optimizer_kwargs, **feature.kwargs_of_table.get(name, {})}
+                if not hasattr(parameter, "_optimizer_classes"):
+                    apply_optimizer_in_backward(feature.optimizer, [parameter], kwargs)
         plans[path] = construct_module_sharding_plan(
             module,
             {
-                name: row_wise() if isinstance(hot[name], int) else table_wise(rank=i % world_size)
+                name: row_wise()
+                if isinstance(placed[name], int)
+                else table_wise(rank=i % world_size)
                 for i, name in enumerate(names)
             },
             sharder=sharders[type(module)],

@@ -24,6 +24,7 @@ from torchrec_picasso.placement import Form, HotColdParams
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.sound_features import sound_features
+from torchrec_picasso.sharding.delta_tracker import lookup_tracker
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
 __all__ = ["GROUP", "HotColdModule", "apart_from_stock", "is_hot_cold", "twin_of"]
@@ -47,6 +48,10 @@ class HotColdModule(ABC):
     module_sharding_plan: Any
     forward: Any
     preprocess_input: Callable[..., Any]
+
+    _lookups: list[Any]
+    _tracked: dict[str, Any]
+    """What a delta tracker registered, which parts of the module share however old they are."""
 
     @abstractmethod
     def table_shardings(self) -> Sequence[Any]:
@@ -104,6 +109,32 @@ class HotColdModule(ABC):
         if (self.has_hot_cold or self._is_checked) and isinstance(features, KeyedJaggedTensor):
             features = sound_features(features)
         return super().input_dist(ctx, features)  # type: ignore[misc]
+
+    @property
+    def post_lookup_tracker_fn(self) -> Callable[..., None] | None:
+        """What TorchRec calls after a lookup."""
+        return self._tracked.get("lookup")
+
+    @post_lookup_tracker_fn.setter
+    def post_lookup_tracker_fn(self, record: Callable[..., None] | None) -> None:
+        vars(self).setdefault("_tracked", {})["lookup"] = record
+
+    @property
+    def post_odist_tracker_fn(self) -> Callable[..., None] | None:
+        """What TorchRec calls after it has started an output dist."""
+        return self._tracked.get("odist")
+
+    @post_odist_tracker_fn.setter
+    def post_odist_tracker_fn(self, record: Callable[..., None] | None) -> None:
+        vars(self).setdefault("_tracked", {})["odist"] = record
+
+    def register_post_lookup_tracker_fn(self, record_fn: Callable[..., None]) -> None:
+        """Takes TorchRec's delta tracker; see ``delta_tracker.py``."""
+        for position in self._positions(hot_cold=True):
+            group = self.table_shardings()[position].group
+            kernels = list(self._lookups[position]._emb_modules)
+            record_fn = lookup_tracker(record_fn, group, kernels)
+        super().register_post_lookup_tracker_fn(record_fn)  # type: ignore[misc]
 
     @property
     def group(self) -> RowGroup:

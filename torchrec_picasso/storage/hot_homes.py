@@ -84,6 +84,10 @@ class HotHomes:
         """Slots at home on this rank, in the order of ``own_rows_h``."""
         return self.slots_by_home_H.split(list(self.slots_W))[self.rank]
 
+    def own_rows_of(self, slots_t: Tensor) -> Tensor:
+        """Home rows of those of some slots that are at home on this rank, int64."""
+        return self.own_rows_h[torch.isin(self.own_slots(), slots_t)]
+
     def copy_home(self, homes: Tensor, replicas: Tensor) -> None:
         """Copies replicas of this rank's own hot rows to their home rows. Local.
 

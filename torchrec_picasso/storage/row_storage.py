@@ -117,6 +117,10 @@ class RowStorage(nn.Module):
         else:
             out_hD.copy_(self._replicas.index_select(0, slots_h))
 
+    def own_hot_rows(self, slots_t: Tensor) -> Tensor:
+        """Home rows, int64, of those of some hot slots that are at home here."""
+        return self._hot_homes.own_rows_of(slots_t)
+
     def which_are_among(self, rows_n: Tensor, others_m: Tensor) -> Tensor:
         """Which of some home rows are among others too: bool, shape ``(n,)``; O(n + m) time."""
         if self._marked is None:

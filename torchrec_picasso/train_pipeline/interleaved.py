@@ -41,6 +41,7 @@ from torchrec_picasso.schedule.schedule import (
 )
 from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates
 from torchrec_picasso.schedule.step_clock import StepClock
+from torchrec_picasso.sharding.delta_tracker import begin_batch
 from torchrec_picasso.train_pipeline.boarding import Boarding
 from torchrec_picasso.train_pipeline.cut_check import CutCheck, is_due
 from torchrec_picasso.train_pipeline.data_parallel import around_data_parallel, renew_data_parallel
@@ -317,6 +318,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self.attach(self._model)
         if not self._flights:
             self._take_off(dataloader_iter)
+        begin_batch(self._model)
         flight, pg = self._flights[0], process_group_of(self._model)
         attached_again = self._taken is None
         if attached_again:
