@@ -33,7 +33,7 @@ from torchrec_picasso import _torchrec
 
 INHERITED: dict[str, set[str]] = {
     "BaseRwEmbeddingSharding": {
-        *("_device", "_pg", "_rank", "_shard", "_world_size", "enable_embedding_update"),
+        *("_device", "_pg", "_rank", "_shard", "_world_size"),
         *("_grouped_embedding_configs", "_grouped_embedding_configs_per_rank"),
     },
     "EmbeddingBagCollectionSharder": {

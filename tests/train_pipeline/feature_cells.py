@@ -30,7 +30,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
     QCommsConfig,
-    get_qcomm_codecs_registry,
+    get_qcomm_codecs,
 )
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DMPCollection
@@ -40,7 +40,7 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import CommOp, ShardingEnv, ShardingPlan
 from torchrec.modules.feature_processor_ import (
     PositionWeightedModule,
     PositionWeightedModuleCollection,
@@ -84,8 +84,8 @@ class Feature:
     """Which collections have it."""
     tables: tuple[Table, ...] = TABLES
     hot_rows: Mapping[str, int | str | None] = field(default_factory=lambda: {"*": 2})
-    """Of each table; ``"*"`` stands for all others, ``None`` for a stock table, ``"bags"`` for one
-    whose bags travel."""
+    """Of each table; ``"*"`` stands for all others, ``None`` and ``"row_wise"`` for a stock table,
+    ``"bags"`` for one whose bags travel."""
     optimizer: Any = torchrec.optim.RowWiseAdagrad
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1, "eps": 1e-2})
     kwargs_of_table: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -94,7 +94,12 @@ class Feature:
     """Whether TorchRec's own run places row-wise what is hot/cold in ours, not table-wise."""
     fused_params: Mapping[str, Any] = field(default_factory=dict)
     data_type: Any = torchrec.modules.embedding_configs.DataType.FP32
-    wire: str | None = None
+    wire: str | tuple[str, str] | None = None
+    """Of both directions, or forward and backward."""
+    output_dtensor: bool = False
+    """Whether state dicts have DTensors."""
+    more_sharders: Callable[[], Mapping[type, Any]] = dict
+    """Of TorchRec's own modules in the model, in both runs."""
     waves: Mapping[str, int] = field(default_factory=dict)
     weighted: bool = False
     processors: str | None = None
@@ -247,9 +252,17 @@ def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParalle
     world_size = dist.get_world_size()
     registry = None
     if feature.wire is not None:
-        comm = CommType(feature.wire)
-        config = QCommsConfig(forward_precision=comm, backward_precision=comm)
-        registry = get_qcomm_codecs_registry(config, device=CPU)
+        wire = feature.wire if isinstance(feature.wire, tuple) else (feature.wire,) * 2
+        forward, backward = map(CommType, wire)
+        config = QCommsConfig(forward_precision=forward, backward_precision=backward)
+        # not get_qcomm_codecs_registry, which takes FP16 for BF16 on the CPU
+        registry = {
+            operation.name: get_qcomm_codecs(config)
+            for operation in (
+                CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
+                CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,
+            )
+        }
     kwargs: dict[str, Any] = {"qcomm_codecs_registry": registry}
     if feature.fused_params:
         kwargs["fused_params"] = dict(feature.fused_params)
@@ -268,6 +281,7 @@ def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParalle
         EmbeddingBagCollection: bags,
         EmbeddingCollection: sequences,
         FeatureProcessedEmbeddingBagCollection: processed,
+        **feature.more_sharders(),
     }
     model = (feature.model or Model)(feature, kind)
     start = {name: value.clone() for name, value in model.state_dict().items()}
@@ -276,6 +290,8 @@ def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParalle
     }
     hot = asked if is_ours else dict.fromkeys(asked)
     placed = asked if feature.is_placed_alike else hot
+    by_rows = {t for t, place in placed.items() if isinstance(place, int)}
+    by_rows |= {t for t, place in asked.items() if place == "row_wise"}
     plans: dict[str, Any] = {}
     for path, module in model.named_children():
         if type(module) not in sharders:
@@ -290,9 +306,7 @@ def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParalle
         plans[path] = construct_module_sharding_plan(
             module,
             {
-                name: row_wise()
-                if isinstance(placed[name], int)
-                else table_wise(rank=i % world_size)
+                name: row_wise() if name in by_rows else table_wise(rank=i % world_size)
                 for i, name in enumerate(names)
             },
             sharder=sharders[type(module)],
@@ -309,7 +323,10 @@ def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParalle
             elif num_hot == "bags":
                 plans[path][name].cache_params = HotColdParams(form="bags")
     wrap: Any = DistributedModelParallel
-    how: dict[str, Any] = {"env": ShardingEnv.from_process_group(dist.group.WORLD)}
+    env = ShardingEnv(
+        world_size, dist.get_rank(), dist.group.WORLD, output_dtensor=feature.output_dtensor
+    )
+    how: dict[str, Any] = {"env": env}
     if feature.is_2d:
         wrap = DMPCollection
         how = {

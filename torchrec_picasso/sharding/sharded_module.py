@@ -106,8 +106,8 @@ class HotColdModule(ABC):
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Starts TorchRec's input dist, of features whose lengths fit. Collective."""
-        if (self.has_hot_cold or self._is_checked) and isinstance(features, KeyedJaggedTensor):
-            features = sound_features(features)
+        if self.has_hot_cold or self._is_checked:
+            features = sound_features(maybe_td_to_kjt(features, None))
         return super().input_dist(ctx, features)  # type: ignore[misc]
 
     @property

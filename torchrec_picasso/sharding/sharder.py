@@ -44,8 +44,10 @@ class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """Shards one module by the plan. Collective.
 
         Raises:
-            CompatError: If another module has one of its tables too, and it is hot/cold.
+            CompatError: If tables are hot/cold and another module has them too, or the module is a
+                part of one that changes ids or rows.
         """
+        _refuse_parts(params, module_fqn)
         _refuse_shared(module, params, module_fqn)
         return self.sharded_module_type(
             module=module,
@@ -96,8 +98,10 @@ class HotColdEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         """Shards one module by the plan. Collective.
 
         Raises:
-            CompatError: If another module has one of its tables too, and it is hot/cold.
+            CompatError: If tables are hot/cold and another module has them too, or the module is a
+                part of one that changes ids or rows.
         """
+        _refuse_parts(params, module_fqn)
         _refuse_shared(module, params, module_fqn)
         return self.sharded_module_type(
             module,
@@ -114,6 +118,19 @@ class HotColdEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     def sharded_module_type(self) -> type[ShardedHotColdEmbeddingCollection]:
         """The class that ``shard`` makes."""
         return ShardedHotColdEmbeddingCollection
+
+
+def _refuse_parts(params: Mapping[str, ParameterSharding], module_fqn: str | None) -> None:
+    """Refuses modules inside others, which do not tell a sharder its module's name."""
+    hot_cold = [n for n, of in params.items() if isinstance(of.cache_params, HotColdParams)]
+    if hot_cold and module_fqn is None:
+        raise CompatError(
+            f"hot/cold table {hot_cold[0]!r} is to be sharded without the name of its module, as "
+            "inside TorchRec's managed collision, embedding pruning (ITEP) and PEC modules, which "
+            "change ids or rows behind its replicas, and by torchrec.distributed.shard; use "
+            "DistributedModelParallel or shard_modules on a collection of its own, or place the "
+            "table without HotColdParams"
+        )
 
 
 def _refuse_shared(

@@ -37,6 +37,7 @@ from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.input_dist import RequestDist
 from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenceLookup, Packs
 from torchrec_picasso.sharding.output_dist import HotColdOutputDist
+from torchrec_picasso.storage.exactness import why_not_its_rows
 
 __all__ = ["HotColdEmbeddingSharding"]
 
@@ -80,14 +81,15 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         for info in sharding_infos:
             name = info.embedding_config.name
             params[name].check(name, info.embedding_config.num_embeddings)
+            refusal = why_not_its_rows(info.embedding_config)
+            if refusal is not None:
+                raise CompatError(
+                    f"hot/cold table {name!r}: {refusal.what}; {refusal.instead}, or place the "
+                    "table without HotColdParams"
+                )
         pooling = {info.embedding_config.pooling for info in sharding_infos}
         self._is_sequence = pooling == {PoolingType.NONE}
         super().__init__(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
-        if self.enable_embedding_update:
-            raise CompatError(
-                "hot/cold tables do not support enable_embedding_update; place these tables "
-                "without HotColdParams"
-            )
         # TorchRec's grouping, made finer; its own methods read names and shards off these
         self._grouped_embedding_configs_per_rank = [
             _packs(groups, params) for groups in self._grouped_embedding_configs_per_rank

@@ -26,6 +26,7 @@ __all__ = [
     "why_no_hot_rows",
     "why_no_memory",
     "why_not_exact",
+    "why_not_its_rows",
 ]
 
 HOT_COLD_KERNELS = (
@@ -56,6 +57,23 @@ class Refusal:
 
     what: str
     instead: str
+
+
+_OF_ROWS: Mapping[str, Refusal] = {
+    "use_virtual_table": Refusal(
+        what="use_virtual_table makes it a virtual table, which has no fixed rows to be at home",
+        instead="leave the table to TorchRec",
+    ),
+    "enable_embedding_update": Refusal(
+        what="enable_embedding_update lets DMP.write change rows at home but not their replicas",
+        instead="leave the flag out and write through the state dict",
+    ),
+    "stash_weights": Refusal(
+        what="stash_weights takes the weights off the device, where homes and replicas are read",
+        instead="leave the flag out, or use kernel fused_uvm for homes in host memory",
+    ),
+}
+"""Flags of a table's configuration by which others own its rows."""
 
 
 def check_exact(
@@ -130,6 +148,19 @@ def why_not_exact(
             instead="use FP32 or FP16 weights",
         )
     return None
+
+
+def why_not_its_rows(config: Any) -> Refusal | None:
+    """Why a table cannot be hot/cold by what its configuration asks for.
+
+    Args:
+        config: TorchRec's configuration of the table, before sharding or after it.
+
+    Returns:
+        The first reason, or ``None`` if it can.
+    """
+    asked = [name for name in _OF_ROWS if getattr(config, name, False)]
+    return _OF_ROWS[asked[0]] if asked else None
 
 
 def why_no_hot_rows(fused_params: Mapping[str, Any], *, data_type: DataType) -> Refusal | None:
