@@ -6,14 +6,17 @@ equal batches through a pipeline, then evaluate. What is compared is all that it
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torchrec
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import (
     EmbeddingBagCollection,
@@ -24,7 +27,7 @@ from torchrec import (
     PoolingType,
 )
 from torchrec.datasets.utils import Batch
-from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed import DistributedModelParallel, model_parallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
@@ -323,24 +326,33 @@ def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParalle
             elif num_hot == "bags":
                 plans[path][name].cache_params = HotColdParams(form="bags")
     wrap: Any = DistributedModelParallel
+    device, meshes = CPU, contextlib.nullcontext()
     env = ShardingEnv(
         world_size, dist.get_rank(), dist.group.WORLD, output_dtensor=feature.output_dtensor
     )
     how: dict[str, Any] = {"env": env}
     if feature.is_2d:
         wrap = DMPCollection
+        # it takes GPUs alone; hot/cold tables are refused before anything is placed there
+        device, meshes = (
+            torch.device("cuda"),
+            mock.patch.object(
+                model_parallel, "DeviceMesh", lambda device_type, **of: DeviceMesh("cpu", **of)
+            ),
+        )
         how = {
             "world_size": world_size,
             "sharding_group_size": world_size // 2,
             "global_pg": dist.group.WORLD,
         }
-    sharded = wrap(
-        module=model,
-        device=CPU,
-        plan=ShardingPlan(plan=plans),
-        sharders=list(sharders.values()),
-        **how,
-    )
+    with meshes:
+        sharded = wrap(
+            module=model,
+            device=device,
+            plan=ShardingPlan(plan=plans),
+            sharders=list(sharders.values()),
+            **how,
+        )
     load_whole(sharded, start)
     return sharded
 

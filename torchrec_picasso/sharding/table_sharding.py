@@ -37,7 +37,6 @@ from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.input_dist import RequestDist
 from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenceLookup, Packs
 from torchrec_picasso.sharding.output_dist import HotColdOutputDist
-from torchrec_picasso.storage.exactness import why_not_its_rows
 
 __all__ = ["HotColdEmbeddingSharding"]
 
@@ -81,12 +80,6 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         for info in sharding_infos:
             name = info.embedding_config.name
             params[name].check(name, info.embedding_config.num_embeddings)
-            refusal = why_not_its_rows(info.embedding_config)
-            if refusal is not None:
-                raise CompatError(
-                    f"hot/cold table {name!r}: {refusal.what}; {refusal.instead}, or place the "
-                    "table without HotColdParams"
-                )
         pooling = {info.embedding_config.pooling for info in sharding_infos}
         self._is_sequence = pooling == {PoolingType.NONE}
         super().__init__(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)

@@ -70,7 +70,7 @@ _OF_ROWS: Mapping[str, Refusal] = {
     ),
     "stash_weights": Refusal(
         what="stash_weights takes the weights off the device, where homes and replicas are read",
-        instead="leave the flag out, or use kernel fused_uvm for homes in host memory",
+        instead="leave the flag out (kernel fused_uvm keeps homes in host memory)",
     ),
 }
 """Flags of a table's configuration by which others own its rows."""
