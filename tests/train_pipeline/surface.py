@@ -462,12 +462,8 @@ SURFACE: Sequence[Entry] = (
     Entry("GradientAccumulationWrapper, 1 micro-batch", _accumulating(True, 1)),
     Entry("GradientAccumulationWrapper, 3 micro-batches", _accumulating(True, 3)),
     Entry("GradientAccumulationWrapper, around SparseDist in a run", _accumulating(False, None, 2)),
-    Entry(
-        "GradientAccumulationWrapper, 1 micro-batch, in a run", _accumulating(True, 1, 2)
-    ),
-    Entry(
-        "GradientAccumulationWrapper, 3 micro-batches, in a run", _accumulating(True, 3, 2)
-    ),
+    Entry("GradientAccumulationWrapper, 1 micro-batch, in a run", _accumulating(True, 1, 2)),
+    Entry("GradientAccumulationWrapper, 3 micro-batches, in a run", _accumulating(True, 3, 2)),
     Entry("HybridEvalDMP", _hybrid_eval),
     Entry("delta tracker, bags, ids", _tracked("bags", TrackingMode.ID_ONLY)),
     Entry("delta tracker, bags, row-wise Adagrad", _tracked("bags", TrackingMode.ROWWISE_ADAGRAD)),

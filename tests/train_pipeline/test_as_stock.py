@@ -245,7 +245,6 @@ def _run(rank: int, world_size: int, names: Sequence[str]) -> dict[Any, Any]:
                     rank,
                     is_ours=True,
                     num_micro_batches=num_micro_batches,
-                    order_samples=num_micro_batches == 3,
                 )
             except Exception as error:
                 error.add_note(f"{name}, {num_micro_batches} micro-batches")

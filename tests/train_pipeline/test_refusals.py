@@ -23,9 +23,7 @@ from tests.train_pipeline.runs import (
     plain_steps,
     run_to_the_end,
 )
-from torchrec_picasso.batches.join import join_outputs
-from torchrec_picasso.batches.split import split_batch
-from torchrec_picasso.errors import CompatError, ConfigError, InputError
+from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.launch.run_ranks import run_ranks
 
 JOB = Job(placement={"*": 2}, tables=PLAIN)
@@ -172,20 +170,6 @@ def test_a_module_that_is_not_pipelined_is_trained_whole() -> None:
     assert_same_runs([mine for _, mine in by_rank], [plain for plain, _ in by_rank])
 
 
-def _own_cut(rank: int, world_size: int) -> None:
-    model = build(JOB, rank, world_size)
-    own = {"split_batch": split_batch, "join_outputs": join_outputs}
-    for name, function in own.items():
-        with pytest.raises(ConfigError, match="order_samples is True, which needs"):
-            pipeline_of(model, order_samples=True, num_micro_batches=2, **{name: function})
-        pipeline = pipeline_of(model, num_micro_batches=2, **{name: function})
-        assert not any(setting.ordered for setting in pipeline._candidates)
-
-
-def test_samples_are_not_ordered_where_somebody_else_cuts_or_joins() -> None:
-    run_ranks(_own_cut, 2, timeout_s=60)
-
-
 def _wrong_lengths(rank: int, world_size: int, num_micro_batches: int) -> str:
     """Trains batches, of which one of rank 1's has lengths that do not fit; returns the error."""
     model = build(JOB, rank, world_size)
@@ -197,9 +181,7 @@ def _wrong_lengths(rank: int, world_size: int, num_micro_batches: int) -> str:
         batches[2].sparse_features = KeyedJaggedTensor(
             keys=features.keys(), values=features.values(), lengths=lengths
         )
-    pipeline = pipeline_of(
-        model, num_micro_batches=num_micro_batches, order_samples=num_micro_batches > 2
-    )
+    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
     with pytest.raises(InputError) as caught:
         run_to_the_end(pipeline, iter(batches))
     return str(caught.value)

@@ -43,24 +43,11 @@ class Clock(Protocol):
         """Seconds of each span."""
 
 
-def candidates(
-    num_micro_batches: int | None, lookahead: bool | None, order_samples: bool | None = False
-) -> list[Setting]:
-    """The settings that are allowed, the plainest first; ``None`` = any.
-
-    Samples are put in order where that is asked for, or tried where micro-batches are; of a batch
-    that is not cut their order makes no difference.
-    """
+def candidates(num_micro_batches: int | None, lookahead: bool | None) -> list[Setting]:
+    """The settings that are allowed, the plainest first; ``None`` = any."""
     pieces = _NUM_MICRO_BATCHES if num_micro_batches is None else (num_micro_batches,)
     looks = (True, False) if lookahead is None else (lookahead,)
-    orders = (False, True) if num_micro_batches is None else (False,)
-    orders = orders if order_samples is None else (order_samples,)
-    return [
-        Setting(k, look, ordered)
-        for k in pieces
-        for ordered in (orders if k > 1 else (False,))
-        for look in looks
-    ]
+    return [Setting(k, look) for k in pieces for look in looks]
 
 
 class SettingChoice:

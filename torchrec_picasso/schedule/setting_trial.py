@@ -6,7 +6,7 @@ best, and gives the two best that it knows more steps. Where a plan says which n
 for, that one is the first, and the wide start has every other number from there. A curve
 ``a + b / K + c K`` through all that was measured is weighed in with every measured time, which
 takes out half of the noise where steps vary by five percent. Looking ahead is rarely worse, so it
-is left out only once, for the best K. Samples are put in order only once as well.
+is left out only once, for the best K.
 
 Everything here is data and arithmetic: no clock, no ranks.
 
@@ -41,8 +41,6 @@ _EQUAL = 1.001
 _CLEARLY_FASTER = 0.95
 """Factor from which on lookahead is left out: five steps of a noisy machine tell no less apart, and
 more often than not it was luck (Alimama's sequences: 0.98 in the trial, 1.08 afterwards)."""
-_FASTER = 0.97
-"""Likewise for putting samples in order, which costs next to nothing where it was luck."""
 _SPIKE = 1.15
 """From this factor of a setting's faster half on, a step was held up by something else."""
 
@@ -69,9 +67,6 @@ class Trial:
         looks = {setting.lookahead for setting in allowed}
         self._first_look = max(looks)
         self._may_leave_out = len(looks) > 1
-        orders = {setting.ordered for setting in allowed if setting.num_micro_batches > 1}
-        self._first_ordered = orders == {True}
-        self._may_order = len(orders) > 1
         self._times_s: dict[Setting, list[float]] = {}
         self._steps_left = NUM_STEPS - WARMUP_STEPS
         self._turns = self._search()
@@ -97,9 +92,7 @@ class Trial:
     @property
     def times_ms(self) -> dict[Setting, float]:
         """Typical step times of what was tried, in order of micro-batches."""
-        order = sorted(
-            self._times_s, key=lambda s: (s.num_micro_batches, s.ordered, not s.lookahead)
-        )
+        order = sorted(self._times_s, key=lambda s: (s.num_micro_batches, not s.lookahead))
         return {setting: 1e3 * self._typical_s(setting) for setting in order}
 
     def _search(self) -> Iterator[Turn]:
@@ -108,7 +101,7 @@ class Trial:
         best = self._best()
         near = [k for k in self._beside(best) if self._looking(k) not in self._times_s]
         yield from self._round(near)
-        for_others = _LONG_TURN * (self._may_leave_out + self._may_order)
+        for_others = _LONG_TURN * self._may_leave_out
         ranked = self._ranked()[:2]
         if len(ranked) > 1:
             yield from self._share_out(ranked, self._steps_left - for_others)
@@ -117,8 +110,6 @@ class Trial:
         most_of: dict[Setting, float] = {}
         if self._may_leave_out:
             most_of[replace(setting, lookahead=False)] = _CLEARLY_FASTER
-        if self._may_order and setting.num_micro_batches > 1:
-            most_of[replace(setting, ordered=True)] = _FASTER
         for other in most_of:
             yield Turn(other, _LONG_TURN)
         if most_of and len(self._pieces) == 1:
@@ -144,8 +135,7 @@ class Trial:
             yield Turn(self._looking(k), each + (place < more))
 
     def _looking(self, num_micro_batches: int) -> Setting:
-        ordered = self._first_ordered and num_micro_batches > 1
-        return Setting(num_micro_batches, self._first_look, ordered)
+        return Setting(num_micro_batches, self._first_look)
 
     def _beside(self, num_micro_batches: int) -> list[int]:
         place = self._pieces.index(num_micro_batches)

@@ -27,13 +27,11 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_picasso.comparison.dense_part import outside_of_sharded
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.sharding.sharded_module import HotColdModule
-from torchrec_picasso.train_pipeline.data_parallel import reduced_elsewhere, wrapper_of
 from torchrec_picasso.train_pipeline.module_group import ScheduledModule
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 
 __all__ = [
     "as_scheduled",
-    "dense_parameters",
     "has_weights",
     "inner_model",
     "process_group_of",
@@ -56,32 +54,6 @@ def process_group_of(model: nn.Module) -> dist.ProcessGroup:
         pg = model._env.process_group
     assert pg is not None, "init_process_group comes first"
     return pg
-
-
-def dense_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters whose gradients DDP would reduce, and so the pipeline does.
-
-    Args:
-        model: As given to the pipeline.
-
-    Returns:
-        Those outside sharded modules; then those inside that are no tables, such as the weights of
-        feature processors, whose gradients come when the module's own backward runs. Without DDP
-        around the model there are none: TorchRec's pipelines reduce nothing either.
-    """
-    inner, skipped = inner_model(model), reduced_elsewhere(model)
-    if wrapper_of(model) is None:
-        return [], []
-    outside: dict[int, nn.Parameter] = {}
-    inside: dict[int, nn.Parameter] = {}
-    for path, module in outside_of_sharded(inner):
-        is_sharded, tables = False, frozenset[str]()
-        if isinstance(module, ShardedModule):
-            is_sharded, tables = True, frozenset(module.sharded_parameter_names(path))
-        for name, parameter in module.named_parameters(path, recurse=is_sharded):
-            if parameter.requires_grad and name not in skipped and name not in tables:
-                (inside if is_sharded else outside).setdefault(id(parameter), parameter)
-    return list(outside.values()), [p for key, p in inside.items() if key not in outside]
 
 
 def unpipelined_modules(

@@ -18,6 +18,7 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import CompatError, InputError
+from torchrec_picasso.train_pipeline.pieces import Cut
 
 __all__ = ["Postprocs"]
 
@@ -39,21 +40,19 @@ class Postprocs:
             yield
 
     @contextmanager
-    def of_part(
-        self, context: TrainPipelineContext, sizes_K: Sequence[int], index: int
-    ) -> Iterator[None]:
+    def of_part(self, context: TrainPipelineContext, cut: Cut, index: int) -> Iterator[None]:
         """Within it they give one micro-batch's part of what they gave for the batch.
 
         Raises:
             CompatError: If it cannot be cut.
         """
-        if not self._modules or len(sizes_K) == 1:
+        if not self._modules or len(cut.sizes) == 1:
             with self.of_batch(context):
                 yield
             return
         part = TrainPipelineContext(index=context.index, version=context.version)
         part.postproc_fwd_results = {
-            name: _cut(result, sizes_K, name)[index]
+            name: cut.joined(_cut(result, cut.sizes, name), index)
             for name, result in context.postproc_fwd_results.items()
         }
         with self.of_batch(part):

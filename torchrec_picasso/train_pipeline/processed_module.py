@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
-from torchrec.distributed.types import LazyAwaitable
+from torchrec.distributed.types import LazyAwaitable, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -31,7 +31,7 @@ from torchrec_picasso.rows.sound_features import sound_features
 from torchrec_picasso.sharding.features import with_own_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 
-__all__ = ["ProcessedModule"]
+__all__ = ["ProcessedModule", "module_of"]
 
 
 class ProcessedModule:
@@ -102,3 +102,8 @@ class ProcessedModule:
         start = sum(features.values().numel() for features in features_of[:number])
         end = start + weights_N.numel()
         return torch.cat([given_N[:start], weights_N, given_N[end:]])
+
+
+def module_of(module: ShardedModule | ProcessedModule) -> ShardedModule:
+    """The module of TorchRec's that a schedule drives."""
+    return module._module if isinstance(module, ProcessedModule) else module

@@ -42,7 +42,9 @@ class UncutOutput:
         """Nothing: the module's backward is part of the model's."""
 
     def detached(self) -> WholeOutput:
-        """The same output cut off from its graph, with leaves of its own."""
+        """The same output cut off from its graph, with leaves of its own. Collective."""
+        if isinstance(self._output, Awaitable):  # TorchRec's can be waited for once
+            self._output = self._output.wait()
         return WholeOutput(self._output, self._name)
 
 
@@ -69,6 +71,11 @@ class WholeOutput:
         """Of every tensor of the output."""
         self._output = self._map(output, self._off_graph)
         self._cuts: dict[tuple[int, ...], _Cut] = {}
+
+    @property
+    def value(self) -> Any:
+        """The output of the whole batch, without its graph."""
+        return self._output
 
     def part(self, sizes_K: Sequence[int], index: int) -> Any:
         """The output for one micro-batch.

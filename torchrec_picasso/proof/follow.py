@@ -1,0 +1,245 @@
+"""Follows the batch through the operators of a forward, each as it runs on tensors without data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchrec_picasso.proof.call import RULES, Call, Operand, Rule
+from torchrec_picasso.proof.rules import pointwise as _pointwise
+from torchrec_picasso.proof.rules import (  # noqa: F401  each module notes its rules
+    creation,
+    jagged,
+    lookups,
+    products,
+    reductions,
+    views,
+)
+from torchrec_picasso.proof.sizes import Sizes
+from torchrec_picasso.proof.values import SAME, Kind, Unproved, Value
+from torchrec_picasso.proof.where import current_line
+
+__all__ = ["Follower"]
+
+_ASKING = frozenset(
+    "size sym_size stride sym_stride numel sym_numel storage_offset sym_storage_offset dim device "
+    "is_contiguous is_strides_like_format is_non_overlapping_and_dense layout dtype".split()
+)
+"""They tell of a tensor what has no data."""
+
+_COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
+_DRAWING_BY_ENTRY = ("bernoulli", "native_dropout")
+_ATTENTION = "_scaled_dot_product"
+_KNOWN = (Tensor, nn.Parameter, FakeTensor)
+
+
+class Follower(TorchDispatchMode):
+    """Knows of each tensor what it depends on.
+
+    Args:
+        sizes: Of the batch.
+        names: Of the model's parameters, buffers and other tensors, by their ids.
+    """
+
+    def __init__(self, sizes: Sizes, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self._names = names
+        self._known: dict[int, tuple[Tensor, Value]] = {}
+        self._inputs: set[int] = set()
+        self._in_storage: dict[int, int] = {}
+        self.num_operators = 0
+        self.reason: str | None = None
+        """The first thing that is not understood, with its place; a model may catch an error."""
+
+    def know(self, tensor: Tensor, value: Value, *, is_input: bool = False) -> None:
+        """Notes what a tensor depends on.
+
+        Args:
+            tensor: Without data.
+            value: Its batch dim may be open.
+            is_input: Whether the model must not write into it.
+        """
+        if id(tensor) not in self._known:
+            storage = tensor.untyped_storage()._cdata
+            self._in_storage[storage] = self._in_storage.get(storage, 0) + 1
+        self._known[id(tensor)] = tensor, self.sizes.locate(tensor, value)
+        if is_input:
+            self._inputs.add(tensor.untyped_storage()._cdata)
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """What a tensor depends on.
+
+        Raises:
+            Unproved: If it came from no operator that was followed.
+        """
+        if type(tensor) not in _KNOWN:
+            raise Unproved(f"takes a {type(tensor).__name__}, not a plain tensor")
+        if isinstance(tensor, FakeTensor):
+            if id(tensor) not in self._known:
+                raise Unproved("takes a tensor that came from no operator that was seen")
+            return self._known[id(tensor)][1]
+        return SAME
+
+    def is_once(self, tensor: Tensor, value: Value) -> bool:
+        """Whether each row has one place in the batch's dim."""
+        return self.sizes.inner(tensor, value) == 1
+
+    def refuse(self, reason: str) -> None:
+        """Notes a reason unless there is one."""
+        if self.reason is None:
+            self.reason = reason
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        namespace, _, name = func._schema.name.partition("::")
+        try:
+            return self._follow(func, namespace, name, args, kwargs)
+        except Unproved as unproved:
+            self.refuse(f"{namespace}.{name} at {current_line()} {unproved}")
+            raise
+        except Exception as error:
+            text = str(error).strip().partition("\n")[0]
+            self.refuse(
+                f"{namespace}.{name} at {current_line()} cannot be followed without data "
+                f"({type(error).__name__}: {text[:200]})"
+            )
+            raise
+
+    def _follow(
+        self, func: Any, namespace: str, name: str, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        if name in _ASKING or namespace == "profiler":
+            return func(*args, **kwargs)
+        if namespace in _COMMUNICATING:
+            raise Unproved("communicates, once per micro-batch")
+        self.num_operators += 1
+        bound = _bind(func, args, kwargs)
+        operands = list(self._operands(bound))
+        base = _base_name(func, name)
+        written = list(_written(func, operands))
+        for operand in written:
+            self._check_write(operand)
+        self._check_random(func, base, bound)
+        found_rule = self._rule(func, namespace, base)
+        if found_rule is None and any(not operand.is_same for operand in operands):
+            return self._decomposed(func, args, kwargs)
+        before = len(self.sizes.env.guards)
+        out = func(*args, **kwargs)
+        assumption = self.sizes.assumption(before)
+        if assumption is not None:
+            raise Unproved(f"{assumption}: it depends on the size of the batch")
+        call = Call(
+            name=base,
+            overload=func._overloadname,
+            args=bound,
+            operands=operands,
+            out=out,
+            sizes=self.sizes,
+            where=f"{namespace}.{name} at {current_line()}",
+            is_pointwise=torch.Tag.pointwise in func.tags,
+        )
+        values = self._values(call, found_rule, namespace)
+        for tensor, value in zip(call.outputs, values):
+            self._note(tensor, value, written, func)
+        return out
+
+    def _operands(self, bound: Mapping[str, Any]) -> Iterator[Operand]:
+        for name, given in bound.items():
+            for leaf in tree_leaves(given):
+                if isinstance(leaf, Tensor):
+                    yield Operand(name, leaf, self.value_of(leaf))
+
+    def _check_write(self, operand: Operand) -> None:
+        tensor = operand.tensor
+        if not isinstance(tensor, FakeTensor):
+            name = self._names.get(id(tensor), "a tensor from outside")
+            raise Unproved(f"writes into {name}, once per micro-batch")
+        if tensor.untyped_storage()._cdata in self._inputs:
+            raise Unproved("writes into the batch; write into a clone")
+
+    def _check_random(self, func: Any, base: str, bound: Mapping[str, Any]) -> None:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return
+        if bound.get("generator") is not None:
+            raise Unproved("draws from a generator of its own, once per micro-batch")
+        if base.startswith(_ATTENTION) or base in _DRAWING_BY_ENTRY:
+            return
+        raise Unproved("draws random numbers, once per micro-batch; only dropout may")
+
+    def _rule(self, func: Any, namespace: str, base: str) -> Rule | None:
+        key = base if namespace == "aten" else f"{namespace}.{base}"
+        if torch.Tag.out_variant in func.tags or torch.Tag.out in func.tags:
+            raise Unproved("writes into a tensor given as out=")
+        is_pointwise = torch.Tag.pointwise in func.tags and base != "equal"
+        if namespace == "aten" and is_pointwise:
+            return _pointwise.pointwise
+        return RULES.get(key)
+
+    def _decomposed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs an operator without a rule as those that it is made of."""
+        from torch._decomp import decomposition_table
+
+        with self:
+            if func in decomposition_table:
+                return decomposition_table[func](*args, **kwargs)
+            found = func.decompose(*args, **kwargs)
+        if found is NotImplemented:
+            raise Unproved("has no rule")
+        return found
+
+    def _values(self, call: Call, found_rule: Rule | None, namespace: str) -> Sequence[Value]:
+        if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(call.out)):
+            raise Unproved("gives a number that depends on data")
+        if found_rule is None:
+            if namespace not in ("aten", "prims", "fbgemm") or call.numbers:
+                raise Unproved("has no rule")
+            return [SAME] * len(call.outputs)
+        found = found_rule(call)
+        return [found] * len(call.outputs) if isinstance(found, Value) else list(found)
+
+    def _note(self, tensor: Tensor, value: Value, written: Sequence[Operand], func: Any) -> None:
+        value = self.sizes.locate(tensor, value)
+        for operand in written:
+            if operand.tensor is tensor and torch.Tag.inplace_view not in func.tags:
+                num_others = self._in_storage.get(tensor.untyped_storage()._cdata, 1) - 1
+                if value != operand.value and num_others:
+                    raise Unproved(
+                        f"writes {value.kind.value} into a view of what is "
+                        f"{operand.value.kind.value}"
+                    )
+        if isinstance(tensor, FakeTensor):
+            self.know(tensor, value)
+        elif value.kind is not Kind.SAME:
+            raise Unproved("gives a tensor with data that depends on the batch")
+
+
+def _base_name(func: Any, name: str) -> str:
+    if func._schema.is_mutable and name.endswith("_") and not name.endswith("__"):
+        return name[:-1]
+    return name
+
+
+def _bind(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name, with defaults."""
+    arguments = func._schema.arguments
+    bound = {of.name: of.default_value for of in arguments if of.has_default_value()}
+    bound |= {of.name: given for of, given in zip(arguments, args)}
+    return bound | kwargs
+
+
+def _written(func: Any, operands: Sequence[Operand]) -> Iterator[Operand]:
+    names = {
+        of.name
+        for of in func._schema.arguments
+        if of.alias_info is not None and of.alias_info.is_write
+    }
+    return (operand for operand in operands if operand.name in names)

@@ -1,0 +1,172 @@
+"""Whether a model is still the one that was proved: asked before every step, in microseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchrec_picasso.batches.split import PLAIN_TYPES
+from torchrec_picasso.proof.hooks import hook_dicts
+from torchrec_picasso.proof.inputs import form_of
+from torchrec_picasso.proof.python_code import Names, is_users_object
+from torchrec_picasso.proof.python_state import dense_modules, digest, is_of_library
+
+__all__ = ["Guard"]
+
+_MODULE_DICTS = ("_parameters", "_buffers", "_modules")
+_TORCH = frozenset(vars(nn.Module()))
+
+
+class Guard:
+    """What a proof has seen of a model beside its tensors' data.
+
+    Args:
+        module: The model.
+        given: Modules whose outputs were given.
+        batch: What it was followed with.
+        names: What its functions read.
+        made_at_first_use: Attributes that modules of PyTorch and TorchRec make in their first
+            forward, by path and name.
+
+    Raises:
+        Unproved: If something cannot be watched.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        given: Collection[nn.Module],
+        batch: Any,
+        names: Names,
+        made_at_first_use: Collection[tuple[str, str]],
+    ) -> None:
+        self._form: Hashable = form_of(batch)
+        self._same: list[tuple[str, Mapping[str, Any], list[Any]]] = []
+        self._equal: list[tuple[str, Any, Any]] = []
+        self._reads = names.reads
+        self._cells = names.cells
+        self._digests: list[tuple[str, Any, bytes]] = []
+        self._empty = list(hook_dicts(module, given))
+        self._parameters: list[tuple[str, Tensor, bool]] = []
+        classes: dict[type, None] = dict.fromkeys(names.classes)
+        for path, inside in dense_modules(module, given):
+            late = {name for of, name in made_at_first_use if of == path}
+            self._watch(path or "the model", inside, late)
+            classes |= dict.fromkeys(of for of in type(inside).__mro__ if is_users_object(of))
+            for name, parameter in inside._parameters.items():
+                if parameter is not None:
+                    place = f"{path}.{name}" if path else name
+                    self._parameters.append((place, parameter, parameter.requires_grad))
+        for of in classes:
+            self._equal.append((f"the class {of.__name__}", vars(of), dict(vars(of))))
+            self._watch_containers(f"the class {of.__name__}", vars(of))
+
+    def _watch(self, path: str, module: nn.Module, late: Collection[str]) -> None:
+        for name in _MODULE_DICTS:
+            values = vars(module)[name]
+            self._same.append((path, values, list(values.values())))
+        if late:
+            return  # it makes its own state, once; nothing of the user's is in it
+        self._equal.append((path, vars(module), dict(vars(module))))
+        self._watch_containers(
+            path, {name: of for name, of in vars(module).items() if name not in _TORCH}
+        )
+
+    def _watch_containers(self, path: str, values: Mapping[str, Any]) -> None:
+        """What may change without being replaced."""
+        for name, value in list(values.items()):
+            self._watch_inside(f"{path}.{name}", value, set())
+
+    def _watch_inside(self, path: str, value: Any, seen: set[int]) -> None:
+        if not _may_change(value) or id(value) in seen:
+            return
+        seen.add(id(value))
+        members: Iterable[Any]
+        if type(value) in (list, dict, set):
+            self._equal.append((path, value, value.copy()))
+            members = value.values() if isinstance(value, dict) else value
+        elif isinstance(value, tuple | frozenset):
+            members = value
+        elif _is_plain_object(value):
+            self._equal.append((path, vars(value), dict(vars(value))))
+            members = vars(value).values()
+        else:
+            self._digests.append((path, value, digest(value)))
+            return
+        for member in list(members):
+            self._watch_inside(path, member, seen)
+
+    def changed(self, batch: Any = None) -> str | None:
+        """What is not as it was proved; ``None`` = nothing.
+
+        Args:
+            batch: The next one; ``None`` = it is not looked at.
+        """
+        try:
+            return next(self._changes(batch), None)
+        except Exception as error:  # whatever comparing raises
+            return f"attributes cannot be compared any more ({type(error).__name__}: {error})"
+
+    def _changes(self, batch: Any) -> Iterator[str]:
+        if batch is not None and form_of(batch) != self._form:
+            yield "the batch has other fields, types, keys or plain values"
+        for words, hooks in self._empty:
+            if hooks:
+                yield words
+        for path, values, before in self._same:
+            if len(values) != len(before) or not all(map(is_, values.values(), before)):
+                yield f"{path} has other parameters, buffers or modules"
+        for path, values, before in self._equal:
+            if values != before:
+                yield f"{_difference(path, values, before)} has changed"
+        for place, parameter, requires_grad in self._parameters:
+            if parameter.requires_grad is not requires_grad:
+                yield f"requires_grad of {place} has changed"
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                yield f"a hook on {place}"
+        for names, name, value in self._reads:
+            if names.get(name) is not value:
+                yield f"the global {name} has changed"
+        for cell, value in self._cells:
+            if cell.cell_contents is not value:
+                yield "a variable of a closure has changed"
+        for place, value, before in self._digests:
+            if digest(value) != before:
+                yield f"{place} has changed"
+
+
+def _difference(path: str, values: Any, before: Any) -> str:
+    if isinstance(before, dict) and not path.startswith("the "):
+        for name in [*before, *values]:
+            if name not in values or name not in before or values[name] != before[name]:
+                return f"{path}.{name}"
+    return path
+
+
+def _may_change(value: Any) -> bool:
+    if isinstance(value, (*PLAIN_TYPES, Tensor, nn.Module, type)) or callable(value):
+        return False
+    if isinstance(value, property | staticmethod | classmethod):
+        return False
+    if isinstance(value, tuple | frozenset):
+        return any(_may_change(of) for of in value)
+    return True
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether all of an object is in its attributes."""
+    kind = type(value)
+    has_slots = any("__slots__" in vars(of) for of in kind.__mro__[:-1])
+    own_methods = all(
+        getattr(kind, name, None) is getattr(object, name, None)
+        for name in ("__reduce__", "__reduce_ex__", "__getattribute__")
+    )
+    is_of_python = kind.__flags__ & _HEAP_TYPE and kind.__base__ is object
+    return bool(hasattr(value, "__dict__") and not has_slots and own_methods and is_of_python)
+
+
+_HEAP_TYPE = 1 << 9
+"""A class made by a class statement; others keep state that no attribute shows."""

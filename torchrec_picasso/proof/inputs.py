@@ -1,0 +1,198 @@
+"""A batch, and what tables give for it, without data and with symbols for sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch import Tensor, nn
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_picasso.batches.split import PLAIN_TYPES, children_of, rebuild
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.proof.follow import Follower
+from torchrec_picasso.proof.sizes import Sizes
+from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, Unproved, Value
+
+__all__ = ["Inputs", "form_of"]
+
+
+class Inputs:
+    """Makes values without data like given ones.
+
+    Args:
+        sizes: Of the batch; gets its symbols.
+        follower: Is told what each tensor is.
+        num_samples: Of the batch.
+    """
+
+    def __init__(self, sizes: Sizes, follower: Follower, num_samples: int) -> None:
+        self._sizes = sizes
+        self._follower = follower
+        self._num_samples = num_samples
+        self._samples = sizes.add(SAMPLES, num_samples)
+
+    def like(self, value: Any, path: str, *, has_graph: bool = False) -> Any:
+        """A value of the same build, within the mode that makes tensors without data.
+
+        Args:
+            value: A batch or an output, or what is in it.
+            path: Its place, for messages.
+            has_graph: Whether gradients run back to floats, and the model may write into them.
+
+        Raises:
+            Unproved: If it cannot be cut by samples.
+        """
+        if isinstance(value, Awaitable):
+            value = value.wait()
+        if isinstance(value, KeyedJaggedTensor):
+            return self._keyed_jagged(value, path)
+        if isinstance(value, JaggedTensor):
+            return self._jagged(value, path, has_graph)
+        if isinstance(value, KeyedTensor):
+            if value.key_dim() != 1:
+                raise Unproved(f"{path} is a KeyedTensor of keys along dim {value.key_dim()}")
+            values = self._tensor(value.values(), f"{path}.values()", has_graph)
+            return KeyedTensor(value.keys(), value.length_per_key(), values)
+        if isinstance(value, Tensor):
+            return self._tensor(value, path, has_graph)
+        members = children_of(value)
+        if members is not None:
+            _refuse_extras(value, path)
+            made = [self.like(of, path + suffix, has_graph=has_graph) for suffix, of in members]
+            try:
+                return rebuild(value, made, path, "")
+            except CompatError as error:
+                raise Unproved(str(error)) from error
+        if isinstance(value, PLAIN_TYPES):
+            return value
+        raise Unproved(f"{path} is a {type(value).__name__}, which cannot be cut by samples")
+
+    def _tensor(self, tensor: Tensor, path: str, has_graph: bool) -> Tensor:
+        if tensor.dim() == 0:
+            return self._make(tensor, (), SAME, has_graph)
+        if tensor.size(0) != self._num_samples:
+            raise Unproved(
+                f"{path} has shape {tuple(tensor.shape)}, and not {self._num_samples} samples in "
+                "dim 0"
+            )
+        sizes = (self._samples, *tensor.shape[1:])
+        return self._make(tensor, sizes, Value(Kind.ROWS, rows=SAMPLES), has_graph)
+
+    def _make(
+        self, like: Tensor, sizes: tuple[Any, ...], value: Value, has_graph: bool = False
+    ) -> Tensor:
+        if type(like) not in (Tensor, nn.Parameter) or like.layout is not torch.strided:
+            raise Unproved(f"holds a {type(like).__name__} of layout {like.layout}")
+        needs_grad = has_graph and like.is_floating_point()
+        made = torch.empty(sizes, dtype=like.dtype, device=like.device, requires_grad=needs_grad)
+        if has_graph:
+            made = made.clone()
+        self._follower.know(made, value, is_input=not has_graph)
+        return made
+
+    def _jagged(self, jagged: JaggedTensor, path: str, has_graph: bool) -> JaggedTensor:
+        lengths, values, weights = jagged.lengths(), jagged.values(), jagged.weights_or_none()
+        if lengths.shape != (self._num_samples,):
+            raise Unproved(
+                f"{path} has lengths of shape {tuple(lengths.shape)}, and not of "
+                f"{self._num_samples} samples"
+            )
+        count = self._sizes.add(path, values.size(0))
+        rows = Value(Kind.ROWS, rows=path)
+        made_weights = None
+        if weights is not None:
+            made_weights = self._make(weights, (count, *weights.shape[1:]), rows)
+        of_samples = Value(Kind.ROWS, rows=SAMPLES, features=(path,))
+        return JaggedTensor(
+            values=self._make(values, (count, *values.shape[1:]), rows, has_graph),
+            weights=made_weights,
+            lengths=self._make(lengths, (self._samples,), of_samples),
+        )
+
+    def _keyed_jagged(self, kjt: KeyedJaggedTensor, path: str) -> KeyedJaggedTensor:
+        if kjt.variable_stride_per_key() or kjt.inverse_indices_or_none() is not None:
+            raise Unproved(f"{path} has a batch size per feature, or inverse indices")
+        if kjt.stride() != self._num_samples:
+            raise Unproved(f"{path} has {kjt.stride()} samples, not {self._num_samples}")
+        keys = kjt.keys()
+        names = [f"{path}[{key!r}]" for key in keys]
+        with unset_fake_temporarily():  # real counts, of real lengths
+            lookups_F = kjt.length_per_key()
+        counts = [self._sizes.add(of, n) for of, n in zip(names, lookups_F)]
+        if not keys:
+            raise Unproved(f"{path} has no features")
+        packed = Value(Kind.LOOKUPS, features=tuple(names))
+        if len(keys) == 1:
+            packed = Value(Kind.ROWS, rows=names[0])
+        total, weights = sum(counts[1:], counts[0]), kjt.weights_or_none()
+        values = self._make(kjt.values(), (total, *kjt.values().shape[1:]), packed)
+        made_weights = None
+        if weights is not None:
+            made_weights = self._make(weights, (total, *weights.shape[1:]), packed)
+        of_samples = Value(Kind.ROWS, rows=SAMPLES, outer=len(keys), features=tuple(names))
+        lengths = self._make(kjt.lengths(), (len(keys) * self._samples,), of_samples)
+        made = KeyedJaggedTensor(
+            keys=keys,
+            values=values,
+            weights=made_weights,
+            lengths=lengths,
+            stride=self._samples,
+            length_per_key=counts,
+        )
+        made._jt_dict = dict(zip(keys, self._features(made, names)))
+        return made
+
+    def _features(self, kjt: KeyedJaggedTensor, names: list[str]) -> list[JaggedTensor]:
+        """What ``to_dict()`` gives, cut where features begin."""
+        counts, weights = kjt.length_per_key(), kjt.weights_or_none()
+        values_F = kjt.values().split(counts)
+        weights_F = [None] * len(names) if weights is None else weights.split(counts)
+        lengths_F = kjt.lengths().view(len(names), -1).unbind()
+        for name, *tensors, lengths in zip(names, values_F, weights_F, lengths_F):
+            for tensor in tensors:
+                if tensor is not None:
+                    self._follower.know(tensor, Value(Kind.ROWS, rows=name), is_input=True)
+            of_samples = Value(Kind.ROWS, rows=SAMPLES, features=(name,))
+            self._follower.know(lengths, of_samples, is_input=True)
+        return [
+            JaggedTensor(values=values, weights=weights, lengths=lengths)
+            for values, weights, lengths in zip(values_F, weights_F, lengths_F)
+        ]
+
+
+def _refuse_extras(value: Any, path: str) -> None:
+    """A dataclass may have got attributes that no micro-batch gets."""
+    fields = getattr(value, "__dataclass_fields__", None)
+    if fields is None or not hasattr(value, "__dict__"):
+        return
+    extras = [name for name in vars(value) if name not in fields]
+    if extras:
+        raise Unproved(
+            f"{path}.{extras[0]} is an attribute but no field of {type(value).__name__}, so "
+            "micro-batches would lack it; make it a field"
+        )
+
+
+def form_of(value: Any) -> Hashable:
+    """All of a batch that is neither data nor a size: a model may branch on it."""
+    if isinstance(value, KeyedJaggedTensor):
+        weights = value.weights_or_none()
+        types = value.values().dtype, None if weights is None else weights.dtype
+        return tuple(value.keys()), value.variable_stride_per_key(), *types
+    if isinstance(value, JaggedTensor):
+        weights = value.weights_or_none()
+        form = form_of(value.values())
+        return form, None if weights is None else weights.dtype
+    if isinstance(value, KeyedTensor):
+        return tuple(value.keys()), tuple(value.length_per_key()), form_of(value.values())
+    if isinstance(value, Tensor):
+        return value.dtype, value.layout, value.dim(), value.shape[1:]
+    members = children_of(value)
+    if members is not None:
+        extras = tuple(vars(value)) if hasattr(value, "__dict__") else ()
+        return type(value), extras, tuple((name, form_of(of)) for name, of in members)
+    return type(value), value if isinstance(value, Hashable) else id(value)

@@ -1,0 +1,1 @@
+"""What operators do along the batch, a rule for each family."""

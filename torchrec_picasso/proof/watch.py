@@ -1,0 +1,150 @@
+"""Watches the Python side of a forward: functions of the user's, and what they ask of tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from torchrec_picasso.proof.follow import Follower
+from torchrec_picasso.proof.python_code import Names, foreign_module
+from torchrec_picasso.proof.sizes import is_symbolic
+from torchrec_picasso.proof.values import Unproved
+from torchrec_picasso.proof.where import current_line, is_users, line_of
+
+__all__ = ["Watch"]
+
+_HOOKS = "sets a hook, which would see gradients of micro-batches"
+_READS = "reads data, so a model can branch on them"
+_GRADS = "runs a backward, or looks at gradients"
+
+_REFUSED: dict[Any, str] = {
+    **dict.fromkeys(
+        (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
+        _HOOKS,
+    ),
+    **dict.fromkeys(
+        (
+            *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr),
+            *(Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.__reduce_ex__),
+            *(Tensor.__deepcopy__, Tensor.apply_, Tensor.map_, Tensor.__bool__, Tensor.__int__),
+            *(Tensor.__float__, Tensor.__index__, Tensor._version.__get__),
+        ),
+        _READS,
+    ),
+    **dict.fromkeys(
+        (Tensor.backward, torch.autograd.backward, torch.autograd.grad, Tensor.grad.__get__),
+        _GRADS,
+    ),
+    Tensor.grad_fn.__get__: _GRADS,
+    Tensor.grad.__set__: _GRADS,
+    Tensor.data.__get__: "takes .data, past autograd; use detach()",
+    Tensor.data.__set__: "writes .data, once per micro-batch",
+    Tensor.requires_grad_: "changes what gets gradients",
+    Tensor.requires_grad.__set__: "changes what gets gradients",
+    Tensor.share_memory_: "moves a tensor",
+    Tensor.set_: "moves a tensor",
+}
+
+_NUMBER_METHODS = frozenset(
+    function.__code__
+    for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)
+    for name in ("__bool__", "__int__", "__index__", "__float__", "__hash__", "__round__")
+    if hasattr(function := getattr(kind, name, None), "__code__")
+)
+_SAVED_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
+
+
+class Watch(TorchFunctionMode):
+    """Within it, functions of the user's are looked at as they begin, and calls of PyTorch's.
+
+    Args:
+        follower: Keeps the first reason.
+        names: Are told of functions.
+    """
+
+    def __init__(self, follower: Follower, names: Names) -> None:
+        super().__init__()
+        self._follower = follower
+        self._names = names
+        self._before: Callable[..., Any] | None = None
+
+    def __enter__(self) -> Watch:
+        super().__enter__()
+        self._before = sys.getprofile()
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.setprofile(self._before)
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        sys.setprofile(None)  # what PyTorch does inside is not the user's
+        try:
+            if func is Tensor.__len__ and is_symbolic(args[0].shape[0]):
+                self._refuse("takes len() of the batch, a plain number; use .shape[0]")
+            reason = _REFUSED.get(func) if getattr(func, "__hash__", None) else None
+            if reason is not None:
+                self._refuse(f"calls {_name_of(func)}, which {reason}")
+            return func(*args, **(kwargs or {}))
+        finally:
+            sys.setprofile(self._see)
+
+    def _refuse(self, reason: str) -> None:
+        text = f"{current_line()} {reason}"
+        self._follower.refuse(text)
+        raise Unproved(text)
+
+    def _see(self, frame: FrameType, event: str, given: Any) -> None:
+        if event == "call":
+            self._see_call(frame)
+        elif event == "c_call" and is_users(frame.f_code):
+            owner = type(getattr(given, "__self__", None)).__module__
+            found = foreign_module(given.__module__) or foreign_module(owner)
+            if found is not None:
+                self._complain(f"{line_of(frame)} calls {given.__qualname__}, of {found}")
+
+    def _see_call(self, frame: FrameType) -> None:
+        code, caller = frame.f_code, frame.f_back
+        if is_users(code):
+            try:
+                self._names.enter(frame)
+            except Unproved as unproved:
+                self._complain(f"{code.co_qualname} at {line_of(frame)} {unproved}")
+            return
+        if caller is None or not is_users(caller.f_code):
+            return
+        if code in _NUMBER_METHODS:
+            if is_symbolic(frame.f_locals["self"]):
+                self._complain(
+                    f"{line_of(caller)} branches on the size of the batch, or makes a plain "
+                    "number of it"
+                )
+        elif code is _SAVED_HOOKS:
+            self._complain(f"{line_of(caller)} sets hooks on tensors that are saved for backward")
+        else:
+            found = foreign_module(frame.f_globals.get("__name__"))
+            if found is not None:
+                self._complain(f"{line_of(caller)} calls {code.co_qualname}, of {found}")
+
+    def _complain(self, text: str) -> None:
+        """From within a profile function, whose error ends the function that it looks at."""
+        self._follower.refuse(text)
+        raise Unproved(text)
+
+
+def _name_of(func: Any) -> str:
+    owner = getattr(func, "__self__", None)  # of a getter or setter: the attribute
+    return (
+        f".{getattr(owner, '__name__', '')}"
+        if func.__name__[:2] == "__" and owner
+        else func.__name__
+    )

@@ -1,0 +1,60 @@
+"""Which line of the user's model is running."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from types import CodeType, FrameType
+
+import fbgemm_gpu
+import numpy
+import sympy
+import tensordict
+import torch
+import torchrec
+
+import torchrec_picasso
+
+__all__ = ["current_line", "is_users", "line_of"]
+
+_ZOO = os.path.join(os.path.dirname(torchrec_picasso.__file__), "zoo") + os.sep
+"""Models: what is in front of the engine, though in the same package."""
+
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+_ADDED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
+
+_LIBRARIES = tuple(
+    os.path.dirname(str(package.__file__)) + os.sep
+    for package in (torch, torchrec, fbgemm_gpu, numpy, sympy, tensordict, torchrec_picasso)
+)
+
+
+@functools.lru_cache(4096)
+def _is_users_file(name: str) -> bool:
+    if name.startswith(_ZOO):
+        return True
+    if name.startswith("<frozen"):
+        return False
+    if name.startswith(_LIBRARIES):
+        return False
+    return name.startswith(_ADDED) or not name.startswith(_STANDARD)
+
+
+def is_users(code: CodeType) -> bool:
+    """Whether code is neither PyTorch's, TorchRec's, Python's nor this package's engine."""
+    return _is_users_file(code.co_filename)
+
+
+def line_of(frame: FrameType) -> str:
+    """File and line that a frame is at."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def current_line() -> str:
+    """File and line of the innermost code of the user's that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code):
+        frame = frame.f_back
+    return "the model" if frame is None else line_of(frame)
