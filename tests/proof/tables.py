@@ -41,9 +41,7 @@ def _output(module: Any, kjt: KeyedJaggedTensor) -> Any:
         jagged = kjt.to_dict()
         return {
             name: JaggedTensor(
-                values=torch.rand(
-                    jagged[name].values().numel(), config.embedding_dim
-                ).requires_grad_(),
+                values=torch.rand(jagged[name].values().numel(), config.embedding_dim).requires_grad_(),
                 lengths=jagged[name].lengths(),
             )
             for config in module.embedding_configs()

@@ -88,7 +88,9 @@ class Inputs:
         if type(like) not in (Tensor, nn.Parameter) or like.layout is not torch.strided:
             raise Unproved(f"holds a {type(like).__name__} of layout {like.layout}")
         needs_grad = has_graph and like.is_floating_point()
-        made = torch.empty(sizes, dtype=like.dtype, device=like.device, requires_grad=needs_grad)
+        made = torch.empty(
+            sizes, dtype=like.dtype, device=like.device, requires_grad=needs_grad
+        )
         if has_graph:
             made = made.clone()
         self._follower.know(made, value, is_input=not has_graph)
@@ -196,3 +198,5 @@ def form_of(value: Any) -> Hashable:
         extras = tuple(vars(value)) if hasattr(value, "__dict__") else ()
         return type(value), extras, tuple((name, form_of(of)) for name, of in members)
     return type(value), value if isinstance(value, Hashable) else id(value)
+
+

@@ -349,3 +349,5 @@ def _judge_jagged(jagged: JaggedTensor, path: str, follower: Follower) -> None:
         is_known = value.kind is Kind.ROWS and not value.dim and value.outer == 1
         if not is_known or value.counted or lengths.features != (value.rows,):
             raise Unproved(f"{path}.{name}() are not the rows that its lengths say")
+
+

@@ -243,12 +243,7 @@ def _never_changes(value: Any) -> bool:
             callable(of) or _never_changes(of)
             for of in (value.func, *value.args, *value.keywords.values())
         )
-    is_of_torch = type(value).__module__.partition(".")[0] in (
-        "torch",
-        "typing",
-        "types",
-        "builtins",
-    )
+    is_of_torch = type(value).__module__.partition(".")[0] in ("torch", "typing", "types", "builtins")
     return is_of_torch and callable(value) and not isinstance(value, torch.nn.Module)
 
 

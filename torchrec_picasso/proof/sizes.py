@@ -116,9 +116,7 @@ class Sizes:
         if value.kind is Kind.ROWS:
             times = self.times(tensor.shape[dim], value.rows)
             if times is None or times % value.outer:
-                raise Unproved(
-                    f"gives a tensor of shape {shape}, which does not go sample by sample"
-                )
+                raise Unproved(f"gives a tensor of shape {shape}, which does not go sample by sample")
         return Value(**{**vars(value), "dim": dim})
 
     def inner(self, tensor: Tensor, value: Value) -> int:
@@ -141,9 +139,7 @@ class Sizes:
     def fail_unless_same(self, one: str, other: str) -> None:
         """Notes such an operator: it does not broadcast."""
         if not self.are_same(one, other):
-            first, second = sorted(
-                (self._root(one), self._root(other)), key=lambda of: of != SAMPLES
-            )
+            first, second = sorted((self._root(one), self._root(other)), key=lambda of: of != SAMPLES)
             self._same_as[second] = first
 
     def want_same(self, one: str, other: str, where: str) -> None:

@@ -143,8 +143,4 @@ class Watch(TorchFunctionMode):
 
 def _name_of(func: Any) -> str:
     owner = getattr(func, "__self__", None)  # of a getter or setter: the attribute
-    return (
-        f".{getattr(owner, '__name__', '')}"
-        if func.__name__[:2] == "__" and owner
-        else func.__name__
-    )
+    return f".{getattr(owner, '__name__', '')}" if func.__name__[:2] == "__" and owner else func.__name__

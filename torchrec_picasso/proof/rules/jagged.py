@@ -31,10 +31,9 @@ def _feature(offsets: Operand) -> str:
 def to_dense(call: Call) -> Value:
     """A row of places for each sample, padded."""
     call.refuse_numbers()
-    values, (places, *others) = (
-        call.of("values"),
-        [operand for operand in call.operands if operand.name in ("offsets", "offset")],
-    )
+    values, (places, *others) = call.of("values"), [
+        operand for operand in call.operands if operand.name in ("offsets", "offset")
+    ]
     feature = _feature(places)
     if others or values.value.kind is not Kind.ROWS or values.value.dim or values.value.counted:
         raise Unproved("pads values of another form than one row per lookup")
@@ -47,10 +46,9 @@ def to_dense(call: Call) -> Value:
 @rule("fbgemm.dense_to_jagged fbgemm.dense_to_jagged_forward")
 def to_jagged(call: Call) -> list[Value]:
     """The places of each sample that it has lookups for."""
-    dense, (places, *others) = (
-        call.of("dense"),
-        [operand for operand in call.operands if operand.name in ("offsets", "x_offsets")],
-    )
+    dense, (places, *others) = call.of("dense"), [
+        operand for operand in call.operands if operand.name in ("offsets", "x_offsets")
+    ]
     feature = _feature(places)
     value = dense.value
     if others or value.kind is not Kind.ROWS or value.dim or value.counted or value.outer != 1:

@@ -99,9 +99,7 @@ def norm(call: Call) -> Value:
 )
 def batch_norm(call: Call) -> Value:
     """Statistics of the batch."""
-    raise Unproved(
-        "takes statistics of the batch, which are others in a micro-batch; use LayerNorm"
-    )
+    raise Unproved("takes statistics of the batch, which are others in a micro-batch; use LayerNorm")
 
 
 @rule("max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d avg_pool1d max_pool1d_with_indices")

@@ -200,7 +200,9 @@ def split(call: Call) -> Value | list[Value]:
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + size)
-    found = [_slice_of_features(call, value, start, end - start) for start, end in pairwise(starts)]
+    found = [
+        _slice_of_features(call, value, start, end - start) for start, end in pairwise(starts)
+    ]
     known = [of for of in found if of is not None]
     if len(known) != len(outs):
         raise Unproved("cuts the batch")
