@@ -35,6 +35,7 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.regroup import KTRegroupAsDict
+from torchrec.optim import optimizers
 
 from tests.support.layouts import layout_in_tables
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
@@ -46,7 +47,11 @@ OPTIMIZERS: Mapping[str, Any] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "rowwise_adagrad": torchrec.optim.RowWiseAdagrad,
-    "adam": torch.optim.Adam,
+    "adam": torchrec.optim.Adam,
+    "partial_rowwise_adam": optimizers.PartialRowWiseAdam,
+    "lamb": optimizers.LAMB,
+    "partial_rowwise_lamb": optimizers.PartialRowWiseLAMB,
+    "lars": optimizers.LarsSGD,
 }
 
 

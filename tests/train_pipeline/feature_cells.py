@@ -115,6 +115,8 @@ class Feature:
     """What TorchRec gets instead, where it has no backward for what ours gets."""
     model: Callable[..., nn.Module] | None = None
     """Instead of :class:`Model`."""
+    witness: Callable[[Feature, str, int], Outcome] | None = None
+    """Instead of TorchRec, where it has no kernel."""
     is_2d: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of both pipelines."""

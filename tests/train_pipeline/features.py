@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torchrec
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
@@ -42,6 +44,7 @@ from tests.train_pipeline.feature_cells import (
     own_rows_by_sample,
     pooled_by,
 )
+from tests.train_pipeline.unsharded_cell import run_unsharded
 
 SHARED = (
     Table("t_a", 8, 30, ("f",)),
@@ -251,15 +254,18 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "row-wise Adagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-2}),
     "row-wise Adagrad with weight decay": (
         torchrec.optim.RowWiseAdagrad,
-        {"lr": 0.1, "eps": 1e-2, "weight_decay": 0.1},
+        {"lr": 0.1, "weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2},
     ),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-2}),
-    "Adam": (torch.optim.Adam, {"lr": 0.1}),
-    "LAMB": (optimizers.LAMB, {"lr": 0.1}),
     "LARS SGD": (optimizers.LarsSGD, {"lr": 0.1}),
-    "partial row-wise Adam": (optimizers.PartialRowWiseAdam, {"lr": 0.1}),
-    "partial row-wise LAMB": (optimizers.PartialRowWiseLAMB, {"lr": 0.1}),
 }
+ONLY_OURS = {
+    "Adam": ("adam", torchrec.optim.Adam),
+    "LAMB": ("lamb", optimizers.LAMB),
+    "partial row-wise Adam": ("partial_rowwise_adam", optimizers.PartialRowWiseAdam),
+    "partial row-wise LAMB": ("partial_rowwise_lamb", optimizers.PartialRowWiseLAMB),
+}
+"""Without a CPU kernel in FBGEMM: its formula in ``dense_updates.py``, and the optimizer."""
 
 _ROUNDED: Any = {"rtol": 5e-2, "atol": 2e-2}
 """What a wire of 11 or 8 bits may differ by after a few steps: it rounds rows here, bags there."""
@@ -320,6 +326,15 @@ FEATURES: Sequence[Feature] = (
     *(
         Feature(f"{name}", optimizer=optimizer, optimizer_kwargs=kwargs)
         for name, (optimizer, kwargs) in OPTIMIZERS.items()
+    ),
+    *(
+        Feature(
+            f"{name}, beside an unsharded model",
+            optimizer=optimizer,
+            optimizer_kwargs={"lr": 0.1, "eps": 1e-2, "weight_decay": 0.1},
+            witness=partial(run_unsharded, formula),
+        )
+        for name, (formula, optimizer) in ONLY_OURS.items()
     ),
     Feature("gradient clipping in the tables", fused_params={"gradient_clipping": True}),
     Feature("no hot rows", hot_rows={"*": 0}),

@@ -23,6 +23,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
@@ -95,6 +96,7 @@ def build(
     optimizer: Any = torchrec.optim.RowWiseAdagrad,
     optimizer_kwargs: Any = None,
     is_wrapped: bool = True,
+    wrapper: DataParallelWrapper | None = None,
 ) -> DistributedModelParallel:
     """Shards a model, with what is listed as TorchRec does it; ``None`` = all of it."""
     world_size = dist.get_world_size()
@@ -143,6 +145,7 @@ def build(
         plan=ShardingPlan(plan=plans),
         sharders=list(sharders.values()),
         init_data_parallel=is_wrapped,
+        data_parallel_wrapper=wrapper,
     )
     load_whole(sharded, start)
     return sharded

@@ -40,7 +40,12 @@ JOBS = {
         optimizer="adagrad",
         batch_sizes=(6, 3, 0),
     ),
-    "waves": Job(placement={"*": 5, "b": 2}, waves={"b": 1}),
+    "waves": Job(
+        placement={"*": 5, "b": 2},
+        waves={"b": 1},
+        optimizer="partial_rowwise_adam",
+        optimizer_kwargs={"lr": 0.1, "eps": 1e-2},
+    ),
     "mixed": Job(placement={"*": 5, "b": "table_wise", "c": "bags"}),
     "weighted_two_tables": Job(
         placement={"*": 4},

@@ -26,6 +26,7 @@ from torchrec_picasso.placement import Form, HotColdParams
 from torchrec_picasso.storage.exactness import (
     HOT_COLD_KERNELS,
     Refusal,
+    is_updated_only_here,
     why_no_hot_rows,
     why_no_memory,
     why_not_exact,
@@ -43,11 +44,13 @@ class TableRefusals:
         hot_cold: Why it cannot be hot/cold at all, or ``None``.
         hot_rows: Why none of its rows can be hot, or ``None``.
         is_offered: Whether its options have one for its form with a kernel for it, whatever else.
+        is_only_hot_cold: Whether TorchRec has no kernel for its optimizer here, and ours has.
     """
 
     hot_cold: Refusal | None = None
     hot_rows: Refusal | None = None
     is_offered: bool = True
+    is_only_hot_cold: bool = False
 
 
 def refusals_of(
@@ -91,6 +94,7 @@ def refusals_of(
         hot_cold=refusal,
         hot_rows=_BAGS_HAVE_ONE_HOME if as_bags else why_no_hot_rows(params, data_type=data_type),
         is_offered=bool(able),
+        is_only_hot_cold=refusal is None and is_updated_only_here(params, device_type=device_type),
     )
 
 

@@ -132,6 +132,7 @@ class BatchIds:
                 bad_lengths=bad_lengths if unsound is None else True,
                 homes_written=group.replicas_stale(),
                 has_data=has_data,
+                looks_up_nothing=not any(features.values().numel() for features in features_of),
                 bag_words_WX=None if bag_ids is None else bag_ids.words(cut.sizes_K),
             ),
             bag_ids=bag_ids,

@@ -104,6 +104,11 @@ class RowRequest:
         )
         return True
 
+    @property
+    def any_looks_up_nothing(self) -> bool:
+        """Whether any rank's batch has no lookup; known once ids are sent, the same on all."""
+        return self._header.any_looks_up_nothing
+
     def receive_ids(self) -> None:
         """Ends the ids exchange: homes know which rows they are asked for."""
         self._ids.wait()

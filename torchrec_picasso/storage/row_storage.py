@@ -18,7 +18,7 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.segment_reduction import gather_sum
-from torchrec_picasso.storage.exactness import check_exact
+from torchrec_picasso.storage.exactness import check_exact, check_states
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.memory_layout import choose_memory
 from torchrec_picasso.storage.row_tables import RowTables
@@ -58,6 +58,7 @@ class RowStorage(nn.Module):
             device=device,
             num_hot_rows=hot_homes.num_hot_rows,
         )
+        check_states(config)
         layout = choose_memory(config, device, hot_homes.num_hot_rows)
         self._tables = RowTables(config, layout, device)
         self._homes, self._replicas = self._tables.weights.homes, self._tables.weights.replicas

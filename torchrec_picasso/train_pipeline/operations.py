@@ -85,7 +85,7 @@ class Operations:
         self._id_stream = id_stream
         self._start_plain = start_plain
         self._wait_plain = wait_plain
-        # by module: whether it got gradients when this rank's loss last had a graph
+        # by module: whether it got gradients when any rank last had samples
         self._is_trained: dict[str, bool] = {}
 
     def run(self, op: Op, flights: Sequence[Flight]) -> None:
@@ -207,11 +207,20 @@ class Operations:
         loss.backward()
 
     def _note_trained(self, flight: Flight) -> None:
-        """Notes which modules a gradient came to; a plain loop would not update the others."""
-        if flight.has_graph:
-            self._is_trained |= {
-                name: name in flight.trained for group in self._groups for name in group.modules
-            }
+        """Notes which modules a gradient came to; a plain loop would not update the others.
+
+        A rank without samples may get other gradients than the others, or none. It must leave the
+        rows that it is home to, or has replicas of, as the others leave theirs. Collective.
+        """
+        names = [name for group in self._groups for name in group.modules]
+        # 4 = trained, 3 = not; without samples 2 = trained, 0 = not known. The largest vote wins.
+        yes, no = (4, 3) if flight.num_samples else (2, 0)
+        votes = [yes if name in flight.trained else no for name in names]
+        if any(request.any_looks_up_nothing for request in flight.requests):
+            votes_N = torch.tensor(votes, device=self._device)
+            dist.all_reduce(votes_N, op=dist.ReduceOp.MAX, group=self._pg)
+            votes = votes_N.tolist()
+        self._is_trained |= {name: vote != 3 for name, vote in zip(names, votes) if vote}
 
     def _send_gradients(self, flight: Flight, index: int, wave: int | None = None) -> None:
         for gradients in flight.gradients:
