@@ -46,7 +46,6 @@ class HotColdModule(ABC):
     _is_checked = False
     """Whether hot/cold tables look the same features up, and tell all ranks of bad ones."""
     module_sharding_plan: Any
-    forward: Any
     preprocess_input: Callable[..., Any]
 
     _lookups: list[Any]
@@ -103,6 +102,12 @@ class HotColdModule(ABC):
             for position, sharding in enumerate(self.table_shardings())
             if isinstance(sharding, HotColdEmbeddingSharding) == hot_cold
         ]
+
+    # dynamo cannot trace messages; where TorchRec is compiled as well, the graph breaks here
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """TorchRec's forward, outside compiled graphs. Collective."""
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Starts TorchRec's input dist, of features whose lengths fit. Collective."""
