@@ -93,6 +93,7 @@ FOREIGN: dict[str, set[str]] = {
     "torchrec.modules.regroup.KTRegroupAsDict": {"_groups", "_keys"},
     "torch": {"_C"},
     "torch._C": {"_current_graph_task_id"},
+    "torch._dynamo.compiled_autograd": {"in_compiled_autograd_region"},
     "torch.Tensor": {"_base", "_version"},
     "torch._ops.OpOverload": {"_schema"},
     "torch.autograd.Variable": {"_execution_engine"},

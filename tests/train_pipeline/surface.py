@@ -174,7 +174,11 @@ def _compiled_autograd(rank: int, is_ours: bool) -> Any:
         model._compiled_autograd_options = {"backend": "eager", "fullgraph": False}
         return pipelines.TrainPipelineSparseDistCompAutograd(model, dense, device)
 
-    with mock.patch.object(torch._dynamo.config, "optimize_ddp", "python_reducer"):
+    config, logs = torch._dynamo.config, torch._logging
+    with (
+        mock.patch.object(config, "optimize_ddp", "python_reducer"),
+        mock.patch.object(logs, "set_logs"),  # the pipeline turns all of them on
+    ):
         return _pipeline(make)(rank, is_ours)
 
 
