@@ -66,6 +66,7 @@ INHERITED: dict[str, set[str]] = {
         *("_device", "_feature_splits", "_sharding_types"),
     },
     "ShardedFeatureProcessedEmbeddingBagCollection": {"_embedding_bag_collection", "is_pipelined"},
+    "TensorBase": {"detach"},
     "TrainPipelineSparseDist": {
         *("_batch_count", "_create_context", "_device", "_model", "_model_attached", "_optimizer"),
         *("_data_dist_stream", "_memcpy_stream", "copy_batch_to_gpu", "wait_sparse_data_dist"),
@@ -92,7 +93,8 @@ FOREIGN: dict[str, set[str]] = {
     "torchrec.distributed.sharding.tw_sharding.TwSparseFeaturesDist": {"_dist"},
     "torchrec.modules.regroup.KTRegroupAsDict": {"_groups", "_keys"},
     "torch": {"_C"},
-    "torch._C": {"_current_graph_task_id"},
+    "torch._C": {"_current_graph_task_id", "_disabled_torch_function_impl"},
+    "torch._C._distributed_c10d.Backend.Options": {"_timeout"},
     "torch._dynamo.compiled_autograd": {"in_compiled_autograd_region"},
     "torch.Tensor": {"_base", "_version"},
     "torch._ops.OpOverload": {"_schema"},
@@ -291,12 +293,12 @@ def test_their_classes_still_have_what_is_inherited(owner: str) -> None:
 
 
 def _imported(path: str) -> Any:
-    """The module, or the object in a module, of a dotted path."""
+    """The module, or the object in a module or class, of a dotted path."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:
         module, _, name = path.rpartition(".")
-        return getattr(importlib.import_module(module), name)
+        return getattr(_imported(module), name)
 
 
 @pytest.mark.parametrize("owner", list(FOREIGN))

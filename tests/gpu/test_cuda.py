@@ -237,7 +237,7 @@ def test_replicas_are_in_device_memory_and_homes_in_managed(
         assert torch.ops.fbgemm.is_uvm_tensor(rows.homes)
         assert not torch.ops.fbgemm.is_uvm_tensor(rows.replicas)
         assert rows.replicas.device.type == "cuda"
-    assert not storage.replicas_stale()
+    assert not storage.was_written()
     with torch.no_grad():
         kernel.split_embedding_weights()[0][5] = 0.0
-    assert storage.replicas_stale(), "a write into a home shows, though replicas lie elsewhere"
+    assert storage.was_written(), "a write into a home shows, though replicas lie elsewhere"

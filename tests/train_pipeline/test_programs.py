@@ -1,7 +1,7 @@
 """What a program does around its model happens as under TorchRec's pipeline, or is refused by name.
 
-Each program trains stock tables under ``TrainPipelineSparseDist`` and hot/cold tables under ours, from
-equal weights on equal batches, large enough for micro-batches to be tried by default.
+Each program trains stock tables under ``TrainPipelineSparseDist`` and hot/cold tables under ours,
+from equal weights on equal batches, large enough for micro-batches to be tried by default.
 """
 
 from __future__ import annotations
@@ -13,24 +13,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torchrec import KeyedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.train_pipeline.backward_injection import (
-    FirstGradTensorFinder,
-    InjectionSite,
-)
-from torchrec.distributed.train_pipeline.gradient_accumulation import (
-    GradientAccumulationConfig,
-    GradientAccumulationWrapper,
-)
 
-from tests.train_pipeline.runs import ATOL, RTOL, empty_of, run_to_the_end  # noqa: F401
+from tests.sharding.jobs import Result, local_shards, whole
+from tests.train_pipeline.runs import ATOL, RTOL
 from tests.train_pipeline.stock_models import (
     CPU,
     DIM,
@@ -40,7 +36,6 @@ from tests.train_pipeline.stock_models import (
     build,
     dense_optimizer,
     ebc,
-    left_behind,
 )
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.batches.split import split_batch
@@ -51,17 +46,29 @@ SAMPLES, STEPS, WIDTH = 256, 5, 8
 
 
 class Model(nn.Module):
-    """A mean over samples, of a tower that subclasses change."""
+    """Tables, and a dense part that TorchRec's tracer does not enter."""
 
-    def __init__(self) -> None:
+    def __init__(self, head: type[Head]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.ebc = ebc(*FEATURES)
+        self.head = head()
+
+    def forward(self, batch: Batch) -> tuple[Any, Any]:
+        return self.head(self.ebc(batch.sparse_features), batch)
+
+
+class Head(nn.Module):
+    """A mean over samples, of a tower that subclasses change."""
+
+    is_ours = True
+
+    def __init__(self) -> None:
+        super().__init__()
         self.hidden = nn.Linear(DIM * (1 + len(FEATURES)), WIDTH)
         self.over = nn.Linear(WIDTH, 1)
 
-    def forward(self, batch: Batch) -> tuple[Any, Any]:
-        pooled = self.ebc(batch.sparse_features)
+    def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[Any, Any]:
         values = [batch.dense_features, *(pooled[name] for name in FEATURES)]
         out = self.tower(torch.cat(values, dim=1)).squeeze(1)
         return self.loss(out, batch), self.output(out, batch)
@@ -76,8 +83,8 @@ class Model(nn.Module):
         return out.detach()
 
 
-class Siamese(Model):
-    """A layer used twice behind reentrant checkpoints: two gradients of each weight in a backward."""
+class Siamese(Head):
+    """A layer used twice behind reentrant checkpoints: each weight gets two gradients."""
 
     def tower(self, x: Tensor) -> Tensor:
         both = [checkpoint(self._hidden, part, use_reentrant=True) for part in (x, x.flip(1))]
@@ -87,7 +94,7 @@ class Siamese(Model):
         return torch.tanh(self.hidden(x))
 
 
-class Normed(Model):
+class Normed(Head):
     """Statistics of batches, in buffers."""
 
     def __init__(self) -> None:
@@ -98,7 +105,7 @@ class Normed(Model):
         return self.over(self.norm(self.hidden(x)))
 
 
-class SparseGradients(Model):
+class SparseGradients(Head):
     """A table of the dense part whose gradients are sparse."""
 
     def __init__(self) -> None:
@@ -110,7 +117,7 @@ class SparseGradients(Model):
         return self.over(torch.tanh(self.hidden(x)) + self.places(place))
 
 
-class Regular(Model):
+class Regular(Head):
     """A term of the weights, which counts whatever the samples."""
 
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
@@ -118,33 +125,30 @@ class Regular(Model):
         return total + 0.1 * sum(p.square().sum() for p in self.hidden.parameters())
 
 
-class Metric(Model):
+class Metric(Head):
     """A number about the whole batch that it gives in evaluation only."""
 
     def output(self, out: Tensor, batch: Batch) -> Any:
         return out.detach() if self.training else out.detach().median()
 
 
-class Squeezed(Model):
+class Squeezed(Head):
     """A squeeze that takes the dim of a single sample away."""
 
-    def forward(self, batch: Batch) -> tuple[Any, Any]:
-        pooled = self.ebc(batch.sparse_features)
+    def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[Any, Any]:
         values = [batch.dense_features, *(pooled[name] for name in FEATURES)]
         out = self.tower(torch.cat(values, dim=1)).squeeze()
         return nn.functional.binary_cross_entropy_with_logits(out, batch.labels), out.detach()
 
 
-class Ratio(Model):
+class Ratio(Head):
     """Weighted losses over weights, two of them."""
-
-    is_cut = False
 
     def loss(self, out: Tensor, batch: Batch) -> Any:
         errors, weights = (out - batch.labels) ** 2, batch.dense_features[:, 0]
         sums = torch.stack([(errors * weights).sum(), errors.abs().sum()])
         totals = torch.stack([weights.sum(), batch.labels.sum()])
-        return (sums, totals) if self.is_cut else sums / totals
+        return (sums, totals) if self.is_ours else sums / totals
 
 
 class Broadcasting(DataParallelWrapper):
@@ -157,16 +161,13 @@ class Broadcasting(DataParallelWrapper):
         dmp._dmp_wrapped_module = DistributedDataParallel(inner, process_group=env.process_group)
 
 
-def _clip(state: list[int], bucket: Any) -> Any:
-    state.append(1)
+def _clip(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
     bucket.buffer().clamp_(-1e-3, 1e-3)
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
     return allreduce_hook(None, bucket)
 
 
 def _with_comm_hook(model: Any) -> None:
-    model._dmp_wrapped_module.register_comm_hook([], _clip)
+    model._dmp_wrapped_module.register_comm_hook(None, _clip)
 
 
 def _with_model_hook(model: Any) -> None:
@@ -174,12 +175,12 @@ def _with_model_hook(model: Any) -> None:
 
 
 def _with_gradient_hook(model: Any) -> None:
-    model.module.over.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    model.module.head.over.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
 
 
 def _replicated(model: Any) -> None:
-    replicate(model.module.hidden)
-    replicate(model.module.over)
+    replicate(model.module.head.hidden)
+    replicate(model.module.head.over)
 
 
 def _scaled(base: type) -> type:
@@ -198,16 +199,6 @@ def _scaled(base: type) -> type:
     return Scaled
 
 
-def _accumulating(pipeline: Any, model: Any, run: Callable[[], Any], num_steps: int) -> list[Any]:
-    """Two steps as they are, the rest in pairs."""
-    outputs = [run(), run()]
-    accumulating = GradientAccumulationWrapper(
-        pipeline, pipeline._optimizer, model, GradientAccumulationConfig(num_steps=2)
-    )
-    batches = run.__self__  # type: ignore[attr-defined]
-    return outputs + [accumulating.progress(batches.iterator) for _ in range(num_steps - 2)]
-
-
 def _empty_on_one(rank: int, step: int) -> Batch:
     batch = batch_of(rank, step, SAMPLES)
     return split_batch(batch, [0, SAMPLES])[0] if rank and step % 2 else batch
@@ -221,7 +212,7 @@ def _small_last(rank: int, step: int) -> Batch:
 class Program:
     """A model and what a program does around it."""
 
-    make: Callable[[], nn.Module] = Model
+    head: type[Head] = Head
     wrapper: Callable[[], DataParallelWrapper | None] = lambda: None
     prepare: Callable[[Any], None] = lambda model: None
     pipeline: Callable[[type], type] = lambda base: base
@@ -250,9 +241,9 @@ PROGRAMS = {
     "half precision sums": Program(
         wrapper=lambda: DefaultDataParallelWrapper(allreduce_comm_precision="fp16")
     ),
-    "layer used twice behind checkpoints": Program(make=Siamese),
+    "layer used twice behind checkpoints": Program(head=Siamese),
     "buffers of rank 0": Program(
-        make=Normed, wrapper=Broadcasting, cut=False, refusal="norm is a BatchNorm1d"
+        head=Normed, wrapper=Broadcasting, cut=False, refusal="head.norm is a BatchNorm1d"
     ),
     "hook on the model": Program(
         prepare=_with_model_hook, cut=False, refusal="a hook is registered on the Distributed"
@@ -260,7 +251,9 @@ PROGRAMS = {
     "hook on a gradient": Program(
         prepare=_with_gradient_hook, cut=False, refusal="a gradient hook is registered on parameter"
     ),
-    "sparse gradients": Program(make=SparseGradients),
+    "sparse gradients": Program(
+        head=SparseGradients, cut=False, refusal="DistributedDataParallel reduces sparse gradients"
+    ),
     "loss scaler": Program(pipeline=_scaled, cut=False, refusal="Scaled overrides _backward"),
     "replicate()": Program(
         prepare=_replicated, is_wrapped=False, cut=False, refusal="replicate() was applied to"
@@ -270,25 +263,26 @@ PROGRAMS = {
         cut=False,
         refusal="DistributedDataParallel looks for unused parameters",
     ),
-    "a loss of weights, no samples on a rank": Program(make=Regular, batch=_empty_on_one),
+    "a loss of weights, no samples on a rank": Program(head=Regular, batch=_empty_on_one),
     "warm-up": Program(before_step=_warm_up),
     "warm-up of stock tables": Program(
         before_step=_warm_up, stock=[Stock("ebc", frozenset({"t_f"}))]
     ),
-    "metric in evaluation": Program(make=Metric, before_step=_evaluated),
-    "small last batch": Program(make=Squeezed, batch=_small_last),
-    "ratio of sums": Program(make=Ratio, options={"loss_reduction": "ratio"}),
+    "metric in evaluation": Program(head=Metric, before_step=_evaluated),
+    "small last batch": Program(head=Squeezed, batch=_small_last),
+    "ratio of sums": Program(head=Ratio, options={"loss_reduction": "ratio"}),
 }
 
 
 def _train(program: Program, rank: int, is_ours: bool, **options: Any) -> Any:
-    model = program.make()
-    model.is_cut = is_ours
+    model = Model(program.head)
+    model.head.is_ours = is_ours
     sharded = build(
         model,
         program.stock if is_ours else None,
         is_wrapped=program.is_wrapped,
         wrapper=program.wrapper(),
+        stock_is_row_wise=False,
     )
     program.prepare(sharded)
     kind = program.pipeline(InterleavedTrainPipeline if is_ours else TrainPipelineSparseDist)
@@ -298,7 +292,18 @@ def _train(program: Program, rank: int, is_ours: bool, **options: Any) -> Any:
     for step in range(STEPS):
         program.before_step(sharded, step)
         outputs.append(pipeline.progress(batches))
-    return outputs, left_behind(sharded)
+    return outputs, _gathered(sharded)
+
+
+def _gathered(model: Any) -> dict[str, Tensor]:
+    """Weights and optimizer state of all ranks, whatever the placement."""
+    values = dict(model.state_dict())
+    for name, states in model.fused_optimizer.state_dict()["state"].items():
+        values |= {f"{name}/{key}": value for key, value in states.items()}
+    mine = Result([], {}, {name: local_shards(value) for name, value in values.items()}, {}, [])
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return whole(every, "states")
 
 
 def _all_programs(rank: int, world_size: int) -> dict[Any, Any]:
@@ -338,4 +343,5 @@ def test_a_program_trains_as_under_torchrec(name: str, num_micro_batches: int | 
             assert program.refusal in found
             assert found == by_rank[0][name, num_micro_batches]
             continue
+        assert not isinstance(found, str), found
         torch.testing.assert_close(found, results[name, "stock"], rtol=RTOL, atol=ATOL)

@@ -105,7 +105,7 @@ def _train(job: Job, rank: int, world_size: int, driver: Any) -> Run:
 
 
 def _replicas_are_homes(model: Any) -> bool:
-    """Whether this rank's own hot rows, once flushed, are what its replicas are."""
+    """Whether this rank's own hot rows are what its replicas are."""
     return all(
         torch.equal(
             rows.replicas[storage._hot_homes.own_slots()], rows.homes[storage._hot_homes.own_rows_h]

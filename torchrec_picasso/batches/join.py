@@ -17,7 +17,8 @@ from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.split import PLAIN_TYPES, children_of, rebuild
+from torchrec_picasso.batches.members import children_of, rebuild
+from torchrec_picasso.batches.split import PLAIN_TYPES
 from torchrec_picasso.errors import CompatError, InputError
 
 __all__ = ["join_outputs"]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.ops.fetch_order import FetchOrder
+from torchrec_picasso.storage.hot_homes import TouchedHot
 from torchrec_picasso.storage.row_storage import RowStorage
 from torchrec_picasso.storage.row_uses import RowUses
 
@@ -38,12 +39,12 @@ class Asked(Protocol):
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         """What an exchange brings to the ranks, grouped by them: float32, ``(n, D)``."""
 
-    def update(self, storage: RowStorage, touched_t: Tensor, grads_mD: Tensor) -> None:
+    def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
         """Updates every row once.
 
         Args:
             storage: The pack's.
-            touched_t: Hot slots that are updated too.
+            touched: Hot rows that are updated too.
             grads_mD: Gradients of what was read, in request order, then of these.
         """
 
@@ -88,9 +89,9 @@ class AskedRows:
         """Reads rows, repeated ones again."""
         return storage.gather(self.rows_by_fetch_n[self.by_fetch.rows(exchange)])
 
-    def update(self, storage: RowStorage, touched_t: Tensor, grads_mD: Tensor) -> None:
+    def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
         """Updates the rows and replicas."""
-        storage.update(self.rows_n, touched_t, grads_mD)
+        storage.update(self.rows_n, touched, grads_mD)
 
     def count_uses(self, uses: RowUses, slots_h: Tensor) -> None:
         """Counts both."""
@@ -150,9 +151,9 @@ class AskedBags:
         )
         return self._scaled(sums_SD, bags)
 
-    def update(self, storage: RowStorage, touched_t: Tensor, grads_mD: Tensor) -> None:
+    def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
         """Updates the rows of the bags; none of them is hot."""
-        assert not touched_t.numel()
+        assert not touched.slots_t.numel()
         grads_SD = self._scaled(grads_mD, slice(len(grads_mD)))
         storage.update_bags(self.rows_N, self.offsets_S1, self.weights_N, grads_SD)
 

@@ -167,7 +167,6 @@ class RowRequest:
         return RowLayout(
             features_of=batch.features_of,
             sizes_K=cut.sizes_K,
-            homes_written=header.homes_written,
             hot_epoch=batch.hot_epoch,
             packs=packs,
             rows_M=rows_M,
@@ -185,13 +184,14 @@ class RowRequest:
         """Packs of rows, in fetch order as far as marks have come."""
         mine_P = _fetch_orders(self._mine_P, self._dirty_mine_P)
         asked_P = _fetch_orders(self._asked_P, self._dirty_asked_P)
+        storages = self._group.row_storages
         rows_P = [hot + mine.num_rows for hot, mine in zip(self._header.hot_P, self._mine_P)]
         return [
             PackLayout(
                 matrix=matrix,
                 start=start,
                 hot_slots=self._hot_slots_P[pack],
-                touched_slots=self._header.touched_P[pack],
+                touched=storages[pack].touched(self._header.touched_P[pack]),
                 mine=self._mine_P[pack],
                 mine_by_fetch=mine_P[pack],
                 asked=self._asked_P[pack],

@@ -19,6 +19,7 @@ from torchrec.distributed.types import Awaitable
 
 from torchrec_picasso._torchrec import BaseEmbeddingDist, EmbeddingShardingContext
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.kept_memory import keep_for_current_stream
 from torchrec_picasso.ops.bag_pack import PartBags
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.segment_reduction import (
@@ -73,7 +74,9 @@ class _OutputAwaitable(Awaitable[Tensor]):
     def _pool(self) -> Tensor:
         rows = self._rows
         scales_M = [
-            None if isinstance(pooling, PartBags) else _scales(weights, pooling.index)
+            None
+            if isinstance(pooling, PartBags)
+            else _scales(keep_for_current_stream(weights), pooling.index)
             for weights, pooling in zip(rows.weights_M, rows.pooling_M)
         ]
         pieces = _PoolArrivals.apply(self._anchor, rows, *scales_M)

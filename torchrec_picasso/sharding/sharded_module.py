@@ -113,6 +113,9 @@ class HotColdModule(ABC):
         """Starts TorchRec's input dist, of features whose lengths fit. Collective."""
         if self.has_hot_cold or self._is_checked:
             features = sound_features(maybe_td_to_kjt(features, None))
+            for sharding in self.table_shardings():
+                if isinstance(sharding, HotColdEmbeddingSharding):
+                    sharding.request_dist.sound = [features]
         return super().input_dist(ctx, features)  # type: ignore[misc]
 
     @property
@@ -148,13 +151,12 @@ class HotColdModule(ABC):
         group: RowGroup = sharding.group
         return group
 
-    def features_of(self, features: Any) -> KeyedJaggedTensor:
+    def features_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """What the module looks up of its input, in the order of its tables.
 
         Args:
-            features: As for TorchRec's ``input_dist``.
+            features: The input, with lengths that fit.
         """
-        features = sound_features(maybe_td_to_kjt(features, None))
         if self._has_uninitialized_input_dist:
             self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False

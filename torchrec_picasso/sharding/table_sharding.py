@@ -96,6 +96,14 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         self._tables = self._packed_tables(params, means)
         self._ranks = Ranks(self._pg, qcomm_codecs_registry)
         self._packs: Packs | None = None
+        self._request_dist: RequestDist | None = None
+
+    @property
+    def request_dist(self) -> RequestDist:
+        """The request for a batch's rows; the same for all twins of the module."""
+        if self._request_dist is None:
+            self._request_dist = RequestDist(self.group)
+        return self._request_dist
 
     @property
     def group(self) -> RowGroup:
@@ -120,8 +128,8 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         return lookup(self._packs)
 
     def create_input_dist(self, device: torch.device | None = None) -> RequestDist:
-        """Makes the request for a batch's rows."""
-        return RequestDist(self.group)
+        """Gives the request for a batch's rows."""
+        return self.request_dist
 
     def create_output_dist(self, device: torch.device | None = None) -> HotColdOutputDist:
         """Makes what turns fetched rows into the module's output."""

@@ -58,10 +58,20 @@ class Refusal:
     Args:
         what: The setting, and what it would do.
         instead: What to set.
+        stock_trains: Whether TorchRec trains such a table.
     """
 
     what: str
     instead: str
+    stock_trains: bool = True
+
+    def advice(self, stock: str) -> str:
+        """What to do.
+
+        Args:
+            stock: How the table is left to TorchRec, said where that helps.
+        """
+        return f"{self.instead}, or {stock}" if self.stock_trains else self.instead
 
 
 _OF_ROWS: Mapping[str, Refusal] = {
@@ -105,9 +115,9 @@ def check_exact(
     if refusal is None and num_hot_rows:
         refusal = why_no_hot_rows(fused_params, data_type=data_type)
     if refusal is not None:
+        advice = refusal.advice("place these tables without HotColdParams")
         raise CompatError(
-            f"hot/cold tables {', '.join(map(repr, tables))}: {refusal.what}; {refusal.instead}, "
-            "or place these tables without HotColdParams"
+            f"hot/cold tables {', '.join(map(repr, tables))}: {refusal.what}; {advice}"
         )
 
 
@@ -156,6 +166,7 @@ def why_not_exact(
         return Refusal(
             what=f"the optimizer {optimizer.name} has no CPU kernel in FBGEMM",
             instead=f"on CPU use one of {', '.join(o.name for o in _CPU_OPTIMIZERS)}",
+            stock_trains=False,
         )
     if "betas" in fused_params:
         return Refusal(

@@ -176,7 +176,7 @@ class CutCheck:
             for name, parameter in dense_parameters(model):
                 grads[name] = [parameter.grad]
             return _Run(
-                loss=torch.stack([loss.detach() for loss in parts_K]).sum(),
+                loss=program.losses.of_batch(losses_K, cut.sizes_K),
                 output=self._join(outputs, cut.sizes_K) if cut.is_in_order else None,
                 grads=grads,
                 state=ModelState.of(model),

@@ -8,6 +8,7 @@ compared with the whole batch where nothing is proved (:mod:`.cut_check`). Ranks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +64,7 @@ class Cuts:
         self._asked, self._lookahead = num_micro_batches, lookahead
         self._evidence: Evidence | None = None
         self._planned: int | None = None
+        self._known: Setting | None = None
         self._num_samples = 0
         self._is_interleaved = False
         self._proof: Proof | None = None
@@ -106,6 +108,16 @@ class Cuts:
             self.choice.narrow(num_samples, is_interleaved)
         elif why_whole is not None or not self._may_pay:
             self._settle_whole(why_whole)
+
+    @property
+    def chosen(self) -> Setting | None:
+        """The setting of all further batches; ``None`` before there is one."""
+        return self.choice.current if self._num_steps and self.choice.is_settled else None
+
+    def settle_on(self, setting: Setting) -> None:
+        """Takes what an earlier run chose wherever it is allowed."""
+        self._known = setting
+        self.choice.settle_on(setting)
 
     @property
     def _may_pay(self) -> bool:
@@ -182,12 +194,15 @@ class Cuts:
 
     def _open(self) -> None:
         self._is_open = True
-        self.choice = SettingChoice(candidates(None, self._lookahead), self._planned)
-        self.choice.narrow(self._num_samples, self._is_interleaved)
+        self._choose_among(candidates(None, self._lookahead))
 
     def _settle_whole(self, why_whole: str | None) -> None:
         self._why_whole, self._is_open = why_whole, False
-        self.choice = SettingChoice(candidates(1, self._lookahead))
+        self._choose_among(candidates(1, self._lookahead))
+
+    def _choose_among(self, allowed: Sequence[Setting]) -> None:
+        self.choice = SettingChoice(allowed, self._planned)
+        self.choice.settle_on(self._known)
         self.choice.narrow(self._num_samples, self._is_interleaved)
 
     def __str__(self) -> str:

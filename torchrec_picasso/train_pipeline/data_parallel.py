@@ -30,6 +30,8 @@ __all__ = [
     "wrapper_of",
 ]
 
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+
 
 def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
     """The wrapper that reduces a ``DistributedModelParallel``'s dense gradients; ``None`` = none.
@@ -59,6 +61,8 @@ def why_whole_batches(model: nn.Module) -> str | None:
         return "DistributedDataParallel looks for unused parameters in every backward"
     if wrapper.mixed_precision is not None:
         return "DistributedDataParallel casts parameters in every forward (mixed_precision)"
+    if any(isinstance(m, _TABLES) and m.sparse for m in wrapper.module.modules()):
+        return "DistributedDataParallel reduces sparse gradients of a table in the dense part"
     if wrapper._delay_all_reduce_params:
         return "DistributedDataParallel delays the reduction of some parameters"
     return None

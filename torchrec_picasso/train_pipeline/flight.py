@@ -45,8 +45,6 @@ class Flight:
     outputs_K: dict[int, Any] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     """Interleaved modules that a gradient has come to, by name."""
-    has_graph: bool = True
-    """Whether the loss has a graph: that of a stand-in may have none, as nothing was computed."""
     is_whole: bool = False
     """Whether the model runs on the whole batch, though rows travel by micro-batch."""
     is_end: bool = False

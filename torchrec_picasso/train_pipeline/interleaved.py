@@ -20,6 +20,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec_picasso._torchrec import BackwardHookWork, InjectionSite, TrainPipelineContext
 from torchrec_picasso.config.refresh import Refresh
 from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
+from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.feed.id_stream import IdStream
@@ -31,6 +32,7 @@ from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
     Op,
     Schedule,
+    Setting,
     evaluation_schedule,
     first_batch_schedule,
     second_batch_schedule,
@@ -78,8 +80,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     modules in one exchange; others, in the same module or not, are trained as by TorchRec's
     pipeline and listed by :meth:`summary`, with the reason.
 
-    How a batch is interleaved is chosen by trying on the first 40 training steps, beginning with
-    what the plan was priced for. Before a model is
+    How a batch is interleaved is chosen by trying on the first training steps, beginning with what
+    the plan was priced for: some 12 steps, 28 at most. Before a model is
     trained in micro-batches, and again in steps 2, 4, 8, ..., it is compared whether they give what
     the whole batch gives (:mod:`.cut_check`). If not, batches are not cut any more, with a warning
     if some were; where micro-batches were asked for, all ranks raise instead.
@@ -221,6 +223,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._regroups = Regroups()
         self._look = FirstLook()
         self._hot_sets = HotSets(refresh, verify_every)
+        self._agreement: Agreement | None = None  # of a step that has not begun
         self._watch = StepWatch(on_step, device)
 
     @property
@@ -237,6 +240,15 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     def is_settled(self) -> bool:
         """Whether all further batches will be cut and fetched like the next one."""
         return self._cuts.choice.is_settled
+
+    @property
+    def setting(self) -> Setting | None:
+        """What the trial has chosen, for a later run; ``None`` before."""
+        return self._cuts.chosen
+
+    def settle_on(self, setting: Setting) -> None:
+        """Takes an earlier run's :attr:`setting`, if allowed, and tries none; all ranks do."""
+        self._cuts.settle_on(setting)
 
     @property
     def last_refresh(self) -> Refreshed | None:
@@ -316,14 +328,16 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._id_stream.take_over(self._hot_sets.tensors())
             self._board_again()
             flight = self._flights[0]
-        for rows in flight.rows:
-            if attached_again or rows.are_outdated:  # it may have been trained while detached
-                rows.fetch_again()
+        self._ask()
         while len(self._flights) < NUM_BATCHES and self._follow(dataloader_iter):
             if len(self._flights) == 2:  # the first step
                 self._walk(second_batch_schedule(self._flights[1].setting))
+        told = self._agreed()
+        if attached_again or told.homes_written:  # it may have been trained while detached
+            for rows in flight.rows:
+                rows.fetch_again()
         if self._model.training:
-            self._train(flight)
+            self._train(flight, told.model_changed)
         else:
             flight.is_whole = True
             settings = [each.setting for each in self._flights]
@@ -333,11 +347,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._batch_count += 1
         return flight
 
-    def _train(self, flight: Flight) -> None:
-        """Takes a training step. Collective."""
+    def _train(self, flight: Flight, has_changed: bool) -> None:
+        """Takes a training step, of a model that may be another one than was proved. Collective."""
         pg = process_group_of(self._model)
         self._optimizer.zero_grad()  # first of all: it hands learning rates to FBGEMM
-        self._cuts.look(flight, self._cuts.has_changed(flight.batch), pg, self._device)
+        self._cuts.look(flight, has_changed, pg, self._device)
         flight.is_whole = self._cuts.is_whole or counts_gradients(self._model)
         settings = [each.setting for each in self._flights]
         start = self._clock.stamp()
@@ -399,7 +413,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         super().reset()
         self._flights.clear()
         self._feed.forget()
-        self._is_halfway = False
+        self._is_halfway, self._agreement = False, None
 
     def _take_off(self, dataloader_iter: Iterator[In]) -> None:
         """Prepares the first batch."""
@@ -416,16 +430,55 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _fetch_first(self, flight: Flight) -> None:
         """Brings the rows of a batch that no step comes before. Collective."""
+        assert self._taken is not None
+        self._ask()
+        if self._agreed().homes_written:
+            for group in self._taken.groups:
+                group.rows.take_writes()
         self._walk(first_batch_schedule(flight.setting, num_waves=self._num_waves))
-        for rows in flight.rows:
-            rows.accept_writes()
+
+    def _flags(self) -> Flags:
+        """What this rank has to say before a step."""
+        assert self._taken is not None
+        batch = self._flights[0].batch
+        return Flags(
+            homes_written=any(group.rows.was_written() for group in self._taken.groups),
+            model_changed=self._model.training and self._cuts.has_changed(batch),
+        )
+
+    def _ask(self) -> None:
+        """Starts to ask all ranks what they have to say, once a step. Collective.
+
+        Raises:
+            PicassoError: If this rank says something else than before, in a step that an exception
+                of its data iterator left unbegun: the others may be in it.
+        """
+        flags = self._flags()
+        if self._agreement is None:
+            self._agreement = Agreement(process_group_of(self._model), self._device, flags)
+        elif self._agreement.mine != flags:
+            raise PicassoError(
+                "tables or the model were changed after an exception in the data iterator, and "
+                "other ranks may have begun the step; change them between steps, or call reset() "
+                "on all ranks"
+            )
+
+    def _agreed(self) -> Flags:
+        """What all ranks say, before the step begins."""
+        assert self._agreement is not None
+        asked, self._agreement = self._agreement, None
+        return asked.wait()
 
     def _follow(self, dataloader_iter: Iterator[In]) -> bool:
         """Boards the batch after the last in flight, unless every rank's data has ended."""
         if self._feed.has_ended:
             return False
         pg = process_group_of(self._model)
-        fetched = self._feed.following(pg, dataloader_iter, self._flights[-1].batch)
+        try:
+            fetched = self._feed.following(pg, dataloader_iter, self._flights[-1].batch)
+        except StopIteration:  # on all ranks: the step that was asked about does not begin
+            self._agreed()
+            raise
         if fetched is None:
             return False
         self._flights.append(self._board(fetched))

@@ -94,3 +94,19 @@ class Losses:
             whole_N, whole_D = (torch.stack(sums).sum(0) for sums in zip(*losses_K.values()))
         terms = numerators / whole_D - denominators * (whole_N / whole_D.square())
         return torch.sum(terms, dim=0)
+
+    def of_batch(self, losses_K: Mapping[int, Any], sizes_K: Sequence[int]) -> Tensor:
+        """The 0-d loss of a whole batch, without its graph.
+
+        Args:
+            losses_K: Losses of all micro-batches that have samples.
+            sizes_K: Samples of each.
+        """
+        with torch.no_grad():
+            if self.reduction == "ratio":
+                numerators, denominators = (
+                    torch.stack(sums).sum(0) for sums in zip(*losses_K.values())
+                )
+                return torch.sum(numerators / denominators, dim=0)
+            parts = [self.of_part(losses_K, index, sizes_K) for index in losses_K]
+            return torch.stack(parts).sum()

@@ -42,6 +42,14 @@ __all__ = [
 ]
 
 
+_MADE_INSIDE = "its input is not read off the batch but made inside the model"
+_NOT_SEEN = "the tracer sees no call of it in the model's forward"
+_CURES = {
+    _MADE_INSIDE: "give the module features as they are in the batch",
+    _NOT_SEEN: "call the module in a forward, and in no function that torch.fx.wrap hides",
+}
+
+
 def inner_model(model: nn.Module) -> nn.Module:
     """The model inside TorchRec's wrapper."""
     return model.module if isinstance(model, DistributedModelParallel) else model
@@ -68,11 +76,7 @@ def unpipelined_modules(
     """
     known = {id(module) for module in pipelined}
     return {
-        name: (
-            "its input is not read off the batch but made inside the model"
-            if name in called
-            else "the tracer sees no call of it in the model's forward"
-        )
+        name: (_MADE_INSIDE if name in called else _NOT_SEEN)
         for name, module in outside_of_sharded(model)
         if isinstance(module, ShardedModule) and id(module) not in known
     }
@@ -128,9 +132,10 @@ def why_whole_batches(model: nn.Module, unpipelined: Mapping[str, str]) -> str |
             )
     if unpipelined:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in unpipelined.items())
+        cures = dict.fromkeys(_CURES[reason] for reason in unpipelined.values())
         return (
             f"{reasons}. So it cannot be pipelined and would update its rows once per micro-batch; "
-            "use num_micro_batches=1, or give the module features as they are in the batch"
+            f"use num_micro_batches=1, or {' and '.join(cures)}"
         )
     return None
 

@@ -20,6 +20,7 @@ from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowRequest
+from torchrec_picasso.rows.sound_features import sound_features
 from torchrec_picasso.sharding.features import with_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.odd_features import OddFeatures, spread
@@ -60,21 +61,24 @@ class ModuleGroup:
         Raises:
             InputError: If features have a batch size each and do not say whose rows samples have.
         """
-        features_of = [self._features_of(module, batch) for module in self.modules.values()]
+        modules = self.modules.values()
+        sound = [sound_features(self._input_of(module, batch)) for module in modules]
+        features_of = [self._features_of(module, of) for module, of in zip(modules, sound)]
         sizes = None if self._is_odd else sizes_K
         with torch.no_grad():
-            return RowRequest(self.rows, BatchIds.read(features_of, self.rows, sizes, has_data))
+            ids = BatchIds.read(features_of, self.rows, sizes, has_data, sound)
+            return RowRequest(self.rows, ids)
 
-    def _input_of(self, module: ScheduledModule, batch: Any) -> Any:
+    def _input_of(self, module: ScheduledModule, batch: Any) -> KeyedJaggedTensor:
         args, kwargs = module.forward.args.build_args_kwargs(batch)
         args, kwargs = module.preprocess_input(args, kwargs)
-        return next(iter((*args, *kwargs.values())))
+        return maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
 
-    def _features_of(self, module: ScheduledModule, batch: Any) -> KeyedJaggedTensor:
-        features = self._input_of(module, batch)
+    def _features_of(
+        self, module: ScheduledModule, features: KeyedJaggedTensor
+    ) -> KeyedJaggedTensor:
         if not self._is_odd:
             return module.features_of(features)
-        features = maybe_td_to_kjt(features, None)
         if not module.group.plan.takes_weights:  # nothing is pooled
             features = with_weights(features, None)
         return OddFeatures.of(module.features_of(features), features)

@@ -200,8 +200,7 @@ class Operations:
             announce_last_backward(model)
         if not flight.has_data:
             loss = program.losses.of_stand_in(flight.losses_K[index])
-            flight.has_graph = loss.requires_grad
-            loss = loss * 0.0 if flight.has_graph else no_gradients(model)
+            loss = loss * 0.0 if loss.requires_grad else no_gradients(model)
         else:
             loss = program.losses.of_part(flight.losses_K, index, flight.sizes_K)
         loss.backward()

@@ -33,6 +33,7 @@ from torchrec_picasso.train_pipeline.model_parts import (
 )
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup, group_modules
 from torchrec_picasso.train_pipeline.postprocs import Postprocs
+from torchrec_picasso.train_pipeline.tracing import explained_tracing
 
 __all__ = ["FirstLook", "PipelinedModel", "count_samples"]
 
@@ -69,6 +70,9 @@ class PipelinedModel:
         stream: Where ids are made ready.
         device: Where the model runs.
         pipeline_postproc: Whether modules without parameters run ahead of the model.
+
+    Raises:
+        CompatError: If the model cannot be traced.
     """
 
     def __init__(
@@ -83,7 +87,8 @@ class PipelinedModel:
     ) -> None:
         self.inner = inner_model(model)
         """The model inside its wrapper."""
-        with without_a_trace(self.inner, device):  # the tracer runs the forward, with proxies
+        # the tracer runs the forward, with proxies
+        with without_a_trace(self.inner, device), explained_tracing():
             self.pipelined, _, self.original_forwards, self.postproc_modules, changed = (
                 rewrite_model(
                     model=model,

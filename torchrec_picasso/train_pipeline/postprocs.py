@@ -16,7 +16,7 @@ from torchrec_picasso._torchrec import (
     TrainPipelineContext,
     use_context_for_postprocs,
 )
-from torchrec_picasso.batches.split import split_batch
+from torchrec_picasso.batches.split import reason_of, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.train_pipeline.pieces import Cut
 
@@ -65,6 +65,6 @@ def _cut(result: Any, sizes_K: Sequence[int], name: str) -> Sequence[Any]:
     except (CompatError, InputError) as error:
         raise CompatError(
             f"{name} is run ahead of the model (pipeline_postproc=True) and gives a "
-            f"{type(result).__name__}, which cannot be cut into micro-batches ({error}); use "
-            "num_micro_batches=1"
+            f"{type(result).__name__}, which cannot be cut into micro-batches "
+            f"({reason_of(error)}); use num_micro_batches=1"
         ) from error

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.split import children_of, rebuild, split_batch
+from torchrec_picasso.batches.split import children_of, reason_of, rebuild, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 
 __all__ = ["UncutOutput", "WholeOutput"]
@@ -135,7 +135,7 @@ class WholeOutput:
         except (CompatError, InputError) as error:
             raise CompatError(
                 f"module {self._name} returns a {type(self._output).__name__}, which cannot be cut "
-                f"into micro-batches ({error}); use num_micro_batches=1"
+                f"into micro-batches ({reason_of(error)}); use num_micro_batches=1"
             ) from error
 
     def _with_leaves(self, parts_K: Sequence[Any]) -> _Cut:
