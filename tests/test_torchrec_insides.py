@@ -33,7 +33,7 @@ from torchrec_picasso import _torchrec
 
 INHERITED: dict[str, set[str]] = {
     "BaseRwEmbeddingSharding": {
-        *("_device", "_pg", "_rank", "_shard", "_world_size", "enable_embedding_update"),
+        *("_device", "_pg", "_rank", "_shard", "_world_size"),
         *("_grouped_embedding_configs", "_grouped_embedding_configs_per_rank"),
     },
     "EmbeddingBagCollectionSharder": {
@@ -88,11 +88,14 @@ FOREIGN: dict[str, set[str]] = {
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": {
         *("_create_output_dist", "_has_uninitialized_input_dist"),
     },
+    "torchrec.distributed.embedding_lookup.GroupedPooledEmbeddingsLookup": {"_emb_modules"},
+    "torchrec.distributed.model_tracker.model_delta_tracker.ModelDeltaTrackerTrec": {"_mode"},
     "torchrec.distributed.sharding.tw_sharding.TwSparseFeaturesDist": {"_dist"},
     "torchrec.modules.regroup.KTRegroupAsDict": {"_groups", "_keys"},
     "torch": {"_C"},
     "torch._C": {"_current_graph_task_id", "_disabled_torch_function_impl"},
     "torch._C._distributed_c10d.Backend.Options": {"_timeout"},
+    "torch._dynamo.compiled_autograd": {"in_compiled_autograd_region"},
     "torch.Tensor": {"_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version"},
     "torch._ops.OpOverload": {"_schema"},
     "torch.autograd.Variable": {"_execution_engine"},
@@ -163,6 +166,7 @@ SIGNATURES: dict[str, str] = {
     "GroupedEmbeddingsLookup.__init__": "grouped_configs, pg, device, env",
     "GroupedEmbeddingsLookup._create_embedding_kernel": "config, pg, device, env",
     "GroupedEmbeddingsLookup.forward": "sparse_features",
+    "GroupedEmbeddingsLookup.register_optim_state_tracker_fn": "record_fn",
     "GroupedPooledEmbeddingsLookup.__init__": (
         "grouped_configs, device, pg, feature_processor, scale_weight_gradients, sharding_type, env"
     ),
@@ -170,6 +174,7 @@ SIGNATURES: dict[str, str] = {
         "config, device, pg, sharding_type, env"
     ),
     "GroupedPooledEmbeddingsLookup.forward": "sparse_features",
+    "GroupedPooledEmbeddingsLookup.register_optim_state_tracker_fn": "record_fn",
     "KeyedJaggedTensor.permute": "indices, indices_tensor",
     "KeyedJaggedTensor.record_stream": "stream",
     "KeyedJaggedTensor.split": "segments",

@@ -202,7 +202,7 @@ def _shard(
         registry = get_qcomm_codecs_registry(config, device=torch.device("cpu"))
     sharder = HotColdEmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return lambda: sharder.shard(_collection(dim), plan, env, torch.device("cpu"))
+    return lambda: sharder.shard(_collection(dim), plan, env, torch.device("cpu"), "tables")
 
 
 def _refusals(rank: int, world_size: int) -> dict[str, str]:

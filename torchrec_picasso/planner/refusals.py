@@ -19,7 +19,7 @@ from torchrec.distributed.utils import (
     merge_fused_params,
     optimizer_type_to_emb_opt_type,
 )
-from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_picasso.placement import Form, HotColdParams
@@ -30,6 +30,7 @@ from torchrec_picasso.storage.exactness import (
     why_no_hot_rows,
     why_no_memory,
     why_not_exact,
+    why_not_its_rows,
 )
 
 __all__ = ["TableRefusals", "asked_form", "refusals_of", "why_no_bags"]
@@ -54,7 +55,7 @@ class TableRefusals:
 
 def refusals_of(
     options: Sequence[ShardingOption],
-    data_type: DataType,
+    config: BaseEmbeddingConfig,
     sharder_fused_params: dict[str, Any] | None,
     device_type: str,
 ) -> TableRefusals:
@@ -62,10 +63,14 @@ def refusals_of(
 
     Args:
         options: All of TorchRec's options of the table.
-        data_type: Type of its weights.
+        config: TorchRec's configuration of the table.
         sharder_fused_params: What the sharder was made with.
         device_type: ``"cpu"`` or ``"cuda"``.
     """
+    refusal = why_not_its_rows(config)
+    if refusal is not None:
+        return TableRefusals(hot_cold=refusal)
+    data_type = config.data_type
     first, as_bags = options[0], asked_form(options) == "bags"
     sharding_type = ShardingType.TABLE_WISE if as_bags else ShardingType.ROW_WISE
     kernels = [o.compute_kernel for o in options if o.sharding_type == sharding_type.value]

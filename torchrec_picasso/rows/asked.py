@@ -32,6 +32,10 @@ class Asked(Protocol):
     def by_fetch(self) -> FetchOrder:
         """What travels in which exchange, to which rank."""
 
+    @property
+    def home_rows(self) -> Tensor:
+        """Home rows that are asked for, repeats among them: integer, one-dimensional."""
+
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         """What an exchange brings to the ranks, grouped by them: float32, ``(n, D)``."""
 
@@ -75,6 +79,11 @@ class AskedRows:
         """Those of several batches, to be updated together."""
         rows_n = torch.cat([of.rows_n for of in of_batches])
         return AskedRows.of(rows_n, FetchOrder([[rows_n.numel()]], None))
+
+    @property
+    def home_rows(self) -> Tensor:
+        """The rows."""
+        return self.rows_n
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         """Reads rows, repeated ones again."""
@@ -126,6 +135,11 @@ class AskedBags:
             by_fetch=FetchOrder([[sum(map(len, offsets))]], order_n=None),
             lookups_E1=(0, rows_N.numel()),
         )
+
+    @property
+    def home_rows(self) -> Tensor:
+        """The row of each lookup."""
+        return self.rows_N
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         """Pools bags."""

@@ -27,6 +27,7 @@ from torchrec_picasso.ops.part_pooling import PartPooling
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import RowLayout
 from torchrec_picasso.rows.memory import Matrices
+from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["BatchRows", "GradientSink", "PartRows"]
 
@@ -58,6 +59,26 @@ class BatchRows:
         self._matrices = Matrices(group.buffers_M, layout.rows_M)
         self._arrivals: list[_Arrival] = []
         self._modules_left = len(group.plan.modules)
+        self._seen: set[str] = set()
+
+    def looked_up(self, storage: RowStorage) -> Tensor:
+        """Which rows of a pack that are at home here any rank's batch looks up, hot or cold.
+
+        Args:
+            storage: The pack's.
+
+        Returns:
+            Home rows, ascending, each once, int64, shape ``(n,)``. A host sync on CUDA.
+        """
+        pack = self.layout.packs[self._group.storages.index(storage)]
+        rows = [pack.source.home_rows.to(torch.int64), pack.touched.own_rows_o]
+        return torch.cat(rows).unique()
+
+    def is_first_time(self, what: str) -> bool:
+        """Whether something is done with this batch for the first time, in whichever part."""
+        is_first = what not in self._seen
+        self._seen.add(what)
+        return is_first
 
     def fetch_clean(self) -> None:
         """Starts fetching the rows that the batch before does not update. Collective."""
@@ -241,6 +262,10 @@ class PartRows:
     """Samples per feature, or ``None`` when each feature has its own."""
     sink: GradientSink
     once: bool
+
+    def view(self, *_: int) -> PartRows:
+        """The rows, where TorchRec shapes what a lookup gives; they arrive as matrices."""
+        return self
 
     @property
     def own_sizes(self) -> Sequence[int] | None:

@@ -83,11 +83,6 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         pooling = {info.embedding_config.pooling for info in sharding_infos}
         self._is_sequence = pooling == {PoolingType.NONE}
         super().__init__(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
-        if self.enable_embedding_update:
-            raise CompatError(
-                "hot/cold tables do not support enable_embedding_update; place these tables "
-                "without HotColdParams"
-            )
         # TorchRec's grouping, made finer; its own methods read names and shards off these
         self._grouped_embedding_configs_per_rank = [
             _packs(groups, params) for groups in self._grouped_embedding_configs_per_rank

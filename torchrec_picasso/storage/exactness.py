@@ -29,6 +29,7 @@ __all__ = [
     "why_no_hot_rows",
     "why_no_memory",
     "why_not_exact",
+    "why_not_its_rows",
 ]
 
 HOT_COLD_KERNELS = (
@@ -71,6 +72,23 @@ class Refusal:
             stock: How the table is left to TorchRec, said where that helps.
         """
         return f"{self.instead}, or {stock}" if self.stock_trains else self.instead
+
+
+_OF_ROWS: Mapping[str, Refusal] = {
+    "use_virtual_table": Refusal(
+        what="use_virtual_table makes it a virtual table, which has no fixed rows to be at home",
+        instead="leave the table to TorchRec",
+    ),
+    "enable_embedding_update": Refusal(
+        what="enable_embedding_update lets DMP.write change rows at home but not their replicas",
+        instead="leave the flag out and write through the state dict",
+    ),
+    "stash_weights": Refusal(
+        what="stash_weights takes the weights off the device, where homes and replicas are read",
+        instead="leave the flag out (kernel fused_uvm keeps homes in host memory)",
+    ),
+}
+"""Flags of a table's configuration by which others own its rows."""
 
 
 def check_exact(
@@ -180,6 +198,19 @@ def why_not_exact(
             instead="use FP32 or FP16 weights",
         )
     return None
+
+
+def why_not_its_rows(config: Any) -> Refusal | None:
+    """Why a table cannot be hot/cold by what its configuration asks for.
+
+    Args:
+        config: TorchRec's configuration of the table, before sharding or after it.
+
+    Returns:
+        The first reason, or ``None`` if it can.
+    """
+    asked = [name for name in _OF_ROWS if getattr(config, name, False)]
+    return _OF_ROWS[asked[0]] if asked else None
 
 
 def _why_not_on_cpu(fused_params: Mapping[str, Any], data_type: DataType) -> Refusal | None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 
@@ -64,6 +66,34 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
     def split_embedding_weights(self) -> list[Tensor]:
         """Home rows of each table, views, shape ``(local_rows, D)``."""
         return [view for _, view in self._home_slices(self.rows.tables.weights.homes)]
+
+    @property
+    def table_names(self) -> list[str]:
+        """Names of the tables, in the order of their homes."""
+        return [table.name for table in self._config.embedding_tables]
+
+    def split_first_state(self) -> Iterator[Tensor]:
+        """The first optimizer state that is kept per row, of each table's homes; views.
+
+        Nothing for an optimizer without one. :meth:`flush` brings it up to date.
+        """
+        for rows in list(self.rows.tables.row_states.values())[:1]:
+            yield from (view for _, view in self._home_slices(rows.homes))
+
+    def split_rows(self, rows_n: Tensor) -> Mapping[str, Tensor]:
+        """Splits home rows by table. A host sync on CUDA.
+
+        Args:
+            rows_n: Rows of the pack's homes, int64, ascending.
+
+        Returns:
+            Rows of each table, counted from its first home row on this rank.
+        """
+        sizes = [table.local_rows for table in self._config.embedding_tables]
+        edges = torch.tensor([0, *accumulate(sizes)], device=rows_n.device)
+        counts = torch.searchsorted(rows_n, edges).diff().tolist()
+        pieces = zip(self.table_names, rows_n.split(counts), edges)
+        return {name: rows - start for name, rows, start in pieces}
 
     def state_dict(
         self,

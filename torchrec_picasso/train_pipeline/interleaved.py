@@ -39,6 +39,7 @@ from torchrec_picasso.schedule.schedule import (
     training_schedule,
 )
 from torchrec_picasso.schedule.step_clock import StepClock
+from torchrec_picasso.sharding.delta_tracker import begin_batch
 from torchrec_picasso.train_pipeline.boarding import Boarding
 from torchrec_picasso.train_pipeline.cut_check import CutCheck
 from torchrec_picasso.train_pipeline.cuts import Cuts
@@ -318,6 +319,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self.attach(self._model)
         if not self._flights:
             self._take_off(dataloader_iter)
+        begin_batch(self._model)
         flight = self._flights[0]
         attached_again = self._taken is None
         if attached_again:

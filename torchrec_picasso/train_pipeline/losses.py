@@ -9,7 +9,7 @@ those of the batch where the loss of a micro-batch counts as said here.
   ``((numerators, denominators), output)``. With N and D the sums over the whole batch,
   ``d(N / D) = sum over k of dn_k / D - N / D^2 dd_k``.
 
-Shape letters: K micro-batches, L losses.
+Shape letter: K micro-batches.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Losses:
         )
 
     def of_whole(self, losses: Any) -> Tensor:
-        """The losses of a whole batch, shape ``(L,)`` or 0-d."""
+        """The losses of a whole batch, a vector or 0-d."""
         if self.reduction != "ratio":
             whole: Tensor = losses
             return whole

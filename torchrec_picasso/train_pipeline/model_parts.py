@@ -22,6 +22,7 @@ from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddin
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso.comparison.dense_part import outside_of_sharded
 from torchrec_picasso.placement import HotColdParams
@@ -149,7 +150,8 @@ def samples_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | No
     Returns:
         ``None`` = a batch size per feature.
     """
-    kjts = [kjt for kjt in (*args, *kwargs.values()) if isinstance(kjt, KeyedJaggedTensor)]
+    given = [maybe_td_to_kjt(value, None) for value in (*args, *kwargs.values())]
+    kjts = [kjt for kjt in given if isinstance(kjt, KeyedJaggedTensor)]
     if any(kjt.variable_stride_per_key() for kjt in kjts):
         return None
     return max((kjt.stride() for kjt in kjts), default=None)

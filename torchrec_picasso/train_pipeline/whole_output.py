@@ -43,9 +43,18 @@ class UncutOutput:
 
     def detached(self) -> WholeOutput:
         """The same output cut off from its graph, with leaves of its own. Collective."""
-        if isinstance(self._output, Awaitable):  # TorchRec's can be waited for once
-            self._output = self._output.wait()
+        self._output = self._waited(self._output)
         return WholeOutput(self._output, self._name)
+
+    def _waited(self, value: Any) -> Any:
+        """The output without awaitables, in containers too: TorchRec's can be waited for once."""
+        if isinstance(value, Awaitable):
+            return value.wait()
+        members = None if isinstance(value, KeyedTensor | JaggedTensor) else children_of(value)
+        if members is None:
+            return value
+        found = [self._waited(member) for _, member in members]
+        return rebuild(value, found, f"output of {self._name}", "use TrainPipelineSparseDist")
 
 
 class WholeOutput:
