@@ -41,7 +41,6 @@ from torchrec_picasso.launch.run_ranks import run_ranks
 
 DRIVERS: tuple[Driver, ...] = (None, (1, False), (1, True))
 NUM_WARM = 4  # DDP makes its buckets anew in the second step
-NUM_DENSE_PARAMETERS = 2
 
 
 def _sent_by_purpose(pipeline: Any, batches: Iterator[Batch]) -> dict[str, float]:
@@ -150,7 +149,6 @@ def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> Non
     curves = CommCurves.assumed(world_size, gbytes_per_s=1.0)
     cost = hot_cold_cost(_known_totals(world_size), curves, world_size, num_packs=2)
     num_dense = 1 + sum(table.dim for table in TABLES)
-    num_dense += NUM_DENSE_PARAMETERS * (driver is not None)  # ours says which gradients there are
     expected = _predicted(cost.sent_bytes, num_dense, world_size)
     by_rank = [by_driver[driver] for by_driver in _known(world_size)]
     mean = {name: float(np.mean([sent[name] for sent in by_rank])) for name in by_rank[0]}

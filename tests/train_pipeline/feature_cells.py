@@ -70,8 +70,8 @@ TABLES = (
 MODULES = ("tables", "more_tables")
 
 
-def _six(rank: int, step: int) -> int:
-    return 6
+def _some(rank: int, step: int) -> int:
+    return 48
 
 
 def _unchanged(batch: Batch, step: int) -> Batch:
@@ -108,7 +108,7 @@ class Feature:
     processors: str | None = None
     """``by_feature`` or ``together``: two ways to write position weights."""
     need_indices: bool = False
-    num_samples: Callable[[int, int], int] = _six
+    num_samples: Callable[[int, int], int] = _some
     """Of a rank and step."""
     change_batch: Callable[[Batch, int], Batch] = _unchanged
     change_of_witness: Callable[[Batch, int], Batch] | None = None

@@ -60,11 +60,11 @@ MIXED_DIMS = (
 
 
 def _none_on_rank_1(rank: int, step: int) -> int:
-    return 0 if rank == 1 and step in (1, 3) else 6
+    return 0 if rank == 1 and step in (1, 3) else 48
 
 
 def _few_on_rank_1(rank: int, step: int) -> int:
-    return 5 if rank == 1 else 7
+    return 41 if rank == 1 else 55
 
 
 class _Two(Model):

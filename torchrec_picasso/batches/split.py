@@ -28,6 +28,7 @@ __all__ = [
     "check_lookups",
     "check_samples",
     "children_of",
+    "FEWEST_SAMPLES",
     "micro_batch_sizes",
     "num_samples",
     "reason_of",
@@ -56,14 +57,18 @@ SPLIT_ADVICE = (
 )
 
 
+FEWEST_SAMPLES = 2
+"""Samples of the smallest micro-batch."""
+
+
 def micro_batch_sizes(
     num_samples: int, num_micro_batches: int, first_share: float | None = None
 ) -> list[int]:
     """Chooses how many samples each micro-batch gets.
 
     The first is small: its gradients travel last, with no compute left to hide them under. The
-    others differ by one sample at most. No micro-batch is empty unless there are fewer samples than
-    micro-batches; then the last ones are.
+    others differ by one sample at most. None has one sample, as models squeeze a dim of one sample
+    away: where there are not two for each, the first has all and the others are empty.
 
     Args:
         num_samples: Samples of the whole batch.
@@ -87,10 +92,10 @@ def micro_batch_sizes(
     if not 0 < first_share <= 1:
         raise InputError(f"first_share is {first_share}, expected a share above 0 and up to 1")
     num_others = num_micro_batches - 1
-    if num_others == 0:
-        return [num_samples]
-    most = max(num_samples - num_others, min(num_samples, 1))  # each of the others gets a sample
-    first = min(max(round(first_share * num_samples), 1), most)
+    if num_others == 0 or num_samples < FEWEST_SAMPLES * num_micro_batches:
+        return [num_samples, *[0] * num_others]
+    most = num_samples - FEWEST_SAMPLES * num_others
+    first = min(max(round(first_share * num_samples), FEWEST_SAMPLES), most)
     each, left_over = divmod(num_samples - first, num_others)
     return [first] + [each + (k < left_over) for k in range(num_others)]
 

@@ -13,7 +13,6 @@ from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.feed.id_stream import IdStream
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.train_pipeline.flight import Flight
-from torchrec_picasso.train_pipeline.pieces import FEWEST_SAMPLES
 from torchrec_picasso.train_pipeline.pipelined_model import ODD_BATCH, PipelinedModel
 
 __all__ = ["Boarding"]
@@ -62,7 +61,7 @@ class Boarding:
                 )
             num_samples = taken.count(batch, fetched.context)
             sizes_K = micro_batch_sizes(num_samples, num_micro_batches)
-            if num_micro_batches > 1 and min(sizes_K) >= FEWEST_SAMPLES:
+            if sizes_K[0] < num_samples:
                 try:
                     return Flight(fetched, setting, sizes_K, list(self.split(batch, sizes_K)))
                 except (CompatError, InputError):

@@ -11,11 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 from torchrec_picasso.batches.join import join_outputs
+from torchrec_picasso.batches.split import FEWEST_SAMPLES
 
-__all__ = ["FEWEST_SAMPLES", "Cut"]
-
-FEWEST_SAMPLES = 2
-"""Samples of the smallest micro-batch: models squeeze a dim of one sample away."""
+__all__ = ["Cut"]
 
 _MOST_PIECES = 64
 """Pieces of a torn batch."""
@@ -50,10 +48,11 @@ class Cut:
             num_micro_batches: Parts, K, at least 2.
             draw: Draws sizes and order.
         """
-        inside = range(FEWEST_SAMPLES + 2, num_samples)
-        num_cuts = min(_MOST_PIECES, max(num_micro_batches - 2, len(inside) // 3), len(inside))
-        edges = [0, FEWEST_SAMPLES, *sorted(draw.sample(inside, num_cuts)), num_samples]
-        sizes = [end - start for start, end in pairwise(edges)]
+        usual = max(FEWEST_SAMPLES, 2 * num_samples // min(_MOST_PIECES, num_samples))
+        sizes = [FEWEST_SAMPLES]
+        while (left := num_samples - sum(sizes)) >= 2 * FEWEST_SAMPLES:
+            sizes.append(draw.randint(FEWEST_SAMPLES, min(usual + 1, left - FEWEST_SAMPLES)))
+        sizes.append(left)
         others = draw.sample(range(1, len(sizes)), len(sizes) - 1)
         num_parts = min(num_micro_batches - 1, len(others))
         ends = sorted(draw.sample(range(1, len(others)), num_parts - 1))
