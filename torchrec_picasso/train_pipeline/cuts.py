@@ -113,6 +113,11 @@ class Cuts:
             self._settle_whole(why_whole)
 
     @property
+    def is_settled(self) -> bool:
+        """Whether all further batches have one setting; not before it is known if they are cut."""
+        return self.choice.is_settled and (self._asked is not None or self._num_steps > 0)
+
+    @property
     def chosen(self) -> Setting | None:
         """The setting of all further batches; ``None`` before there is one."""
         return self.choice.current if self._num_steps and self.choice.is_settled else None

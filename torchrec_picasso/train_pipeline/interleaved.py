@@ -239,7 +239,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     @property
     def is_settled(self) -> bool:
         """Whether all further batches will be cut and fetched like the next one."""
-        return self._cuts.choice.is_settled
+        return self._cuts.is_settled
 
     @property
     def setting(self) -> Setting | None:
