@@ -74,6 +74,14 @@ PROVED: dict[str, Loss] = {
     "per lookup": _per_lookup,
 }
 
+
+def _recorded(head: Head, out: Tensor, batch: Batch) -> Tensor:
+    with torch.profiler.record_function("loss"):
+        return out.mean()
+
+
+PROVED["recorded"] = _recorded
+
 UNPROVED: dict[str, tuple[Loss, str]] = {
     "in-batch softmax": (
         lambda head, out, batch: functional.cross_entropy(

@@ -175,6 +175,7 @@ def _follow(question: _Question, follower: Follower, names: Names) -> list[tuple
     before = state_of(tried, modules)
     late: list[tuple[str, str]] = []
     mode = FakeTensorMode(shape_env=follower.sizes.env, allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # with symbols a hit costs more than it saves
     with _no_finalizers(), _nothing_drawn(), _classes_as_they_are(tried, modules):
         _run(tried, question, follower, mode, names)
         changed = _changes(before, after := state_of(tried, modules))

@@ -15,7 +15,7 @@ from torchrec_picasso.proof.follow import Follower
 from torchrec_picasso.proof.python_code import Names, foreign_module
 from torchrec_picasso.proof.sizes import is_symbolic
 from torchrec_picasso.proof.values import UnprovedError
-from torchrec_picasso.proof.where import current_line, is_users, line_of
+from torchrec_picasso.proof.where import current_line, is_import, is_users, line_of
 
 __all__ = ["Watch"]
 
@@ -118,6 +118,8 @@ class Watch(TorchFunctionMode):
     def _see_call(self, frame: FrameType) -> None:
         code, caller = frame.f_code, frame.f_back
         if is_users(code):
+            if is_import(frame):
+                return  # it runs once, however often the model does
             try:
                 self._names.enter(frame)
             except UnprovedError as unproved:
