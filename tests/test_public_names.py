@@ -100,7 +100,6 @@ def test_interleaved_pipeline_signature() -> None:
     parameters = inspect.signature(torchrec_picasso.InterleavedTrainPipeline).parameters
     assert list(parameters)[:3] == ["model", "optimizer", "device"]
     expected = {"num_micro_batches": None, "lookahead": None, "split_batch": None}
-    expected["order_samples"] = None
     for name, default in expected.items():
         assert parameters[name].kind is KEYWORD_ONLY
         assert parameters[name].default == default

@@ -33,7 +33,7 @@ from torchrec_picasso import _torchrec
 
 INHERITED: dict[str, set[str]] = {
     "BaseRwEmbeddingSharding": {
-        *("_device", "_pg", "_rank", "_shard", "_world_size", "enable_embedding_update"),
+        *("_device", "_pg", "_rank", "_shard", "_world_size"),
         *("_grouped_embedding_configs", "_grouped_embedding_configs_per_rank"),
     },
     "EmbeddingBagCollectionSharder": {
@@ -66,12 +66,13 @@ INHERITED: dict[str, set[str]] = {
         *("_device", "_feature_splits", "_sharding_types"),
     },
     "ShardedFeatureProcessedEmbeddingBagCollection": {"_embedding_bag_collection", "is_pipelined"},
+    "TensorBase": {"detach"},
     "TrainPipelineSparseDist": {
         *("_batch_count", "_create_context", "_device", "_model", "_model_attached", "_optimizer"),
         *("_data_dist_stream", "_memcpy_stream", "copy_batch_to_gpu", "wait_sparse_data_dist"),
         *("_original_forwards", "_original_kjt_dist_forwards"),
         *("_pipeline_postproc", "inplace_copy_batch_to_gpu"),
-        *("_pipelined_modules", "_pipelined_postprocs"),
+        *("_pipelined_modules", "_pipelined_postprocs", "_backward", "_optimizer_step"),
     },
 }
 """What our subclasses use of a class of theirs, on themselves."""
@@ -87,17 +88,28 @@ FOREIGN: dict[str, set[str]] = {
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": {
         *("_create_output_dist", "_has_uninitialized_input_dist"),
     },
+    "torchrec.distributed.embedding_lookup.GroupedPooledEmbeddingsLookup": {"_emb_modules"},
+    "torchrec.distributed.model_tracker.model_delta_tracker.ModelDeltaTrackerTrec": {"_mode"},
     "torchrec.distributed.sharding.tw_sharding.TwSparseFeaturesDist": {"_dist"},
     "torchrec.modules.regroup.KTRegroupAsDict": {"_groups", "_keys"},
     "torch": {"_C"},
-    "torch._C": {"_current_graph_task_id"},
+    "torch._C": {"_current_graph_task_id", "_disabled_torch_function_impl"},
+    "torch._C._distributed_c10d.Backend.Options": {"_timeout"},
+    "torch._dynamo.compiled_autograd": {"in_compiled_autograd_region"},
     "torch.Tensor": {"_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version"},
     "torch._ops.OpOverload": {"_schema"},
     "torch.autograd.Variable": {"_execution_engine"},
     "torch.autograd.profiler": {"_is_profiler_enabled"},
     "torch.distributed.ProcessGroup": {"_get_backend"},
-    "torch.nn.Module": {"_non_persistent_buffers_set"},
+    "torch.nn.Module": {
+        *("_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"),
+        "_non_persistent_buffers_set",
+    },
     "torch.nn.modules.batchnorm": {"_BatchNorm"},
+    "torch.nn.parallel.DistributedDataParallel": {
+        *("_delay_all_reduce_params", "_module_parameters"),
+        "_static_graph_delay_allreduce_enqueued",
+    },
 }
 """What code of ours uses of an object of theirs."""
 
@@ -154,6 +166,7 @@ SIGNATURES: dict[str, str] = {
     "GroupedEmbeddingsLookup.__init__": "grouped_configs, pg, device, env",
     "GroupedEmbeddingsLookup._create_embedding_kernel": "config, pg, device, env",
     "GroupedEmbeddingsLookup.forward": "sparse_features",
+    "GroupedEmbeddingsLookup.register_optim_state_tracker_fn": "record_fn",
     "GroupedPooledEmbeddingsLookup.__init__": (
         "grouped_configs, device, pg, feature_processor, scale_weight_gradients, sharding_type, env"
     ),
@@ -161,6 +174,7 @@ SIGNATURES: dict[str, str] = {
         "config, device, pg, sharding_type, env"
     ),
     "GroupedPooledEmbeddingsLookup.forward": "sparse_features",
+    "GroupedPooledEmbeddingsLookup.register_optim_state_tracker_fn": "record_fn",
     "KeyedJaggedTensor.permute": "indices, indices_tensor",
     "KeyedJaggedTensor.record_stream": "stream",
     "KeyedJaggedTensor.split": "segments",
@@ -202,12 +216,15 @@ SIGNATURES: dict[str, str] = {
         "enqueue_batch_after_forward, enable_inplace_copy_batch, free_features_storage_early, "
         "clear_data_dist_inputs"
     ),
+    "TrainPipelineSparseDist._backward": "losses",
     "TrainPipelineSparseDist._create_context": "",
+    "TrainPipelineSparseDist._optimizer_step": "",
     "TrainPipelineSparseDist.attach": "model, sparse_dist",
     "TrainPipelineSparseDist.copy_batch_to_gpu": "dataloader_iter",
     "TrainPipelineSparseDist.detach": "",
     "TrainPipelineSparseDist.inplace_copy_batch_to_gpu": "dataloader_iter",
     "TrainPipelineSparseDist.progress": "dataloader_iter",
+    "TrainPipelineSparseDist.register_backward_hook": "site, work",
     "TrainPipelineSparseDist.reset": "",
     "TrainPipelineSparseDist.wait_sparse_data_dist": "context",
 }
@@ -286,12 +303,12 @@ def test_their_classes_still_have_what_is_inherited(owner: str) -> None:
 
 
 def _imported(path: str) -> Any:
-    """The module, or the object in a module, of a dotted path."""
+    """The module, or the object in a module or class, of a dotted path."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:
         module, _, name = path.rpartition(".")
-        return getattr(importlib.import_module(module), name)
+        return getattr(_imported(module), name)
 
 
 @pytest.mark.parametrize("owner", list(FOREIGN))

@@ -256,7 +256,7 @@ def _of_update(
         *_, grads = of_batch.arrived(0)
         arrived.append(grads.clone())
         of_batch._pending_P[0] = [_Over()]  # the update waits for nothing more
-        assert len(grads) == pack.asked.num_rows + pack.touched_slots.numel()
+        assert len(grads) == pack.asked.num_rows + pack.touched.slots_t.numel()
     for group, of_batch in zip(world.groups, gradients):
         update_rows(group, [of_batch])
     replicas = [group.storages[0].tables.weights.replicas[:, 0] for group in world.groups]

@@ -19,7 +19,6 @@ CONTESTANTS = {
         Contestant(name="planner", placement="planner"),
         Contestant(name="table_wise_ours", placement="table_wise", pipeline="interleaved"),
         Contestant(name="ours", placement="hot_cold", pipeline="interleaved"),
-        Contestant(name="ours_ordered", placement="hot_cold", pipeline="interleaved", ordered=True),
         Contestant(name="ours_plain", placement="hot_cold"),
         Contestant(name="all_rows", placement="hot_cold", pipeline="interleaved", hot_rows=0),
         Contestant(name="all_rows_plain", placement="hot_cold", hot_rows=0),

@@ -15,8 +15,8 @@ TrainPipelineSparseDist; fused, the best of them under TrainPipelineFusedSparseD
 hot_cold (the planner's choice by measured curves) and hot_cold:HOT_ROWS under
 TrainPipelineSparseDist; interleaved, the planner's choice under InterleavedTrainPipeline, which
 chooses micro-batches and lookahead; interleaved:K and interleaved:K:HOT_ROWS with K micro-batches,
-interleaved:auto:HOT_ROWS with its own choice of them, and interleaved_no_lookahead and
-interleaved_ordered, which puts samples in order, in the same forms.
+interleaved:auto:HOT_ROWS with its own choice of them, and interleaved_no_lookahead
+in the same forms.
 
 --scenarios runs the comparisons with a target one after another (--only NAME some of them) and
 sums them up; -o is a folder then. What is there already is not run again, unless --again. Sizes,

@@ -23,13 +23,13 @@ __all__ = [
 AUTO = "auto"
 """In place of a number: the pipeline chooses."""
 
-_NO_LOOKAHEAD, _ORDERED = "interleaved_no_lookahead", "interleaved_ordered"
-_MOST_VALUES = {"hot_cold": 1, "interleaved": 3, _NO_LOOKAHEAD: 3, _ORDERED: 3}
+_NO_LOOKAHEAD = "interleaved_no_lookahead"
+_MOST_VALUES = {"hot_cold": 1, "interleaved": 3, _NO_LOOKAHEAD: 3}
 _HELP = (
     "NAME is one of table_wise, row_wise, column_wise, planner, fused, hot_cold, "
     "hot_cold:HOT_ROWS, interleaved, interleaved:MICRO_BATCHES, "
     "interleaved:MICRO_BATCHES:HOT_ROWS, interleaved:MICRO_BATCHES:HOT_ROWS:WAVES, and the same "
-    "with interleaved_no_lookahead, or interleaved_ordered with samples in order; "
+    "with interleaved_no_lookahead; "
     f"MICRO_BATCHES is a number from 1 on or {AUTO}"
 )
 
@@ -45,7 +45,6 @@ class Contestant:
         hot_rows: Of a hot/cold placement; ``None`` = the planner's own choice.
         num_micro_batches: Of the interleaved pipeline; ``None`` = its own choice.
         lookahead: Of the interleaved pipeline; ``None`` = its own choice.
-        ordered: Whether it puts samples in order; if not and it chooses, its own choice.
         num_waves: Waves that its tables travel in.
     """
 
@@ -55,7 +54,6 @@ class Contestant:
     hot_rows: int | None = None
     num_micro_batches: int | None = None
     lookahead: bool | None = None
-    ordered: bool = False
     num_waves: int = 1
 
     @property
@@ -84,7 +82,7 @@ def parse_contestant(name: str) -> Contestant:
     refusal = ConfigError(f"--contestants: got {name!r}; {_HELP}")
     if kind not in (*PLACEMENTS, "fused", *_MOST_VALUES) or len(texts) > _MOST_VALUES.get(kind, 0):
         raise refusal
-    is_interleaved = kind in ("interleaved", _NO_LOOKAHEAD, _ORDERED)
+    is_interleaved = kind in ("interleaved", _NO_LOOKAHEAD)
     is_auto = is_interleaved and texts[:1] == [AUTO]
     numbers = texts[1:] if is_auto else texts
     if not all(text.isdecimal() for text in numbers):
@@ -102,7 +100,6 @@ def parse_contestant(name: str) -> Contestant:
             num_micro_batches=num_micro_batches,
             hot_rows=hot_rows,
             lookahead=False if kind == _NO_LOOKAHEAD else None,
-            ordered=kind == _ORDERED,
             num_waves=num_waves or 1,
         )
     if kind == "fused":
@@ -121,14 +118,10 @@ def interleaved_is_missing() -> str | None:
 
 def pipeline_options(contestant: Contestant) -> dict[str, Any]:
     """What the interleaved pipeline is told; ``None`` = it chooses itself."""
-    lookahead, order_samples = contestant.lookahead, contestant.ordered or None
+    lookahead = contestant.lookahead
     if not contestant.chooses:
-        lookahead, order_samples = lookahead is not False, contestant.ordered
-    return {
-        "num_micro_batches": contestant.num_micro_batches,
-        "lookahead": lookahead,
-        "order_samples": order_samples,
-    }
+        lookahead = lookahead is not False
+    return {"num_micro_batches": contestant.num_micro_batches, "lookahead": lookahead}
 
 
 def pipeline_maker(contestant: Contestant) -> MakePipeline:

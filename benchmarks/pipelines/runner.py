@@ -33,7 +33,7 @@ from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.runs.pipelines import is_settled
 from torchrec_picasso.runs.placements import Placement
 from torchrec_picasso.runs.trainer import Trainer
-from torchrec_picasso.train_pipeline.cut_check import is_due
+from torchrec_picasso.train_pipeline.cuts import is_due
 from torchrec_picasso.zoo.data.source import BatchSource
 
 __all__ = [
@@ -88,7 +88,6 @@ class RankResult:
             the system does not tell.
         num_micro_batches: That an interleaved pipeline used; ``None`` if it chose and does not say.
         lookahead: The same.
-        ordered: Whether it put samples in order.
     """
 
     contestant: Contestant
@@ -102,7 +101,6 @@ class RankResult:
     peak_bytes: int | None = None
     num_micro_batches: int | None = None
     lookahead: bool | None = None
-    ordered: bool | None = None
 
 
 class Trains(Protocol):
@@ -203,7 +201,7 @@ class Runner:
         self._batches.end()
         collections.deque(self._steps, maxlen=0)
         tables, hot_rows, is_exact = _describe(self._placement)
-        num_micro_batches, lookahead, ordered = schedule_used(self.contestant, self._pipeline)
+        num_micro_batches, lookahead = schedule_used(self.contestant, self._pipeline)
         return RankResult(
             contestant=self.contestant,
             blocks=self._blocks,
@@ -216,7 +214,6 @@ class Runner:
             peak_bytes=self._peak_bytes,
             num_micro_batches=num_micro_batches,
             lookahead=lookahead,
-            ordered=ordered,
         )
 
     def _train_metered(self, num_steps: int) -> None:
@@ -274,21 +271,18 @@ def dlrm_trainer(
     )
 
 
-def schedule_used(
-    contestant: Contestant, pipeline: Any
-) -> tuple[int | None, bool | None, bool | None]:
-    """Micro-batches, lookahead and order of samples as the pipeline tells them, or as it was told.
+def schedule_used(contestant: Contestant, pipeline: Any) -> tuple[int | None, bool | None]:
+    """Micro-batches and lookahead as the pipeline tells them, or as it was told.
 
     Args:
         contestant: Who was asked for.
         pipeline: What trains it, after a step: an automatic choice may wait for the first batch.
     """
     if contestant.pipeline != "interleaved":
-        return None, None, None
+        return None, None
     return (
         getattr(pipeline, "num_micro_batches", contestant.num_micro_batches),
         getattr(pipeline, "lookahead", contestant.lookahead),
-        getattr(pipeline, "order_samples", contestant.ordered),
     )
 
 

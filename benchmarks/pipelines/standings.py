@@ -35,7 +35,6 @@ class Standing:
         is_interleaved: Whether its pipeline is the interleaved one.
         num_micro_batches: That an interleaved pipeline used; ``None`` if it chose and does not say.
         lookahead: The same.
-        ordered: Whether it put samples in order.
         block_step_ms: Time of every timed step, block by block.
         losses: Of every global batch.
     """
@@ -58,7 +57,6 @@ class Standing:
     is_interleaved: bool
     num_micro_batches: int | None
     lookahead: bool | None
-    ordered: bool | None
     block_step_ms: list[list[float]]
     losses: list[float]
 
@@ -112,7 +110,6 @@ def standings(
             is_interleaved=ranks[0].contestant.pipeline == "interleaved",
             num_micro_batches=ranks[0].num_micro_batches,
             lookahead=ranks[0].lookahead,
-            ordered=ranks[0].ordered,
             block_step_ms=block_step_ms,
             losses=losses[name],
         )

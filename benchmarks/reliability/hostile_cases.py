@@ -248,8 +248,6 @@ def _options(draw: random.Random) -> dict[str, Any]:
     options: dict[str, Any] = {"num_micro_batches": draw.choice((1, 2, 3, 4, 9))}
     if draw.random() < 0.7:
         options["lookahead"] = draw.random() < 0.5
-    if draw.random() < 0.3:
-        options["order_samples"] = True
     if draw.random() < 0.4:
         options["refresh_every"] = draw.choice((1, 2))
     if draw.random() < 0.3:

@@ -15,7 +15,6 @@ that lose too, with the reason where it is known:
 - work: CPU time of a rank in our step, of all its threads: on one core no schedule is faster.
 - wire, predicted: what the planner's cost model says of our step, by these curves and the dense
   part, measured before and after the turns; no schedule is faster than the wire.
-- ordered: samples per second with samples put in order, over ours.
 - dense: the dense part's share of the work. exposed: part of our step in which the thread that
   trains waits.
 """
@@ -43,7 +42,7 @@ __all__ = ["main", "question_of"]
 
 _MOST_BYTES, _SECONDS_PER_POINT, _TIMEOUT_S = 64 << 20, 0.3, 600.0
 _NAMES = [*ENTRIES, *FIELDS]
-_CONTESTANTS = ("table_wise", "planner", "ours", "ours_ordered")
+_CONTESTANTS = ("table_wise", "planner", "ours")
 
 
 def question_of(name: str, args: argparse.Namespace) -> Question:

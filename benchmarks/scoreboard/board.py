@@ -10,7 +10,6 @@ from typing import Any
 
 __all__ = ["Line", "draw", "print_board", "read_line"]
 
-_ORDERED = "ours_ordered"
 _OURS, _STOCK_COLOR, _OURS_COLOR = "ours", "#868e96", "#4c6ef5"
 _MB = 1e6
 _HIDDEN = 0.05
@@ -35,8 +34,7 @@ class Line:
         exposed: Part of our step in which the thread that trains waits.
         dense_share: Part of that work which is the dense part's.
         peak_bytes: Most memory of a rank that ours took.
-        ordered: Samples per second with samples put in order, over ours.
-        setting: Micro-batches, lookahead and order.
+        setting: Micro-batches and lookahead.
     """
 
     name: str
@@ -53,7 +51,6 @@ class Line:
     exposed: float
     dense_share: float
     peak_bytes: float
-    ordered: float
     setting: str
 
     @property
@@ -90,9 +87,7 @@ def read_line(name: str, path: Path) -> Line:
         exposed=ours["exposed_share"],
         dense_share=min(1.0, document["dense_ms"] / compute_ms),
         peak_bytes=ours["peak_bytes"] or 0.0,
-        ordered=found[_ORDERED]["samples_per_s"] / ours["samples_per_s"],
-        setting=f"K={ours['num_micro_batches']}{'' if ours['lookahead'] else ', no lookahead'}"
-        f"{', ordered' if ours['ordered'] else ''}",
+        setting=f"K={ours['num_micro_batches']}{'' if ours['lookahead'] else ', no lookahead'}",
     )
 
 
@@ -101,14 +96,14 @@ def print_board(lines: Sequence[Line]) -> None:
     print(
         f"{'':<12}{'x stock':>8}{'stock ms':>10}{'ours ms':>9}{'work':>7}{'wire':>7}"
         f"{'predicted':>11}{'stock MB':>10}{'ours MB':>9}{'calls':>7}{'exposed':>9}{'dense':>7}"
-        f"{'peak MB':>9}{'ordered':>9}  {'setting':<18}"
+        f"{'peak MB':>9}  {'setting':<18}"
     )
     for of in lines:
         print(
             f"{of.name:<12}{of.times_stock:>8.2f}{of.stock_ms:>10.0f}{of.ours_ms:>9.0f}"
             f"{of.compute_ms:>7.0f}{of.wire_ms:>7.0f}{of.predicted_ms:>11.0f}"
             f"{of.stock_bytes / _MB:>10.2f}{of.ours_bytes / _MB:>9.2f}{of.collectives:>7.0f}"
-            f"{of.exposed:>9.0%}{of.dense_share:>7.0%}{of.peak_bytes / _MB:>9.0f}{of.ordered:>9.2f}"
+            f"{of.exposed:>9.0%}{of.dense_share:>7.0%}{of.peak_bytes / _MB:>9.0f}"
             f"  {of.setting:<18} {of.why}"
         )
 

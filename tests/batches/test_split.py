@@ -58,8 +58,9 @@ def variable_batch() -> KeyedJaggedTensor:
         (4096, 2, [1024, 3072]),
         (4096, 1, [4096]),
         (700, 3, [100, 300, 300]),
-        (4, 4, [1, 1, 1, 1]),
-        (2, 4, [1, 1, 0, 0]),
+        (8, 4, [2, 2, 2, 2]),
+        (7, 4, [7, 0, 0, 0]),
+        (2, 4, [2, 0, 0, 0]),
         (0, 3, [0, 0, 0]),
     ],
 )
@@ -84,8 +85,11 @@ def test_sizes_sum_to_the_batch_and_waste_no_sample(
     sizes = micro_batch_sizes(samples, parts, share)
     assert len(sizes) == parts
     assert sum(sizes) == samples
-    assert sizes.count(0) == max(parts - samples, 0)
     assert max(sizes[1:], default=0) - min(sizes[1:], default=0) <= 1
+    if samples >= 2 * parts:
+        assert min(sizes) >= 2 or parts == 1
+    else:
+        assert sizes == [samples, *[0] * (parts - 1)]
 
 
 @pytest.mark.parametrize(

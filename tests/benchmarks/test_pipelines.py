@@ -75,9 +75,7 @@ def test_interleaved_takes_micro_batches_and_hot_rows(
     assert contestant.hot_rows == hot_rows
     assert not contestant.chooses
     options = {"num_micro_batches": num_micro_batches, "lookahead": True}
-    assert pipeline_options(contestant) == options | {"order_samples": False}
-    in_order = parse_contestant(f"interleaved_ordered:{num_micro_batches}{suffix}")
-    assert pipeline_options(in_order) == options | {"order_samples": True}
+    assert pipeline_options(contestant) == options
 
 
 @pytest.mark.parametrize(
@@ -100,8 +98,7 @@ def test_the_interleaved_pipeline_is_not_told_what_it_shall_choose(
     assert contestant.needs_curves == (hot_rows is None)
     assert contestant.chooses == (num_micro_batches is None)
     options = {"num_micro_batches": num_micro_batches, "lookahead": lookahead}
-    order_samples = None if contestant.chooses else False
-    assert pipeline_options(contestant) == options | {"order_samples": order_samples}
+    assert pipeline_options(contestant) == options
 
 
 def test_the_tables_travel_in_as_many_waves_as_named() -> None:
@@ -113,12 +110,12 @@ def test_the_tables_travel_in_as_many_waves_as_named() -> None:
 
 def test_the_schedule_is_the_pipelines_own_where_it_tells_it() -> None:
     chosen = SimpleNamespace(num_micro_batches=3, lookahead=False)
-    assert schedule_used(parse_contestant("interleaved"), chosen)[:2] == (3, False)
+    assert schedule_used(parse_contestant("interleaved"), chosen) == (3, False)
     silent = SimpleNamespace()
-    assert schedule_used(parse_contestant("interleaved"), silent) == (None, None, False)
+    assert schedule_used(parse_contestant("interleaved"), silent) == (None, None)
     told = parse_contestant("interleaved_no_lookahead:4:7")
-    assert schedule_used(told, silent) == (4, False, False)
-    assert schedule_used(parse_contestant("hot_cold:7"), chosen) == (None, None, None)
+    assert schedule_used(told, silent) == (4, False)
+    assert schedule_used(parse_contestant("hot_cold:7"), chosen) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 Given the true numbers of rows, the model's formula is exact, purpose by purpose: header, ids, rows,
 gradients and hot sums, under TorchRec's pipeline and under ours in one piece. Looking ahead adds
-one byte per fetched row, which the model leaves out. Expected rows from statistics are exact up to
-chance; the tolerance is reasoned where it stands.
+one byte per fetched row, and ranks agree on flags of 8 bytes; the model leaves both out. Expected
+rows from statistics are exact up to chance; the tolerance is reasoned where it stands.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from torchrec_picasso import (
 )
 from torchrec_picasso.cost.exchange_totals import HotColdTotals
 from torchrec_picasso.cost.hot_cold import hot_cold_cost
+from torchrec_picasso.exchange.agreement import Flags
 from torchrec_picasso.exchange.meter import WireMeter
 from torchrec_picasso.launch.run_ranks import run_ranks
 
 DRIVERS: tuple[Driver, ...] = (None, (1, False), (1, True))
 NUM_WARM = 4  # DDP makes its buckets anew in the second step
-NUM_DENSE_PARAMETERS = 2
 
 
 def _sent_by_purpose(pipeline: Any, batches: Iterator[Batch]) -> dict[str, float]:
@@ -149,12 +149,11 @@ def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> Non
     curves = CommCurves.assumed(world_size, gbytes_per_s=1.0)
     cost = hot_cold_cost(_known_totals(world_size), curves, world_size, num_packs=2)
     num_dense = 1 + sum(table.dim for table in TABLES)
-    num_dense += NUM_DENSE_PARAMETERS * (driver is not None)  # ours says which gradients there are
     expected = _predicted(cost.sent_bytes, num_dense, world_size)
     by_rank = [by_driver[driver] for by_driver in _known(world_size)]
     mean = {name: float(np.mean([sent[name] for sent in by_rank])) for name in by_rank[0]}
-    marks = mean.pop("marks")
-    assert mean.pop("all") == pytest.approx(expected.pop("all") + marks, abs=2)
+    marks, flags = mean.pop("marks"), 16 * len(vars(Flags())) * (world_size - 1) / world_size
+    assert mean.pop("all") == pytest.approx(expected.pop("all") + marks + flags, abs=2)
     assert mean == pytest.approx(expected, rel=1e-12)
     # a byte for each row that has an id of four bytes
     assert marks == (mean["ids"] / 4 if driver is not None and driver[1] else 0)

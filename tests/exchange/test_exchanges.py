@@ -97,7 +97,7 @@ def _headers(rank: int, world_size: int) -> int:
             [[rng.random() < 0.1 for _ in range(num_hot)] for _ in range(world_size)],
             dtype=torch.bool,
         ).view(world_size, num_hot)
-        bad_rank, written_rank = rng.randrange(world_size), rng.randrange(-1, world_size)
+        bad_rank = rng.randrange(world_size)
         ranks_with_data = rng.sample(range(world_size), rng.randrange(world_size + 1))
         hot_P = [7 + p for p in range(num_packs)]
         words = HeaderWords(
@@ -110,7 +110,6 @@ def _headers(rank: int, world_size: int) -> int:
             outside_ids=torch.tensor(5 if rank == bad_rank else 0),
             bad_weights=torch.tensor(rank),
             bad_lengths=(rank == bad_rank, torch.tensor(rank == bad_rank))[case % 2],
-            homes_written=rank == written_rank,
             has_data=rank in ranks_with_data,
         )
         header = HeaderExchange(Ranks(dist.group.WORLD), words).wait()
@@ -127,7 +126,6 @@ def _headers(rank: int, world_size: int) -> int:
         assert header.outside_ids_W == [5 if r == bad_rank else 0 for r in range(world_size)]
         assert header.bad_weights_W == list(range(world_size))
         assert header.bad_lengths_W == [r == bad_rank for r in range(world_size)]
-        assert header.homes_written == (written_rank >= 0)
         assert header.any_data == bool(ranks_with_data)
         union_T = touched_WH.any(0).nonzero().flatten()
         for (start, end), touched in zip(itertools.pairwise(hot_start_P1), header.touched_P):

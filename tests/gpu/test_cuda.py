@@ -21,8 +21,14 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
+from tests.support.dense_updates import OPTIMIZERS, DenseUpdate
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
-from torchrec_picasso._torchrec import EmbeddingLocation
+from torchrec_picasso._torchrec import (
+    ComputeDevice,
+    EmbeddingLocation,
+    EmbOptimType,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torchrec_picasso.ops.hot_slots import HotSlots
 from torchrec_picasso.ops.ids import IdSpace, PackedTable
 from torchrec_picasso.ops.places import locate_rows
@@ -187,6 +193,31 @@ def test_trains_as_stock(optimizer: type[torch.optim.Optimizer], kernel: str) ->
         torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fbgemm_updates_as_the_formulas_that_witness_for_cpus(name: str) -> None:
+    numbers = {"eps": 1e-2, "beta1": 0.8, "beta2": 0.99, "weight_decay": 0.1}
+    tbe = SplitTableBatchedEmbeddingBagsCodegen(
+        [(20, 8, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)],
+        optimizer=EmbOptimType[name.upper()],
+        learning_rate=0.1,
+        device=CUDA,
+        **numbers,
+    )
+    (weights,) = tbe.split_embedding_weights()
+    weights.normal_()
+    expected, update = weights.cpu(), DenseUpdate(name=name, lr=0.1, **numbers)
+    for _ in range(8):
+        rows_n, grads_nD = torch.randint(20, (30,)), torch.randn(30, 8)
+        tbe(rows_n.to(CUDA), torch.arange(31, device=CUDA)).backward(grads_nD.to(CUDA))
+        summed = torch.zeros(20, 8).index_add_(0, rows_n, grads_nD)
+        update.step(expected, summed, torch.bincount(rows_n, minlength=20) > 0)
+    (states,) = tbe.get_optimizer_state()
+    found = [weights.cpu(), *(state.cpu() for state in states.values())]
+    torch.testing.assert_close(
+        found, [expected, update.exp_avg, update.exp_avg_sq], rtol=1e-4, atol=1e-5
+    )
+
+
 # not row-wise Adagrad: FBGEMM keeps row-wise state of managed tables in device memory
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
@@ -206,7 +237,7 @@ def test_replicas_are_in_device_memory_and_homes_in_managed(
         assert torch.ops.fbgemm.is_uvm_tensor(rows.homes)
         assert not torch.ops.fbgemm.is_uvm_tensor(rows.replicas)
         assert rows.replicas.device.type == "cuda"
-    assert not storage.replicas_stale()
+    assert not storage.was_written()
     with torch.no_grad():
         kernel.split_embedding_weights()[0][5] = 0.0
-    assert storage.replicas_stale(), "a write into a home shows, though replicas lie elsewhere"
+    assert storage.was_written(), "a write into a home shows, though replicas lie elsewhere"

@@ -25,6 +25,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
+from torchrec.optim.optimizers import LarsSGD
 
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder
 from torchrec_picasso.cost import CommCurves
@@ -71,9 +72,13 @@ class Kind:
 
 KINDS = {
     "fp16": Kind(reason="stochastic rounding", data_type=DataType.FP16, hot_cold=True),
-    "adam": Kind(reason="ADAM has no CPU kernel", optimizer=torch.optim.Adam, trains=False),
+    "lars": Kind(reason="LARS_SGD has no CPU kernel", optimizer=LarsSGD, trains=False),
     "clipping": Kind(
         reason="gradient_clipping clips", kwargs={"gradient_clipping": True, "max_gradient": 0.1}
+    ),
+    "decay": Kind(
+        reason="FBGEMM's CPU kernels ignore weight_decay_mode L2",
+        kwargs={"weight_decay_mode": WeightDecayMode.L2, "weight_decay": 0.1},
     ),
     "counter": Kind(
         reason="weight_decay_mode COUNTER",
@@ -150,14 +155,18 @@ def _batch(rank: int) -> KeyedJaggedTensor:
 
 
 def _planned(
-    kind: Kind, hot_rows: Any, world_size: int = 2, **constraint: Any
+    kind: Kind,
+    hot_rows: Any,
+    world_size: int = 2,
+    network: dict[str, float] | None = None,
+    **constraint: Any,
 ) -> tuple[HotColdPlanner, Model, HotColdEmbeddingBagCollectionSharder]:
     asked = {**kind.constraint, **constraint}
     planner = hot_cold_planner(
         Topology(world_size=world_size, compute_device="cpu"),
         _stats(),
         hot_rows=hot_rows,
-        curves=CommCurves.assumed(2, gbytes_per_s=0.0001, latency_ms=0.1),
+        curves=CommCurves.assumed(2, **(network or {"gbytes_per_s": 0.0001, "latency_ms": 0.1})),
         batch_size=PLANNED_BATCH,
         constraints={"odd": ParameterConstraints(**asked)} if asked else None,
         debug=False,
@@ -258,6 +267,18 @@ def test_a_total_that_the_others_cannot_take_is_refused(
         planner.plan(model, [sharder])
 
 
+def test_a_table_that_only_ours_can_train_is_hot_cold() -> None:
+    """FBGEMM has no CPU kernel for Adam, so a stock table could not even be made."""
+    fast = {"gbytes_per_s": 100.0, "latency_ms": 1.0}  # stock is the cheaper
+    for optimizer, is_hot_cold in (
+        (torchrec.optim.RowWiseAdagrad, False),
+        (torch.optim.Adam, True),
+    ):
+        kind = Kind(reason="", optimizer=optimizer)
+        planner, model, sharder = _planned(kind, None, network=fast)
+        assert (_num_hot(planner.plan(model, [sharder]))["odd"] is not None) == is_hot_cold
+
+
 @pytest.mark.parametrize("how", ["fused_params", "kwargs", "constraint"])
 def test_fp16_rows_are_hot_where_rounding_is_switched_off(how: str) -> None:
     off: dict[str, Any] = {how: {"stochastic_rounding": False}}
@@ -274,7 +295,7 @@ def test_planning_leaves_the_fused_optimizer_as_it_was() -> None:
 
 
 def test_the_sharder_gives_the_planners_reasons() -> None:
-    options = [{"optimizer": EmbOptimType.ADAM}, {"gradient_clipping": True}]
+    options = [{"optimizer": EmbOptimType.LARS_SGD}, {"gradient_clipping": True}]
     for params in options:
         refusal = why_not_exact(params, data_type=DataType.FP32, device_type="cpu")
         assert refusal is not None

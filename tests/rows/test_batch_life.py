@@ -27,6 +27,7 @@ from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.rows.request import RowRequest
+from torchrec_picasso.rows.sound_features import sound_features
 
 PROPERTY = settings(max_examples=4, deadline=None, derandomize=True, database=None)
 NUM_STEPS = 2
@@ -162,7 +163,6 @@ def _train(
 def _fill_and_read_hot(world: World, rows_W: Sequence[BatchRows]) -> None:
     fill_replicas(world)
     for rows in rows_W:
-        object.__setattr__(rows.layout, "homes_written", False)
         rows.read_hot()
 
 
@@ -195,7 +195,8 @@ def _bad(world: World, rank: int) -> list[RowRequest]:
         if group.ranks.rank == rank:
             features._lengths[-1] += 2
             features._offsets = None
-        requests.append(RowRequest(group, BatchIds.read([features], group)))
+        sound = sound_features(features)
+        requests.append(RowRequest(group, BatchIds.read([sound], group, sound=[sound])))
     return requests
 
 

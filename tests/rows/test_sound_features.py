@@ -1,4 +1,4 @@
-"""Lengths that do not fit are put aside before lookups are reordered by them."""
+"""Lengths that do not fit are mended before lookups are reordered by them; all ranks hear it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
+from tests.rows.worlds import features_of, make_world
+from tests.support.pretended_device import PretendedDevice, on_device
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.rows.sound_features import UnsoundFeatures, sound_features
+from torchrec_picasso.rows.batch_ids import BatchIds
+from torchrec_picasso.rows.request import RowRequest
+from torchrec_picasso.rows.sound_features import (
+    MendedFeatures,
+    are_bad,
+    complaint_of,
+    sound_features,
+)
 from torchrec_picasso.sharding.features import with_own_weights, with_weights
 
 
@@ -22,37 +31,99 @@ def features(lengths: list[int], num_values: int = 4, num_weights: int | None = 
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
-        (features([1, 2, 0, 2]), "lengths that sum to 5, but 4 values; expected the same number"),
-        (features([1, 1, 0, 2], 4, 3), "sum to 4, but 4 values and 3 per-sample weights"),
-        (features([3, -1, 0, 2]), "a length of -1; expected none below 0"),
-        (features([3, 1, 0]), "3 lengths, expected 4, one for each bag"),
-    ],
-)
-def test_what_does_not_fit_goes_on_empty_and_says_why(
-    given: KeyedJaggedTensor, complaint: str
-) -> None:
-    found = sound_features(given)
+BAD = [
+    (features([1, 2, 0, 2]), "lengths that sum to 5, but 4 values; expected the same number"),
+    (features([1, 1, 0, 0]), "lengths that sum to 2, but 4 values; expected the same number"),
+    (features([1, 1, 0, 2], 4, 3), "sum to 4, but 4 values and 3 per-sample weights"),
+    (features([3, -1, 0, 2]), "a length of -1; expected 0 to 4, the number of its values"),
+    (features([2**62, 2**62, 2**62, 2**62 + 4]), "a length of 4611686018427387908;"),
+    (features([3, 1, 0]), "3 lengths, expected 4, one for each bag"),
+]
+
+
+@pytest.mark.parametrize(("given", "complaint"), BAD)
+def test_what_does_not_fit_is_said(given: KeyedJaggedTensor, complaint: str) -> None:
+    told = complaint_of(given)
+    assert told is not None
+    assert "features a, b has " in told
+    assert complaint in told
+
+
+@pytest.mark.parametrize("given", [given for given, _ in BAD])
+def test_what_does_not_fit_is_made_to(given: KeyedJaggedTensor) -> None:
+    found = MendedFeatures.of(given)
     weighted = (with_own_weights(found), with_weights(found, None))
-    parts = (found.permute([1, 0]), *found.split([1, 1]), *found.split([2]))
-    for unsound in (found, *weighted, *parts):
-        assert isinstance(unsound, UnsoundFeatures)
-        assert "features a, b has " in unsound.complaint
-        assert complaint in unsound.complaint
-        assert unsound.values().dtype == torch.int32
-        assert unsound.values().numel() == int(unsound.lengths().sum()) == 0
-        assert unsound.lengths().numel() == 2 * len(unsound.keys())
-        assert unsound.lengths().dtype == torch.int64  # as other ranks have them
-        assert unsound.stride() == 2
-    assert weighted[0].weights().numel() == 0
+    for mended in (found, *weighted):
+        assert are_bad([mended])
+        assert mended.given is given
+    for mended in (found, *weighted, found.permute([1, 0])):
+        assert complaint_of(mended) is None
+        assert mended.values().dtype == torch.int32
+        assert mended.lengths().dtype == torch.int64  # as other ranks have them
+        assert mended.stride() == 2
+    assert weighted[0].weights().numel() == found.values().numel()
     assert weighted[1].weights_or_none() is None
 
 
-def test_what_fits_stays_as_it_is() -> None:
-    for given in (features([1, 1, 0, 2]), features([0, 0, 0, 0], 0), features([1, 1, 0, 2], 4, 4)):
-        assert sound_features(given) is given
+FITTING = [
+    features([1, 1, 0, 2]),
+    features([0, 0, 0, 0], 0),
+    features([1, 1, 0, 2], 4, 4),
+    KeyedJaggedTensor(keys=[], values=torch.arange(0), lengths=torch.arange(0)),
+]
+
+
+@pytest.mark.parametrize("given", FITTING)
+def test_what_fits_stays_as_it_is(given: KeyedJaggedTensor) -> None:
+    assert sound_features(given) is given
+    mended = MendedFeatures.of(given)  # as where nobody can look
+    assert not are_bad([mended, given])
+    for mine, its in zip(
+        (mended.values(), mended.weights_or_none(), mended.lengths(), mended.offsets()),
+        (given.values(), given.weights_or_none(), given.lengths(), given.offsets()),
+    ):
+        torch.testing.assert_close(mine, its, rtol=0, atol=0)
+
+
+BAGS = [[[0, 1], [1]], [[1], []], [[0], [1]], [[1], [1]], [[0], [1]]]
+ORDER = [4, 2, 0, 1, 3]
+
+
+@pytest.mark.parametrize("change", [-2, 0, 3, -30])
+def test_on_a_device_the_header_tells_what_a_reorder_hides(change: int) -> None:
+    world = make_world(2)
+    given = features_of(world, BAGS)
+    lengths = given.lengths().clone()
+    lengths[0] += change
+    requests = []
+    for rank, group in enumerate(world.groups):
+        with PretendedDevice() as device:
+            of_rank = KeyedJaggedTensor(
+                keys=[given.keys()[ORDER.index(place)] for place in range(len(ORDER))],
+                values=on_device(given.values()),
+                lengths=on_device(lengths if rank == 0 else given.lengths()),
+                stride=2,
+            )
+            sound = sound_features(of_rank)
+            assert device.syncs == []
+            ordered = sound.permute(ORDER, on_device(torch.tensor(ORDER, dtype=torch.int32)))
+            assert complaint_of(ordered) is None  # what nobody would see any more
+            assert device.syncs, "a look at lengths is a wait"
+            device.syncs.clear()
+            batch = BatchIds.read([ordered], group, sound=[sound])
+            assert device.syncs == ["nonzero"]  # how many rows are unique
+            requests.append(RowRequest(group, batch))
+    at_fault, other = requests
+    if not change:
+        with PretendedDevice():
+            assert at_fault.send_ids()
+        return
+    own = f"lengths that sum to {10 + change}, but 10 values"
+    with pytest.raises(InputError, match=own), PretendedDevice():
+        at_fault.send_ids()
+    others = "rank 0 holds lengths that do not fit its values"
+    with pytest.raises(InputError, match=others), PretendedDevice():
+        other.send_ids()
 
 
 def test_a_feature_of_less_than_no_lookups_is_not_cut() -> None:

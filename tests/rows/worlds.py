@@ -142,11 +142,9 @@ def _write(
 
 
 def fill_replicas(world: World) -> None:
-    """Copies hot rows home and from there to all ranks: fake ranks cannot wait within a call."""
+    """Copies hot rows from their homes to all ranks: fake ranks cannot wait within a call."""
     for pack in range(len(world.groups[0].storages)):
         storages = [group.storages[pack] for group in world.groups]
-        for storage in storages:
-            storage.flush()
         hot = {}
         for storage in storages:
             homes = storage._hot_homes
@@ -155,15 +153,11 @@ def fill_replicas(world: World) -> None:
         for storage in storages:
             for slot, row in hot.items():
                 storage.tables.weights.replicas[slot] = row
-            storage._replicas_ahead = False
-            storage._filled_versions = storage._own_versions = storage._versions()
+            storage._known_versions, storage._was_written = storage._versions(), False
 
 
 def whole_tables(world: World) -> list[Tensor]:
-    """Every table put together, with what replicas know."""
-    for group in world.groups:
-        for storage in group.storages:
-            storage.flush()
+    """Every table put together."""
     return [torch.cat(_homes_of(t, world.tables, world.groups)) for t in world.tables]
 
 

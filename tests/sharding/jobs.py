@@ -17,6 +17,7 @@ import torchrec
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torch.distributed.tensor import DTensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
@@ -34,6 +35,7 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.regroup import KTRegroupAsDict
+from torchrec.optim import optimizers
 
 from tests.support.layouts import layout_in_tables
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
@@ -45,7 +47,11 @@ OPTIMIZERS: Mapping[str, Any] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "rowwise_adagrad": torchrec.optim.RowWiseAdagrad,
-    "adam": torch.optim.Adam,
+    "adam": torchrec.optim.Adam,
+    "partial_rowwise_adam": optimizers.PartialRowWiseAdam,
+    "lamb": optimizers.LAMB,
+    "partial_rowwise_lamb": optimizers.PartialRowWiseLAMB,
+    "lars": optimizers.LarsSGD,
 }
 
 
@@ -275,18 +281,24 @@ def _cut_lopsided(sharding: Any, rows: int) -> None:
 def load_whole(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Writes unsharded weights into a sharded model's state dict, in place."""
     for name, value in model.state_dict().items():
-        if not isinstance(value, ShardedTensor):
+        if not isinstance(value, ShardedTensor | DTensor):
             value.detach().copy_(state[name])
             continue
-        for shard in value.local_shards():
-            shard.tensor.detach().copy_(state[name][_cut(shard.metadata)])
+        for offsets, shard in _shards(value):
+            cut = tuple(slice(start, start + size) for start, size in zip(offsets, shard.shape))
+            shard.detach().copy_(state[name][cut])
 
 
-def _cut(metadata: Any) -> tuple[slice, ...]:
-    return tuple(
-        slice(start, start + size)
-        for start, size in zip(metadata.shard_offsets, metadata.shard_sizes)
-    )
+def _shards(value: ShardedTensor | DTensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    if isinstance(value, ShardedTensor):
+        shards = value.local_shards()
+        return [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in shards]
+    local: Any = value.to_local()
+    # a rank without shards has an offset all the same
+    return [
+        (tuple(offsets), shard)
+        for shard, offsets in zip(local.local_shards(), local.local_offsets())
+    ]
 
 
 def dense_optimizer(model: DistributedModelParallel) -> torch.optim.Optimizer:
@@ -317,11 +329,8 @@ def train(
 
 
 def local_shards(value: Any) -> list[tuple[tuple[int, ...], Tensor]]:
-    if isinstance(value, ShardedTensor):
-        return [
-            (tuple(shard.metadata.shard_offsets), shard.tensor.detach().clone())
-            for shard in value.local_shards()
-        ]
+    if isinstance(value, ShardedTensor | DTensor):
+        return [(offsets, shard.detach().clone()) for offsets, shard in _shards(value)]
     return [((0,) * value.dim(), value.detach().clone())]
 
 

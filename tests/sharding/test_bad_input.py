@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,11 +21,12 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.sharding.jobs import Job, build, make_batch, replicas_of, train
-from tests.train_pipeline.feature_cells import Feature, batch_of
+from tests.sharding.jobs import CPU, Job, build, dense_optimizer, make_batch, replicas_of, train
+from tests.train_pipeline.feature_cells import Feature, batch_of, own_rows
 from tests.train_pipeline.feature_cells import build as build_cell
 from tests.train_pipeline.runs import pipeline_of
 from torchrec_picasso import (
@@ -137,29 +139,36 @@ def test_lengths_are_looked_at_before_features_are_put_in_order() -> None:
     assert all(told.startswith("rank 1 holds lengths that do not fit") for told in told_0)
 
 
-def _bad_lengths_behind_processors(rank: int, world_size: int) -> list[str]:
-    """Feature processors make weights of lengths, before tables see them."""
-    feature = Feature("processors", processors="all")
-    told = []
-    for change in (2, -20):
-        batch = batch_of(feature, rank, 0, is_ours=True)
-        if rank == 1:
-            given = batch.sparse_features
-            lengths = given.lengths().clone()
-            lengths[0] += change
-            batch.sparse_features = KeyedJaggedTensor(
-                keys=given.keys(), values=given.values(), lengths=lengths
-            )
-        with pytest.raises(InputError) as caught:
-            build_cell(feature, "pooled", is_ours=True)(batch)
-        told.append(str(caught.value))
+CHANGED_ON_THE_WAY = {
+    "processors": Feature("processors", ("bags",), processors="all"),
+    "own rows": Feature("own rows", change_batch=own_rows),
+    "own rows, weighted": Feature("own rows", change_batch=own_rows, weighted=True),
+}
+"""Features that TorchRec or we wrap, pad or weight between the batch and the request."""
+
+
+def _bad_lengths_changed_on_the_way(rank: int, world_size: int) -> dict[str, str]:
+    told = {}
+    for name, feature in CHANGED_ON_THE_WAY.items():
+        for kind, change, num_micro_batches in product(feature.kinds, (2, -20), (0, 1)):
+            batch = batch_of(feature, rank, 0, is_ours=True)
+            if rank == 1:
+                batch.sparse_features.lengths()[0] += change
+            model = build_cell(feature, kind, is_ours=True)
+            pipeline: Any = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
+            if num_micro_batches:
+                pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
+            with pytest.raises(InputError) as caught:
+                pipeline.progress(iter([batch]))
+            told[f"{name}, {kind}, {change}, {num_micro_batches}"] = str(caught.value)
     return told
 
 
-def test_lengths_are_looked_at_before_feature_processors() -> None:
-    told_0, told_1 = run_ranks(_bad_lengths_behind_processors, 2, timeout_s=60)
-    assert all("features f, g, h has lengths that sum to " in told for told in told_1)
-    assert all(told.startswith("rank 1 holds lengths that do not fit") for told in told_0)
+def test_lengths_are_looked_at_before_anybody_changes_features() -> None:
+    told_0, told_1 = run_ranks(_bad_lengths_changed_on_the_way, 2, timeout_s=60)
+    assert len(told_1) == 4 * 5
+    assert all("features f, g, h has lengths that sum to " in told for told in told_1.values())
+    assert all(told.startswith("rank 1 holds lengths that do not") for told in told_0.values())
 
 
 def _plan(
@@ -193,7 +202,7 @@ def _shard(
         registry = get_qcomm_codecs_registry(config, device=torch.device("cpu"))
     sharder = HotColdEmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return lambda: sharder.shard(_collection(dim), plan, env, torch.device("cpu"))
+    return lambda: sharder.shard(_collection(dim), plan, env, torch.device("cpu"), "tables")
 
 
 def _refusals(rank: int, world_size: int) -> dict[str, str]:

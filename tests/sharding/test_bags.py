@@ -118,7 +118,7 @@ def _as_sequences(rank: int, world_size: int) -> str:
     )
     plan["t"].cache_params = HotColdParams(form="bags")
     with pytest.raises(PlanError) as caught:
-        sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), CPU)
+        sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), CPU, "ebc")
     return str(caught.value)
 
 

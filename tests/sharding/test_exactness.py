@@ -56,9 +56,6 @@ def _variants() -> dict[str, Job]:
             optimizer_kwargs=with_lr,
             kwargs_of_table={"b": {"lr": 0.02}, "c": {"eps": 1e-2}},
         ),
-        "weight_decay": dataclasses.replace(
-            base, optimizer_kwargs={"lr": 0.1, "weight_decay": 0.05}
-        ),
         "weighted": dataclasses.replace(base, weighted=True, tables=_summed(PLAIN)),
         "weighted_mean": dataclasses.replace(base, weighted=True),
         "odd": dataclasses.replace(base, tables=ODD),

@@ -1,29 +1,44 @@
 """A lookup on another stream than backward's, as TrainPipelineFusedSparseDist does it.
 
 Rows are updated at backward's end, on its stream; the next batch is looked up on a stream of its
-own before anybody waited for that. There is no device here: see ``stream_races.py``.
+own before anybody waited for that, and pooled on backward's. There is no device here: see
+``stream_races.py``.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.sharding.jobs import PLAIN, Job, build, make_batch, storages_of
+from tests.sharding.jobs import ODD, PLAIN, Job, build, make_batch, storages_of
 from tests.train_pipeline.stream_races import RaceDetector
+from torchrec_picasso.exchange import kept_memory
 from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.ops import order
+from torchrec_picasso.storage.row_buffers import RowBuffers
 from torchrec_picasso.storage.row_storage import RowStorage
 from torchrec_picasso.storage.write_order import WriteOrder
 
-JOB = Job(placement={"*": 2}, tables=PLAIN)
+JOBS = {
+    "one_table": Job(placement={"*": 2}, tables=PLAIN),
+    "two_tables": Job(placement={"*": 2}, tables=PLAIN, two_tables=True),
+    "weighted_packs": Job(placement={"*": 2, "one_row": 1}, tables=ODD, weighted=True),
+    "bags": Job(placement={"*": 2, "b": "bags"}, tables=PLAIN),
+    "wire": Job(placement={"*": 2}, tables=PLAIN, wire="fp16"),
+}
 
 
 class _Careless(WriteOrder):
     def before_reading(self) -> None:
         pass
+
+
+def _no_stream(device: torch.device) -> None:
+    return None
 
 
 def _watch_writes(detector: RaceDetector, storage: RowStorage) -> None:
@@ -40,33 +55,72 @@ def _watch_writes(detector: RaceDetector, storage: RowStorage) -> None:
         detector.watch(rows.homes)
 
 
-def _train(rank: int, world_size: int, job: Job, order: type[WriteOrder]) -> set[str]:
+def _train(
+    rank: int,
+    world_size: int,
+    job: Job,
+    write_order: type[WriteOrder] = WriteOrder,
+    stream_of: Callable[[torch.device], None] | None = None,
+) -> set[str]:
     model = build(job, rank, world_size)
     detector = RaceDetector()
-    (lookup,) = model.module.ebc._lookups
+    ebc = model.module.ebc
+    (lookup,) = ebc._lookups
     for storage in storages_of(lookup):
-        storage._order = order(torch.device("cuda"))
+        storage._order = write_order(torch.device("cuda"))
         _watch_writes(detector, storage)
     batches = [make_batch(job, rank, step) for step in range(3)]  # ids are not the matter
-    with detector.in_place_of_the_device(), detector:
+    with pytest.MonkeyPatch.context() as patch, detector.in_place_of_the_device(), detector:
+        if stream_of is not None:
+            patch.setattr(kept_memory, "_current_stream", stream_of)
+        patch.setattr(RowBuffers, "give_back", lambda *_: None)  # a device's allocator does it
         for batch in batches:
             with detector.stream(detector.beside):
-                pooled = model.module.ebc(batch.sparse_features)
-                values = pooled.values()
-            values.record_stream(detector.computing)
+                context = ebc.create_context()
+                features = ebc.input_dist(context, batch.sparse_features).wait().wait()
+                features.record_stream(detector.computing)
+                context.record_stream(detector.computing)
+                output = ebc.compute_and_output_dist(context, features)
             detector.computing.wait_stream(detector.beside)
-            values.square().sum().backward()
+            output.wait().values().square().sum().backward()
         with detector.stream(detector.beside):
             model.state_dict()
-    return {race for race in detector.races if "does not wait for 0" in race}
+    return detector.races
 
 
-@pytest.mark.parametrize("two_tables", [False, True], ids=["one_table", "two_tables"])
-def test_rows_are_read_after_their_update(two_tables: bool) -> None:
-    job = dataclasses.replace(JOB, two_tables=two_tables)
-    assert run_ranks(_train, 2, job, WriteOrder, timeout_s=60) == [set(), set()]
+def _run(rank: int, world_size: int) -> dict[str, set[str]]:
+    order._RADIX_KEYS.clear()  # what numpy sorts, the detector does not see
+    found = {name: _train(rank, world_size, job) for name, job in JOBS.items()}
+    found["order"] = _train(rank, world_size, JOBS["one_table"], write_order=_Careless)
+    found["memory"] = _train(rank, world_size, JOBS["weighted_packs"], stream_of=_no_stream)
+    return found
 
 
-def test_a_lookup_that_does_not_wait_is_found() -> None:
-    for races in run_ranks(_train, 2, JOB, _Careless, timeout_s=60):
-        assert any("index_select" in race for race in races)
+@cache
+def _by_rank() -> list[dict[str, set[str]]]:
+    return run_ranks(_run, 2, timeout_s=100)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_lookup_beside_backward_does_not_race(name: str) -> None:
+    assert [of_rank[name] for of_rank in _by_rank()] == [set(), set()]
+
+
+@pytest.mark.parametrize(
+    ("name", "races"),
+    [
+        ("order", ["index_select.default on stream 1 does not wait for 0"]),
+        (
+            "memory",
+            [
+                "all-to-all sends memory of 1 not recorded for 0",
+                "aten.index_select.default uses memory of 1 not recorded for 0",  # weights
+                "aten.copy_.default uses memory of 1 not recorded for 0",  # what arrived
+            ],
+        ),
+    ],
+)
+def test_a_careless_lookup_is_found(name: str, races: list[str]) -> None:
+    for of_rank in _by_rank():
+        for race in races:
+            assert any(race in found for found in of_rank[name]), of_rank[name]

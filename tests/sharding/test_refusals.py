@@ -85,8 +85,8 @@ def _params(rows: object) -> object:
         ("outside", JOB, "PlanError: hot row 100 lies outside table 'a', whose rows are 0..59"),
         (
             "optimizer",
-            dataclasses.replace(JOB, optimizer="adam"),
-            "CompatError: hot/cold tables 'a', 'b', 'c': the optimizer ADAM has no CPU kernel",
+            dataclasses.replace(JOB, optimizer="lars"),
+            "CompatError: hot/cold tables 'a', 'b', 'c': the optimizer LARS_SGD has no CPU kernel",
         ),
     ],
 )

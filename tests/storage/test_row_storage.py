@@ -1,12 +1,14 @@
-"""Homes and replicas of one pack: one update per row, and when replicas count as stale.
+"""Homes and replicas of one pack: one update per row, and whose writes are noted.
 
 In one table and in two.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+import io
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.sharding.jobs import OPTIMIZERS, Job, Table, build
+from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.storage.row_storage import RowStorage
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
@@ -68,9 +71,12 @@ def _update(rank: int, world_size: int, two_tables: bool) -> dict[str, list[Tens
             grads_mD = torch.randn(5, 4)
             # row 1 comes twice, as from two ranks; slot 2 is a replica; nothing else may move
             rows_n = torch.tensor([1, 7, 1, 8], dtype=torch.int32)
-            storage.update(rows_n, torch.tensor([2]), grads_mD.clone())
+            storage.update(rows_n, storage.touched(torch.tensor([2])), grads_mD.clone())
             summed = {1: grads_mD[0] + grads_mD[2], 7: grads_mD[1], 8: grads_mD[3]}
-            for row, grad_D in {**summed, NUM_HOME + 2: grads_mD[4]}.items():
+            home_of_2 = int(storage._hot_homes.own_rows_h[2])
+            for row in (NUM_HOME + 2, home_of_2):
+                summed[row] = grads_mD[4]
+            for row, grad_D in summed.items():
                 by_row[row].grad = grad_D.unsqueeze(0)
             reference.step()
         results[name] = [before, _all_rows(storage), torch.cat(by_row).detach()]
@@ -84,49 +90,89 @@ def _life_of_a_replica(rank: int, world_size: int, two_tables: bool) -> None:
     homes, replicas = storage._homes, storage._replicas
     assert (homes.shape, replicas.shape) == ((NUM_HOME, 4), (NUM_HOT, 4))
     assert torch.equal(homes[own], replicas)
-    assert not storage.replicas_stale()
+    assert not storage.was_written()
 
-    storage.update(torch.empty(0, dtype=torch.int64), torch.arange(NUM_HOT), torch.ones(4, 4))
-    assert not torch.equal(homes[own], replicas), "an update leaves the homes behind"
-    assert not storage.replicas_stale(), "an update is no write from outside"
-    _ = kernel.fused_optimizer.state  # reading brings rows and state home
-    assert torch.equal(homes[own], replicas)
+    every_slot, no_row = storage.touched(torch.arange(NUM_HOT)), torch.empty(0, dtype=torch.int64)
+    before = homes[own].clone()
+    storage.update(no_row, every_slot, torch.ones(4, 4))
+    assert not torch.equal(before, replicas)
     (state,) = storage._tables.row_states.values()
     assert state.replicas.shape == (NUM_HOT, 4)
     assert state.replicas.all()
-    assert torch.equal(state.homes[own], state.replicas)
-    assert not storage.replicas_stale()
+    for rows in storage._tables.per_row():
+        assert torch.equal(rows.homes[own], rows.replicas), "homes are never behind"
+    assert not storage.was_written(), "an update is no write from outside"
 
     with torch.no_grad():
         kernel.split_embedding_weights()[0].fill_(3.0)
-    assert storage.replicas_stale(), "somebody wrote into a home"
-    storage.update(
-        torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), torch.empty(0, 4)
-    )
-    assert storage.replicas_stale(), "a step without rows makes nothing fresh"
-    storage.flush()
-    assert (homes[:6] == 3.0).all(), "stale replicas never overwrite what was written"
+    with pytest.raises(PicassoError, match="'a', 'b' was written between a forward and the update"):
+        storage.update(no_row, every_slot, torch.ones(4, 4))
+    assert (homes[:6] == 3.0).all()
+    assert storage.was_written()
     storage.fill_replicas()
-    assert not storage.replicas_stale()
+    assert not storage.was_written()
     assert torch.equal(homes[own], replicas)
 
     state_a, _ = kernel.fused_optimizer.state.values()
     (sum_a,) = state_a.values()
     sum_a.local_shards()[0].tensor.fill_(2.0)
-    assert storage.replicas_stale(), "somebody wrote into a home's optimizer state"
+    assert storage.was_written(), "somebody wrote into a home's optimizer state"
     storage.fill_replicas()
     assert (state.homes[:6] == 2.0).all()
     assert torch.equal(state.homes[own], state.replicas)
-
-    storage.update(torch.empty(0, dtype=torch.int64), torch.arange(NUM_HOT), torch.ones(4, 4))
-    storage.purge()
-    assert torch.equal(homes[own], replicas), "a purge brings home what replicas know"
-    assert storage.replicas_stale()
 
     hot_hD = torch.empty(2, 4)
     storage.gather_hot(torch.tensor([3, 0]), hot_hD)
     assert torch.equal(hot_hD, replicas[[3, 0]])
     assert torch.equal(storage.gather(torch.tensor([5, 5, 0])), homes[[5, 5, 0]])
+
+
+def _cold_rows(rank: int, world_size: int, two_tables: bool) -> None:
+    """Where no row is hot an update goes on, and makes no write unseen."""
+    kernel = _kernel(dataclasses.replace(JOB, placement={"*": 0}))
+    storage = kernel.rows
+    nothing = storage.touched(torch.empty(0, dtype=torch.int64))
+    storage.update(torch.tensor([1]), nothing, torch.ones(1, 4))
+    assert not storage.was_written()
+    with torch.no_grad():
+        kernel.split_embedding_weights()[0].fill_(3.0)
+    storage.update(torch.tensor([1]), nothing, torch.ones(1, 4))
+    assert storage.was_written()
+
+
+VIEWS: Mapping[str, Callable[[HotColdKernel], Tensor]] = {
+    "slice": lambda kernel: dict(kernel.named_parameters_by_table())["b"],
+    "parameter": lambda kernel: dict(kernel.named_parameters())["b.weight"],
+    "state dict": lambda kernel: kernel.state_dict()["b.weight"].local_shards()[0].tensor,
+}
+
+
+def _written_through_data(rank: int, world_size: int, two_tables: bool) -> None:
+    """``.data`` of whatever is handed out, taken before or kept, counts as the rows themselves."""
+    kernel = _kernel(dataclasses.replace(JOB, two_tables=two_tables))
+    storage = kernel.rows
+    for name, view in VIEWS.items():
+        rows_RD = view(kernel)
+        kept = rows_RD.data
+        assert (kept.shape, kept.requires_grad) == ((3, 4), False), name
+        assert not storage.was_written(), f"{name}: nobody wrote"
+        for write in (kept, kept[1:], rows_RD.data, rows_RD):
+            with torch.no_grad():
+                write.mul_(2.0)
+            assert storage.was_written(), name
+            storage.fill_replicas()
+        rows_RD.data = rows_RD.data  # as nn.Module.to does
+        assert not storage.was_written(), name
+        rows_RD.data.add_(1.0)
+        assert storage.was_written(), name
+        storage.fill_replicas()
+    shard = VIEWS["state dict"](kernel)
+    buffer = io.BytesIO()
+    torch.save(shard, buffer)
+    buffer.seek(0)
+    for copied in (copy.deepcopy(shard), shard + 0, torch.load(buffer, weights_only=True)):
+        assert type(copied) is Tensor, "what is made of it is plain torch's"
+        assert torch.equal(copied, storage._homes[6:])
 
 
 def _slices_of_homes(rank: int, world_size: int, two_tables: bool) -> None:
@@ -152,8 +198,9 @@ def _steps_counted(rank: int, world_size: int, two_tables: bool) -> list[int]:
     for rows_n, slots_h in ((torch.tensor([1]), none), (none, none), (none, torch.tensor([2]))):
         before = _all_rows(storage)
         num_rows = len(rows_n) + len(slots_h)
-        storage.update(rows_n, slots_h, torch.ones(num_rows, 4))
-        assert int((_all_rows(storage) != before).any(1).sum()) == num_rows
+        storage.update(rows_n, storage.touched(slots_h), torch.ones(num_rows, 4))
+        num_moved = num_rows + len(slots_h)  # a hot row moves at home too
+        assert int((_all_rows(storage) != before).any(1).sum()) == num_moved
         counts.append(int(storage._tables.tbe.iter))
     return counts
 
@@ -165,12 +212,21 @@ def test_one_update_per_row(two_tables: bool) -> None:
     for before, after, expected in results.values():
         torch.testing.assert_close(after, expected)
         moved = (after != before).any(1).nonzero().flatten().tolist()
-        assert moved == [1, 7, 8, NUM_HOME + 2]
+        assert moved == [1, 6, 7, 8, NUM_HOME + 2]
 
 
 @LAYOUTS
 def test_life_of_a_replica(two_tables: bool) -> None:
     assert run_ranks(_life_of_a_replica, 1, two_tables, timeout_s=60) == [None]
+
+
+def test_cold_rows_are_updated_though_they_were_written() -> None:
+    assert run_ranks(_cold_rows, 1, False, timeout_s=60) == [None]
+
+
+@LAYOUTS
+def test_a_write_through_data_shows(two_tables: bool) -> None:
+    assert run_ranks(_written_through_data, 1, two_tables, timeout_s=60) == [None]
 
 
 @LAYOUTS

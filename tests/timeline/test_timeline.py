@@ -81,7 +81,7 @@ def test_every_exchange_is_there_and_says_how_its_end_is_known() -> None:
     found = [(span.step, span.op) for span in spans]
     assert len(found) == len(set(found))
     posting = [op for op in SCHEDULE if op.kind in COLLECTIVES]
-    sometimes = ("fetch_clean", "fetch_dirty", "read_hot", "reduce_dense")
+    sometimes = ("fetch_clean", "fetch_dirty", "read_hot")
     always = {op for op in posting if op.kind not in sometimes} | {Op("backward", 0, 0)}
     # there may be no clean rows, or no dirty ones in a chunk; replicas are rarely filled
     for step in (2, 3):

@@ -6,14 +6,17 @@ equal batches through a pipeline, then evaluate. What is compared is all that it
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torchrec
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import (
     EmbeddingBagCollection,
@@ -24,13 +27,13 @@ from torchrec import (
     PoolingType,
 )
 from torchrec.datasets.utils import Batch
-from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed import DistributedModelParallel, model_parallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
     QCommsConfig,
-    get_qcomm_codecs_registry,
+    get_qcomm_codecs,
 )
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DMPCollection
@@ -40,7 +43,7 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import CommOp, ShardingEnv, ShardingPlan
 from torchrec.modules.feature_processor_ import (
     PositionWeightedModule,
     PositionWeightedModuleCollection,
@@ -67,8 +70,8 @@ TABLES = (
 MODULES = ("tables", "more_tables")
 
 
-def _six(rank: int, step: int) -> int:
-    return 6
+def _some(rank: int, step: int) -> int:
+    return 48
 
 
 def _unchanged(batch: Batch, step: int) -> Batch:
@@ -84,25 +87,36 @@ class Feature:
     """Which collections have it."""
     tables: tuple[Table, ...] = TABLES
     hot_rows: Mapping[str, int | str | None] = field(default_factory=lambda: {"*": 2})
-    """Of each table; ``"*"`` stands for all others, ``None`` for a stock table, ``"bags"`` for one
-    whose bags travel."""
+    """Of each table; ``"*"`` stands for all others, ``None`` and ``"row_wise"`` for a stock table,
+    ``"bags"`` for one whose bags travel."""
     optimizer: Any = torchrec.optim.RowWiseAdagrad
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1, "eps": 1e-2})
+    kwargs_of_table: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Beside those, of the optimizer."""
+    is_placed_alike: bool = False
+    """Whether TorchRec's own run places row-wise what is hot/cold in ours, not table-wise."""
     fused_params: Mapping[str, Any] = field(default_factory=dict)
     data_type: Any = torchrec.modules.embedding_configs.DataType.FP32
-    wire: str | None = None
+    wire: str | tuple[str, str] | None = None
+    """Of both directions, or forward and backward."""
+    output_dtensor: bool = False
+    """Whether state dicts have DTensors."""
+    more_sharders: Callable[[], Mapping[type, Any]] = dict
+    """Of TorchRec's own modules in the model, in both runs."""
     waves: Mapping[str, int] = field(default_factory=dict)
     weighted: bool = False
     processors: str | None = None
     """``by_feature`` or ``together``: two ways to write position weights."""
     need_indices: bool = False
-    num_samples: Callable[[int, int], int] = _six
+    num_samples: Callable[[int, int], int] = _some
     """Of a rank and step."""
     change_batch: Callable[[Batch, int], Batch] = _unchanged
     change_of_witness: Callable[[Batch, int], Batch] | None = None
     """What TorchRec gets instead, where it has no backward for what ours gets."""
     model: Callable[..., nn.Module] | None = None
     """Instead of :class:`Model`."""
+    witness: Callable[[Feature, str, int], Outcome] | None = None
+    """Instead of TorchRec, where it has no kernel."""
     is_2d: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of both pipelines."""
@@ -243,9 +257,17 @@ def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParalle
     world_size = dist.get_world_size()
     registry = None
     if feature.wire is not None:
-        comm = CommType(feature.wire)
-        config = QCommsConfig(forward_precision=comm, backward_precision=comm)
-        registry = get_qcomm_codecs_registry(config, device=CPU)
+        wire = feature.wire if isinstance(feature.wire, tuple) else (feature.wire,) * 2
+        forward, backward = map(CommType, wire)
+        config = QCommsConfig(forward_precision=forward, backward_precision=backward)
+        # not get_qcomm_codecs_registry, which takes FP16 for BF16 on the CPU
+        registry = {
+            operation.name: get_qcomm_codecs(config)
+            for operation in (
+                CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
+                CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,
+            )
+        }
     kwargs: dict[str, Any] = {"qcomm_codecs_registry": registry}
     if feature.fused_params:
         kwargs["fused_params"] = dict(feature.fused_params)
@@ -264,29 +286,32 @@ def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParalle
         EmbeddingBagCollection: bags,
         EmbeddingCollection: sequences,
         FeatureProcessedEmbeddingBagCollection: processed,
+        **feature.more_sharders(),
     }
     model = (feature.model or Model)(feature, kind)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    hot = {
-        t.name: feature.hot_rows.get(t.name, feature.hot_rows.get("*")) if is_ours else None
-        for t in feature.tables
+    asked = {
+        t.name: feature.hot_rows.get(t.name, feature.hot_rows.get("*")) for t in feature.tables
     }
+    hot = asked if is_ours else dict.fromkeys(asked)
+    placed = asked if feature.is_placed_alike else hot
+    by_rows = {t for t, place in placed.items() if isinstance(place, int)}
+    by_rows |= {t for t, place in asked.items() if place == "row_wise"}
     plans: dict[str, Any] = {}
     for path, module in model.named_children():
         if type(module) not in sharders:
             continue
-        names = [n.split(".")[-2] for n, _ in module.named_parameters() if ".t_" in n]
+        named = list(module.named_parameters())
+        names = [n.split(".")[-2] for n, _ in named if ".t_" in n]
         if feature.optimizer is not None:
-            parameters = [p for n, p in module.named_parameters() if ".t_" in n]
-            apply_optimizer_in_backward(
-                feature.optimizer,
-                [p for p in parameters if not hasattr(p, "_optimizer_classes")],
-                dict(feature.optimizer_kwargs),
-            )
+            for name, parameter in zip(names, (p for n, p in named if ".t_" in n)):
+                kwargs = {**feature.optimizer_kwargs, **feature.kwargs_of_table.get(name, {})}
+                if not hasattr(parameter, "_optimizer_classes"):
+                    apply_optimizer_in_backward(feature.optimizer, [parameter], kwargs)
         plans[path] = construct_module_sharding_plan(
             module,
             {
-                name: row_wise() if isinstance(hot[name], int) else table_wise(rank=i % world_size)
+                name: row_wise() if name in by_rows else table_wise(rank=i % world_size)
                 for i, name in enumerate(names)
             },
             sharder=sharders[type(module)],
@@ -303,21 +328,33 @@ def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParalle
             elif num_hot == "bags":
                 plans[path][name].cache_params = HotColdParams(form="bags")
     wrap: Any = DistributedModelParallel
-    how: dict[str, Any] = {"env": ShardingEnv.from_process_group(dist.group.WORLD)}
+    device, meshes = CPU, contextlib.nullcontext()
+    env = ShardingEnv(
+        world_size, dist.get_rank(), dist.group.WORLD, output_dtensor=feature.output_dtensor
+    )
+    how: dict[str, Any] = {"env": env}
     if feature.is_2d:
         wrap = DMPCollection
+        # it takes GPUs alone; hot/cold tables are refused before anything is placed there
+        device, meshes = (
+            torch.device("cuda"),
+            mock.patch.object(
+                model_parallel, "DeviceMesh", lambda device_type, **of: DeviceMesh("cpu", **of)
+            ),
+        )
         how = {
             "world_size": world_size,
             "sharding_group_size": world_size // 2,
             "global_pg": dist.group.WORLD,
         }
-    sharded = wrap(
-        module=model,
-        device=CPU,
-        plan=ShardingPlan(plan=plans),
-        sharders=list(sharders.values()),
-        **how,
-    )
+    with meshes:
+        sharded = wrap(
+            module=model,
+            device=device,
+            plan=ShardingPlan(plan=plans),
+            sharders=list(sharders.values()),
+            **how,
+        )
     load_whole(sharded, start)
     return sharded
 

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from tests.sharding.jobs import whole
 from tests.train_pipeline.feature_cells import Feature, Outcome, run_cell
 from tests.train_pipeline.features import FEATURES
+from tests.train_pipeline.surface import SURFACE, Entry, idle_streams
 from torchrec_picasso.launch.run_ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
@@ -33,13 +36,32 @@ on the same batches. What is refused in training does not come to its evaluation
 
 - **works**: predictions, table weights, optimizer state and dense weights are TorchRec's, to
   rounding; where a number follows, with what is said below.
-- **refused**: an error says so by name, on all ranks; how it begins is below.
+  *Beside an unsharded model* they are that one's: FBGEMM has no CPU kernel for the optimizer, and
+  its formulas update whole tables there.
+- **refused**: an error of this package says so by name, on all ranks; how it begins is below.
 - **stock path**: equal as well, but computed once per batch without interleaving; why is below.
+- **fails**: TorchRec's own run on the CPU ends in the same error; it is below.
 
 *SparseDist* is TorchRec's `TrainPipelineSparseDist` over hot/cold tables, *Interleaved* is
 `InterleavedTrainPipeline`: with 3 micro-batches asked for, with 1 where 3 are refused, unless
 the line says otherwise.
 """
+
+
+SURFACE_HEAD = """\
+## The rest of TorchRec's surface
+
+Other pipelines, wrappers, modules, kernels and flags, first with TorchRec's tables, then with
+hot/cold ones, both kinds of collections where it matters; compared is what the tables above
+compare, or what the entry is about. *Planned* is a table named in `hot_rows` of `hot_cold_planner`,
+*placed* one with `HotColdParams` in a plan made by hand. A pipeline that needs a GPU's streams
+**works on idle streams**: on the CPU, beside TorchRec's own, with streams that do nothing.
+
+| feature | TorchRec's tables | hot/cold tables |
+|---|---|---|"""
+
+REFUSALS = ("CompatError: ", "PlanError: ", "ConfigError: ", "InputError: ")
+"""How an error of this package begins."""
 
 
 def run_features(
@@ -56,10 +78,16 @@ def run_features(
             ]
             if "num_micro_batches=1" in ours[1].error:  # what the error tells to do
                 ours.append(run_cell(feature, kind, rank, True, 1))
-            is_needed = any(not outcome.error for outcome in ours)
-            stock = run_cell(feature, kind, rank, False, 0) if is_needed else Outcome()
+            is_needed = not all(outcome.error.startswith(REFUSALS) for outcome in ours)
+            stock = _witness(feature, kind, rank) if is_needed else Outcome()
             found[feature.name, kind] = [stock, *ours]
     return found
+
+
+def _witness(feature: Feature, kind: str, rank: int) -> Outcome:
+    if feature.witness is not None:
+        return feature.witness(feature, kind, rank)
+    return run_cell(feature, kind, rank, False, 0)
 
 
 class DiffersError(AssertionError):
@@ -91,8 +119,13 @@ def words(feature: Feature, by_rank: Sequence[Sequence[Outcome]]) -> dict[tuple[
 def _word(
     feature: Feature, phase: str, runs: Sequence[Outcome], stock: Sequence[Outcome], note: str
 ) -> str:
-    if runs[0].error:
-        return f"refused: {_first_sentence(runs[0].error)}"
+    errors = [run.error for run in runs]
+    if all(error.startswith(REFUSALS) for error in errors):
+        return f"refused: {_first_sentence(errors[0])}"
+    if any(errors):
+        if errors != [run.error for run in stock]:
+            raise DiffersError(f"{feature.name}: an error without a name on some rank: {errors}")
+        return f"fails: {_first_sentence(errors[0])}"
     if stock[0].error:
         raise DiffersError(f"TorchRec itself does not run it ({stock[0].error[:300]}), ours does")
     _compare(feature, phase, runs, stock)
@@ -142,6 +175,82 @@ def _compare(
         raise DiffersError(f"{feature.name}, {phase}: {error}") from error
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What an entry of the surface came to on a rank."""
+
+    given: Any = None
+    error: str = ""
+
+
+def run_surface(rank: int, world_size: int) -> dict[str, list[Ran]]:
+    """Runs every entry on this rank; for the launcher.
+
+    Returns:
+        Of each entry TorchRec's run, where there is one, and ours; on idle streams, where these are
+        needed, behind TorchRec's run without.
+    """
+    found: dict[str, list[Ran]] = {}
+    for entry in SURFACE:
+        whose = [True] if entry.is_ours_alone else [False, True]
+        found[entry.name] = [_ran(entry, rank, is_ours=False)] if entry.on_idle_streams else []
+        with idle_streams() if entry.on_idle_streams else contextlib.nullcontext():
+            found[entry.name] += [_ran(entry, rank, is_ours=is_ours) for is_ours in whose]
+    return found
+
+
+def _ran(entry: Entry, rank: int, *, is_ours: bool) -> Ran:
+    try:
+        return Ran(given=entry.run(rank, is_ours))
+    except Exception as error:  # what a cell tells
+        return Ran(error=f"{type(error).__name__}: {error}")
+
+
+def surface_words(entry: Entry, by_rank: Sequence[Sequence[Ran]]) -> tuple[str, str]:
+    """An entry's cells: TorchRec's tables, and hot/cold ones.
+
+    Raises:
+        DiffersError: If something came out otherwise, or an error has no name.
+    """
+    *before, ours = zip(*by_rank)
+    errors = [ran.error for ran in ours]
+    if all(error.startswith(REFUSALS) for error in errors):
+        stock_word = _stock_word(before[0]) if before else "-"
+        return stock_word, f"refused: {_first_sentence(errors[0])}"
+    if entry.is_ours_alone:
+        raise DiffersError(f"{entry.name}: not refused by name on all ranks: {errors}")
+    *alone, stock = before
+    if any(errors):
+        if errors != [ran.error for ran in stock]:
+            raise DiffersError(f"{entry.name}: an error without a name on some rank: {errors}")
+        return _stock_word(stock), f"fails: {_first_sentence(errors[0])}"
+    for mine, its in zip(ours, stock):
+        if its.error:
+            raise DiffersError(f"{entry.name}: TorchRec itself does not run it: {its.error[:300]}")
+        try:
+            torch.testing.assert_close(mine.given, its.given, rtol=1e-4, atol=2e-5)
+        except AssertionError as error:
+            raise DiffersError(f"{entry.name}: {error}") from error
+    if not alone:
+        return "works", "works"
+    if not all(ran.error for ran in alone[0]):
+        raise DiffersError(f"{entry.name}: TorchRec's own needs no idle streams any more")
+    return _stock_word(alone[0]), "works on idle streams"
+
+
+def _stock_word(ran: Sequence[Ran]) -> str:
+    return f"fails: {_first_sentence(ran[0].error)}" if ran[0].error else "works"
+
+
+def run_all_surface() -> dict[str, tuple[str, str]]:
+    """Runs every entry and puts it into words."""
+    by_rank = run_ranks(run_surface, NUM_RANKS, timeout_s=300)
+    return {
+        entry.name: surface_words(entry, [found[entry.name] for found in by_rank])
+        for entry in SURFACE
+    }
+
+
 def run_all(features: Sequence[Feature] = FEATURES) -> dict[Key, dict[tuple[str, str], str]]:
     """Runs every cell and puts it into words."""
     by_rank = run_ranks(run_features, NUM_RANKS, list(features), timeout_s=300)
@@ -154,8 +263,11 @@ def run_all(features: Sequence[Feature] = FEATURES) -> dict[Key, dict[tuple[str,
     return cells
 
 
-def page_of(cells: Mapping[Key, Mapping[tuple[str, str], str]]) -> str:
-    """The page, a table for each kind of collection; what is long is below its table."""
+def page_of(
+    cells: Mapping[Key, Mapping[tuple[str, str], str]], surface: Mapping[str, tuple[str, str]]
+) -> str:
+    """The page, a table for each kind of collection and one of the surface; what is long is below
+    its table."""
     parts = [HEAD]
     for kind, title in KINDS.items():
         notes: dict[str, int] = {}
@@ -172,11 +284,22 @@ def page_of(cells: Mapping[Key, Mapping[tuple[str, str], str]]) -> str:
         lines.append("")
         lines += [f"{number}. {text}" for text, number in notes.items()]
         parts.append("\n".join(lines) + "\n")
+    parts.append(_surface_page(surface))
     return "\n".join(parts)
 
 
+def _surface_page(surface: Mapping[str, tuple[str, str]]) -> str:
+    notes: dict[str, int] = {}
+    lines = [SURFACE_HEAD]
+    for name, texts in surface.items():
+        lines.append(f"| {name} | {' | '.join(_short(text, notes) for text in texts)} |")
+    lines.append("")
+    lines += [f"{number}. {text}" for text, number in notes.items()]
+    return "\n".join(lines) + "\n"
+
+
 def _short(text: str, notes: dict[str, Any]) -> str:
-    for word in ("refused", "stock path", "works"):
+    for word in ("refused", "stock path", "fails", "works"):
         head, found, rest = text.partition(": " if word != "works" else "; ")
         if head == word and found:
             return f"{word} ({notes.setdefault(rest, len(notes) + 1)})"
@@ -184,4 +307,4 @@ def _short(text: str, notes: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_of(run_all()))
+    PAGE.write_text(page_of(run_all(), run_all_surface()))

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torchrec
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.optim import optimizers
 
-from tests.sharding.jobs import Table
+from tests.sharding.jobs import CPU, RowWiseOnCpuSharder, Table
 from tests.train_pipeline.feature_cells import (
     TABLES,
     Feature,
@@ -25,6 +44,7 @@ from tests.train_pipeline.feature_cells import (
     own_rows_by_sample,
     pooled_by,
 )
+from tests.train_pipeline.unsharded_cell import run_unsharded
 
 SHARED = (
     Table("t_a", 8, 30, ("f",)),
@@ -40,11 +60,11 @@ MIXED_DIMS = (
 
 
 def _none_on_rank_1(rank: int, step: int) -> int:
-    return 0 if rank == 1 and step in (1, 3) else 6
+    return 0 if rank == 1 and step in (1, 3) else 48
 
 
 def _few_on_rank_1(rank: int, step: int) -> int:
-    return 5 if rank == 1 else 7
+    return 41 if rank == 1 else 55
 
 
 class _Two(Model):
@@ -129,20 +149,123 @@ class _Keyword(Model):
         return pooled_by(self.tables(features=features), self.keys)
 
 
+class _Regrouped(Model):
+    """The columns of some features, then those of the others."""
+
+    def make(self, feature: Feature) -> None:
+        super().make(feature)
+        self.regroup = KTRegroupAsDict([self.keys[-1:], self.keys[:-1]], ["last", "first"])
+
+    def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        groups = self.regroup([self.tables(features)])
+        return [groups["first"], groups["last"]]
+
+
+class _ManagedCollision(Model):
+    """Raw ids of a table beside hot/cold ones become its rows, which others take over in time."""
+
+    def make(self, feature: Feature) -> None:
+        *tables, managed = feature.tables
+        self.tables = collection(feature, self.kind, tables)
+        kind = MANAGED[self.kind]
+        inner = collection(feature, self.kind, [managed])
+        configs = getattr(inner, f"embedding_{'bag_' * (self.kind == 'bags')}configs")()
+        configs[0].init_fn = torch.nn.init.ones_  # of rows that are taken over; else it draws
+        module = MCHManagedCollisionModule(
+            zch_size=managed.rows,
+            device=CPU,
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+            eviction_interval=2,
+            input_hash_size=1000,
+        )
+        self.more_tables = kind(inner, ManagedCollisionCollection({managed.name: module}, configs))
+
+    def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        managed, _ = self.more_tables(features)
+        return [
+            *pooled_by(self.tables(features), self.keys[:-1]),
+            *pooled_by(managed, self.keys[-1:]),
+        ]
+
+
+class _Fused(Model):
+    """A FusedEmbeddingBagCollection, with its own way to an optimizer, beside hot/cold tables."""
+
+    def make(self, feature: Feature) -> None:
+        *tables, last = feature.tables
+        self.tables = collection(feature, self.kind, tables)
+        self.more_tables = FusedEmbeddingBagCollection(
+            collection(feature, self.kind, [last]).embedding_bag_configs(),
+            optimizer_type=torchrec.optim.RowWiseAdagrad,
+            optimizer_kwargs=dict(feature.optimizer_kwargs),
+            device=CPU,
+        )
+
+    def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        return [
+            *pooled_by(self.tables(features), self.keys[:-1]),
+            *pooled_by(self.more_tables(features), self.keys[-1:]),
+        ]
+
+
+MANAGED: dict[str, Any] = {
+    "bags": ManagedCollisionEmbeddingBagCollection,
+    "sequences": ManagedCollisionEmbeddingCollection,
+}
+
+
+def managed_collision_sharders(
+    bags: Any = None, sequences: Any = None
+) -> dict[type, ModuleSharder[Any]]:
+    """TorchRec's sharders of managed collision; on the CPU its own leave row-wise out."""
+    return {
+        ManagedCollisionEmbeddingBagCollection: ManagedCollisionEmbeddingBagCollectionSharder(
+            bags or RowWiseOnCpuSharder()
+        ),
+        ManagedCollisionEmbeddingCollection: ManagedCollisionEmbeddingCollectionSharder(
+            sequences or EmbeddingCollectionSharder()
+        ),
+    }
+
+
+def _fused_sharders() -> dict[type, Any]:
+    return {FusedEmbeddingBagCollection: FusedEmbeddingBagCollectionSharder()}
+
+
+def _raw_ids(batch: Batch, step: int) -> Batch:
+    """Ids of the last feature far beyond its table's rows, others in each step."""
+    features = batch.sparse_features
+    features.values()[sum(features.length_per_key()[:-1]) :].mul_(37).add_(step)
+    return batch
+
+
+def _tensor_dict(batch: Batch, step: int) -> Batch:
+    features = batch.sparse_features
+    nested = {
+        key: torch.nested.nested_tensor_from_jagged(of.values(), of.offsets())
+        for key, of in features.to_dict().items()
+    }
+    batch.sparse_features = TensorDict(nested, batch_size=[features.stride()])
+    return batch
+
+
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05}),
     "row-wise Adagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-2}),
     "row-wise Adagrad with weight decay": (
         torchrec.optim.RowWiseAdagrad,
-        {"lr": 0.1, "eps": 1e-2, "weight_decay": 0.1},
+        {"lr": 0.1, "weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2},
     ),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-2}),
-    "Adam": (torch.optim.Adam, {"lr": 0.1}),
-    "LAMB": (optimizers.LAMB, {"lr": 0.1}),
     "LARS SGD": (optimizers.LarsSGD, {"lr": 0.1}),
-    "partial row-wise Adam": (optimizers.PartialRowWiseAdam, {"lr": 0.1}),
-    "partial row-wise LAMB": (optimizers.PartialRowWiseLAMB, {"lr": 0.1}),
 }
+ONLY_OURS = {
+    "Adam": ("adam", torchrec.optim.Adam),
+    "LAMB": ("lamb", optimizers.LAMB),
+    "partial row-wise Adam": ("partial_rowwise_adam", optimizers.PartialRowWiseAdam),
+    "partial row-wise LAMB": ("partial_rowwise_lamb", optimizers.PartialRowWiseLAMB),
+}
+"""Without a CPU kernel in FBGEMM: its formula in ``dense_updates.py``, and the optimizer."""
 
 _ROUNDED: Any = {"rtol": 5e-2, "atol": 2e-2}
 """What a wire of 11 or 8 bits may differ by after a few steps: it rounds rows here, bags there."""
@@ -204,6 +327,15 @@ FEATURES: Sequence[Feature] = (
         Feature(f"{name}", optimizer=optimizer, optimizer_kwargs=kwargs)
         for name, (optimizer, kwargs) in OPTIMIZERS.items()
     ),
+    *(
+        Feature(
+            f"{name}, beside an unsharded model",
+            optimizer=optimizer,
+            optimizer_kwargs={"lr": 0.1, "eps": 1e-2, "weight_decay": 0.1},
+            witness=partial(run_unsharded, formula),
+        )
+        for name, (formula, optimizer) in ONLY_OURS.items()
+    ),
     Feature("gradient clipping in the tables", fused_params={"gradient_clipping": True}),
     Feature("no hot rows", hot_rows={"*": 0}),
     Feature("all rows hot", hot_rows={"t_a": 30, "t_b": 12, "t_c": 6}),
@@ -238,4 +370,24 @@ FEATURES: Sequence[Feature] = (
     Feature("4 micro-batches", num_micro_batches=4),
     Feature("micro-batches chosen by trying", num_micro_batches=None),
     Feature("2-D parallelism", is_2d=True),
+    Feature("fp16 on the wire forward, bf16 backward", wire=("fp16", "bf16"), **_ROUNDED),
+    Feature("DTensors in state dicts (output_dtensor)", output_dtensor=True),
+    Feature("KTRegroupAsDict", ("bags",), model=_Regrouped),
+    Feature("features in a TensorDict", change_batch=_tensor_dict, num_micro_batches=None),
+    Feature(
+        "managed collision on a table beside",
+        optimizer=torch.optim.SGD,  # of others TorchRec resets the state on CUDA alone
+        optimizer_kwargs={"lr": 0.1},
+        hot_rows={"*": 2, "t_c": "row_wise"},
+        model=_ManagedCollision,
+        more_sharders=managed_collision_sharders,
+        change_batch=_raw_ids,
+    ),
+    Feature(
+        "FusedEmbeddingBagCollection beside",
+        ("bags",),
+        hot_rows={"*": 2, "t_c": None},
+        model=_Fused,
+        more_sharders=_fused_sharders,
+    ),
 )

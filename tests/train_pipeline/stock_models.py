@@ -24,6 +24,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     row_wise,
@@ -95,6 +96,8 @@ def build(
     optimizer: Any = torchrec.optim.RowWiseAdagrad,
     optimizer_kwargs: Any = None,
     is_wrapped: bool = True,
+    wrapper: DataParallelWrapper | None = None,
+    stock_is_row_wise: bool = True,
 ) -> DistributedModelParallel:
     """Shards a model, with what is listed as TorchRec does it; ``None`` = all of it."""
     world_size = dist.get_world_size()
@@ -121,9 +124,10 @@ def build(
             optimizer_kwargs or {"lr": 0.1},
         )
         may_be_hot = type(module) is EmbeddingBagCollection
+        is_row_wise = may_be_hot and (stock_is_row_wise or stock is not None)
         plans[name] = construct_module_sharding_plan(
             module,
-            {t: row_wise() if may_be_hot else table_wise(rank=0) for t in tables},
+            {t: row_wise() if is_row_wise else table_wise(rank=0) for t in tables},
             sharder=HotColdEmbeddingBagCollectionSharder()
             if may_be_hot
             else sharders[type(module)],
@@ -143,6 +147,7 @@ def build(
         plan=ShardingPlan(plan=plans),
         sharders=list(sharders.values()),
         init_data_parallel=is_wrapped,
+        data_parallel_wrapper=wrapper,
     )
     load_whole(sharded, start)
     return sharded

@@ -4,8 +4,9 @@ Streams of a device that is not there are told apart by name only: everything st
 order. But every operator passes by here, so for each memory block it is known on which stream it
 was made and last written, which stream has waited for which, and for which streams the block was
 recorded. From that follows what a device could have got wrong: an operator that reads what another
-stream, or an exchange that nobody has waited for, may not have written yet, or memory that the
-allocator may have given away meanwhile. Not looked at: writing what another stream may still read.
+stream, or an exchange that nobody has waited for, may not have written yet; memory that the
+allocator may have given away meanwhile, or while an exchange still sent it. Not looked at: writing
+what another stream may still read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchrec_picasso.exchange import ranks
+from torchrec_picasso.exchange import kept_memory, ranks
 from torchrec_picasso.exchange.all_to_all import Pending, start_all_to_all
 
 __all__ = ["RaceDetector"]
@@ -52,7 +53,9 @@ class RaceDetector(TorchDispatchMode):
         self.computing = _NamedStream(self, 0)
         self.beside = _NamedStream(self, 1)
         self.copying = _NamedStream(self, 2)
-        self.races: set[str] = set()
+        self._seen: set[str] = set()
+        self._sent: list[tuple[_Block, int]] = []
+        """Memory that exchanges sent, and the stream that waited for each."""
         streams = (self.computing, self.beside, self.copying)
         self.num_ops = {stream.stream_id: 0 for stream in streams}
         self._current: torch.Stream = self.computing
@@ -86,6 +89,7 @@ class RaceDetector(TorchDispatchMode):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "get_device_module", module_of)
             patch.setattr(ranks, "start_all_to_all", self._start_all_to_all)
+            patch.setattr(kept_memory, "_current_stream", lambda device: self._current)
             yield
 
     def _start_all_to_all(
@@ -94,12 +98,26 @@ class RaceDetector(TorchDispatchMode):
         self._check_use(input_n, self._current.stream_id, "all-to-all")
         pending = start_all_to_all(pg, output_m, input_n, *counts)
         if output_m.nbytes < output_m.untyped_storage().nbytes():
-            return pending  # a slice of rows or gradients; the others' uses look like its own
+            # a slice of rows or gradients; the others' uses look like its own
+            return _Watched(self, pending, None, input_n)
         self._note_write(output_m, _WIRE)
-        return _Watched(self, pending, output_m)
+        return _Watched(self, pending, output_m, input_n)
 
-    def note_arrival(self, output_m: Tensor) -> None:
-        self._note_write(output_m, self._current.stream_id)
+    def note_arrival(self, output_m: Tensor | None, input_n: Tensor) -> None:
+        if output_m is not None:
+            self._note_write(output_m, self._current.stream_id)
+        block = self._block(input_n)
+        if block is not None and input_n.numel():
+            self._sent.append((block, self._current.stream_id))
+
+    @property
+    def races(self) -> set[str]:
+        """What was found; of what exchanges sent, once they were all waited for."""
+        return self._seen | {
+            f"all-to-all sends memory of {block.made_on} not recorded for {stream}"
+            for block, stream in self._sent
+            if stream != block.made_on and stream not in block.recorded_for
+        }
 
     def note_wait(self, waiting: int, done: dict[int, int]) -> None:
         """A stream knows from now on what others have done up to some time."""
@@ -166,9 +184,9 @@ class RaceDetector(TorchDispatchMode):
             return
         known = self._knows[stream].get(block.written_on, -1)
         if stream != block.written_on and known < block.written_at:
-            self.races.add(f"{name} on stream {stream} does not wait for {block.written_on}")
+            self._seen.add(f"{name} on stream {stream} does not wait for {block.written_on}")
         if stream != block.made_on and stream not in block.recorded_for:
-            self.races.add(f"{name} uses memory of {block.made_on} not recorded for {stream}")
+            self._seen.add(f"{name} uses memory of {block.made_on} not recorded for {stream}")
 
 
 class _NamedStream(torch.Stream):
@@ -210,11 +228,13 @@ def _written(func: Any, args: Any, inputs: list[Tensor]) -> list[Tensor]:
 class _Watched:
     """An exchange whose arrival the detector is told."""
 
-    def __init__(self, detector: RaceDetector, pending: Pending, output_m: Tensor) -> None:
+    def __init__(
+        self, detector: RaceDetector, pending: Pending, output_m: Tensor | None, input_n: Tensor
+    ) -> None:
         self._detector = detector
         self._pending = pending
-        self._output_m = output_m
+        self._output_m, self._input_n = output_m, input_n
 
     def wait(self) -> None:
         self._pending.wait()
-        self._detector.note_arrival(self._output_m)
+        self._detector.note_arrival(self._output_m, self._input_n)

@@ -1,7 +1,8 @@
 """Both drivers against one unsharded model on the concatenated batch: losses, weights, state.
 
 The reference knows no TorchRec sharding and no ranks: TorchRec's EmbeddingBagCollection in one
-process, PyTorch's optimizers, one batch made of all ranks' batches. Data parallel training takes
+process, PyTorch's optimizers (of those that stock TorchRec cannot run on the CPU, FBGEMM's formulas
+over whole tables), one batch made of all ranks' batches. Data parallel training takes
 the mean of the ranks' losses, so the reference's loss is their sum over the number of ranks.
 
 Tolerance: the same float32 sums in another order, eight steps. FBGEMM adds its epsilon to the root
@@ -22,6 +23,8 @@ from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 
 from tests.sharding.jobs import Job, Model, Result, Table, build, make_batch, result_of, whole
+from tests.support.dense_updates import OPTIMIZERS as DENSE
+from tests.support.dense_updates import DenseUpdate
 from tests.train_pipeline.drivers import DRIVERS_OF, Driver, make_driver
 from tests.train_pipeline.runs import batches_of, run_to_the_end
 from torchrec_picasso.launch.run_ranks import run_ranks
@@ -69,9 +72,47 @@ JOBS = {
         weighted=True,
         num_steps=NUM_STEPS,
     ),
+    "adam": Job(
+        placement=HOT,
+        tables=TABLES,
+        optimizer="adam",
+        optimizer_kwargs={"lr": 0.1, "eps": EPS, "beta1": 0.8, "weight_decay": 0.1},
+        batch_sizes=(6, 3, 0),
+        num_steps=NUM_STEPS,
+    ),
+    "partial_rowwise_lamb": Job(
+        placement={"a": 2, "b": "bags", "c": 0},
+        tables=TABLES,
+        optimizer="partial_rowwise_lamb",
+        optimizer_kwargs={"lr": 0.05, "eps": EPS, "beta2": 0.9},
+        batch_sizes=(5, 8),
+        num_steps=NUM_STEPS,
+    ),
 }
 STATE_OF = {"adagrad": "sum", "rowwise_adagrad": "sum"}
 """What PyTorch and TorchRec call the state that FBGEMM calls ``momentum1``."""
+
+
+class _Dense(torch.optim.Optimizer):
+    """FBGEMM's formulas over whole tables; rows that no batch looked up are left as they were."""
+
+    def __init__(self, tables: list[Tensor], job: Job) -> None:
+        super().__init__(tables, {})
+        self.updates = [DenseUpdate(name=job.optimizer, **job.optimizer_kwargs) for _ in tables]
+        self.tables, self.job = tables, job
+
+    def look_up(self, features: KeyedJaggedTensor) -> None:
+        self.rows = [
+            torch.cat([features[f].values() for f in table.features]) for table in self.job.tables
+        ]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for weight, update, rows in zip(self.tables, self.updates, self.rows):
+            is_touched = torch.bincount(rows, minlength=len(weight)) > 0
+            assert weight.grad is not None
+            update.step(weight, weight.grad, is_touched)
+            self.state[weight] = {"momentum1": update.exp_avg, "exp_avg_sq": update.exp_avg_sq}
 
 
 def concatenated(batches: list[Batch]) -> Batch:
@@ -111,7 +152,9 @@ def _unsharded(rank: int, world_size: int, job: Job, num_ranks: int) -> Referenc
     lr, eps = job.optimizer_kwargs["lr"], job.optimizer_kwargs.get("eps", 0.0)
     tables = [bags[table.name].weight for table in job.tables]
     optimizer: torch.optim.Optimizer
-    if job.optimizer == "sgd":
+    if job.optimizer in DENSE:
+        optimizer = _Dense(tables, job)
+    elif job.optimizer == "sgd":
         optimizer = torch.optim.SGD(tables, lr=lr)
     elif job.optimizer == "adagrad":
         optimizer = torch.optim.Adagrad(tables, lr=lr, eps=eps)
@@ -123,20 +166,25 @@ def _unsharded(rank: int, world_size: int, job: Job, num_ranks: int) -> Referenc
         batch = concatenated([make_batch(job, peer, step) for peer in range(num_ranks)])
         optimizer.zero_grad()
         dense.zero_grad()
+        if isinstance(optimizer, _Dense):
+            optimizer.look_up(batch.sparse_features)
         loss, _ = model(batch)
         (loss / num_ranks).backward()
         optimizer.step()
         dense.step()
         losses.append(loss.item())
     names = [f"ebc.embedding_bags.{table.name}.weight" for table in job.tables]
-    key = STATE_OF.get(job.optimizer)
+    keys = {"momentum1": STATE_OF.get(job.optimizer)}
+    if job.optimizer in DENSE:
+        keys = {key: key for key in ("momentum1", "exp_avg_sq")}
     return Reference(
         losses=losses,
         weights={name: weight.detach() for name, weight in zip(names, tables)},
         states={
-            f"{name}/{name.split('.')[-2]}.momentum1": optimizer.state[weight][key].detach()
+            f"{name}/{name.split('.')[-2]}.{key}": optimizer.state[weight][its].detach()
             for name, weight in zip(names, tables)
-            if key is not None
+            for key, its in keys.items()
+            if its is not None
         },
         dense={f"over.{name}": value.detach() for name, value in model.over.named_parameters()},
     )

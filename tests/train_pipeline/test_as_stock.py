@@ -170,7 +170,6 @@ def _variable(rank: int, step: int) -> Batch:
     return batch
 
 
-DECAYING = {"optimizer_kwargs": {"lr": 0.1, "weight_decay": 0.1}}
 ONCE = "computed once per batch, of its exchange only that of ids is hidden: "
 CASES = {
     "processed": _Case(
@@ -185,7 +184,7 @@ CASES = {
         _Sequences,
         told=[f"ec: {ONCE}it is a ShardedEmbeddingCollection, with TorchRec's exchange"],
     ),
-    "frozen": _Case(_Frozen, build=DECAYING, told=["still: interleaved", "off: interleaved"]),
+    "frozen": _Case(_Frozen, told=["still: interleaved", "off: interleaved"]),
     "mixed": _Case(
         stock=[Stock("ebc", frozenset({"t_f"}))],
         told=[
@@ -245,7 +244,6 @@ def _run(rank: int, world_size: int, names: Sequence[str]) -> dict[Any, Any]:
                     rank,
                     is_ours=True,
                     num_micro_batches=num_micro_batches,
-                    order_samples=num_micro_batches == 3,
                 )
             except Exception as error:
                 error.add_note(f"{name}, {num_micro_batches} micro-batches")

@@ -51,7 +51,6 @@ def _interleaved(
         dense_optimizer(model),
         CPU,
         num_micro_batches=num_micro_batches,
-        order_samples=num_micro_batches > 1,
         loss_reduction="sum",
     )
     outputs = []

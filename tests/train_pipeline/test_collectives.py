@@ -1,8 +1,9 @@
 """Collectives of a step: as many for 200 tables as for 2, whatever drives the exchange.
 
 Counted in the middle of a run, when every exchange of a step has something to carry. A step has one
-header, one ids exchange, one rows and one gradients exchange per chunk, one sum of hot gradients
-and one of dense gradients. Looking ahead adds one exchange of marks and one of clean rows.
+agreement on what was written between steps, one header, one ids exchange, one rows and one
+gradients exchange per chunk, one sum of hot gradients and one of dense gradients. Looking ahead
+adds one exchange of marks and one of clean rows.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from tests.train_pipeline.runs import pipeline_of
 from torchrec_picasso.launch.run_ranks import run_ranks
 
 PER_STEP: dict[Driver, dict[str, int]] = {
-    None: {"all_to_all": 4, "all_reduce": 2},
-    (1, False): {"all_to_all": 4, "all_reduce": 2},
-    (1, True): {"all_to_all": 6, "all_reduce": 2},
-    (4, False): {"all_to_all": 10, "all_reduce": 2},
-    (4, True): {"all_to_all": 12, "all_reduce": 2},
+    None: {"all_to_all": 4, "all_reduce": 3},
+    (1, False): {"all_to_all": 4, "all_reduce": 3},
+    (1, True): {"all_to_all": 6, "all_reduce": 3},
+    (4, False): {"all_to_all": 10, "all_reduce": 3},
+    (4, True): {"all_to_all": 12, "all_reduce": 3},
 }
 NUM_TABLES = (2, 26, 200)
 WORLD_SIZE = 2

@@ -9,13 +9,23 @@ import torch
 
 from tests.sharding.jobs import Result
 from tests.train_pipeline.feature_cells import Feature, Outcome
-from tests.train_pipeline.feature_table import PAGE, DiffersError, page_of, run_all, words
+from tests.train_pipeline.feature_table import (
+    PAGE,
+    DiffersError,
+    Ran,
+    page_of,
+    run_all,
+    run_all_surface,
+    surface_words,
+    words,
+)
+from tests.train_pipeline.surface import Entry
 
 FEATURE = Feature("any")
 
 
 def test_the_page_is_what_ran() -> None:
-    assert PAGE.read_text() == page_of(run_all()), (
+    assert PAGE.read_text() == page_of(run_all(), run_all_surface()), (
         "a cell ran otherwise; python -m tests.train_pipeline.feature_table writes the page"
     )
 
@@ -50,6 +60,49 @@ def test_a_cell_says_how_it_ran() -> None:
     ):
         cells = words(FEATURE, [[_ran(1), _ran(1), *interleaved]])
         assert cells["Interleaved", "train"] == expected
-    page = page_of({("any", "bags"): cells})
+    page = page_of({("any", "bags"): cells}, {"other": ("works", "refused: CompatError: no")})
+    assert "| other | works | refused (1) |" in page
     assert "| any | works | works | refused (1) | refused (1) |" in page
     assert "\n1. CompatError: not so\n" in page
+
+
+def test_an_error_has_a_name_or_is_torchrecs() -> None:
+    unnamed = Outcome(error="KeyError: 'hot_cold'")
+    with pytest.raises(DiffersError, match="an error without a name"):
+        words(FEATURE, [[_ran(1), unnamed, unnamed]])
+    refused = Outcome(error="CompatError: no")
+    with pytest.raises(DiffersError, match="an error without a name"):  # on one rank alone
+        words(FEATURE, [[_ran(1), refused, refused], [_ran(1), _ran(1), _ran(1)]])
+    cells = words(FEATURE, [[unnamed, unnamed, unnamed]])
+    assert set(cells.values()) == {"fails: KeyError: 'hot_cold'"}
+
+
+ENTRY = Entry("any", lambda rank, is_ours: None)
+IDLE = Entry("any", lambda rank, is_ours: None, on_idle_streams=True)
+ALONE = Entry("any", lambda rank, is_ours: None, is_ours_alone=True)
+ONE, TWO = Ran(given=torch.ones(1)), Ran(given=torch.ones(1) + 1)
+NO, ERROR = Ran(error="PlanError: no; do that"), Ran(error="KeyError: x")
+
+
+def test_cells_of_the_surface() -> None:
+    for entry, runs, expected in (
+        (ENTRY, [ONE, ONE], ("works", "works")),
+        (ENTRY, [ONE, NO], ("works", "refused: PlanError: no")),
+        (ENTRY, [ERROR, ERROR], ("fails: KeyError: x", "fails: KeyError: x")),
+        (IDLE, [ERROR, ONE, ONE], ("fails: KeyError: x", "works on idle streams")),
+        (ALONE, [NO], ("-", "refused: PlanError: no")),
+    ):
+        assert surface_words(entry, [runs, runs]) == expected
+    for entry, runs in (
+        (ENTRY, [ONE, TWO]),
+        (ENTRY, [ONE, ERROR]),
+        (ENTRY, [ERROR, ONE]),
+        (IDLE, [ONE, ONE, ONE]),
+        (IDLE, [ERROR, ONE, TWO]),
+        (ALONE, [ERROR]),
+        (ALONE, [ONE]),
+    ):
+        with pytest.raises(DiffersError):
+            surface_words(entry, [runs, runs])
+    with pytest.raises(DiffersError):  # on one rank alone
+        surface_words(ENTRY, [[ONE, NO], [ONE, ONE]])

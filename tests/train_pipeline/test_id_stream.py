@@ -16,8 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torchrec.datasets.utils import Batch
 
 from tests.sharding.jobs import ODD, PLAIN, Job, build
+from tests.train_pipeline.feature_cells import Feature, batch_of, own_rows
+from tests.train_pipeline.feature_cells import build as build_cell
+from tests.train_pipeline.features import _Two
 from tests.train_pipeline.runs import batches_of, pipeline_of, run_to_the_end
 from tests.train_pipeline.stream_races import RaceDetector
 from torchrec_picasso import Refresh
@@ -33,8 +37,16 @@ JOBS = {
     "packs": Job(placement={"*": 2, "one_row": 1}, tables=ODD, batch_sizes=(6, 3), waves={"d": 1}),
     "weighted": Job(placement={"*": 0}, tables=PLAIN[:2], weighted=True),
     "one_without": Job(placement={"*": 2}, tables=PLAIN[:2]),
+    "processors": Feature("two modules in one exchange", processors="by_feature", model=_Two),
+    "own_rows": Feature("each feature with rows of its own", weighted=True, change_batch=own_rows),
 }
-BATCHES = {"packs": (5, 3), "weighted": (5, 3), "one_without": (5, 0)}
+BATCHES = {
+    "packs": (5, 3),
+    "weighted": (5, 3),
+    "one_without": (5, 0),
+    "processors": (4, 3),
+    "own_rows": (4, 4),
+}
 """Of each rank: the second goes on with empty ones, or asks what an empty one is like."""
 
 
@@ -71,7 +83,7 @@ class _NotWaitedFor(IdStream):
 CAREFUL = [
     (IdStream, name, num_micro_batches, lookahead)
     for name in JOBS
-    for num_micro_batches in (1, 3)
+    for num_micro_batches in ((1,) if name == "own_rows" else (1, 3))
     for lookahead in (False, True)
 ]
 CARELESS = {
@@ -94,10 +106,16 @@ class _Watched:
     num_steps: int
 
 
+def _cells(feature: Feature, rank: int, steps: Iterable[int]) -> list[Batch]:
+    return [batch_of(feature, rank, step, is_ours=True) for step in steps]
+
+
 def _train(rank: int, world_size: int, case: Case) -> _Watched:
     """A training with an evaluation in between."""
     kind, name, num_micro_batches, lookahead = case
-    model = build(JOBS[name], rank, world_size)
+    job = JOBS[name]
+    is_job = isinstance(job, Job)
+    model = build(job, rank, world_size) if is_job else build_cell(job, "bags", is_ours=True)
     detector = RaceDetector()
     with pytest.MonkeyPatch.context() as patch:
         streams = kind(detector.beside, detector.copying)
@@ -107,7 +125,9 @@ def _train(rank: int, world_size: int, case: Case) -> _Watched:
         )
     with detector.in_place_of_the_device(), detector:
         with detector.stream(detector.copying):
-            batches = iter(batches_of(JOBS[name], rank, range(BATCHES[name][rank])))
+            steps = range(BATCHES[name][rank])
+            made = batches_of(job, rank, steps) if is_job else _cells(job, rank, steps)
+            batches = iter(made)
         outputs = [pipeline.progress(batches) for _ in range(2)]
         model.eval()
         with torch.no_grad():

@@ -11,7 +11,8 @@ from torch import nn
 from torchrec_picasso.feed.batch_feed import Fetched
 from torchrec_picasso.schedule.schedule import Op, Setting
 from torchrec_picasso.train_pipeline.flight import Flight
-from torchrec_picasso.train_pipeline.operations import Operations
+from torchrec_picasso.train_pipeline.losses import Losses
+from torchrec_picasso.train_pipeline.operations import Operations, Program
 
 
 class _Step:
@@ -30,11 +31,6 @@ class _Group:
         self.modules = {name: None}
 
 
-class _Reduction:
-    def start_rest(self) -> None:
-        pass
-
-
 class _OneRank:
     def size(self) -> int:
         return 1
@@ -44,20 +40,22 @@ def _operations() -> Operations:
     pg: Any = _OneRank()
     groups: Any = [_Group("a"), _Group("b")]
     streams: Any = None
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    program = Program(
+        model=nn.Linear(1, 1),
+        forward=lambda batch: (batch, batch),
+        backward=lambda losses: None,
+        step=lambda: None,
+        losses=Losses("mean"),
+    )
     return Operations(
         pg,
         torch.device("cpu"),
-        lambda batch: (batch, batch),
-        [],
-        [],
-        optimizer,
+        program,
         groups,
         {},
         id_stream=streams,
         start_plain=lambda flight: None,
         wait_plain=lambda context: None,
-        losses_are_means=True,
     )
 
 
@@ -65,9 +63,8 @@ def _updates(operations: Operations, trained: set[str], num_samples: int) -> dic
     context: Any = None
     flight = Flight(Fetched(None, context), Setting(1, True), [num_samples], [None])
     steps: dict[str, Any] = {"a": _Step(), "b": _Step()}
-    reduction: Any = _Reduction()
     flight.rows = flight.gradients = list(steps.values())
-    flight.trained, flight.dense = trained, reduction
+    flight.trained, flight.losses_K = trained, {0: torch.zeros(())}
     for op in (Op("backward", index=0), Op("update")):
         operations.run(op, [flight])
     return {name: step.num_updates for name, step in steps.items()}

@@ -40,7 +40,12 @@ JOBS = {
         optimizer="adagrad",
         batch_sizes=(6, 3, 0),
     ),
-    "waves": Job(placement={"*": 5, "b": 2}, waves={"b": 1}),
+    "waves": Job(
+        placement={"*": 5, "b": 2},
+        waves={"b": 1},
+        optimizer="partial_rowwise_adam",
+        optimizer_kwargs={"lr": 0.1, "eps": 1e-2},
+    ),
     "mixed": Job(placement={"*": 5, "b": "table_wise", "c": "bags"}),
     "weighted_two_tables": Job(
         placement={"*": 4},
@@ -100,7 +105,7 @@ def _train(job: Job, rank: int, world_size: int, driver: Any) -> Run:
 
 
 def _replicas_are_homes(model: Any) -> bool:
-    """Whether this rank's own hot rows, once flushed, are what its replicas are."""
+    """Whether this rank's own hot rows are what its replicas are."""
     return all(
         torch.equal(
             rows.replicas[storage._hot_homes.own_slots()], rows.homes[storage._hot_homes.own_rows_h]

@@ -43,7 +43,7 @@ def _pipeline(model: DistributedModelParallel, **settings: Any) -> InterleavedTr
 
 
 def _by_itself(model: DistributedModelParallel, batches: list[Batch]) -> list[Tensor]:
-    pipeline = _pipeline(model, refresh=OFTEN, order_samples=True)
+    pipeline = _pipeline(model, refresh=OFTEN)
     outputs, left = [], iter(batches)
     for _ in batches:
         outputs.append(pipeline.progress(left))

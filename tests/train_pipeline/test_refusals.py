@@ -3,10 +3,13 @@ was; and what only looks like it is trained."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
@@ -23,9 +26,7 @@ from tests.train_pipeline.runs import (
     plain_steps,
     run_to_the_end,
 )
-from torchrec_picasso.batches.join import join_outputs
-from torchrec_picasso.batches.split import split_batch
-from torchrec_picasso.errors import CompatError, ConfigError, InputError
+from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.launch.run_ranks import run_ranks
 
 JOB = Job(placement={"*": 2}, tables=PLAIN)
@@ -38,6 +39,107 @@ class _ChangingModel(Model):
         pooled = self.ebc(batch.sparse_features.permute([0, 1, 2, 3]))
         out = self.over(torch.cat([pooled[key] for key in self.keys], dim=1)).squeeze(1)
         return ((out - batch.labels) ** 2).sum() / 6, out.detach()
+
+
+class _Untraceable(Model):
+    """Its forward needs numbers; the loss is that of the parent."""
+
+    def count(self, labels: Tensor) -> Any:
+        return int((labels > 0.5).sum().item())
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        loss, out = super().forward(batch)
+        return loss * (1 + self.count(batch.labels)), out
+
+
+class _WithLen(_Untraceable):
+    def count(self, labels: Tensor) -> int:
+        return len(labels)
+
+
+class _WithLoop(_Untraceable):
+    def count(self, labels: Tensor) -> Any:
+        return sum(label > 0.5 for label in labels)
+
+
+class _WithOwnError(_Untraceable):
+    def count(self, labels: Tensor) -> int:
+        if not isinstance(labels, Tensor):
+            raise ValueError("labels are no tensor")
+        return int((labels > 0.5).sum().item())
+
+
+@torch.fx.wrap
+def _count_high(labels: Tensor) -> int:
+    return int((labels > 0.5).sum().item())
+
+
+class _Wrapped(_Untraceable):
+    def count(self, labels: Tensor) -> int:
+        return _count_high(labels)
+
+
+class _Counter(nn.Module):
+    def forward(self, labels: Tensor) -> int:
+        return int((labels > 0.5).sum().item())
+
+
+class _DenseModule(_Untraceable):
+    def count(self, labels: Tensor) -> Any:
+        return self.counter(labels)
+
+
+_SEEN_SIZES: list[int] = []
+
+
+class _Weighing(Model):
+    """Weighs samples by an attribute that batches got by assignment."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        pooled = self.ebc(batch.sparse_features)
+        out = self.over(torch.cat([pooled[key] for key in self.keys], dim=1)).squeeze(1)
+        return (_weights_of(batch) * (out - batch.labels) ** 2).sum() / 6, out.detach()
+
+
+@torch.fx.wrap
+def _weights_of(batch: Batch) -> Tensor | float:
+    _SEEN_SIZES.append(len(batch.labels))
+    return getattr(batch, "sample_weight", 1.0)
+
+
+def _cannot_be_traced(kind: type[_Untraceable]) -> Callable[[DistributedModelParallel], None]:
+    def change(model: DistributedModelParallel) -> None:
+        model.module.__class__ = kind
+
+    return change
+
+
+@torch.fx.wrap
+def _look_up(ebc: nn.Module, batch: Batch) -> Any:
+    return ebc(batch.sparse_features)
+
+
+class _Hidden(Model):
+    """Looks up in a function that the tracer does not look into."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        pooled = _look_up(self.ebc, batch)
+        out = self.over(torch.cat([pooled[key] for key in self.keys], dim=1)).squeeze(1)
+        return ((out - batch.labels) ** 2).sum() / 6, out.detach()
+
+
+def _hiding(model: DistributedModelParallel) -> None:
+    model.module.__class__ = _Hidden
+
+
+def _untraceable(line: str, why: str) -> list[str]:
+    return [
+        f"the tracer stopped at {__file__}:",
+        f"`{line}` ({why}",
+        "Only modules with tables inside are traced",
+        "torch.fx.wrap",
+        "an nn.Module of its own that holds no tables",
+    ]
 
 
 def _with_batch_norm(model: DistributedModelParallel) -> None:
@@ -96,14 +198,30 @@ def _same(batch: Batch) -> Batch:
 REFUSED: list[tuple[Callable[..., None], Callable[..., Batch], int, list[str]]] = [
     (_with_batch_norm, _same, 2, ["over.0 is a BatchNorm1d", "num_micro_batches=1", "LayerNorm"]),
     (_changing, _same, 2, ["ebc: ", "made inside the model", "num_micro_batches=1"]),
+    (_hiding, _same, 2, ["ebc: ", "sees no call of it", "call the module in a forward"]),
     (_unchanged, _variable, 3, ["ebc: ", "batch size per feature", "num_micro_batches=1"]),
     (_unchanged, _bare, 2, ["a _Bare has no samples", "num_micro_batches=1", "split_batch="]),
 ]
+_NUMBER = "return int((labels > 0.5).sum().item())"
+_LOOP = "return sum(label > 0.5 for label in labels)"
+UNTRACEABLE = [
+    (_cannot_be_traced(kind), _same, 1, _untraceable(*told))
+    for kind, told in {
+        _Untraceable: (_NUMBER, "TypeError: int() argument must be"),
+        _WithLen: ("return len(labels)", "RuntimeError: 'len' is not supported in symbolic tr"),
+        _WithLoop: (_LOOP, "TraceError: Proxy object cannot be iterated"),
+        _WithOwnError: (
+            'raise ValueError("labels are no tensor")',
+            "ValueError: labels are no tensor)",
+        ),
+    }.items()
+]
+"""Refused however the batch is cut, and whether that was asked for or not."""
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
     told = []
-    for change_model, change_batch, num_micro_batches, _ in REFUSED:
+    for change_model, change_batch, num_micro_batches, _ in (*REFUSED, *UNTRACEABLE):
         model = build(JOB, rank, world_size)
         change_model(model)
         forward = model.module.ebc.forward
@@ -120,9 +238,69 @@ def _refused(rank: int, world_size: int) -> list[str]:
 def test_what_cannot_be_exact_is_refused_by_name_on_all_ranks() -> None:
     by_rank = run_ranks(_refused, 2, timeout_s=60)
     assert by_rank[0] == by_rank[1]
-    for told, (*_, parts) in zip(by_rank[0], REFUSED, strict=True):
+    for told, (*_, parts) in zip(by_rank[0], (*REFUSED, *UNTRACEABLE), strict=True):
         for part in parts:
             assert part in told, told
+
+
+def _cured(rank: int, world_size: int) -> list[Run]:
+    """The plain loop of a model that cannot be traced; then the pipeline, once it can be."""
+    batches = batches_of(JOB, rank, range(3))
+    runs = []
+    for kind in (None, _Wrapped, _DenseModule):
+        model = build(JOB, rank, world_size)
+        _cannot_be_traced(_Untraceable)(model)
+        if kind is None:
+            outputs = plain_steps(model, batches)
+        else:
+            pipeline = pipeline_of(model, num_micro_batches=1)
+            with pytest.raises(CompatError, match="cannot be traced"):
+                pipeline.progress(iter(batches[:1]))
+            model.module.__class__, model.module.counter = kind, _Counter()
+            pipeline.reset()
+            outputs = run_to_the_end(pipeline, iter(batches))
+        runs.append((result_of(model, []), outputs))
+    return runs
+
+
+def test_both_cures_of_a_model_that_cannot_be_traced() -> None:
+    by_rank = run_ranks(_cured, 2, timeout_s=60)
+    for cured in (1, 2):
+        assert_same_runs([runs[cured] for runs in by_rank], [runs[0] for runs in by_rank])
+
+
+class _OwnBatch(Batch):
+    """A batch that keeps what it was given: TorchRec's own forgets it on its way to the device."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> _OwnBatch:
+        return self
+
+
+def _weighed(rank: int, world_size: int) -> dict[str, Run]:
+    """By the plain loop with and without weights, then cut by the pipeline, with weights."""
+    runs, job = {}, dataclasses.replace(JOB, batch_sizes=(96,))
+    for name in ("plain", "without", "cut"):
+        model = build(job, rank, world_size)
+        model.module.__class__ = _Weighing
+        batches = [_OwnBatch(**vars(batch)) for batch in batches_of(job, rank, range(3))]
+        for batch in batches if name != "without" else ():
+            batch.sample_weight = 1 + 4 * (batch.labels > 0.5).float()
+        if name == "cut":
+            pipeline = pipeline_of(model, num_micro_batches=3)
+            outputs = run_to_the_end(pipeline, iter(batches))
+            assert min(_SEEN_SIZES) < 96
+        else:
+            outputs = plain_steps(model, batches)
+        runs[name] = result_of(model, []), outputs
+    return runs
+
+
+def test_what_was_assigned_to_a_batch_reaches_its_micro_batches() -> None:
+    by_rank = run_ranks(_weighed, 2, timeout_s=60)
+    plain, without, cut = ([runs[name] for runs in by_rank] for name in by_rank[0])
+    assert_same_runs(cut, plain)
+    with pytest.raises(AssertionError):
+        assert_same_runs(without, plain)
 
 
 def _automatic(rank: int, world_size: int) -> list[tuple[int, str]]:
@@ -172,20 +350,6 @@ def test_a_module_that_is_not_pipelined_is_trained_whole() -> None:
     assert_same_runs([mine for _, mine in by_rank], [plain for plain, _ in by_rank])
 
 
-def _own_cut(rank: int, world_size: int) -> None:
-    model = build(JOB, rank, world_size)
-    own = {"split_batch": split_batch, "join_outputs": join_outputs}
-    for name, function in own.items():
-        with pytest.raises(ConfigError, match="order_samples is True, which needs"):
-            pipeline_of(model, order_samples=True, num_micro_batches=2, **{name: function})
-        pipeline = pipeline_of(model, num_micro_batches=2, **{name: function})
-        assert not any(setting.ordered for setting in pipeline._candidates)
-
-
-def test_samples_are_not_ordered_where_somebody_else_cuts_or_joins() -> None:
-    run_ranks(_own_cut, 2, timeout_s=60)
-
-
 def _wrong_lengths(rank: int, world_size: int, num_micro_batches: int) -> str:
     """Trains batches, of which one of rank 1's has lengths that do not fit; returns the error."""
     model = build(JOB, rank, world_size)
@@ -197,9 +361,7 @@ def _wrong_lengths(rank: int, world_size: int, num_micro_batches: int) -> str:
         batches[2].sparse_features = KeyedJaggedTensor(
             keys=features.keys(), values=features.values(), lengths=lengths
         )
-    pipeline = pipeline_of(
-        model, num_micro_batches=num_micro_batches, order_samples=num_micro_batches > 2
-    )
+    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
     with pytest.raises(InputError) as caught:
         run_to_the_end(pipeline, iter(batches))
     return str(caught.value)

@@ -11,6 +11,7 @@ from tests.sharding.jobs import PLAIN, Job, build, storages_of
 from tests.train_pipeline.runs import batches_of, pipeline_of
 from torchrec_picasso import ConfigError, InterleavedTrainPipeline, PicassoError
 from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.storage.row_tables import HomesAndReplicas
 
 JOB = Job(placement={"*": 6, "c": 0}, tables=PLAIN, num_steps=7)
 """Rank 0 is home to the first half of each table."""
@@ -31,23 +32,22 @@ def _said(name: str, rank: int, world_size: int) -> str:
             pipeline.progress(batches)
             if step == 3 and changed is not None and changed[0] == rank:
                 _, tensor, slot = changed
-                _replicas(model, tensor).data[slot] += 1.0
+                _rows_of(model, tensor).replicas.data[slot] += 1.0
             if step == 3 and name == "nan":
-                _replicas(model, "weights").data[2] = torch.nan
+                _rows_of(model, "weights").homes[0] = torch.nan  # row 0 or its half's first
     except PicassoError as error:
         return f"step {step}: {error}"
     return "sound"
 
 
-def _replicas(model: Any, tensor: str) -> torch.Tensor:
+def _rows_of(model: Any, tensor: str) -> HomesAndReplicas:
     """Of the first pack with hot rows."""
     for module in model.modules():
         for lookup in getattr(module, "_lookups", []):
             for storage in storages_of(lookup):
                 if storage.num_hot_rows:
                     tables = storage.tables
-                    rows = tables.weights if tensor == "weights" else tables.row_states[tensor]
-                    return rows.replicas
+                    return tables.weights if tensor == "weights" else tables.row_states[tensor]
     raise AssertionError("there is a pack with hot rows")
 
 

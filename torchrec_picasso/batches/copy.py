@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.split import children_of, rebuild
+from torchrec_picasso.batches.members import children_of, rebuild
 
 __all__ = ["copy_batch"]
 

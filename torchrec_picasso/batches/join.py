@@ -10,30 +10,25 @@ Shape letters: B samples, F features, K micro-batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.order import places_of, samples_in_order
-from torchrec_picasso.batches.split import PLAIN_TYPES, children_of, rebuild
+from torchrec_picasso.batches.members import children_of, rebuild
+from torchrec_picasso.batches.split import PLAIN_TYPES
 from torchrec_picasso.errors import CompatError, InputError
 
 __all__ = ["join_outputs"]
-
-_Joined = TypeVar("_Joined", Tensor, JaggedTensor, KeyedJaggedTensor)
 
 JOIN_ADVICE = (
     "give the pipeline join_outputs=, a function (outputs_K, sizes_K) -> output of the whole batch"
 )
 
 
-def join_outputs(
-    outputs_K: Sequence[Any], sizes_K: Sequence[int], order_B: Tensor | None = None
-) -> Any:
+def join_outputs(outputs_K: Sequence[Any], sizes_K: Sequence[int]) -> Any:
     """Makes the output of the whole batch from those of its micro-batches.
 
     Tensors whose dim 0 is the micro-batch's size are concatenated, 0-d float tensors averaged with
@@ -47,12 +42,9 @@ def join_outputs(
     Args:
         outputs_K: Output of each micro-batch, in the order of the samples.
         sizes_K: Samples of each micro-batch.
-        order_B: Which sample of the batch came at each place of the micro-batches, int64, shape
-            ``(B,)``; ``None`` = they came as they are in the batch.
 
     Returns:
-        An output of the same type, samples as in the batch. That of one micro-batch is returned as
-        it is, unless its samples are in another order.
+        An output of the same type. That of one micro-batch is returned as it is.
 
     Raises:
         InputError: If there is not one size per output.
@@ -67,27 +59,10 @@ def join_outputs(
     if not counted:
         return outputs_K[0]
     outputs, sizes = [list(column) for column in zip(*counted)]
-    if order_B is not None:
-        return _join(outputs, "output", _Parts(sizes, places_of(order_B)))
-    return outputs[0] if len(outputs) == 1 else _join(outputs, "output", _Parts(sizes))
+    return outputs[0] if len(outputs) == 1 else _join(outputs, "output", sizes)
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Samples of the micro-batches that have any, and where they go in the batch."""
-
-    sizes: list[int]
-    places_B: Tensor | None = None
-
-    def in_batch_order(self, joined: _Joined) -> _Joined:
-        """What was put one after the other, in the order of the batch."""
-        if self.places_B is None:
-            return joined
-        moved: _Joined = samples_in_order(joined, "output", self.places_B)
-        return moved
-
-
-def _join(values: list[Any], path: str, parts: _Parts) -> Any:
+def _join(values: list[Any], path: str, sizes: list[int]) -> Any:
     values = [value.wait() if isinstance(value, Awaitable) else value for value in values]
     first = values[0]
     if any(type(value) is not type(first) for value in values) and not all(
@@ -97,15 +72,15 @@ def _join(values: list[Any], path: str, parts: _Parts) -> Any:
         raise CompatError(f"{path}: micro-batches gave different types ({names}); {JOIN_ADVICE}")
     members = children_of(first)
     if members is not None:
-        return _join_members(values, [suffix for suffix, _ in members], path, parts)
+        return _join_members(values, [suffix for suffix, _ in members], path, sizes)
     if isinstance(first, KeyedJaggedTensor):
-        return _join_kjts(values, path, parts)
+        return _join_kjts(values, path, sizes)
     if isinstance(first, JaggedTensor):
-        return _join_jts(values, path, parts)
+        return _join_jts(values, path, sizes)
     if isinstance(first, KeyedTensor):
-        return _join_keyed_tensors(values, path, parts)
+        return _join_keyed_tensors(values, path, sizes)
     if isinstance(first, Tensor):
-        return _join_tensors(values, path, parts)
+        return _join_tensors(values, path, sizes)
     if isinstance(first, PLAIN_TYPES):
         if all(value is first or value == first for value in values):
             return first
@@ -114,7 +89,7 @@ def _join(values: list[Any], path: str, parts: _Parts) -> Any:
     raise CompatError(f"{path}: do not know how to join {type(first).__name__}; {JOIN_ADVICE}")
 
 
-def _join_members(values: list[Any], suffixes: list[str], path: str, parts: _Parts) -> Any:
+def _join_members(values: list[Any], suffixes: list[str], path: str, sizes: list[int]) -> Any:
     by_suffix = [dict(children_of(value) or []) for value in values]
     for members in by_suffix:
         if members.keys() != set(suffixes):
@@ -123,36 +98,36 @@ def _join_members(values: list[Any], suffixes: list[str], path: str, parts: _Par
                 f"{', '.join(members)}); {JOIN_ADVICE}"
             )
     joined = [
-        _join([members[suffix] for members in by_suffix], path + suffix, parts)
+        _join([members[suffix] for members in by_suffix], path + suffix, sizes)
         for suffix in suffixes
     ]
     return rebuild(values[0], joined, path, JOIN_ADVICE)
 
 
-def _join_tensors(values: list[Tensor], path: str, parts: _Parts) -> Tensor:
+def _join_tensors(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
     first = values[0]
-    if all(value.dim() and value.size(0) == size for value, size in zip(values, parts.sizes)):
+    if all(value.dim() and value.size(0) == size for value, size in zip(values, sizes)):
         if any(value.shape[1:] != first.shape[1:] for value in values):
-            _refuse_shapes(values, path, parts)
-        return parts.in_batch_order(torch.cat(values))
+            _refuse_shapes(values, path, sizes)
+        return torch.cat(values)
     if all(value is first for value in values):  # not an output of samples: a parameter, a constant
         return first
     if all(value.dim() == 0 and value.is_floating_point() for value in values):
-        return _weighted_mean(values, parts)
-    return _refuse_shapes(values, path, parts)
+        return _weighted_mean(values, sizes)
+    return _refuse_shapes(values, path, sizes)
 
 
-def _weighted_mean(values: list[Tensor], parts: _Parts) -> Tensor:
+def _weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
     dtype = values[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
-    terms = [value.to(wide) * (size / sum(parts.sizes)) for value, size in zip(values, parts.sizes)]
+    terms = [value.to(wide) * (size / sum(sizes)) for value, size in zip(values, sizes)]
     return torch.stack(terms).sum().to(dtype)
 
 
-def _refuse_shapes(values: list[Tensor], path: str, parts: _Parts) -> Tensor:
+def _refuse_shapes(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
     found = ", ".join(
         f"{tuple(value.shape)} {value.dtype} for {size} samples"
-        for value, size in zip(values, parts.sizes)
+        for value, size in zip(values, sizes)
     )
     raise CompatError(
         f"{path}: micro-batches gave tensors {found}; expected samples in dim 0, or a 0-d float "
@@ -160,7 +135,7 @@ def _refuse_shapes(values: list[Tensor], path: str, parts: _Parts) -> Tensor:
     )
 
 
-def _join_keyed_tensors(values: list[KeyedTensor], path: str, parts: _Parts) -> KeyedTensor:
+def _join_keyed_tensors(values: list[KeyedTensor], path: str, sizes: list[int]) -> KeyedTensor:
     first = values[0]
     alike = all(
         value.keys() == first.keys()
@@ -173,22 +148,22 @@ def _join_keyed_tensors(values: list[KeyedTensor], path: str, parts: _Parts) -> 
             f"{path}: expected KeyedTensors of the same keys and dims, with samples in dim 0; "
             f"{JOIN_ADVICE}"
         )
-    joined = _join_tensors([value.values() for value in values], f"{path}.values()", parts)
+    joined = _join_tensors([value.values() for value in values], f"{path}.values()", sizes)
     return KeyedTensor(first.keys(), first.length_per_key(), joined, key_dim=first.key_dim())
 
 
-def _join_jts(values: list[JaggedTensor], path: str, parts: _Parts) -> JaggedTensor:
+def _join_jts(values: list[JaggedTensor], path: str, sizes: list[int]) -> JaggedTensor:
     lengths = [value.lengths() for value in values]
-    _check_sizes([length.numel() for length in lengths], path, parts)
+    _check_sizes([length.numel() for length in lengths], path, sizes)
     joined = JaggedTensor(
         values=torch.cat([value.values() for value in values]),
         weights=torch.cat([v.weights() for v in values]) if _are_weighted(values, path) else None,
         lengths=torch.cat(lengths),
     )
-    return parts.in_batch_order(joined)
+    return joined
 
 
-def _join_kjts(values: list[KeyedJaggedTensor], path: str, parts: _Parts) -> KeyedJaggedTensor:
+def _join_kjts(values: list[KeyedJaggedTensor], path: str, sizes: list[int]) -> KeyedJaggedTensor:
     keys = values[0].keys()
     if any(value.keys() != keys or value.variable_stride_per_key() for value in values):
         raise CompatError(
@@ -197,8 +172,8 @@ def _join_kjts(values: list[KeyedJaggedTensor], path: str, parts: _Parts) -> Key
         )
     if not keys:
         ids, lengths = values[0].values(), values[0].lengths()
-        return KeyedJaggedTensor(keys, ids, lengths=lengths, stride=sum(parts.sizes))
-    _check_sizes([value.stride() for value in values], path, parts)
+        return KeyedJaggedTensor(keys, ids, lengths=lengths, stride=sum(sizes))
+    _check_sizes([value.stride() for value in values], path, sizes)
     lookups_KF = [value.length_per_key() for value in values]
     lengths_of_K = [value.lengths().reshape(len(keys), -1) for value in values]
     weights_N = None
@@ -209,9 +184,9 @@ def _join_kjts(values: list[KeyedJaggedTensor], path: str, parts: _Parts) -> Key
         values=_interleave([value.values() for value in values], lookups_KF),
         weights=weights_N,
         lengths=torch.cat(lengths_of_K, dim=1).view(-1),
-        stride=sum(parts.sizes),
+        stride=sum(sizes),
     )
-    return parts.in_batch_order(joined)
+    return joined
 
 
 def _interleave(values_K: list[Tensor], lookups_KF: list[list[int]]) -> Tensor:
@@ -220,11 +195,11 @@ def _interleave(values_K: list[Tensor], lookups_KF: list[list[int]]) -> Tensor:
     return torch.cat([view for views_K in zip(*views_KF) for view in views_K])
 
 
-def _check_sizes(found: list[int], path: str, parts: _Parts) -> None:
-    if found != parts.sizes:
+def _check_sizes(found: list[int], path: str, sizes: list[int]) -> None:
+    if found != sizes:
         raise CompatError(
             f"{path}: micro-batches gave jagged tensors of {found} samples, expected "
-            f"{parts.sizes}; {JOIN_ADVICE}"
+            f"{sizes}; {JOIN_ADVICE}"
         )
 
 

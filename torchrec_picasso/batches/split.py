@@ -10,8 +10,6 @@ Shape letters: B samples, F features, K parts, N lookups.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import accumulate
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from torchrec_picasso.batches.members import children_of, rebuild
 from torchrec_picasso.errors import CompatError, InputError
 
 __all__ = [
@@ -29,10 +28,13 @@ __all__ = [
     "check_lookups",
     "check_samples",
     "children_of",
+    "FEWEST_SAMPLES",
     "micro_batch_sizes",
     "num_samples",
+    "reason_of",
     "rebuild",
     "split_batch",
+    "why_not_cut",
 ]
 
 PLAIN_TYPES = (
@@ -55,14 +57,18 @@ SPLIT_ADVICE = (
 )
 
 
+FEWEST_SAMPLES = 2
+"""Samples of the smallest micro-batch."""
+
+
 def micro_batch_sizes(
     num_samples: int, num_micro_batches: int, first_share: float | None = None
 ) -> list[int]:
     """Chooses how many samples each micro-batch gets.
 
     The first is small: its gradients travel last, with no compute left to hide them under. The
-    others differ by one sample at most. No micro-batch is empty unless there are fewer samples than
-    micro-batches; then the last ones are.
+    others differ by one sample at most. None has one sample, as models squeeze a dim of one sample
+    away: where there are not two for each, the first has all and the others are empty.
 
     Args:
         num_samples: Samples of the whole batch.
@@ -86,10 +92,10 @@ def micro_batch_sizes(
     if not 0 < first_share <= 1:
         raise InputError(f"first_share is {first_share}, expected a share above 0 and up to 1")
     num_others = num_micro_batches - 1
-    if num_others == 0:
-        return [num_samples]
-    most = max(num_samples - num_others, min(num_samples, 1))  # each of the others gets a sample
-    first = min(max(round(first_share * num_samples), 1), most)
+    if num_others == 0 or num_samples < FEWEST_SAMPLES * num_micro_batches:
+        return [num_samples, *[0] * num_others]
+    most = num_samples - FEWEST_SAMPLES * num_others
+    first = min(max(round(first_share * num_samples), FEWEST_SAMPLES), most)
     each, left_over = divmod(num_samples - first, num_others)
     return [first] + [each + (k < left_over) for k in range(num_others)]
 
@@ -132,8 +138,8 @@ def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
     feature's lookups are a copy. 0-d tensors, numbers, strings and ``None`` are handed to every
     micro-batch. Dataclasses, NamedTuples, tuples, lists and dicts are rebuilt with the same type;
     dataclasses as ``dataclasses.replace`` does it, so fields with ``init=False`` are what
-    ``__post_init__`` makes of the micro-batch. A list is a container: its members are cut, it is
-    never itself cut by samples.
+    ``__post_init__`` makes of the micro-batch. Attributes that were assigned to a batch are cut as
+    its fields are. A list is a container: its members are cut, it is never itself cut by samples.
 
     Args:
         batch: The whole batch.
@@ -165,47 +171,6 @@ def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
     return _cut(batch, "batch", sizes_K)
 
 
-def children_of(value: Any) -> list[tuple[str, Any]] | None:
-    """Lists a container's members with what leads to them in a path; ``None`` for anything else.
-
-    Containers are dataclasses, dicts, NamedTuples, and exactly tuples and lists: a subclass of
-    those two may have any constructor.
-    """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f".{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
-    if isinstance(value, dict):
-        return [(f"[{key!r}]", member) for key, member in value.items()]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return [(f".{name}", member) for name, member in zip(value._fields, value)]
-    if type(value) in (tuple, list):
-        return [(f"[{i}]", member) for i, member in enumerate(value)]
-    return None
-
-
-def rebuild(container: Any, members: Sequence[Any], path: str, advice: str) -> Any:
-    """Makes a container like another one with new members, in the order of :func:`children_of`.
-
-    Raises:
-        CompatError: If a dataclass's constructor does not take them.
-    """
-    if dataclasses.is_dataclass(container) and not isinstance(container, type):
-        names = [f.name for f in dataclasses.fields(container) if f.init]
-        try:
-            return dataclasses.replace(container, **dict(zip(names, members)))
-        except Exception as error:  # whatever a user's __init__ or __post_init__ raises
-            raise CompatError(
-                f"{path}: the constructor of {type(container).__name__} refused its own fields, "
-                f"cut or joined ({type(error).__name__}: {error}); {advice}"
-            ) from error
-    if isinstance(container, dict):
-        rebuilt = copy.copy(container)  # keeps what a subclass holds, such as a default factory
-        rebuilt.update(zip(container, members))
-        return rebuilt
-    if hasattr(container, "_make"):
-        return container._make(members)
-    return type(container)(members)
-
-
 def check_samples(batch: Any) -> int | None:
     """The number of samples that all of a batch agrees on; ``None`` when nothing in it has any.
 
@@ -225,10 +190,33 @@ def check_samples(batch: Any) -> int | None:
     for path, _, count in counts:
         if count != expected:
             raise InputError(
-                f"{path}: {count} samples, expected {expected}. If its dim 0 is not samples, "
+                f"{path}: {count} samples, expected {expected} (in dim 0 of a tensor); "
                 f"{SPLIT_ADVICE}"
             )
     return expected
+
+
+def reason_of(refusal: Exception) -> str:
+    """Why :func:`split_batch` refused, without its advice, which is for batches alone."""
+    return str(refusal).partition(f"; {SPLIT_ADVICE}")[0]
+
+
+def why_not_cut(batch: Any) -> str | None:
+    """Why a batch cannot be cut by :func:`split_batch`; cuts nothing.
+
+    Args:
+        batch: Any batch.
+
+    Returns:
+        The error that the cut would raise, with its advice; ``None`` = its parts would be made.
+        What only the constructor of a part may say against it is not asked.
+    """
+    try:
+        if check_samples(batch) is None:
+            return f"batch: nothing in a {type(batch).__name__} has samples; {SPLIT_ADVICE}"
+    except (CompatError, InputError) as error:
+        return str(error)
+    return None
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

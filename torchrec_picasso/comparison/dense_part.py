@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 from torchrec.distributed.types import ShardedModule
 
-__all__ = ["outside_of_sharded"]
+__all__ = ["dense_parameters", "outside_of_sharded"]
 
 
 def outside_of_sharded(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -16,3 +16,10 @@ def outside_of_sharded(module: nn.Module, name: str = "") -> Iterator[tuple[str,
     if not isinstance(module, ShardedModule):
         for child_name, child in module.named_children():
             yield from outside_of_sharded(child, f"{name}.{child_name}" if name else child_name)
+
+
+def dense_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a module that are in none of its sharded modules, by name."""
+    for path, part in outside_of_sharded(module):
+        if not isinstance(part, ShardedModule):
+            yield from part.named_parameters(path, recurse=False)

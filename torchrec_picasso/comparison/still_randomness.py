@@ -41,13 +41,16 @@ _MEANS: dict[Any, Callable[..., Any]] = {
 """What an operator gives on average, with its own arguments."""
 
 
+_COMMUNICATES = ("c10d", "_c10d_functional", "_dtensor")
+
+
 class StillRandomness(TorchDispatchMode):
     """Within it, random operators give their means; it also notes how precise operators are."""
 
     def __init__(self) -> None:
         super().__init__()
         self.drawn: set[str] = set()
-        """Random operators that cannot be held still."""
+        """Random operators that cannot be held still, and operators that communicate."""
         self.coarsest = 0.0
         """Largest rounding step of a floating dtype that something was computed in."""
 
@@ -55,6 +58,8 @@ class StillRandomness(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace in _COMMUNICATES:
+            self.drawn.add(str(func))
         if torch.Tag.nondeterministic_seeded in func.tags:
             if func in _MEANS:
                 return _MEANS[func](*args, **kwargs)

@@ -240,11 +240,6 @@ class PipelineConfig(Rules):
     lookahead: bool | None = rule(
         None, "Whether clean rows of the next batch are fetched early; null = chosen likewise."
     )
-    order_samples: bool | None = rule(
-        None,
-        "Whether samples whose rows many others need come first in a batch; null = tried where "
-        "num_micro_batches is chosen.",
-    )
     refresh: Refresh | None = dataclasses.field(default_factory=Refresh)
     """How hot rows follow what is looked up; null = they stay the plan's."""
     verify_every: int | None = rule(
@@ -260,7 +255,7 @@ class PipelineConfig(Rules):
         return [
             f"{name}: only kind interleaved has it, got {value} with kind {self.kind}; remove "
             f"{name} or set kind to interleaved"
-            for name in ("num_micro_batches", "lookahead", "order_samples", "verify_every")
+            for name in ("num_micro_batches", "lookahead", "verify_every")
             if (value := getattr(self, name)) is not None
         ]
 

@@ -31,7 +31,6 @@ _WAITS: Mapping[str, tuple[str, ...]] = {
     "lay_out": ("send_marks",),
     "forward": ("fetch_clean", "fetch_dirty", "read_hot"),
     "update": ("send_gradients", "reduce_hot"),
-    "dense_step": ("reduce_dense",),
 }
 """Messages of the same batch that an operation of a kind waits for. Of those with an index, forward
 waits for its own and earlier ones, update for all; of those with a wave, update for its own."""
@@ -59,11 +58,13 @@ class OpTime:
         message: What it sends afterwards, if anything.
         exposed: Messages before that work, each waited for at once, with the work that follows it:
             exchanges that no operation of the schedule hides.
+        last: A message after that work, waited for before the operation ends.
     """
 
     compute_ms: float = 0.0
     message: Message | None = None
     exposed: tuple[tuple[Message, float], ...] = ()
+    last: Message | None = None
 
     def part(self, share: float) -> OpTime:
         """A wave's part of it, in proportion; what is exposed has no waves."""
@@ -123,6 +124,9 @@ def step_length(
                 walk.wait((op.kind, -1, op.wave), batch)
                 walk.compute(work_ms)
             walk.compute(time.compute_ms)
+            if time.last is not None:
+                walk.send((op.kind, -2, op.wave), batch, time.last)
+                walk.wait((op.kind, -2, op.wave), batch)
             if time.message is not None:
                 walk.send((op.kind, op.index or 0, op.wave), batch, time.message)
         ends.append(walk.now_ms)
@@ -137,8 +141,8 @@ _NOTHING = OpTime()
 
 
 def _wire_ms(time: OpTime) -> float:
-    exposed_ms = sum(message.ms for message, _ in time.exposed)
-    return exposed_ms + (time.message.ms if time.message is not None else 0.0)
+    messages = [*(message for message, _ in time.exposed), time.last, time.message]
+    return sum(message.ms for message in messages if message is not None)
 
 
 class _Walk:

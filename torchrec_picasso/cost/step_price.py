@@ -215,7 +215,6 @@ class _Interleaved:
             ("fetch_clean", None): self._rows(clean),
             ("reduce_hot", None): OpTime(0.0, self._message("all_reduce", self._bytes["hot"])),
             ("update", None): OpTime(self._update_ms),
-            ("reduce_dense", None): OpTime(self._before_sums_ms, self._reduce),
         }
         for index, share in enumerate(self._shares_K):
             times["fetch_dirty", index] = self._rows(
@@ -230,11 +229,6 @@ class _Interleaved:
     @property
     def _stock_ids_ms(self) -> float:
         return self._stock.input_dist_ms - self._stock.input_dist_wire_ms
-
-    @property
-    def _before_sums_ms(self) -> float:
-        """Half of the last backward, which is the first micro-batch's: then sums are on the way."""
-        return self._shares_K[0] * self._dense.backward_ms / 2
 
     def _header(self) -> Message | None:
         header = self._message("row_exchange", self._bytes["header"])
@@ -265,12 +259,11 @@ class _Interleaved:
     def _backward(self, index: int, share: float) -> OpTime:
         dense_ms = share * self._dense.backward_ms
         own_ms = share * self._sum_ms + self._part_ms(self._back_call_ms) + dense_ms
-        if not index:
-            own_ms -= self._before_sums_ms
-        if index or not self._stock.backward_comms_ms:
+        if index:
             return OpTime(own_ms)
-        exposed = Message(self._stock.backward_comms_ms), self._stock.backward_compute_ms
-        return OpTime(own_ms, exposed=(exposed,))
+        stock = Message(self._stock.backward_comms_ms), self._stock.backward_compute_ms
+        exposed = (stock,) if self._stock.backward_comms_ms else ()
+        return OpTime(own_ms, exposed=exposed, last=self._reduce)  # DDP waits for dense sums
 
 
 def _shares_of_waves(totals: HotColdTotals, num_bag_waves: int) -> tuple[float, ...]:

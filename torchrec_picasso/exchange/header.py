@@ -2,9 +2,8 @@
 
 One fixed-length message per pair of ranks carries everything that must be known before rows can
 move: how many ids come from whom, which hot rows anybody touches, whether anybody's input is bad,
-whether anybody's homes were written from outside (a checkpoint was loaded) and whether anybody
-still has data. Because all ranks learn of bad input and of the end together, all raise together and
-nobody is left waiting.
+and whether anybody still has data. Because all ranks learn of bad input and of the end together,
+all raise together and nobody is left waiting.
 
 It costs one collective of ``8 * (P K + 3) + H / 8`` bytes per pair and the step's only planned host
 sync; with A packs whose bags travel, ``8 * (K + A)`` bytes more.
@@ -29,7 +28,7 @@ from torchrec_picasso.exchange.waiting import wait_for
 __all__ = ["Header", "HeaderExchange", "HeaderWords"]
 
 _WORD_BYTES = 8
-_HOMES_WRITTEN, _HAS_DATA, _BAD_LENGTHS = 1, 2, 4  # bits of one word: a flag costs no byte
+_HAS_DATA, _BAD_LENGTHS, _LOOKS_UP_NOTHING = 1, 2, 4  # bits of one word: a flag costs no byte
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +49,16 @@ class HeaderWords:
     """Number of weights that are not finite, 0-d integer."""
     bad_lengths: Tensor | bool = False
     """Whether lengths do not sum to the number of values; 0-d bool, or known on the host."""
-    homes_written: bool = False
-    """Whether this rank's homes were written from outside."""
     has_data: bool = True
     """Whether this rank's batch comes from its data, even one of no samples."""
+    looks_up_nothing: bool = False
+    """Whether this rank's batch has no lookup; then it may have no sample."""
     bag_words_WX: Tensor | None = None
     """What each rank must know of the bags that it pools, int64; ``None`` = there are none."""
 
     def to_send(self, world_size: int) -> Tensor:
         """The message to each rank, int64, shape ``(W, X)``."""
-        state = _HOMES_WRITTEN * self.homes_written + _HAS_DATA * self.has_data
+        state = _HAS_DATA * self.has_data + _LOOKS_UP_NOTHING * self.looks_up_nothing
         state_word = torch.full_like(self.outside_ids, state)
         if isinstance(self.bad_lengths, Tensor):
             state_word = state_word + _BAD_LENGTHS * self.bad_lengths
@@ -91,10 +90,10 @@ class Header:
     """Per-sample weights that are not finite on each rank."""
     bad_lengths_W: list[bool]
     """Whether lengths do not sum to the number of values, on each rank."""
-    homes_written: bool
-    """Whether any rank's homes were written from outside since its replicas were filled."""
     any_data: bool
     """Whether any rank's batch is more than a stand-in for data that has ended."""
+    any_looks_up_nothing: bool
+    """Whether any rank's batch has no lookup."""
     touched_P: list[Tensor]
     """Hot slots that any rank touches, counted from 0 in each pack, ascending, on the device."""
     bag_words_WX: list[list[int]]
@@ -146,8 +145,8 @@ class HeaderExchange:
             outside_ids_W=outside_ids_W,
             bad_weights_W=bad_weights_W,
             bad_lengths_W=[bool(state & _BAD_LENGTHS) for state in states_W],
-            homes_written=any(state & _HOMES_WRITTEN for state in states_W),
             any_data=any(state & _HAS_DATA for state in states_W),
+            any_looks_up_nothing=any(state & _LOOKS_UP_NOTHING for state in states_W),
             touched_P=self._touched_slots(bits_WX),
             bag_words_WX=bags_WX.tolist(),
         )

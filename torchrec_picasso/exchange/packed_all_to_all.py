@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso._torchrec import QuantizedCommCodec
+from torchrec_picasso.exchange.kept_memory import keep_for_current_stream
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.exchange.waiting import wait_for
 
@@ -81,7 +82,11 @@ class PackedAllToAll:
         if self._has_ended:
             return self._outputs_P
         wait_for(self._work)
+        # a pipeline may have started it on another stream, which does not wait for it
+        keep_for_current_stream(self._wire_in)
         if not self._in_place:
+            for memory in (self._wire_out, *self._outputs_P):
+                keep_for_current_stream(memory)
             received = self._wire_out
             if self._codec is not None:
                 received = self._codec.decode(received, self._codec_ctx)

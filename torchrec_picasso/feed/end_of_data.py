@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchrec_picasso.batches.split import num_samples
+from torchrec_picasso.batches.split import num_samples, reason_of
 from torchrec_picasso.errors import CompatError
 
 __all__ = ["AnyData", "Census", "SplitBatch", "empty_batch", "share_empty_batch", "take_census"]
@@ -92,8 +92,8 @@ def empty_batch(batch: Any, split: SplitBatch) -> Any:
         raise CompatError(
             f"a rank whose data ends before the others' goes on with empty batches, but a batch of "
             f"type {type(batch).__name__} could not be cut to 0 samples "
-            f"({type(error).__name__}: {error}); give the pipeline a split_batch= that can, or all "
-            "ranks the same number of batches"
+            f"({type(error).__name__}: {reason_of(error)}); give the pipeline a split_batch= that "
+            "can, or all ranks the same number of batches"
         ) from error
 
 

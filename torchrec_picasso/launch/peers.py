@@ -8,6 +8,7 @@ where; whoever is left over without a word is the one that hangs, or was ended f
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,13 +16,17 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from torchrec_picasso.errors import PeerError
-from torchrec_picasso.launch.torn_connection import tells_of_torn_connection
 
 __all__ = ["Peers"]
 
 _PREFIX = "picasso/failed/"
 _GRACE_S = 1.0  # for peers that wait as well to say so
 _POLL_S = 0.02
+# gloo has no type of its own for errors. Most begin with their place in its source.
+_OF_GLOO = re.compile(
+    r"\[\S.*\bgloo/\S+\.(cc|h):\d+\]"
+    "|Application timeout caused pair closure|Connection closed by peer"
+)
 
 
 class Peers:
@@ -113,5 +118,4 @@ def _is_of_transport(error: Exception) -> bool:
     """Whether an exchange broke, rather than what this rank does with it."""
     if isinstance(error, dist.DistError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("gloo" in text or tells_of_torn_connection(text))
+    return type(error) is RuntimeError and _OF_GLOO.match(str(error)) is not None

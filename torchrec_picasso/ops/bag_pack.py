@@ -124,7 +124,9 @@ class PartBags:
             In the order of the matrix, ``(n F, D)``.
         """
         num_bags = self.vectors.stop - self.vectors.start
-        grads_SD = torch.empty(num_bags, self.pack.dim, device=self.pack.rows_F.device)
+        grads_SD = torch.empty(
+            num_bags, self.pack.dim, dtype=torch.float32, device=self.pack.rows_F.device
+        )
         for block, grad in zip(self._blocks(grads_SD), grads):
             block.copy_(grad)
         return grads_SD

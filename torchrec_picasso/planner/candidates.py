@@ -112,7 +112,7 @@ def _check_wish(
         _refuse_if_not_offered(options, refusals)
         raise PlanError(
             f"{wish} table {option.name!r}, which cannot be hot/cold: {refusals.hot_cold.what}; "
-            f"{refusals.hot_cold.instead}, or leave the table out"
+            f"{refusals.hot_cold.advice('leave the table out')}"
         )
     if refusals.hot_rows is not None and num_hot_rows:
         raise PlanError(

@@ -279,7 +279,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
                 sharder = self.sharder_map[options[0].module_type_key]
                 found[key] = refusals_of(
                     options,
-                    config_of(options[0]).data_type,
+                    config_of(options[0]),
                     getattr(sharder, "fused_params", None),
                     self._compute_device,
                 )

@@ -19,16 +19,18 @@ from torchrec.distributed.utils import (
     merge_fused_params,
     optimizer_type_to_emb_opt_type,
 )
-from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_picasso.placement import Form, HotColdParams
 from torchrec_picasso.storage.exactness import (
     HOT_COLD_KERNELS,
     Refusal,
+    is_updated_only_here,
     why_no_hot_rows,
     why_no_memory,
     why_not_exact,
+    why_not_its_rows,
 )
 
 __all__ = ["TableRefusals", "asked_form", "refusals_of", "why_no_bags"]
@@ -42,16 +44,18 @@ class TableRefusals:
         hot_cold: Why it cannot be hot/cold at all, or ``None``.
         hot_rows: Why none of its rows can be hot, or ``None``.
         is_offered: Whether its options have one for its form with a kernel for it, whatever else.
+        is_only_hot_cold: Whether TorchRec has no kernel for its optimizer here, and ours has.
     """
 
     hot_cold: Refusal | None = None
     hot_rows: Refusal | None = None
     is_offered: bool = True
+    is_only_hot_cold: bool = False
 
 
 def refusals_of(
     options: Sequence[ShardingOption],
-    data_type: DataType,
+    config: BaseEmbeddingConfig,
     sharder_fused_params: dict[str, Any] | None,
     device_type: str,
 ) -> TableRefusals:
@@ -59,10 +63,14 @@ def refusals_of(
 
     Args:
         options: All of TorchRec's options of the table.
-        data_type: Type of its weights.
+        config: TorchRec's configuration of the table.
         sharder_fused_params: What the sharder was made with.
         device_type: ``"cpu"`` or ``"cuda"``.
     """
+    refusal = why_not_its_rows(config)
+    if refusal is not None:
+        return TableRefusals(hot_cold=refusal)
+    data_type = config.data_type
     first, as_bags = options[0], asked_form(options) == "bags"
     sharding_type = ShardingType.TABLE_WISE if as_bags else ShardingType.ROW_WISE
     kernels = [o.compute_kernel for o in options if o.sharding_type == sharding_type.value]
@@ -86,6 +94,7 @@ def refusals_of(
         hot_cold=refusal,
         hot_rows=_BAGS_HAVE_ONE_HOME if as_bags else why_no_hot_rows(params, data_type=data_type),
         is_offered=bool(able),
+        is_only_hot_cold=refusal is None and is_updated_only_here(params, device_type=device_type),
     )
 
 

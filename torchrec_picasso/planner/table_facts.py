@@ -68,7 +68,9 @@ def facts_of_options(
         no_hot_rows=refusals.hot_rows.what if refusals.hot_rows else None,
         no_bags=why_no_bags(options),
         asked_form=asked_form(options),
-        stock_types=() if is_fixed else stock_types_of(options, asked_types),
+        stock_types=()
+        if is_fixed or refusals.is_only_hot_cold
+        else stock_types_of(options, asked_types),
         module=first.path,
     )
 

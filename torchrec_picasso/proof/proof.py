@@ -114,7 +114,8 @@ def prove(
             output. It is left as it is.
         batch: Any batch of its data; what is in it does not matter, nor how many samples.
         given: Its sharded modules, and others that do not run, with what they gave for the batch.
-        losses: What the losses shall be proved to be.
+        losses: What the losses shall be proved to be; ratios are given as ``(numerators,
+            denominators)``.
         forward: Runs a module like ``module`` on a batch; by default calls it.
 
     Returns:
@@ -301,7 +302,11 @@ def _judge(result: Any, losses: Losses, follower: Follower) -> None:
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise UnprovedError(f"the model gives a {type(result).__name__}, not losses and an output")
     found, output = result
-    parts = [found] if losses is not Losses.RATIOS else list(_sums_of(found))
+    parts = [found]
+    if losses is Losses.RATIOS:
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise UnprovedError(f"the loss is a {type(found).__name__}, not two sums")
+        parts = list(found)
     expected = Kind.MEAN if losses is Losses.MEANS else Kind.SUM
     for part in parts:
         if not isinstance(part, Tensor):
@@ -318,13 +323,6 @@ def _judge(result: Any, losses: Losses, follower: Follower) -> None:
     complaint = follower.sizes.assumption() or follower.sizes.complaint()
     if complaint is not None:
         raise UnprovedError(complaint)
-
-
-def _sums_of(found: Any) -> Iterator[Any]:
-    for name in ("numerator", "denominator"):
-        if not hasattr(found, name):
-            raise UnprovedError(f"the loss is a {type(found).__name__} without a {name}")
-        yield getattr(found, name)
 
 
 def _judge_output(value: Any, path: str, follower: Follower) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.ops.fetch_order import FetchOrder
+from torchrec_picasso.storage.hot_homes import TouchedHot
 from torchrec_picasso.storage.row_storage import RowStorage
 from torchrec_picasso.storage.row_uses import RowUses
 
@@ -31,15 +32,19 @@ class Asked(Protocol):
     def by_fetch(self) -> FetchOrder:
         """What travels in which exchange, to which rank."""
 
+    @property
+    def home_rows(self) -> Tensor:
+        """Home rows that are asked for, repeats among them: integer, one-dimensional."""
+
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         """What an exchange brings to the ranks, grouped by them: float32, ``(n, D)``."""
 
-    def update(self, storage: RowStorage, touched_t: Tensor, grads_mD: Tensor) -> None:
+    def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
         """Updates every row once.
 
         Args:
             storage: The pack's.
-            touched_t: Hot slots that are updated too.
+            touched: Hot rows that are updated too.
             grads_mD: Gradients of what was read, in request order, then of these.
         """
 
@@ -75,13 +80,18 @@ class AskedRows:
         rows_n = torch.cat([of.rows_n for of in of_batches])
         return AskedRows.of(rows_n, FetchOrder([[rows_n.numel()]], None))
 
+    @property
+    def home_rows(self) -> Tensor:
+        """The rows."""
+        return self.rows_n
+
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         """Reads rows, repeated ones again."""
         return storage.gather(self.rows_by_fetch_n[self.by_fetch.rows(exchange)])
 
-    def update(self, storage: RowStorage, touched_t: Tensor, grads_mD: Tensor) -> None:
+    def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
         """Updates the rows and replicas."""
-        storage.update(self.rows_n, touched_t, grads_mD)
+        storage.update(self.rows_n, touched, grads_mD)
 
     def count_uses(self, uses: RowUses, slots_h: Tensor) -> None:
         """Counts both."""
@@ -126,6 +136,11 @@ class AskedBags:
             lookups_E1=(0, rows_N.numel()),
         )
 
+    @property
+    def home_rows(self) -> Tensor:
+        """The row of each lookup."""
+        return self.rows_N
+
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         """Pools bags."""
         bags, lookups = self.by_fetch.rows(exchange), slice(*self.lookups_E1[exchange:][:2])
@@ -136,9 +151,9 @@ class AskedBags:
         )
         return self._scaled(sums_SD, bags)
 
-    def update(self, storage: RowStorage, touched_t: Tensor, grads_mD: Tensor) -> None:
+    def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
         """Updates the rows of the bags; none of them is hot."""
-        assert not touched_t.numel()
+        assert not touched.slots_t.numel()
         grads_SD = self._scaled(grads_mD, slice(len(grads_mD)))
         storage.update_bags(self.rows_N, self.offsets_S1, self.weights_N, grads_SD)
 

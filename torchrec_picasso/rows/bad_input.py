@@ -11,7 +11,7 @@ from torchrec_picasso.errors import InputError
 from torchrec_picasso.exchange.header import Header
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.rows.batch_ids import BatchIds
-from torchrec_picasso.rows.sound_features import complaint_of
+from torchrec_picasso.rows.sound_features import MendedFeatures, complaint_of
 
 __all__ = ["raise_on_bad_input"]
 
@@ -47,7 +47,8 @@ def raise_on_bad_input(
 
 
 def _describe_lengths(tables: Sequence[PackedTable], batch: BatchIds, count: int) -> str:
-    return batch.complaint or complaint_of(batch.features) or "lengths that do not fit"
+    given = [of.given for of in batch.sound if isinstance(of, MendedFeatures)]
+    return next(filter(None, map(complaint_of, given)))
 
 
 def _feature_of_lookup(features: KeyedJaggedTensor) -> torch.Tensor:

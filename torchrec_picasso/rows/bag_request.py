@@ -22,6 +22,7 @@ from torchrec_picasso.rows.asked import AskedBags
 from torchrec_picasso.rows.bag_ids import BagIds, read_bag_words
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import PackLayout
+from torchrec_picasso.storage.hot_homes import TouchedHot
 
 __all__ = ["BagRequest", "Freight"]
 
@@ -107,7 +108,7 @@ class BagRequest:
                     matrix=plan.num_row_matrices + pack,
                     start=0,
                     hot_slots=nothing,
-                    touched_slots=nothing,
+                    touched=TouchedHot(slots_t=nothing, own_slots_o=nothing, own_rows_o=nothing),
                     mine=Exchanges(bags_KW),
                     mine_by_fetch=_all_dirty(bags_KW),
                     asked=Exchanges(source.by_fetch.counts_EW[dirty_exchange(0) :]),

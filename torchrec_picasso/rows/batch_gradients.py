@@ -22,6 +22,7 @@ from torchrec_picasso.rows.asked import Asked
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import PackLayout, RowLayout
 from torchrec_picasso.rows.memory import Matrices
+from torchrec_picasso.storage.hot_homes import TouchedHot
 
 __all__ = ["BatchGradients", "update_rows"]
 
@@ -44,7 +45,7 @@ class BatchGradients:
         self._sums_M: list[Tensor | None] = [None] * len(layout.rows_M)
         # one matrix per pack: gradients of home rows, then sums for touched replicas, (m + t, D)
         buffers_P = [group.buffers_M[pack.matrix] for pack in layout.packs]
-        rows_P = [pack.asked.num_rows + pack.touched_slots.numel() for pack in layout.packs]
+        rows_P = [pack.asked.num_rows + pack.touched.slots_t.numel() for pack in layout.packs]
         self._at_home = Matrices(buffers_P, rows_P)
         self._pending_P: list[list[PackedAllToAll | HotReduction]] = [[] for _ in layout.packs]
         self._packs_left = set(range(len(layout.packs)))
@@ -98,7 +99,7 @@ class BatchGradients:
         reduction = HotReduction(
             self._group.ranks,
             [self._sums_of(pack)[pack.hot_place] for pack in layouts],
-            [torch.searchsorted(pack.touched_slots, pack.hot_slots) for pack in layouts],
+            [torch.searchsorted(pack.touched.slots_t, pack.hot_slots) for pack in layouts],
             [
                 at_home[pack.asked.num_rows :]
                 for at_home, pack in zip(self._at_home.tensors[packs], layouts)
@@ -116,22 +117,23 @@ class BatchGradients:
         sums = self._sums_M[pack.matrix]
         if sums is None:
             shape = self._layout.rows_M[pack.matrix], self._group.plan.dim_M[pack.matrix]
-            sums = self._sums_M[pack.matrix] = torch.zeros(*shape, device=self._group.device)
+            sums = self._sums_M[pack.matrix] = torch.zeros(
+                shape, dtype=torch.float32, device=self._group.device
+            )
         return sums
 
-    def arrived(self, pack: int) -> tuple[Asked, Tensor, Tensor]:
+    def arrived(self, pack: int) -> tuple[Asked, TouchedHot, Tensor]:
         """Waits for all that belongs to a pack.
 
         Returns:
-            What was asked of the home, touched replicas' slots ``(t,)`` and gradients of both
-            ``(m + t, D)``.
+            What was asked of the home, touched hot rows and gradients of both ``(m + t, D)``.
         """
         assert self._pending_P[pack], "gradients are sent and reduced before the update"
         for pending in self._pending_P[pack]:
             pending.wait()
         self._pending_P[pack] = []
         layout = self._layout.packs[pack]
-        return layout.source, layout.touched_slots, self._at_home.tensors[pack]
+        return layout.source, layout.touched, self._at_home.tensors[pack]
 
     def update(self, wave: int | None = None, untrained: Collection[int] = ()) -> bool:
         """Updates every row that the batch used; see :func:`update_rows`."""
@@ -182,17 +184,21 @@ def update_rows(
     for pack in range(packs.start, packs.stop):
         arrived = [of_batch.arrived(pack) for of_batch in gradients]
         if group.module_of_pack(pack) not in untrained:
-            asked, slots, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
-            asked.update(group.storages[pack], slots, grads.div_(divisor) if divisor > 1 else grads)
+            asked, touched, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
+            if divisor > 1:
+                grads.div_(divisor)
+            asked.update(group.storages[pack], touched, grads)
         for of_batch in gradients:
             of_batch.count_uses(pack)
             are_updated = of_batch.end(pack)
     return are_updated
 
 
-def _joined(arrived: Sequence[tuple[Asked, Tensor, Tensor]]) -> tuple[Asked, Tensor, Tensor]:
-    """What several batches asked, then slots of all of them, as the gradients are."""
-    asked, slots, grads = zip(*arrived)
+def _joined(
+    arrived: Sequence[tuple[Asked, TouchedHot, Tensor]],
+) -> tuple[Asked, TouchedHot, Tensor]:
+    """What several batches asked, then hot rows of all of them, as the gradients are."""
+    asked, touched, grads = zip(*arrived)
     home = [grad[: of_batch.by_fetch.num_rows] for grad, of_batch in zip(grads, asked)]
     hot = [grad[of_batch.by_fetch.num_rows :] for grad, of_batch in zip(grads, asked)]
-    return type(asked[0]).joined(asked), torch.cat(slots), torch.cat([*home, *hot])
+    return type(asked[0]).joined(asked), TouchedHot.joined(touched), torch.cat([*home, *hot])

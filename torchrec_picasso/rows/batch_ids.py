@@ -26,7 +26,7 @@ from torchrec_picasso.ops.unique import UniqueRows, unique_rows
 from torchrec_picasso.rows.bag_ids import BagIds, check_bags_can_travel
 from torchrec_picasso.rows.cut import BatchCut, filled_up
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.sound_features import UnsoundFeatures
+from torchrec_picasso.rows.sound_features import are_bad
 
 __all__ = ["BatchIds"]
 
@@ -39,8 +39,8 @@ class BatchIds:
     """Of all modules, in the order of the group's tables."""
     features_of: Sequence[KeyedJaggedTensor]
     """Those of each module."""
-    complaint: str | None
-    """Why the features are put aside, where their lengths do not fit."""
+    sound: Sequence[KeyedJaggedTensor]
+    """What :func:`.sound_features` made of the batch."""
     weights_N: Tensor | None
     """Per-sample weights of the whole batch, where anything is pooled."""
     cut: BatchCut
@@ -64,15 +64,19 @@ class BatchIds:
         group: RowGroup,
         sizes_K: Sequence[int] | None = None,
         has_data: bool = True,
+        sound: Sequence[KeyedJaggedTensor] = (),
     ) -> BatchIds:
         """Makes a batch unique.
 
         Args:
-            features_of: Of the whole batch, for each module of the group, in its lookup order.
+            features_of: Of the whole batch, for each module of the group, in its lookup order, with
+                lengths that fit.
             group: The tables that they look up.
             sizes_K: Samples of each part; ``None`` = one part.
             has_data: Whether the batch comes from this rank's data; else it stands in for data
                 that has ended.
+            sound: What :func:`.sound_features` made of the batch, in any order; the header tells
+                whether lengths did not fit.
 
         Raises:
             CompatError: If bags are to travel that cannot.
@@ -81,15 +85,12 @@ class BatchIds:
         if plan.bag_packs:
             for of_module in features_of:
                 check_bags_can_travel(of_module)
-        unsound = next((of for of in features_of if isinstance(of, UnsoundFeatures)), None)
-        if unsound is not None:
-            features_of = [UnsoundFeatures.of(of, unsound.complaint) for of in features_of]
         features = group.in_one(features_of)
         if plan.bag_packs and features.variable_stride_per_key():
             features = filled_up(features)
         cut = BatchCut.of(features, plan, sizes_K)
         weights_N = features.weights_or_none() if plan.takes_weights else None
-        lengths_S, offsets_S1, bad_lengths = _sound_lengths(features, features_of, weights_N)
+        lengths_S, offsets_S1 = features.lengths(), features.offsets()
         values_N, bag_ids = features.values(), None
         if plan.bag_packs:
             bag_ids = BagIds.read(features, lengths_S, offsets_S1, plan.bag_packs)
@@ -114,7 +115,7 @@ class BatchIds:
         return BatchIds(
             features=features,
             features_of=features_of,
-            complaint=None if unsound is None else unsound.complaint,
+            sound=sound,
             weights_N=weights_N,
             cut=cut,
             bags=bags,
@@ -129,37 +130,13 @@ class BatchIds:
                 hot_start_P1=hot.start_P1,
                 outside_ids=num_outside + (0 if bag_ids is None else bag_ids.outside_ids),
                 bad_weights=_count_bad_weights(weights_N, packed_N.device),
-                bad_lengths=bad_lengths if unsound is None else True,
-                homes_written=group.replicas_stale(),
+                bad_lengths=are_bad(sound),
                 has_data=has_data,
+                looks_up_nothing=not any(features.values().numel() for features in features_of),
                 bag_words_WX=None if bag_ids is None else bag_ids.words(cut.sizes_K),
             ),
             bag_ids=bag_ids,
         )
-
-
-def _sound_lengths(
-    features: KeyedJaggedTensor,
-    features_of: Sequence[KeyedJaggedTensor],
-    weights_N: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | bool]:
-    """Lengths and offsets that fit the number of values, and whether the given ones do not.
-
-    Those of one module may have too many where those of another have too few. Known on the host
-    without a sync on the CPU only; elsewhere offsets are mended in any case.
-    """
-    values_N = features.values()
-    num_lookups, offsets_S1 = values_N.numel(), features.offsets()
-    few_weights = weights_N is not None and weights_N.numel() != num_lookups
-    is_off = few_weights | (offsets_S1[-1] != num_lookups) | (features.lengths() < 0).any()
-    if len(features_of) > 1:
-        for of_module in features_of:
-            is_off = is_off | (of_module.offsets()[-1] != of_module.values().numel())
-    if values_N.device.type == "cpu" and not is_off:
-        return features.lengths(), offsets_S1, False
-    sound_S1 = offsets_S1.clamp(max=num_lookups).cummax(0).values
-    sound_S1[-1] = num_lookups
-    return torch.diff(sound_S1), sound_S1, is_off
 
 
 def _lookups_per_feature(

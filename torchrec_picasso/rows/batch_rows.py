@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.kept_memory import keep_for_current_stream
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.ops.bag_pack import PartBags
 from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
@@ -26,6 +27,7 @@ from torchrec_picasso.ops.part_pooling import PartPooling
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import RowLayout
 from torchrec_picasso.rows.memory import Matrices
+from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["BatchRows", "GradientSink", "PartRows"]
 
@@ -57,6 +59,26 @@ class BatchRows:
         self._matrices = Matrices(group.buffers_M, layout.rows_M)
         self._arrivals: list[_Arrival] = []
         self._modules_left = len(group.plan.modules)
+        self._seen: set[str] = set()
+
+    def looked_up(self, storage: RowStorage) -> Tensor:
+        """Which rows of a pack that are at home here any rank's batch looks up, hot or cold.
+
+        Args:
+            storage: The pack's.
+
+        Returns:
+            Home rows, ascending, each once, int64, shape ``(n,)``. A host sync on CUDA.
+        """
+        pack = self.layout.packs[self._group.storages.index(storage)]
+        rows = [pack.source.home_rows.to(torch.int64), pack.touched.own_rows_o]
+        return torch.cat(rows).unique()
+
+    def is_first_time(self, what: str) -> bool:
+        """Whether something is done with this batch for the first time, in whichever part."""
+        is_first = what not in self._seen
+        self._seen.add(what)
+        return is_first
 
     def fetch_clean(self) -> None:
         """Starts fetching the rows that the batch before does not update. Collective."""
@@ -91,33 +113,22 @@ class BatchRows:
         self._arrivals.append(_Arrival(exchange, packs, arrival))
 
     def read_hot(self) -> None:
-        """Reads the replicas. Collective when they have to be filled first."""
+        """Reads the replicas."""
         with torch.no_grad():
-            if self.layout.homes_written or self._group.replicas_stale():
-                self._group.fill_replicas()
             for storage, pack in zip(self._group.storages, self.layout.packs):
                 rows = self._matrices.tensors[pack.matrix][pack.hot_place]
                 storage.gather_hot(pack.hot_slots, out_hD=rows)
 
-    @property
-    def are_outdated(self) -> bool:
-        """Whether somebody wrote into homes since they were fetched, as a checkpoint load does."""
-        return self._group.written_outside()
-
     def fetch_again(self) -> None:
-        """Fetches all rows again: somebody wrote into homes since. Collective."""
+        """Fetches all rows again, where any rank's homes were written since. Collective."""
         num_chunks = len(self.layout.sizes_K)
         for matrix in range(len(self._group.plan.matrices)):
             self._arrive(num_chunks - 1, matrix)
+        self._group.take_writes()
         self.fetch_clean()
         for chunk in range(num_chunks):
             self.fetch_dirty(chunk)
         self.read_hot()
-        self.accept_writes()
-
-    def accept_writes(self) -> None:
-        """Takes what was fetched as what the storages hold."""
-        self._group.accept_writes()
 
     def arrive(self, part: int, module: int) -> Iterator[Tensor]:
         """Waits for the chunks up to a part's, matrix by matrix.
@@ -133,11 +144,9 @@ class BatchRows:
             yield self._arrive(part, matrix)
 
     def _arrive(self, part: int, matrix: int) -> Tensor:
-        rows = self._matrices.tensors[matrix]
         self._wait_for(dirty_exchange(part), self._group.plan.matrices[matrix])
-        if rows.device.type != "cpu":  # a pipeline may have fetched on another stream
-            rows.record_stream(torch.get_device_module(rows.device).current_stream())
-        return rows
+        # a pipeline may have fetched on another stream
+        return keep_for_current_stream(self._matrices.tensors[matrix])
 
     def _wait_for(self, exchange: int, packs: slice) -> None:
         """Waits for what brings rows of some packs, up to an exchange."""
@@ -253,6 +262,10 @@ class PartRows:
     """Samples per feature, or ``None`` when each feature has its own."""
     sink: GradientSink
     once: bool
+
+    def view(self, *_: int) -> PartRows:
+        """The rows, where TorchRec shapes what a lookup gives; they arrive as matrices."""
+        return self
 
     @property
     def own_sizes(self) -> Sequence[int] | None:

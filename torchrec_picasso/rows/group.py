@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -110,6 +110,11 @@ class RowGroup:
         }
         self.change_hot_rows([of_table[table.module, table.name] for table in self.tables])
 
+    def tensors_of_hot_set(self) -> Iterator[Tensor]:
+        """What requests read of the hot set, for stream bookkeeping."""
+        yield self.hot.ids_H
+        yield from (storage.own_row_by_slot() for storage in self.row_storages)
+
     @property
     def row_storages(self) -> Sequence[RowStorage]:
         """Those of packs whose rows travel."""
@@ -178,20 +183,11 @@ class RowGroup:
             known = self._asked_orders[num_features] = (samples_WK, order_S)
         return known[1]
 
-    def replicas_stale(self) -> bool:
-        """Whether this rank's homes were written from outside since its replicas were filled."""
-        return any(storage.replicas_stale() for storage in self.storages)
+    def was_written(self) -> bool:
+        """Whether somebody wrote into rows on this rank since :meth:`take_writes`."""
+        return any(storage.was_written() for storage in self.storages)
 
-    def fill_replicas(self) -> None:
+    def take_writes(self) -> None:
         """Copies every hot row from its home to all ranks. Collective."""
         for storage in self.storages:
             storage.fill_replicas()
-
-    def written_outside(self) -> bool:
-        """Whether somebody wrote into rows here since :meth:`accept_writes` or an update."""
-        return any(storage.written_outside() for storage in self.storages)
-
-    def accept_writes(self) -> None:
-        """Takes the rows as they are: what was fetched is what the storages hold."""
-        for storage in self.storages:
-            storage.accept_writes()

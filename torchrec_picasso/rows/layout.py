@@ -20,6 +20,7 @@ from torchrec_picasso.ops.bag_pack import PartBags
 from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder
 from torchrec_picasso.ops.part_pooling import PartPooling
 from torchrec_picasso.rows.asked import Asked, AskedBags
+from torchrec_picasso.storage.hot_homes import TouchedHot
 
 __all__ = ["PackLayout", "RowLayout"]
 
@@ -34,8 +35,8 @@ class PackLayout:
     """Its first row there: hot rows are followed by cold ones."""
     hot_slots: Tensor
     """Hot slots that this rank's batch uses, counted from 0 in the pack."""
-    touched_slots: Tensor
-    """Hot slots that any rank's batch uses, counted from 0 in the pack."""
+    touched: TouchedHot
+    """Hot rows that any rank's batch uses, by slots counted from 0 in the pack."""
     mine: Exchanges
     mine_by_fetch: FetchOrder
     asked: Exchanges
@@ -72,8 +73,6 @@ class RowLayout:
     """The batch as each module looks it up, in the order of its tables."""
     sizes_K: Sequence[int | None]
     """Samples of each part, ``None`` where every feature has its own number."""
-    homes_written: bool
-    """Whether any rank's homes were written from outside, so that replicas have to be filled."""
     hot_epoch: int
     """Which hot set the slots are of."""
     packs: Sequence[PackLayout]
@@ -116,9 +115,16 @@ class RowLayout:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
         for features in self.features_of:
-            yield from (features.values(), features.lengths())
+            kept = (
+                features.values(),
+                features.lengths(),
+                features.weights_or_none(),
+                features.offsets_or_none(),
+            )
+            yield from (tensor for tensor in kept if tensor is not None)
         for pack in self.packs:
-            yield from (pack.hot_slots, pack.touched_slots)
+            yield pack.hot_slots
+            yield from pack.touched.tensors()
             yield from pack.source.tensors()
         for pooling_M in self.pooling_KM:
             for pooling in pooling_M:

@@ -1,7 +1,7 @@
 """Whether replicas are what their homes are, to the bit: a check that training can afford seldom.
 
 They are by construction. What else could part them is memory that fails, a device that computes
-otherwise than another, or somebody's write past torch's version counters.
+otherwise than another, or somebody's write past torch's version counters (``home_views.py``).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ def check_replicas(group: RowGroup) -> None:
     Args:
         group: The tables of one module, or of several.
 
+    Where a home was written since the replicas were filled, there is nothing to compare.
+
     Raises:
         PicassoError: On all ranks; names table, row and ranks of the first that differs.
 
@@ -34,9 +36,10 @@ def check_replicas(group: RowGroup) -> None:
         return
     unlike_P = [storage.unlike_homes() for storage in group.row_storages if storage.num_hot_rows]
     unlike_h = group.hot.ids_H[torch.cat(unlike_P)]
-    mine = unlike_h.new_tensor([len(unlike_h), int(unlike_h[0]) if len(unlike_h) else _NONE])
-    count_W, first_W = group.ranks.gather(mine).t().tolist()
-    if not any(count_W):
+    first = int(unlike_h[0]) if len(unlike_h) else _NONE
+    mine = unlike_h.new_tensor([len(unlike_h), first, group.was_written()])
+    count_W, first_W, written_W = group.ranks.gather(mine).t().tolist()
+    if any(written_W) or not any(count_W):
         return
     rank = next(rank for rank, count in enumerate(count_W) if count)
     table, row = _row_of(group, first_W[rank])
@@ -46,7 +49,7 @@ def check_replicas(group: RowGroup) -> None:
     raise PicassoError(
         f"table {table!r}, row {row}: the replica on rank {rank} is not what its home on rank "
         f"{home} is; {counts} differ. Load the last checkpoint, and look for failing memory or "
-        "writes past torch (.data)"
+        "writes past torch (by numpy, or through a storage)"
     )
 
 

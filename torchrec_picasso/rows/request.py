@@ -104,6 +104,11 @@ class RowRequest:
         )
         return True
 
+    @property
+    def any_looks_up_nothing(self) -> bool:
+        """Whether any rank's batch has no lookup; known once ids are sent, the same on all."""
+        return self._header.any_looks_up_nothing
+
     def receive_ids(self) -> None:
         """Ends the ids exchange: homes know which rows they are asked for."""
         self._ids.wait()
@@ -162,7 +167,6 @@ class RowRequest:
         return RowLayout(
             features_of=batch.features_of,
             sizes_K=cut.sizes_K,
-            homes_written=header.homes_written,
             hot_epoch=batch.hot_epoch,
             packs=packs,
             rows_M=rows_M,
@@ -180,13 +184,14 @@ class RowRequest:
         """Packs of rows, in fetch order as far as marks have come."""
         mine_P = _fetch_orders(self._mine_P, self._dirty_mine_P)
         asked_P = _fetch_orders(self._asked_P, self._dirty_asked_P)
+        storages = self._group.row_storages
         rows_P = [hot + mine.num_rows for hot, mine in zip(self._header.hot_P, self._mine_P)]
         return [
             PackLayout(
                 matrix=matrix,
                 start=start,
                 hot_slots=self._hot_slots_P[pack],
-                touched_slots=self._header.touched_P[pack],
+                touched=storages[pack].touched(self._header.touched_P[pack]),
                 mine=self._mine_P[pack],
                 mine_by_fetch=mine_P[pack],
                 asked=self._asked_P[pack],

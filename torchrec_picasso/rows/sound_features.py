@@ -1,71 +1,107 @@
-"""Features whose lengths do not fit are put aside before anything is done by them.
+"""Features whose lengths fit their values, before anything is done by these lengths.
 
-Reordering lookups by lengths that are not theirs reads and writes beyond the tensors, and one rank
-that raises leaves the others waiting. So what is wrong goes on as an empty batch that knows why,
-and the header tells all ranks of it.
+To reorder lookups by lengths that are not theirs reads and writes beyond the tensors, and the
+result of a reorder fits its own lengths whatever they were, so nobody can tell afterwards. A rank
+that raises alone leaves the others waiting. So lengths that do not fit are mended first, and the
+header tells all ranks that they did not fit. On an accelerator a look at lengths is a host sync:
+there lengths are mended in any case, and whether that changed them stays on the device until the
+header.
+
+Shape letters: N lookups, S bags.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from functools import reduce
+from operator import or_
 
+import torch
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["UnsoundFeatures", "complaint_of", "sound_features"]
+from torchrec_picasso.rows.kjt import like
+
+__all__ = ["MendedFeatures", "are_bad", "complaint_of", "sound_features"]
 
 
-class UnsoundFeatures(KeyedJaggedTensor):
-    """Features without lookups, in place of some whose lengths do not fit."""
+class MendedFeatures(KeyedJaggedTensor):
+    """Features whose lengths fit, in place of some whose lengths may not."""
 
-    complaint: str
-    """What is wrong with those, one sentence."""
+    given: KeyedJaggedTensor
+    """The features as the batch has them."""
+    is_bad: Tensor | bool
+    """Whether the lengths of these do not fit; 0-d bool on the device, or known on the host."""
 
     @staticmethod
-    def of(features: KeyedJaggedTensor, complaint: str) -> UnsoundFeatures:
-        """Empties features.
+    def of(given: KeyedJaggedTensor) -> MendedFeatures:
+        """Makes lengths fit; those that do stay the same. No host sync.
+
+        Each bag keeps its length as far as there are values; the last one gets those left over.
 
         Args:
-            features: Keys and batch sizes are theirs.
-            complaint: What is wrong with them.
+            given: As the batch has them.
+
+        Cost:
+            8 launches on integers of S bags.
         """
-        variable, weights_N = features.variable_stride_per_key(), features.weights_or_none()
-        num_bags = sum(features.stride_per_key())
-        # other ranks reckon with lengths of this type where tables are TorchRec's
-        lengths_S = features.lengths().new_zeros(num_bags)
-        empty = UnsoundFeatures(
-            keys=features.keys(),
-            values=features.values()[:0],
-            weights=None if weights_N is None else weights_N[:0],
-            lengths=lengths_S,
-            stride=None if variable else features.stride(),
-            stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
-            inverse_indices=features.inverse_indices_or_none(),
+        values_N, weights_N, given_S = given.values(), given.weights_or_none(), given.lengths()
+        num_bags, counts = sum(given.stride_per_key()), {values_N.numel()}
+        if weights_N is not None:
+            counts.add(weights_N.numel())
+        num_lookups = min(counts) if num_bags else 0
+        lengths_S = given_S if given_S.numel() == num_bags else given_S.new_zeros(num_bags)
+        offsets_S1 = lengths_S.new_zeros(num_bags + 1, dtype=torch.int64)
+        # none below 0, so the sums ascend; none above N, so that no sum overflows
+        torch.cumsum(lengths_S.clamp(0, num_lookups), 0, out=offsets_S1[1:])
+        offsets_S1.clamp_(max=num_lookups)[-1:] = num_lookups
+        offsets_S1 = offsets_S1.to(given_S.dtype)
+        mended_S = torch.diff(offsets_S1)
+        weights_N = None if weights_N is None else weights_N[:num_lookups]
+        mended = like(
+            given, MendedFeatures, values_N[:num_lookups], weights_N, mended_S, offsets_S1
         )
-        empty.complaint = complaint
-        return empty
+        shapes_fit = lengths_S is given_S and counts == {num_lookups}
+        mended.given = given
+        mended.is_bad = (mended_S != given_S).any() if shapes_fit else True
+        return mended
 
-    def permute(self, *args: Any, **kwargs: Any) -> UnsoundFeatures:
-        """The same in another order."""
-        return UnsoundFeatures.of(super().permute(*args, **kwargs), self.complaint)
-
-    def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
-        """Some of the keys after the other."""
-        return [UnsoundFeatures.of(part, self.complaint) for part in super().split(segments)]
+    @staticmethod
+    def with_weights(mended: MendedFeatures, weights_N: Tensor | None) -> MendedFeatures:
+        """The same features with other per-sample weights; no copy."""
+        lengths_S, offsets_S1 = mended.lengths(), mended.offsets_or_none()
+        other = like(mended, MendedFeatures, mended.values(), weights_N, lengths_S, offsets_S1)
+        other.given, other.is_bad = mended.given, mended.is_bad
+        return other
 
 
 def sound_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Features as they are, if their lengths fit; else :class:`UnsoundFeatures`.
-
-    On an accelerator they are as they are in any case: to look would be a host sync.
+    """Features whose lengths fit: those given if it is known that they do, else mended ones.
 
     Args:
         features: As the batch has them.
 
     Cost:
-        O(S) time.
+        O(S) time; no host sync on an accelerator.
     """
-    complaint = complaint_of(features) if features.values().device.type == "cpu" else None
-    return features if complaint is None else UnsoundFeatures.of(features, complaint)
+    if isinstance(features, MendedFeatures):
+        return features
+    if features.values().device.type == "cpu" and complaint_of(features) is None:
+        return features
+    return MendedFeatures.of(features)
+
+
+def are_bad(sound: Iterable[KeyedJaggedTensor]) -> Tensor | bool:
+    """Whether any lengths did not fit before :func:`sound_features`.
+
+    Args:
+        sound: What it returned.
+
+    Returns:
+        0-d bool on the device, or a ``bool`` known on the host.
+    """
+    flags = (features.is_bad for features in sound if isinstance(features, MendedFeatures))
+    return reduce(or_, flags, False)
 
 
 def complaint_of(features: KeyedJaggedTensor) -> str | None:
@@ -82,6 +118,10 @@ def complaint_of(features: KeyedJaggedTensor) -> str | None:
             f"{whose} lengths that sum to {total}, but {num_values} values{weights}; expected the "
             "same number. Were values, weights or lengths cut without the others?"
         )
-    if num_bags and int(lengths_S.min()) < 0:
-        return f"{whose} a length of {int(lengths_S.min())}; expected none below 0"
+    if not num_bags:
+        return None
+    lowest, highest = map(int, lengths_S.aminmax())
+    if lowest < 0 or highest > num_values:  # or the sum overflowed
+        wrong = lowest if lowest < 0 else highest
+        return f"{whose} a length of {wrong}; expected 0 to {num_values}, the number of its values"
     return None

@@ -167,15 +167,13 @@ def _chosen_pipeline(
         asked,
         num_micro_batches=pipeline.num_micro_batches,
         lookahead=pipeline.lookahead,
-        order_samples=pipeline.order_samples,
     )
 
 
 def _spelled(pipeline: PipelineConfig) -> str:
     if pipeline.num_micro_batches is None or pipeline.lookahead is None:
         return pipeline.kind
-    ordered = bool(pipeline.order_samples)
-    setting = Setting(pipeline.num_micro_batches, pipeline.lookahead, ordered)
+    setting = Setting(pipeline.num_micro_batches, pipeline.lookahead)
     return f"{pipeline.kind}, {setting}"
 
 

@@ -40,7 +40,6 @@ def pipeline_maker(config: PipelineConfig, on_step: OnStep | None = None) -> Mak
             device,
             num_micro_batches=config.num_micro_batches,
             lookahead=config.lookahead,
-            order_samples=config.order_samples,
             refresh=config.refresh,
             verify_every=config.verify_every,
             on_step=on_step,

@@ -22,6 +22,7 @@ from torchrec_picasso.checkpoints.hot_rows import (
     write_uses,
 )
 from torchrec_picasso.checkpoints.load import load_checkpoint, newest_undamaged
+from torchrec_picasso.checkpoints.setting import read_setting, write_setting
 from torchrec_picasso.checkpoints.writer import CheckpointWriter
 from torchrec_picasso.config import TrainConfig
 from torchrec_picasso.errors import ConfigError
@@ -115,7 +116,7 @@ def _train(
         make_pipeline=pipeline_maker(config.pipeline, watch.on_step),
         change_plan=_adopting(found, progress),
     )
-    first_step = 0 if found is None else _resume(trainer, found, config, progress)
+    first_step = 0 if found is None else _resume(trainer, found, config, world_size, progress)
     progress.advance(first_step)
     writer = CheckpointWriter(config.checkpoint, progress.say)
     profiler = StepProfiler(profile, config, first_step, trainer.pipeline, writer.finish)
@@ -143,7 +144,7 @@ def _train(
             progress.say(drawn)
         is_due = step == config.steps or step % config.checkpoint.every_steps == 0
         if folder is not None and is_due:
-            writer.save(step, trainer.state, _beside(trainer))
+            writer.save(step, trainer.state, _beside(trainer, config, world_size))
     writer.finish()
     progress.close()
     num_heldout = config.data.heldout_steps * config.data.batch_size * world_size
@@ -154,14 +155,17 @@ def _train(
     return {"first_step": first_step, "losses": losses, "auc": aucs[0], "aucs": aucs}
 
 
-def _beside(trainer: Trainer) -> Callable[[Path], None]:
-    """What writes the hot set and what was counted. Collective."""
+def _beside(trainer: Trainer, config: TrainConfig, ranks: int) -> Callable[[Path], None]:
+    """What writes the hot set, what was counted and what was chosen. Collective."""
     hot_rows, uses = trainer.hot_rows(), trainer.saved_uses()
+    setting = None if config.pipeline.num_micro_batches else trainer.setting
 
     def write(path: Path) -> None:
         write_hot_rows(path, hot_rows)
         if uses is not None:
             write_uses(path, uses.num_batches, uses.of_tables)
+        if setting is not None:
+            write_setting(path, setting, ranks, config.data.batch_size)
 
     return write
 
@@ -186,7 +190,9 @@ def _adopting(found: Path | None, progress: Progress) -> Callable[[ShardingPlan]
     return adopt
 
 
-def _resume(trainer: Trainer, path: Path, config: TrainConfig, progress: Progress) -> int:
+def _resume(
+    trainer: Trainer, path: Path, config: TrainConfig, ranks: int, progress: Progress
+) -> int:
     step = load_checkpoint(path, trainer.state(), trainer.load_state, is_checked=True)
     if step > config.steps:
         raise ConfigError(
@@ -195,5 +201,8 @@ def _resume(trainer: Trainer, path: Path, config: TrainConfig, progress: Progres
     uses = read_uses(path)
     if uses is not None:
         trainer.go_on_with(SavedUses(num_batches=uses[0], of_tables=uses[1]))
+    setting = read_setting(path, ranks, config.data.batch_size)
+    if setting is not None:
+        trainer.settle_on(setting)
     progress.say(f"resumed from {path} at step {step}")
     return step

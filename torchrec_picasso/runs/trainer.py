@@ -24,6 +24,7 @@ from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.refresh.saved_uses import SavedUses
 from torchrec_picasso.runs.pipelines import MakePipeline, pipeline_maker
 from torchrec_picasso.runs.placements import Placement, make_placement
+from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
 from torchrec_picasso.zoo.data.source import BatchSource
 from torchrec_picasso.zoo.initial_tables import write_initial_tables
@@ -166,6 +167,18 @@ class Trainer:
         """Counts on from what an earlier run counted; all ranks do."""
         if isinstance(self._pipeline, InterleavedTrainPipeline):
             self._pipeline.go_on_with(saved)
+
+    @property
+    def setting(self) -> Setting | None:
+        """How all further batches are interleaved; ``None`` where none are, or some are tried."""
+        if not isinstance(self._pipeline, InterleavedTrainPipeline):
+            return None
+        return self._pipeline.setting
+
+    def settle_on(self, setting: Setting) -> None:
+        """Tries no setting but an earlier run's; all ranks do."""
+        if isinstance(self._pipeline, InterleavedTrainPipeline):
+            self._pipeline.settle_on(setting)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes over what a checkpoint held. Collective."""

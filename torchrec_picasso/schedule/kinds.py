@@ -102,14 +102,6 @@ def _later(op: Op, other: Op) -> bool:
     return op.batch == other.batch and (other.index or 0) > (op.index or 0)
 
 
-def _but_first(op: Op, other: Op) -> bool:
-    return op.batch == other.batch and bool(other.index)
-
-
-def _if_first(op: Op, other: Op) -> bool:
-    return op.batch == other.batch and not op.index
-
-
 def _of_batch_before(op: Op, other: Op) -> bool:
     """Of an earlier batch in flight; the first one's is over before the schedule begins."""
     return op.batch > other.batch and _share_packs(op, other)
@@ -131,17 +123,10 @@ KINDS: Mapping[str, Kind] = {
     "fetch_dirty": Kind(sends=True, needs=_ROWS),
     "read_hot": Kind(sends=True, needs=_ROWS),
     "forward": Kind(needs=(Need("forward", _before),)),
-    "reduce_dense": Kind(sends=True, needs=(Need("backward", _but_first),)),
-    "backward": Kind(
-        needs=(
-            *_all("forward"),
-            Need("backward", _later),
-            Need("reduce_dense", _if_first),
-        )
-    ),
+    "backward": Kind(sends=True, needs=(*_all("forward"), Need("backward", _later))),
     "send_gradients": Kind(sends=True, needs=(Need("backward", _of_part, required=True),)),
     "reduce_hot": Kind(sends=True, needs=_all("backward")),
     "update": Kind(needs=_all("send_gradients", "reduce_hot")),
-    "dense_step": Kind(needs=_all("reduce_dense", "update")),
+    "dense_step": Kind(needs=_all("backward", "update")),
 }
 """Every kind, in the order in which a batch comes to it."""

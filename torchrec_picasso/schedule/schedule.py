@@ -50,19 +50,16 @@ class Setting:
         num_micro_batches: Pieces K that it is cut into.
         lookahead: Whether those of its rows that the batch before does not update are fetched
             before that one's update.
-        ordered: Whether samples whose rows many others need come first in a batch.
     """
 
     num_micro_batches: int
     lookahead: bool
-    ordered: bool = False
 
     def __str__(self) -> str:
         pieces = f"{self.num_micro_batches} micro-batches"
         if self.num_micro_batches == 1:
             pieces = "1 micro-batch"
-        ordered = ", samples ordered" if self.ordered else ""
-        return f"{pieces} {'with' if self.lookahead else 'without'} lookahead{ordered}"
+        return f"{pieces} {'with' if self.lookahead else 'without'} lookahead"
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ def training_schedule(
     ops.append(Op("send_ids", AFTER))
     for index in reversed(range(1, this.num_micro_batches)):
         ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
-    ops += [Op("reduce_dense"), Op("backward", THIS, 0)]  # dense sums start while that one runs
+    ops.append(Op("backward", THIS, 0))  # in which dense gradients are reduced
     for wave in waves:
         ops += [Op("send_gradients", THIS, 0, wave), Op("reduce_hot", THIS, wave=wave)]
     ops += [*laid_out_late, *_ids_arrive(AFTER, after or following)]

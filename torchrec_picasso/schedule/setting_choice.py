@@ -14,17 +14,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from torchrec_picasso.errors import CompatError
 from torchrec_picasso.schedule.schedule import Setting
-from torchrec_picasso.schedule.setting_trial import WARMUP_STEPS, Trial
+from torchrec_picasso.schedule.setting_trial import Trial
 
 __all__ = ["Clock", "SettingChoice", "candidates", "pieces_for"]
 
 _NUM_MICRO_BATCHES = (1, 2, 4, 8, 16)
 _FEWEST_SAMPLES = 64
 """A smaller micro-batch keeps no core busy for longer than its operators take to start."""
-_CHECKED_WITH = 4
-"""Micro-batches that are compared with the whole batch before any number of them is tried."""
 
 
 def pieces_for(num_samples: int) -> tuple[int, ...]:
@@ -43,24 +40,12 @@ class Clock(Protocol):
         """Seconds of each span."""
 
 
-def candidates(
-    num_micro_batches: int | None, lookahead: bool | None, order_samples: bool | None = False
-) -> list[Setting]:
-    """The settings that are allowed, the plainest first; ``None`` = any.
-
-    Samples are put in order where that is asked for, or tried where micro-batches are; of a batch
-    that is not cut their order makes no difference.
-    """
+def candidates(num_micro_batches: int | None, lookahead: bool | None) -> list[Setting]:
+    """The settings that are allowed, the plainest first; ``None`` = any that may win."""
     pieces = _NUM_MICRO_BATCHES if num_micro_batches is None else (num_micro_batches,)
-    looks = (True, False) if lookahead is None else (lookahead,)
-    orders = (False, True) if num_micro_batches is None else (False,)
-    orders = orders if order_samples is None else (order_samples,)
-    return [
-        Setting(k, look, ordered)
-        for k in pieces
-        for ordered in (orders if k > 1 else (False,))
-        for look in looks
-    ]
+    if lookahead is not None:
+        return [Setting(k, lookahead) for k in pieces]
+    return [Setting(k, look) for k in pieces for look in ((True, False) if k == 1 else (True,))]
 
 
 class SettingChoice:
@@ -77,16 +62,15 @@ class SettingChoice:
     def __init__(self, allowed: Sequence[Setting], first: int | None = None) -> None:
         self._allowed = list(allowed)
         self._first = first
-        self._why_whole = ""
-        self.is_given = len({setting.num_micro_batches for setting in allowed}) == 1
-        """Whether the number of micro-batches was asked for."""
+        self._known: Setting | None = None
         self._start()
 
     def _start(self) -> None:
         self._trial = Trial(self._allowed, self._first)
-        self._warmup_left = WARMUP_STEPS
         self._spans: list[tuple[Setting, tuple[Any, Any]]] = []
-        self._current, self._is_settled = self._allowed[0], len(self._allowed) == 1
+        known = [setting for setting in self._allowed if setting == self._known]
+        self._current = (known or self._allowed)[0]
+        self._is_settled = bool(known) or len(self._allowed) == 1
         if not self._is_settled:
             self._take_turn()
 
@@ -100,51 +84,23 @@ class SettingChoice:
         """Whether all further batches have the current setting."""
         return self._is_settled
 
-    @property
-    def to_check(self) -> int:
-        """Micro-batches to compare with the whole batch; 1 = there will be no others."""
-        most = max(setting.num_micro_batches for setting in self._allowed)
-        return self._current.num_micro_batches if self._is_settled else min(most, _CHECKED_WITH)
-
     def __str__(self) -> str:
-        why = f"; no more than 1 because {self._why_whole}" if self._why_whole else ""
         if not self._is_settled:
-            return f"{self._current}; trying {len(self._allowed)} settings{why}"
+            return f"{self._current}; trying {len(self._allowed)} settings"
         if not self._trial.times_ms:
-            return f"{self._current}{why}"
+            known = ", as an earlier run chose" if self._current == self._known else ""
+            return f"{self._current}{known}"
         times = ", ".join(f"{setting}: {ms:.0f} ms" for setting, ms in self._trial.times_ms.items())
-        return f"{self._current}; the fastest of {times}{why}"
+        return f"{self._current}; the fastest of {times}"
 
-    def restrict(self, why_whole: str | None) -> None:
-        """Allows only whole batches, if there is a reason to.
-
-        Args:
-            why_whole: Why batches cannot be cut; ``None`` = they can.
-
-        Raises:
-            CompatError: The reason, if no candidate is left.
-        """
-        whole = [setting for setting in self._allowed if setting.num_micro_batches == 1]
-        if why_whole is None or whole == self._allowed:
-            return
-        if not whole:
-            raise CompatError(why_whole)
-        self._why_whole = why_whole
-        if self._is_settled:  # later, when a trial has told about lookahead, too
-            whole = [s for s in whole if s.lookahead == self._current.lookahead] or whole[:1]
-        self._allowed = whole
-        self._start()
-
-    def begin_with(self, first: int | None) -> None:
-        """Starts the trial anew, with a number of micro-batches that somebody expects to be best.
+    def settle_on(self, setting: Setting | None) -> None:
+        """Takes what an earlier run chose, and tries nothing.
 
         Args:
-            first: The number; ``None``, or one that is not a candidate, changes nothing.
+            setting: ``None``, or one that is not a candidate, changes nothing.
         """
-        if first is None or first == self._first:
-            return
-        self._first = first
-        if not self._is_settled and not self._trial.times_ms:
+        if setting in self._allowed:
+            self._known = setting
             self._start()
 
     def narrow(self, num_samples: int, is_interleaved: bool) -> None:
@@ -183,9 +139,6 @@ class SettingChoice:
             device: Where collectives of ``pg`` run.
         """
         if self._is_settled:
-            return
-        if self._warmup_left:
-            self._warmup_left -= 1
             return
         if len(set(settings[:2])) == 1:
             self._spans.append((settings[0], span))

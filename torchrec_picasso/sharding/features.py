@@ -9,8 +9,9 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.rows.kjt import like
 from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.sound_features import UnsoundFeatures
+from torchrec_picasso.rows.sound_features import MendedFeatures
 
 __all__ = ["LaidOutFeatures", "layout_of", "with_own_weights", "with_weights"]
 
@@ -28,17 +29,8 @@ class LaidOutFeatures(KeyedJaggedTensor):
         """Wraps ``features``; no copy."""
         values = features.values().detach()  # a tensor object of our own to hang the layout on
         values._row_layout = layout
-        variable = features.variable_stride_per_key()
-        return LaidOutFeatures(
-            keys=features.keys(),
-            values=values,
-            weights=features.weights_or_none(),
-            lengths=features.lengths(),
-            offsets=features.offsets_or_none(),
-            stride=None if variable else features.stride(),
-            stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
-            inverse_indices=features.inverse_indices_or_none(),
-        )
+        weights_N, offsets_S1 = features.weights_or_none(), features.offsets_or_none()
+        return like(features, LaidOutFeatures, values, weights_N, features.lengths(), offsets_S1)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps every tensor of the features and their layout alive for ``stream``."""
@@ -57,27 +49,22 @@ def layout_of(features: Any) -> RowLayout:
     if layout is None:
         raise CompatError(
             "the ids changed between input_dist and lookup; hot/cold tables allow changed weights "
-            "there (feature processors), but no changed ids"
+            "there (feature processors), but no changed ids: change them before the batch comes "
+            "to the module, or place its tables without HotColdParams"
         )
     return layout
 
 
 def with_weights(features: KeyedJaggedTensor, weights_N: Tensor | None) -> KeyedJaggedTensor:
     """The same features with these per-sample weights; no copy."""
-    variable = features.variable_stride_per_key()
-    weighted = KeyedJaggedTensor(
-        keys=features.keys(),
-        values=features.values(),
-        weights=weights_N,
-        lengths=features.lengths(),
-        offsets=features.offsets_or_none(),
-        stride=None if variable else features.stride(),
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
-        inverse_indices=features.inverse_indices_or_none(),
+    if isinstance(features, MendedFeatures):
+        return MendedFeatures.with_weights(features, weights_N)
+    values_N, lengths_S, offsets_S1 = (
+        features.values(),
+        features.lengths(),
+        features.offsets_or_none(),
     )
-    if isinstance(features, UnsoundFeatures):
-        return UnsoundFeatures.of(weighted, features.complaint)
-    return weighted
+    return like(features, KeyedJaggedTensor, values_N, weights_N, lengths_S, offsets_S1)
 
 
 def with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

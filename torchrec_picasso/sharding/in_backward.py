@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.group import RowGroup
@@ -45,8 +46,14 @@ class InBackwardDriver:
         """
         if layout.hot_epoch != self._group.hot.epoch:
             layout = laid_out_again(self._group, layout)
-        rows = BatchRows(self._group, layout)
+        group, asked = self._group, None
+        if group.hot.num_rows:  # homes are read here, so a write into them needs no word
+            flags = Flags(homes_written=group.was_written())
+            asked = Agreement(group.ranks.pg, group.device, flags)
+        rows = BatchRows(group, layout)
         rows.fetch_dirty(0)
+        if asked is not None and asked.wait().homes_written:
+            group.take_writes()
         rows.read_hot()
         return rows.hand_out(0, partial(self._send, layout), weights_N, once=True)
 

@@ -6,6 +6,8 @@ runs ahead of the step that needs it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -29,13 +31,18 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
     def __init__(self, group: RowGroup) -> None:
         super().__init__()
         self._group = group
+        self.sound: Sequence[KeyedJaggedTensor] = ()
+        """What :func:`.sound_features` made of the module's next input. TorchRec may pad that input
+        and make its ids unique, in features of a type of its own, before they come here."""
 
     def forward(
         self, sparse_features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Starts the request. Collective."""
+        sound, self.sound = self.sound, ()
         with torch.no_grad():
-            request = RowRequest(self._group, BatchIds.read([sparse_features], self._group))
+            batch = BatchIds.read([sparse_features], self._group, sound=sound)
+            request = RowRequest(self._group, batch)
         return _Header(sparse_features, request)
 
 

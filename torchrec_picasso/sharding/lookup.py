@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
@@ -17,6 +17,7 @@ from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.sharding.delta_tracker import RecordLookup, state_tracker
 from torchrec_picasso.sharding.features import LaidOutFeatures, layout_of
 from torchrec_picasso.sharding.in_backward import InBackwardDriver
 from torchrec_picasso.storage.hot_homes import HotHomes
@@ -97,21 +98,17 @@ class HotColdPooledLookup(GroupedPooledEmbeddingsLookup):
 
         A part whose rows a schedule fetches is passed on.
         """
-        if isinstance(sparse_features, PartRows):
-            return sparse_features
-        weights_N = sparse_features.weights_or_none()
-        return self._driver.fetch(layout_of(sparse_features), weights_N)
+        rows = sparse_features
+        if not isinstance(rows, PartRows):
+            rows = self._driver.fetch(layout_of(rows), rows.weights_or_none())
+        if self.optim_state_tracker_fn is not None:
+            self.optim_state_tracker_fn(rows)
+        return rows
 
-
-@dataclass(frozen=True)
-class _UnshapedRows:
-    """Rows on their way, where TorchRec shapes what a lookup gives into a matrix."""
-
-    rows: PartRows
-
-    def view(self, *_: int) -> PartRows:
-        """The rows; they are a matrix when they arrive."""
-        return self.rows
+    def register_optim_state_tracker_fn(self, record_fn: RecordLookup) -> None:
+        """Takes TorchRec's delta tracker, for its modes with optimizer state."""
+        kernels = list(self._emb_modules)
+        self.optim_state_tracker_fn = state_tracker(record_fn, self._packs.group, kernels)
 
 
 class HotColdSequenceLookup(GroupedEmbeddingsLookup):
@@ -129,6 +126,19 @@ class HotColdSequenceLookup(GroupedEmbeddingsLookup):
     def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:
         return self._packs.kernel(len(self._emb_modules))
 
-    def forward(self, sparse_features: LaidOutFeatures) -> _UnshapedRows:
-        """Starts fetching the rows of a batch. Collective."""
-        return _UnshapedRows(self._driver.fetch(layout_of(sparse_features), None))
+    def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
+        """Starts fetching the rows of a batch. Collective.
+
+        A part whose rows a schedule fetches is passed on.
+        """
+        rows = sparse_features
+        if not isinstance(rows, PartRows):
+            rows = self._driver.fetch(layout_of(rows), None)
+        if self.optim_state_tracker_fn is not None:
+            self.optim_state_tracker_fn(rows)
+        return rows
+
+    def register_optim_state_tracker_fn(self, record_fn: RecordLookup) -> None:
+        """Takes TorchRec's delta tracker, for its modes with optimizer state."""
+        kernels = list(self._emb_modules)
+        self.optim_state_tracker_fn = state_tracker(record_fn, self._packs.group, kernels)

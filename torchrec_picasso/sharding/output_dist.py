@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.autograd import Function
 from torchrec.distributed.types import Awaitable
 
 from torchrec_picasso._torchrec import BaseEmbeddingDist, EmbeddingShardingContext
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.kept_memory import keep_for_current_stream
 from torchrec_picasso.ops.bag_pack import PartBags
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.segment_reduction import (
@@ -71,7 +74,9 @@ class _OutputAwaitable(Awaitable[Tensor]):
     def _pool(self) -> Tensor:
         rows = self._rows
         scales_M = [
-            None if isinstance(pooling, PartBags) else _scales(weights, pooling.index)
+            None
+            if isinstance(pooling, PartBags)
+            else _scales(keep_for_current_stream(weights), pooling.index)
             for weights, pooling in zip(rows.weights_M, rows.pooling_M)
         ]
         pieces = _PoolArrivals.apply(self._anchor, rows, *scales_M)
@@ -142,19 +147,33 @@ class _PoolArrivals(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weights_M, pooling_M = ctx.saved_tensors, ctx.pooling_M
-        left = iter(grads)
-        grads_M = [[next(left) for _ in range(num)] for num in ctx.num_pieces_M]
-        ctx.sink(
-            [
-                pooling.gradients(of_matrix)
-                if isinstance(pooling, PartBags)
-                else gradient_of_rows(of_matrix[0], weights, pooling.index)
-                for of_matrix, weights, pooling in zip(grads_M, weights_M, pooling_M)
-            ]
-        )
-        weight_grads_M = [
-            None if rows is None else gradient_of_weights(of_matrix[0], rows, pooling.index)
-            for of_matrix, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
+        return _backward(ctx, *grads)
+
+
+_NOT_COMPILED = (
+    "hot/cold tables do not support compiled autograd, which traces neither the messages that "
+    "their gradients leave by nor the update at the end of backward; use TrainPipelineSparseDist "
+    "or InterleavedTrainPipeline, and torch.compile for the dense part"
+)
+
+
+@torch.compiler.disable(reason=_NOT_COMPILED)
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    if compiled_autograd.in_compiled_autograd_region:
+        raise CompatError(_NOT_COMPILED)
+    weights_M, pooling_M = ctx.saved_tensors, ctx.pooling_M
+    left = iter(grads)
+    grads_M = [[next(left) for _ in range(num)] for num in ctx.num_pieces_M]
+    ctx.sink(
+        [
+            pooling.gradients(of_matrix)
+            if isinstance(pooling, PartBags)
+            else gradient_of_rows(of_matrix[0], weights, pooling.index)
+            for of_matrix, weights, pooling in zip(grads_M, weights_M, pooling_M)
         ]
-        return None, None, *weight_grads_M
+    )
+    weight_grads_M = [
+        None if rows is None else gradient_of_weights(of_matrix[0], rows, pooling.index)
+        for of_matrix, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
+    ]
+    return None, None, *weight_grads_M

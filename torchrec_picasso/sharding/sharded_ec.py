@@ -117,7 +117,7 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
             _refuse_untrained(ctx, self._device)
             return super().compute_and_output_dist(ctx, input)
         ((lookup, features),) = zip(self._lookups, input)
-        own = self.output(lookup(features).rows)
+        own = self._sequences(lookup(features))
         if not ctx.seq_vbe_ctx:
             return own
         (rows,) = ctx.seq_vbe_ctx
@@ -126,9 +126,18 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
 
     def output(self, rows: PartRows) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """The module's output for one part of a batch."""
+        (lookup,) = self._lookups
+        return self._sequences(lookup(rows))
+
+    def _sequences(self, rows: PartRows) -> LazyAwaitable[dict[str, JaggedTensor]]:
         (names,) = self._embedding_names_per_sharding
         (output_dist,) = self._output_dists
-        return _Sequences(output_dist(rows), rows.features, names, self._need_indices)
+        if self.post_lookup_tracker_fn is not None:
+            self.post_lookup_tracker_fn(None, rows)
+        output = _Sequences(output_dist(rows), rows.features, names, self._need_indices)
+        if self.post_odist_tracker_fn is not None:
+            self.post_odist_tracker_fn()
+        return output
 
 
 def _refuse_untrained(ctx: EmbeddingCollectionContext, device: torch.device | None) -> None:

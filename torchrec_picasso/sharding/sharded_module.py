@@ -24,6 +24,7 @@ from torchrec_picasso.placement import Form, HotColdParams
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.sound_features import sound_features
+from torchrec_picasso.sharding.delta_tracker import lookup_tracker
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
 __all__ = ["GROUP", "HotColdModule", "apart_from_stock", "is_hot_cold", "twin_of"]
@@ -45,8 +46,11 @@ class HotColdModule(ABC):
     _is_checked = False
     """Whether hot/cold tables look the same features up, and tell all ranks of bad ones."""
     module_sharding_plan: Any
-    forward: Any
     preprocess_input: Callable[..., Any]
+
+    _lookups: list[Any]
+    _tracked: dict[str, Any]
+    """What a delta tracker registered, which parts of the module share however old they are."""
 
     @abstractmethod
     def table_shardings(self) -> Sequence[Any]:
@@ -99,11 +103,46 @@ class HotColdModule(ABC):
             if isinstance(sharding, HotColdEmbeddingSharding) == hot_cold
         ]
 
+    # dynamo cannot trace messages; where TorchRec is compiled as well, the graph breaks here
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """TorchRec's forward, outside compiled graphs. Collective."""
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Starts TorchRec's input dist, of features whose lengths fit. Collective."""
-        if (self.has_hot_cold or self._is_checked) and isinstance(features, KeyedJaggedTensor):
-            features = sound_features(features)
+        if self.has_hot_cold or self._is_checked:
+            features = sound_features(maybe_td_to_kjt(features, None))
+            for sharding in self.table_shardings():
+                if isinstance(sharding, HotColdEmbeddingSharding):
+                    sharding.request_dist.sound = [features]
         return super().input_dist(ctx, features)  # type: ignore[misc]
+
+    @property
+    def post_lookup_tracker_fn(self) -> Callable[..., None] | None:
+        """What TorchRec calls after a lookup."""
+        return self._tracked.get("lookup")
+
+    @post_lookup_tracker_fn.setter
+    def post_lookup_tracker_fn(self, record: Callable[..., None] | None) -> None:
+        vars(self).setdefault("_tracked", {})["lookup"] = record
+
+    @property
+    def post_odist_tracker_fn(self) -> Callable[..., None] | None:
+        """What TorchRec calls after it has started an output dist."""
+        return self._tracked.get("odist")
+
+    @post_odist_tracker_fn.setter
+    def post_odist_tracker_fn(self, record: Callable[..., None] | None) -> None:
+        vars(self).setdefault("_tracked", {})["odist"] = record
+
+    def register_post_lookup_tracker_fn(self, record_fn: Callable[..., None]) -> None:
+        """Takes TorchRec's delta tracker; see ``delta_tracker.py``."""
+        for position in self._positions(hot_cold=True):
+            group = self.table_shardings()[position].group
+            kernels = list(self._lookups[position]._emb_modules)
+            record_fn = lookup_tracker(record_fn, group, kernels)
+        super().register_post_lookup_tracker_fn(record_fn)  # type: ignore[misc]
 
     @property
     def group(self) -> RowGroup:
@@ -112,13 +151,12 @@ class HotColdModule(ABC):
         group: RowGroup = sharding.group
         return group
 
-    def features_of(self, features: Any) -> KeyedJaggedTensor:
+    def features_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """What the module looks up of its input, in the order of its tables.
 
         Args:
-            features: As for TorchRec's ``input_dist``.
+            features: The input, with lengths that fit.
         """
-        features = sound_features(maybe_td_to_kjt(features, None))
         if self._has_uninitialized_input_dist:
             self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False

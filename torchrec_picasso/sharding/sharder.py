@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagCollection
 from torchrec_picasso.sharding.sharded_ec import ShardedHotColdEmbeddingCollection
+from torchrec_picasso.storage.exactness import why_not_its_rows
 
 __all__ = ["HotColdEmbeddingBagCollectionSharder", "HotColdEmbeddingCollectionSharder"]
 
@@ -44,8 +46,11 @@ class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """Shards one module by the plan. Collective.
 
         Raises:
-            CompatError: If another module has one of its tables too, and it is hot/cold.
+            CompatError: If tables are hot/cold and another module has them too, the module is a
+                part of one that changes ids or rows, or a table's configuration does not allow it.
         """
+        _refuse_parts(params, module_fqn)
+        _refuse_flags(module.embedding_bag_configs(), params)
         _refuse_shared(module, params, module_fqn)
         return self.sharded_module_type(
             module=module,
@@ -96,8 +101,11 @@ class HotColdEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         """Shards one module by the plan. Collective.
 
         Raises:
-            CompatError: If another module has one of its tables too, and it is hot/cold.
+            CompatError: If tables are hot/cold and another module has them too, the module is a
+                part of one that changes ids or rows, or a table's configuration does not allow it.
         """
+        _refuse_parts(params, module_fqn)
+        _refuse_flags(module.embedding_configs(), params)
         _refuse_shared(module, params, module_fqn)
         return self.sharded_module_type(
             module,
@@ -114,6 +122,32 @@ class HotColdEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     def sharded_module_type(self) -> type[ShardedHotColdEmbeddingCollection]:
         """The class that ``shard`` makes."""
         return ShardedHotColdEmbeddingCollection
+
+
+def _refuse_parts(params: Mapping[str, ParameterSharding], module_fqn: str | None) -> None:
+    """Refuses modules inside others, which do not tell a sharder its module's name."""
+    hot_cold = [n for n, of in params.items() if isinstance(of.cache_params, HotColdParams)]
+    if hot_cold and module_fqn is None:
+        raise CompatError(
+            f"hot/cold table {hot_cold[0]!r} is to be sharded without the name of its module, as "
+            "inside TorchRec's managed collision, embedding pruning (ITEP) and PEC modules, which "
+            "change ids or rows behind its replicas, and by torchrec.distributed.shard; use "
+            "DistributedModelParallel or shard_modules on a collection of its own, or place the "
+            "table without HotColdParams"
+        )
+
+
+def _refuse_flags(
+    configs: Sequence[BaseEmbeddingConfig], params: Mapping[str, ParameterSharding]
+) -> None:
+    """Refuses tables whose configuration gives their rows to others."""
+    for config in configs:
+        refusal = why_not_its_rows(config)
+        if refusal is not None and isinstance(params[config.name].cache_params, HotColdParams):
+            raise CompatError(
+                f"hot/cold table {config.name!r}: {refusal.what}; {refusal.instead}, or place the "
+                "table without HotColdParams"
+            )
 
 
 def _refuse_shared(

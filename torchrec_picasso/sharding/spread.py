@@ -16,6 +16,8 @@ from torch import Tensor
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
+from torchrec_picasso.exchange.kept_memory import keep_for_current_stream
+
 __all__ = ["SpreadBags", "SpreadSequences"]
 
 
@@ -50,7 +52,7 @@ class SpreadBags(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
         num_samples = row_of_sample_FB.size(1)
         values = torch.ops.fbgemm.batch_index_select_dim0(
             inputs=own.values(),
-            indices=_kept(row_of_sample_FB).reshape(-1),
+            indices=keep_for_current_stream(row_of_sample_FB).reshape(-1),
             input_num_indices=[num_samples] * len(dims_F),
             input_rows=rows_F,
             input_columns=dims_F,
@@ -80,7 +82,10 @@ class SpreadSequences(LazyAwaitable[dict[str, JaggedTensor]]):
         self._row_of_sample_FB = row_of_sample_FB
 
     def _wait_impl(self) -> dict[str, JaggedTensor]:
-        own, row_of_sample_FB = self._own.wait(), _kept(self._row_of_sample_FB).long()
+        own, row_of_sample_FB = (
+            self._own.wait(),
+            keep_for_current_stream(self._row_of_sample_FB).long(),
+        )
         ends_S = self._lengths_S.cumsum(0)
         lengths_FB = self._lengths_S[row_of_sample_FB]
         starts_FB = ends_S[row_of_sample_FB] - lengths_FB
@@ -105,10 +110,3 @@ def _take(jagged: JaggedTensor, lengths_B: Tensor, starts_B: Tensor, num: int) -
         lengths=lengths_B,
         weights=None if ids_N is None else ids_N.index_select(0, lookup_N),
     )
-
-
-def _kept(tensor: Tensor) -> Tensor:
-    """Keeps the batch's memory for the stream that computes."""
-    if tensor.device.type != "cpu":
-        tensor.record_stream(torch.get_device_module(tensor.device).current_stream())
-    return tensor

@@ -83,11 +83,6 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         pooling = {info.embedding_config.pooling for info in sharding_infos}
         self._is_sequence = pooling == {PoolingType.NONE}
         super().__init__(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
-        if self.enable_embedding_update:
-            raise CompatError(
-                "hot/cold tables do not support enable_embedding_update; place these tables "
-                "without HotColdParams"
-            )
         # TorchRec's grouping, made finer; its own methods read names and shards off these
         self._grouped_embedding_configs_per_rank = [
             _packs(groups, params) for groups in self._grouped_embedding_configs_per_rank
@@ -101,6 +96,14 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         self._tables = self._packed_tables(params, means)
         self._ranks = Ranks(self._pg, qcomm_codecs_registry)
         self._packs: Packs | None = None
+        self._request_dist: RequestDist | None = None
+
+    @property
+    def request_dist(self) -> RequestDist:
+        """The request for a batch's rows; the same for all twins of the module."""
+        if self._request_dist is None:
+            self._request_dist = RequestDist(self.group)
+        return self._request_dist
 
     @property
     def group(self) -> RowGroup:
@@ -125,8 +128,8 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         return lookup(self._packs)
 
     def create_input_dist(self, device: torch.device | None = None) -> RequestDist:
-        """Makes the request for a batch's rows."""
-        return RequestDist(self.group)
+        """Gives the request for a batch's rows."""
+        return self.request_dist
 
     def create_output_dist(self, device: torch.device | None = None) -> HotColdOutputDist:
         """Makes what turns fetched rows into the module's output."""

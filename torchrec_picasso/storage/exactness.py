@@ -13,19 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_picasso._torchrec import EmbOptimType
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.storage.row_updates import ONLY_HERE, PARTIAL
 
 __all__ = [
     "HOT_COLD_KERNELS",
     "Refusal",
     "check_exact",
+    "check_states",
+    "is_updated_only_here",
     "why_no_hot_rows",
     "why_no_memory",
     "why_not_exact",
+    "why_not_its_rows",
 ]
 
 HOT_COLD_KERNELS = (
@@ -39,9 +43,11 @@ _CPU_OPTIMIZERS = (
     EmbOptimType.EXACT_SGD,
     EmbOptimType.EXACT_ADAGRAD,
     EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    *ONLY_HERE,
 )
-"""Optimizers with a CPU kernel in FBGEMM 1.8; the others raise in backward."""
+"""Optimizers with a CPU kernel in FBGEMM 1.8, and those that are updated here."""
 
+_DECAY_MODES = ("L2", "DECOUPLE")
 _LOOKUP_COUNTING_DECAY = ("COUNTER", "COWCLIP", "DECOUPLE_GLOBAL")
 
 
@@ -52,10 +58,37 @@ class Refusal:
     Args:
         what: The setting, and what it would do.
         instead: What to set.
+        stock_trains: Whether TorchRec trains such a table.
     """
 
     what: str
     instead: str
+    stock_trains: bool = True
+
+    def advice(self, stock: str) -> str:
+        """What to do.
+
+        Args:
+            stock: How the table is left to TorchRec, said where that helps.
+        """
+        return f"{self.instead}, or {stock}" if self.stock_trains else self.instead
+
+
+_OF_ROWS: Mapping[str, Refusal] = {
+    "use_virtual_table": Refusal(
+        what="use_virtual_table makes it a virtual table, which has no fixed rows to be at home",
+        instead="leave the table to TorchRec",
+    ),
+    "enable_embedding_update": Refusal(
+        what="enable_embedding_update lets DMP.write change rows at home but not their replicas",
+        instead="leave the flag out and write through the state dict",
+    ),
+    "stash_weights": Refusal(
+        what="stash_weights takes the weights off the device, where homes and replicas are read",
+        instead="leave the flag out (kernel fused_uvm keeps homes in host memory)",
+    ),
+}
+"""Flags of a table's configuration by which others own its rows."""
 
 
 def check_exact(
@@ -82,10 +115,37 @@ def check_exact(
     if refusal is None and num_hot_rows:
         refusal = why_no_hot_rows(fused_params, data_type=data_type)
     if refusal is not None:
+        advice = refusal.advice("place these tables without HotColdParams")
         raise CompatError(
-            f"hot/cold tables {', '.join(map(repr, tables))}: {refusal.what}; {refusal.instead}, "
-            "or place these tables without HotColdParams"
+            f"hot/cold tables {', '.join(map(repr, tables))}: {refusal.what}; {advice}"
         )
+
+
+def check_states(config: GroupedEmbeddingConfig) -> None:
+    """Refuses optimizer state to which TorchRec would give a wrong place in its state dict.
+
+    TorchRec takes a state tensor of one number for the state of a whole shard. A partial row-wise
+    optimizer has such a tensor where a shard has one row.
+
+    Args:
+        config: A pack's tables on this rank.
+
+    Raises:
+        CompatError: On all ranks, if one of several shards of a table has one row and the optimizer
+            is partial row-wise.
+    """
+    if (config.fused_params or {}).get("optimizer") not in PARTIAL:
+        return
+    for table in config.embedding_tables:
+        metadata = table.global_metadata
+        rows = [] if metadata is None else [s.shard_sizes[0] for s in metadata.shards_metadata]
+        if len(rows) > 1 and 1 in rows:
+            raise CompatError(
+                f"hot/cold table {table.name!r}: its shards have {rows} rows, and TorchRec cannot "
+                "save the state that partial row-wise optimizers keep of a shard of one row; use "
+                "the optimizer that is not partial, or place the table whole with "
+                "HotColdParams(form='bags')"
+            )
 
 
 def why_not_exact(
@@ -106,7 +166,15 @@ def why_not_exact(
         return Refusal(
             what=f"the optimizer {optimizer.name} has no CPU kernel in FBGEMM",
             instead=f"on CPU use one of {', '.join(o.name for o in _CPU_OPTIMIZERS)}",
+            stock_trains=False,
         )
+    if "betas" in fused_params:
+        return Refusal(
+            what="betas is no argument of FBGEMM's optimizers",
+            instead="give torchrec.optim.Adam beta1 and beta2",
+        )
+    if device_type == "cpu" and (refusal := _why_not_on_cpu(fused_params, data_type)) is not None:
+        return refusal
     if fused_params.get("gradient_clipping"):
         return Refusal(
             what="gradient_clipping clips each lookup's gradient before they are summed",
@@ -132,6 +200,48 @@ def why_not_exact(
     return None
 
 
+def why_not_its_rows(config: Any) -> Refusal | None:
+    """Why a table cannot be hot/cold by what its configuration asks for.
+
+    Args:
+        config: TorchRec's configuration of the table, before sharding or after it.
+
+    Returns:
+        The first reason, or ``None`` if it can.
+    """
+    asked = [name for name in _OF_ROWS if getattr(config, name, False)]
+    return _OF_ROWS[asked[0]] if asked else None
+
+
+def _why_not_on_cpu(fused_params: Mapping[str, Any], data_type: DataType) -> Refusal | None:
+    """Why neither FBGEMM's CPU kernels nor this package update exactly on a CPU, or ``None``."""
+    optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+    decay = fused_params.get("weight_decay_mode")
+    if optimizer in ONLY_HERE:
+        for name in ("optimizer_state_dtypes", "extra_optimizer_config"):
+            if fused_params.get(name) is not None:
+                return Refusal(
+                    what=f"{name} of {optimizer.name} is for GPUs only", instead=f"leave out {name}"
+                )
+        if data_type != DataType.FP32:
+            return Refusal(
+                what=f"{optimizer.name} on the CPU updates weights of type FP32 only",
+                instead="use FP32 weights",
+            )
+    elif (
+        optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD
+        and data_type == DataType.FP32
+        and decay is not None
+        and decay.name in _DECAY_MODES
+    ):
+        return Refusal(
+            what=f"FBGEMM's CPU kernels ignore weight_decay_mode {decay.name} for FP32 bags of one "
+            "feature, and for no others",
+            instead="leave out weight_decay_mode",
+        )
+    return None
+
+
 def why_no_hot_rows(fused_params: Mapping[str, Any], *, data_type: DataType) -> Refusal | None:
     """Why tables of these settings can be hot/cold only without hot rows.
 
@@ -148,6 +258,16 @@ def why_no_hot_rows(fused_params: Mapping[str, Any], *, data_type: DataType) -> 
             instead="set fused_params['stochastic_rounding'] = False",
         )
     return None
+
+
+def is_updated_only_here(fused_params: Mapping[str, Any], *, device_type: str) -> bool:
+    """Whether stock tables of these settings cannot be made, for want of a kernel in FBGEMM.
+
+    Args:
+        fused_params: TBE arguments, FBGEMM types.
+        device_type: ``"cpu"`` or ``"cuda"``.
+    """
+    return device_type == "cpu" and fused_params.get("optimizer") in ONLY_HERE
 
 
 def why_no_memory(kernel: str, dim: int) -> Refusal | None:

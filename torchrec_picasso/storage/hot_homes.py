@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -14,7 +15,44 @@ from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.hot_slots import HotSlots
 from torchrec_picasso.ops.ids import IdSpace, PackedTable
 
-__all__ = ["HotHomes"]
+__all__ = ["HotHomes", "TouchedHot"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TouchedHot:
+    """Hot rows that a step updates, and which of them are at home on this rank."""
+
+    slots_t: Tensor
+    """Hot slots, the same on all ranks, int64, shape ``(t,)``."""
+    own_slots_o: Tensor
+    """Those at home here, shape ``(o,)``."""
+    own_rows_o: Tensor
+    """Their home rows in this rank's storage, int64, shape ``(o,)``."""
+
+    @staticmethod
+    def joined(of_batches: Sequence[TouchedHot]) -> TouchedHot:
+        """Those of several batches, in the order of the batches."""
+        return TouchedHot(
+            slots_t=torch.cat([each.slots_t for each in of_batches]),
+            own_slots_o=torch.cat([each.own_slots_o for each in of_batches]),
+            own_rows_o=torch.cat([each.own_rows_o for each in of_batches]),
+        )
+
+    def copy_home(self, homes: Tensor, replicas: Tensor) -> None:
+        """Copies replicas to those home rows that are on this rank. Local.
+
+        Args:
+            homes: Per-row tensor of this rank's homes, shape ``(num_home_rows, ...)``.
+            replicas: The same of its replicas, shape ``(H_p, ...)``.
+
+        Cost:
+            Two passes over ``o`` rows: 0.6 to 1.6 ms of CPU for 3,000 to 6,000 rows of D=128.
+        """
+        homes.index_copy_(0, self.own_rows_o, replicas.index_select(0, self.own_slots_o))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held, for stream bookkeeping."""
+        yield from (self.slots_t, self.own_slots_o, self.own_rows_o)
 
 
 @dataclass(frozen=True)
@@ -84,14 +122,24 @@ class HotHomes:
         """Slots at home on this rank, in the order of ``own_rows_h``."""
         return self.slots_by_home_H.split(list(self.slots_W))[self.rank]
 
-    def copy_home(self, homes: Tensor, replicas: Tensor) -> None:
-        """Copies replicas of this rank's own hot rows to their home rows. Local.
+    @cached_property
+    def own_row_by_slot(self) -> Tensor:
+        """Home row of each slot, -1 where it is at home elsewhere, int64, shape ``(H_p,)``."""
+        own_row_H = torch.full_like(self.slots_by_home_H, -1)
+        own_row_H[self.own_slots()] = self.own_rows_h
+        return own_row_H
+
+    def touched(self, slots_t: Tensor) -> TouchedHot:
+        """Finds which of some slots are at home on this rank; a host sync on an accelerator.
 
         Args:
-            homes: Per-row tensor of this rank's homes, shape ``(num_home_rows, ...)``.
-            replicas: The same of its replicas, shape ``(H_p, ...)``.
+            slots_t: Hot slots, int64, shape ``(t,)``.
         """
-        homes[self.own_rows_h] = replicas[self.own_slots()]
+        row_t = self.own_row_by_slot[slots_t]
+        is_own_t = row_t >= 0
+        return TouchedHot(
+            slots_t=slots_t, own_slots_o=slots_t[is_own_t], own_rows_o=row_t[is_own_t]
+        )
 
     def broadcast(self, homes: Tensor, replicas: Tensor, ranks: Ranks) -> None:
         """Copies every hot row from its home to all ranks' replicas. Collective.

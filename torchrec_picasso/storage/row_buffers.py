@@ -32,14 +32,14 @@ class RowBuffers:
     def take(self, num_rows: int) -> Tensor:
         """A float32 matrix with anything in it, shape ``(num_rows, dim)``."""
         if self._device.type != "cpu":
-            return torch.empty(num_rows, self._dim, device=self._device)
+            return torch.empty(num_rows, self._dim, dtype=torch.float32, device=self._device)
         self._free.sort(key=len)
         for index, buffer in enumerate(self._free):
             if len(buffer) >= num_rows:
                 return self._free.pop(index)[:num_rows]
         if self._free:
             self._free.pop()  # the one allocated now takes its place
-        return torch.empty(int(num_rows * _SLACK), self._dim)[:num_rows]
+        return torch.empty(int(num_rows * _SLACK), self._dim, dtype=torch.float32)[:num_rows]
 
     def give_back(self, matrix: Tensor) -> None:
         """Ends the use of a matrix that was taken here: nobody reads or writes it any more."""

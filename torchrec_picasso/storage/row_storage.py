@@ -1,25 +1,30 @@
 """One pack's rows on one rank in training: homes, replicas as a cache of them, one update for both.
 
-Replicas have two states:
+Homes are never behind: an update brings the hot rows that it touched home, those that are at home
+on this rank. So whoever reads a home, or writes into part of it, finds what training left there,
+whenever and through whatever view.
 
-* *filled*: equal on all ranks; ahead of their homes after an update. ``flush`` copies a rank's own
-  hot rows home (local, no communication).
-* *stale*: before the first step, after a purge, or when somebody wrote into a home in place, which
-  shows in the tensors' version counters. The next lookup fills them again (collective).
+Whoever writes into a home in place shows in the tensors' version counters. It is noted here, and
+nothing follows from it on this rank alone: between two steps ranks ask each other whether any of
+them was written, and then all fill their replicas and fetch again what they had fetched.
 
 Both are rows of one TBE, see ``row_tables.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 
+from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.segment_reduction import gather_sum
-from torchrec_picasso.storage.exactness import check_exact
-from torchrec_picasso.storage.hot_homes import HotHomes
+from torchrec_picasso.storage.exactness import check_exact, check_states
+from torchrec_picasso.storage.hot_homes import HotHomes, TouchedHot
 from torchrec_picasso.storage.memory_layout import choose_memory
 from torchrec_picasso.storage.row_tables import RowTables
 from torchrec_picasso.storage.row_uses import RowUses
@@ -51,21 +56,24 @@ class RowStorage(nn.Module):
         super().__init__()
         self._ranks = ranks
         self._hot_homes = hot_homes
+        self._names = [table.name for table in config.embedding_tables]
         check_exact(
             config.fused_params or {},
-            [table.name for table in config.embedding_tables],
+            self._names,
             data_type=config.data_type,
             device=device,
             num_hot_rows=hot_homes.num_hot_rows,
         )
+        check_states(config)
         layout = choose_memory(config, device, hot_homes.num_hot_rows)
         self._tables = RowTables(config, layout, device)
         self._homes, self._replicas = self._tables.weights.homes, self._tables.weights.replicas
         self._order = WriteOrder(device)
         self._marked: Tensor | None = None  # all False between calls of which_are_among
-        self._filled_versions: tuple[int, ...] | None = None
-        self._replicas_ahead = False
-        self._own_versions = self._versions()
+        self.homes_data = self._homes.data
+        """The homes with another count of writes, for whoever takes ``.data`` of them."""
+        self._known_versions = self._versions()
+        self._was_written = True  # replicas are not filled
         self.uses: RowUses | None = None
         """Counts of uses, where somebody asked for them."""
 
@@ -129,24 +137,36 @@ class RowStorage(nn.Module):
         self._marked.index_fill_(0, others_m, False)
         return found_n
 
-    def update(self, rows_n: Tensor, hot_slots_h: Tensor, grads_mD: Tensor) -> None:
+    def touched(self, slots_t: Tensor) -> TouchedHot:
+        """Finds which hot slots are at home here, as :meth:`HotHomes.touched` does."""
+        return self._hot_homes.touched(slots_t)
+
+    def own_row_by_slot(self) -> Tensor:
+        """What :meth:`touched` reads."""
+        return self._hot_homes.own_row_by_slot
+
+    def update(self, rows_n: Tensor, hot_t: TouchedHot, grads_mD: Tensor) -> None:
         """Applies the optimizer once to every row given, and counts one step.
 
         Args:
             rows_n: Home rows, shape ``(n,)``; gradients of a repeated row are summed first.
-            hot_slots_h: Replicas, the same on all ranks, shape ``(h,)``.
-            grads_mD: Gradients of the home rows, then of the replicas, shape ``(n + h, D)``; may be
+            hot_t: Hot rows, the same on all ranks.
+            grads_mD: Gradients of the home rows, then of the replicas, shape ``(n + t, D)``; may be
                 overwritten.
+
+        Raises:
+            PicassoError: If somebody wrote into the homes of hot rows since ranks last agreed.
         """
-        self._order.before_reading()
-        self._tables.update(rows_n, hot_slots_h, grads_mD)
-        self._order.has_written()
-        if not len(grads_mD):
-            return
-        self._replicas_ahead = self._replicas_ahead or hot_slots_h.numel() > 0
-        self._own_versions = self._versions()
-        if self._filled_versions is not None:
-            self._filled_versions = self._own_versions
+        with self._writing():
+            if self._was_written and self.num_hot_rows:
+                raise PicassoError(
+                    f"table {', '.join(map(repr, self._names))} was written between a forward and "
+                    "the update of its backward, and has hot rows, whose replicas would not have "
+                    "the write; write between steps"
+                )
+            self._tables.update(rows_n, hot_t.slots_t, grads_mD)
+            for rows in self._tables.per_row():
+                hot_t.copy_home(rows.homes, rows.replicas)
 
     def update_bags(
         self, rows_N: Tensor, offsets_S1: Tensor, weights_N: Tensor | None, grads_SD: Tensor
@@ -159,10 +179,8 @@ class RowStorage(nn.Module):
             weights_N: Likewise.
             grads_SD: Gradients of the sums; may be overwritten.
         """
-        self._order.before_reading()
-        self._tables.update_bags(rows_N, offsets_S1, weights_N, grads_SD)
-        self._order.has_written()
-        self._own_versions = self._versions()
+        with self._writing():
+            self._tables.update_bags(rows_N, offsets_S1, weights_N, grads_SD)
 
     # -- a change of the hot set --------------------------------------------------------------
 
@@ -181,79 +199,60 @@ class RowStorage(nn.Module):
             old_slot_H: Slot in the old set of each row of the new one, -1 for one that enters,
                 int64, shape ``(H_p,)``.
         """
-        self.flush()
-        was_stale, was_written = self.replicas_stale(), self.written_outside()
         entering = hot_homes.of_slots(old_slot_H < 0)
         stays = old_slot_H >= 0
-        for rows in self._tables.per_row():
-            rows.replicas[stays] = rows.replicas[old_slot_H[stays]]
-            entering.broadcast(rows.homes, rows.replicas, self._ranks)
-        self._order.has_written()
+        with self._writing():
+            for rows in self._tables.per_row():
+                rows.replicas[stays] = rows.replicas[old_slot_H[stays]]
+                entering.broadcast(rows.homes, rows.replicas, self._ranks)
         self._hot_homes = hot_homes
-        self._filled_versions = None if was_stale else self._versions()
-        if not was_written:
-            self._own_versions = self._versions()
 
     def unlike_homes(self) -> Tensor:
         """Which replicas here are not what their homes are: bool by slot. Collective.
 
-        Where they are stale there is nothing to compare.
+        Where a home was written since the replicas were filled, they may be.
         """
-        self.flush()
         is_unlike_H = torch.zeros(self.num_hot_rows, dtype=torch.bool, device=self._homes.device)
+        self._order.before_reading()
         for rows in self._tables.per_row():
             at_home = torch.empty_like(rows.replicas)
             self._hot_homes.broadcast(rows.homes, at_home, self._ranks)
             is_unlike_H |= (_bits(at_home) != _bits(rows.replicas)).any(dim=1)
-        return is_unlike_H & (not self.replicas_stale())
+        return is_unlike_H
 
-    # -- replicas as a cache of the homes ------------------------------------------------------
+    # -- writes from outside ---------------------------------------------------------------------
 
-    def replicas_stale(self) -> bool:
-        """Whether the replicas may differ from homes that were written from outside."""
-        return self._hot_homes.num_hot_rows > 0 and self._filled_versions != self._versions()
+    def was_written(self) -> bool:
+        """Whether somebody else wrote here since :meth:`fill_replicas`, or it was never called.
 
-    def written_outside(self) -> bool:
-        """Whether rows were written by anybody else since the last call of
-        :meth:`accept_writes`, update or fill."""
-        return self._own_versions != self._versions()
-
-    def accept_writes(self) -> None:
-        """Takes the rows as they are: whoever holds copies of them has them again."""
-        self._own_versions = self._versions()
+        This rank's own opinion: what is collective waits for an :class:`.Agreement` on it.
+        """
+        self._was_written |= self._versions() != self._known_versions
+        return self._was_written
 
     def fill_replicas(self) -> None:
-        """Copies every hot row from its home to all ranks. Collective."""
-        self.flush()
-        self._order.before_reading()
-        for rows in self._tables.per_row():
-            self._hot_homes.broadcast(rows.homes, rows.replicas, self._ranks)
-        self._order.has_written()
-        self._replicas_ahead = False
-        self._filled_versions = self._own_versions = self._versions()
+        """Copies every hot row from its home to all ranks, and takes the writes. Collective."""
+        with self._writing():
+            for rows in self._tables.per_row() if self.num_hot_rows else ():
+                self._hot_homes.broadcast(rows.homes, rows.replicas, self._ranks)
+        self._was_written = False
 
-    def flush(self) -> None:
-        """Copies this rank's own hot rows and their optimizer state home. Local."""
+    def before_reading(self) -> None:
+        """Orders whoever reads homes next on the current stream after the last update."""
         self._order.before_reading()
-        if not self._replicas_ahead or self._filled_versions is None:
-            return
-        was_stale, was_written = self.replicas_stale(), self.written_outside()
-        for rows in self._tables.per_row():
-            self._hot_homes.copy_home(rows.homes, rows.replicas)
-        self._order.has_written()
-        self._replicas_ahead = False
-        if not was_stale:
-            self._filled_versions = self._versions()
-        if not was_written:
-            self._own_versions = self._versions()
 
-    def purge(self) -> None:
-        """Forgets the replicas, after bringing home what they know. Local."""
-        self.flush()
-        self._filled_versions = None
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Around writes that are no writes from outside."""
+        self.was_written()
+        self._order.before_reading()
+        yield
+        self._order.has_written()
+        self._known_versions = self._versions()
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(version for rows in self._tables.per_row() for version in rows.versions())
+        of_rows = [version for rows in self._tables.per_row() for version in rows.versions()]
+        return (*of_rows, self.homes_data._version)
 
 
 def _bits(values_H: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """One pack's rows on one rank, in a single fused TBE: weights, optimizer state, one update.
 
-Where the update is plain row-wise Adagrad on the CPU, ``row_wise_adagrad.py`` does it in the TBE's
-tensors; any other is the TBE's own.
+What ``row_updates.py`` can update on the CPU, it updates in the TBE's tensors; any other update is
+the TBE's own.
 
 Homes and replicas share the TBE, in whichever layout, hence its optimizer, learning rate and step
 count, and one call updates both. To the TBE every row is a bag of its own: on CPU its forward and
@@ -26,18 +26,17 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 
 from torchrec_picasso._torchrec import (
     EmbeddingLocation,
+    EmbOptimType,
     PoolingMode,
     SplitTableBatchedEmbeddingBagsCodegen,
     data_type_to_sparse_type,
 )
 from torchrec_picasso.ops.segment_reduction import sum_by_row
 from torchrec_picasso.storage.memory_layout import MemoryLayout
-from torchrec_picasso.storage.row_wise_adagrad import RowWiseAdagrad
+from torchrec_picasso.storage.row_updates import ONLY_HERE, new_states, row_update
+from torchrec_picasso.storage.update_step import RowUpdate, UpdateStep
 
 __all__ = ["HomesAndReplicas", "RowTables"]
-
-_SUM = "sum"
-"""Row-wise Adagrad's state in TorchRec's names."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,16 @@ class RowTables(nn.Module):
         self.layout = layout
         self._dim = config.embedding_tables[0].local_cols
         name = "+".join(table.name for table in config.embedding_tables)
+        arguments = dict(config.fused_params or {})
+        self._row_update = row_update(
+            arguments,
+            data_type=config.data_type,
+            is_on_host=layout.homes == EmbeddingLocation.HOST,
+        )
+        optimizer = arguments.get("optimizer", EmbOptimType.EXACT_SGD)
+        keeps_state_here = self._row_update is not None and optimizer in ONLY_HERE
+        if keeps_state_here:
+            arguments["optimizer"] = EmbOptimType.EXACT_SGD  # which keeps none
         self.tbe = SplitTableBatchedEmbeddingBagsCodegen(
             embedding_specs=[
                 (num_rows, self._dim, location, layout.compute_device)
@@ -86,11 +95,15 @@ class RowTables(nn.Module):
             weights_precision=data_type_to_sparse_type(config.data_type),
             device=device,
             table_names=[name, f"{name}, replicas"][: len(layout.tables)],
-            **(config.fused_params or {}),
+            **arguments,
         )
         self.weights = HomesAndReplicas.of_tables(self.tbe.split_embedding_weights(), layout)
         # one dict per table, and none at all for plain SGD
         states_by_table: list[dict[str, Tensor]] = self.tbe.get_optimizer_state()
+        if keeps_state_here:
+            states_by_table = [
+                new_states(optimizer, num_rows, self._dim, device) for num_rows, _ in layout.tables
+            ]
         self.row_states: Mapping[str, HomesAndReplicas] = {}
         """Optimizer state kept per row."""
         self.shared_states: Mapping[str, Tensor] = {}
@@ -103,11 +116,6 @@ class RowTables(nn.Module):
             else:
                 self.shared_states[key] = states[0]
         self._counting = torch.empty(0, dtype=torch.int64, device=device)
-        self._adagrad = RowWiseAdagrad.of(
-            config.fused_params or {},
-            data_type=config.data_type,
-            is_on_host=layout.homes == EmbeddingLocation.HOST,
-        )
 
     def per_row(self) -> list[HomesAndReplicas]:
         """Weights and every optimizer state kept per row."""
@@ -131,12 +139,12 @@ class RowTables(nn.Module):
                 overwritten.
         """
         num_home, num_hot = rows_n.numel(), hot_slots_h.numel()
-        if self._adagrad is not None:
+        if self._row_update is not None:
+            step = UpdateStep.begin(self.tbe)
             summed = sum_by_row(rows_n, grads_mD[:num_home], self.layout.num_home_rows)
-            self._update_homes(self._adagrad, *summed)
-            replicas, sums = self.weights.replicas, self.row_states[_SUM].replicas
-            grads_hD, rate = grads_mD[num_home:], self.tbe.get_learning_rate()
-            self._adagrad.update(replicas, sums, hot_slots_h, grads_hD, rate)
+            _apply(self._row_update, self._all_homes(), *summed, step)
+            replicas = [rows.replicas for rows in self.per_row()]
+            _apply(self._row_update, replicas, hot_slots_h, grads_mD[num_home:], step)
             return
         in_two = self.layout.in_two_tables
         if not in_two:
@@ -163,10 +171,10 @@ class RowTables(nn.Module):
             grads_SD: Gradients of the weighted sums; may be overwritten.
         """
         assert not self.layout.num_hot_rows
-        if self._adagrad is not None:
+        if self._row_update is not None:
             num_rows = self.layout.num_home_rows
             summed = sum_by_row(rows_N, grads_SD, num_rows, offsets_S1, weights_N)
-            self._update_homes(self._adagrad, *summed)
+            _apply(self._row_update, self._all_homes(), *summed, UpdateStep.begin(self.tbe))
             return
         if offsets_S1.numel() == 1:
             offsets_S1 = offsets_S1.new_zeros(2)  # one empty bag: the step counts
@@ -175,11 +183,8 @@ class RowTables(nn.Module):
             pooled_SD = self.tbe(rows_N, offsets_S1, per_sample_weights=weights_N)
             torch.autograd.backward(pooled_SD, grads_SD)
 
-    def _update_homes(self, adagrad: RowWiseAdagrad, rows_U: Tensor, grads_UD: Tensor) -> None:
-        """Updates homes, and counts one step."""
-        homes, sums = self.weights.homes, self.row_states[_SUM].homes
-        adagrad.update(homes, sums, rows_U, grads_UD, self.tbe.get_learning_rate())
-        self.tbe.iter.add_(1)
+    def _all_homes(self) -> list[Tensor]:
+        return [rows.homes for rows in self.per_row()]
 
     def _two_offsets(self, num_home: int, num_hot: int) -> Tensor:
         """Bags of two tables, those without a row last: int64, shape ``(2 S + 1,)``."""
@@ -192,6 +197,15 @@ class RowTables(nn.Module):
         if self._counting.numel() <= end:
             self._counting = torch.arange(2 * end + 1, device=self._counting.device)
         return self._counting[: end + 1]
+
+
+@torch.no_grad()
+def _apply(
+    row_update: RowUpdate, tensors: list[Tensor], rows_U: Tensor, grads_UD: Tensor, step: UpdateStep
+) -> None:
+    """Updates rows of weights and states, if there are any."""
+    if rows_U.numel():
+        row_update(tensors[0], tensors[1:], rows_U, grads_UD, step)
 
 
 def _side_by_side(grads_mD: Tensor, num_home: int) -> Tensor:

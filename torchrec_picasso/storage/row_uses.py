@@ -28,12 +28,12 @@ class RowUses:
     """
 
     def __init__(self, num_home_rows: int, num_hot_rows: int, device: torch.device) -> None:
-        self.homes_n = torch.zeros(num_home_rows, device=device)
+        self.homes_n = torch.zeros(num_home_rows, dtype=torch.float32, device=device)
         """Uses of home rows by all ranks, while they are cold; 0 for hot ones. As
         :meth:`settle` left them, later ones weigh more."""
-        self.replicas_h = torch.zeros(num_hot_rows, device=device)
+        self.replicas_h = torch.zeros(num_hot_rows, dtype=torch.float32, device=device)
         """Uses of replicas by this rank, likewise."""
-        self._weight = torch.ones(1, device=device)
+        self._weight = torch.ones(1, dtype=torch.float32, device=device)
         self._weight_on_host = 1.0
         self.num_cold = 0
         """Uses of cold rows at home here since :meth:`begin_window`."""

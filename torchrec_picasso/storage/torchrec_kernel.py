@@ -1,15 +1,16 @@
 """What TorchRec expects of a kernel: state dicts, parameters and a fused optimizer over the homes.
 
-Homes are stock row-wise shards, so state dicts see plain TorchRec. Whatever reads them brings home
-first what replicas know.
+Homes are stock row-wise shards and never behind their replicas, so state dicts see plain TorchRec.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 
@@ -24,6 +25,7 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.storage.home_views import HomeParameter, HomeRows, HomeSlice
 from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["HotColdKernel"]
@@ -45,8 +47,7 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         self._dim = config.embedding_tables[0].local_cols
         self.rows = rows
         self._init_parameters()
-        self.rows.accept_writes()
-        self._optim = _FlushedFusedOptimizer(self.rows, **self._optimizer_views())
+        self._optim = _OrderedFusedOptimizer(self.rows, **self._optimizer_views())
 
     @property
     def config(self) -> GroupedEmbeddingConfig:
@@ -66,6 +67,34 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         """Home rows of each table, views, shape ``(local_rows, D)``."""
         return [view for _, view in self._home_slices(self.rows.tables.weights.homes)]
 
+    @property
+    def table_names(self) -> list[str]:
+        """Names of the tables, in the order of their homes."""
+        return [table.name for table in self._config.embedding_tables]
+
+    def split_first_state(self) -> Iterator[Tensor]:
+        """The first optimizer state that is kept per row, of each table's homes; views.
+
+        Nothing for an optimizer without one. :meth:`flush` brings it up to date.
+        """
+        for rows in list(self.rows.tables.row_states.values())[:1]:
+            yield from (view for _, view in self._home_slices(rows.homes))
+
+    def split_rows(self, rows_n: Tensor) -> Mapping[str, Tensor]:
+        """Splits home rows by table. A host sync on CUDA.
+
+        Args:
+            rows_n: Rows of the pack's homes, int64, ascending.
+
+        Returns:
+            Rows of each table, counted from its first home row on this rank.
+        """
+        sizes = [table.local_rows for table in self._config.embedding_tables]
+        edges = torch.tensor([0, *accumulate(sizes)], device=rows_n.device)
+        counts = torch.searchsorted(rows_n, edges).diff().tolist()
+        pieces = zip(self.table_names, rows_n.split(counts), edges)
+        return {name: rows - start for name, rows, start in pieces}
+
     def state_dict(
         self,
         destination: dict[str, Any] | None = None,
@@ -73,10 +102,14 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         keep_vars: bool = False,
     ) -> dict[str, Any]:
         """Homes as ShardedTensors or DTensors, exactly stock row-wise TorchRec's."""
-        self.rows.flush()
+        self.rows.before_reading()
+        homes, data = self.rows.tables.weights.homes, self.rows.homes_data
         return get_state_dict(
             self._config.embedding_tables,
-            self.split_embedding_weights(),
+            [
+                view.as_subclass(HomeRows).with_data(same)
+                for (_, view), (_, same) in zip(self._home_slices(homes), self._home_slices(data))
+            ],
             self._ranks.pg,
             OrderedDict() if destination is None else destination,
             prefix,
@@ -86,10 +119,11 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Homes as parameters that no outside optimizer may take."""
-        for table, view in zip(self._config.embedding_tables, self.split_embedding_weights()):
-            parameter: Any = nn.Parameter(view)
+        homes, data = self.rows.tables.weights.homes, self.rows.homes_data
+        for (name, view), (_, same) in zip(self._home_slices(homes), self._home_slices(data)):
+            parameter: Any = HomeParameter(view).with_data(same)
             parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
-            yield append_prefix(prefix, f"{table.name}.weight"), parameter
+            yield append_prefix(prefix, f"{name}.weight"), parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -102,17 +136,19 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         flat = self.rows.tables.flat_homes()
         views = self._optimizer_views()
         start = 0
-        for table in self._config.embedding_tables:
+        for table, (_, same) in zip(
+            self._config.embedding_tables, self._home_slices(self.rows.homes_data)
+        ):
             end = start + table.local_rows * self._dim
-            weight = TableBatchedEmbeddingSlice(
+            weight = HomeSlice(
                 data=flat,
                 start_offset=start,
                 end_offset=end,
                 num_embeddings=table.local_rows,
                 embedding_dim=self._dim,
-            )
+            ).with_data(same)
             weight._in_backward_optimizers = [
-                _FlushedFusedOptimizer(
+                _OrderedFusedOptimizer(
                     self.rows, **views, create_for_table=table.name, param_weight_for_table=weight
                 )
             ]
@@ -146,16 +182,15 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
             weights.uniform_(table.get_weight_init_min(), table.get_weight_init_max())
 
     def flush(self) -> None:
-        """Brings home what replicas know. Local."""
-        self.rows.flush()
+        """Orders the reader of a state dict after the last update. Local."""
+        self.rows.before_reading()
 
     def purge(self) -> None:
-        """Forgets the replicas, after bringing home what they know. Local."""
-        self.rows.purge()
+        """Does nothing: a load writes into homes, which shows."""
 
 
-class _FlushedFusedOptimizer(EmbeddingFusedOptimizer):
-    """TorchRec's fused optimizer whose state is brought home before anybody reads it."""
+class _OrderedFusedOptimizer(EmbeddingFusedOptimizer):
+    """TorchRec's fused optimizer, whose state is read after the last update."""
 
     def __init__(self, storage: RowStorage, **arguments: Any) -> None:
         self._storage = storage
@@ -163,7 +198,7 @@ class _FlushedFusedOptimizer(EmbeddingFusedOptimizer):
 
     @property
     def state(self) -> Mapping[Any, Any]:
-        self._storage.flush()
+        self._storage.before_reading()
         return self._home_state
 
     @state.setter

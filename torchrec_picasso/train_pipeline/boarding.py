@@ -1,15 +1,11 @@
-"""How a batch comes into a pipeline and its output out of it: put in order, cut, joined again."""
+"""How a batch comes into a pipeline and its output out of it: cut, joined again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from torchrec_picasso.batches.join import join_outputs
-from torchrec_picasso.batches.order import in_order
 from torchrec_picasso.batches.split import micro_batch_sizes, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.feed.batch_feed import Fetched
@@ -44,15 +40,18 @@ class Boarding:
     def board(self, fetched: Fetched, setting: Setting, taken: PipelinedModel) -> Flight:
         """Cuts a batch into micro-batches.
 
+        A batch of few samples, or one that cannot be cut, is the first micro-batch; the others are
+        empty then. Other ranks may cut theirs all the same.
+
         Args:
             fetched: The batch.
-            setting: Into how many, and whether samples are put in order first.
+            setting: Into how many.
             taken: The model that will be trained on it.
 
         Raises:
             CompatError: If its features have other samples, and those of the first batch had not.
         """
-        batch = fetched.batch
+        batch, num_micro_batches = fetched.batch, setting.num_micro_batches
         with self._id_stream.working():
             self._id_stream.take_batch(batch)
             for name in taken.odd_modules(batch, fetched.context):
@@ -61,23 +60,16 @@ class Boarding:
                     "batch first, or use TorchRec's TrainPipelineSparseDist"
                 )
             num_samples = taken.count(batch, fetched.context)
-            sizes_K = micro_batch_sizes(num_samples, setting.num_micro_batches)
-            if len(sizes_K) == 1 or not num_samples:  # every micro-batch is the batch itself
-                return Flight(fetched, setting, sizes_K, [batch] * len(sizes_K))
-            try:
-                order_B = taken.order_of(batch) if setting.ordered else None
-                ordered = batch if order_B is None else in_order(batch, order_B)
-                parts_K = list(self.split(ordered, sizes_K))
-            except InputError as error:  # the header may tell all ranks why, and stop them
-                refused = replace(fetched, refusal=error)
-                return Flight(refused, setting, sizes_K, [batch] * len(sizes_K))
-        return Flight(replace(fetched, batch=ordered), setting, sizes_K, parts_K, order_B)
+            sizes_K = micro_batch_sizes(num_samples, num_micro_batches)
+            if sizes_K[0] < num_samples:
+                try:
+                    return Flight(fetched, setting, sizes_K, list(self.split(batch, sizes_K)))
+                except (CompatError, InputError):
+                    pass
+            num_empty = num_micro_batches - 1
+            sizes_K = [num_samples, *[0] * num_empty]
+            return Flight(fetched, setting, sizes_K, [batch, *[None] * num_empty])
 
     def output_of(self, flight: Flight) -> Any:
-        """What the model gave for the whole batch, samples as they came."""
-        outputs = list(flight.outputs_K.values())
-        sizes = [flight.sizes_K[index] for index in flight.outputs_K]
-        order_B: Tensor | None = flight.order_B
-        if order_B is None:
-            return self.join(outputs, sizes)
-        return join_outputs(outputs, sizes, order_B)
+        """What the model gave for the whole batch."""
+        return self.join(list(flight.outputs_K.values()), flight.run_sizes)

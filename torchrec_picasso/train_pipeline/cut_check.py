@@ -1,295 +1,226 @@
 """Whether a model gives in micro-batches what it gives for the whole batch, by trying both.
 
-Nothing can be read off a model: a loss over those samples only that were clicked, an auxiliary loss
-over padded positions, statistics of the batch written by hand all look like any other code, and all
-are wrong in micro-batches, without an error. So on a few training steps (:func:`is_due`) the
-model runs both ways on the same samples with the same rows, and loss, outputs, buffers and the
-gradients that reach the tables' outputs are compared. Ranks agree: what one sees counts for all.
+For micro-batches that were asked for where nothing is proved. On a few training steps the model
+runs forward and backward on the same samples with the same rows in three ways: whole, cut as the
+step cuts it, and torn: pieces of the batch in random order, dealt out to uneven parts. Losses,
+outputs, gradients of tables and of dense weights, and the state that runs leave behind are
+compared. What cannot be compared (a value that is not finite, an error, random numbers, a
+collective) counts as a difference. Ranks agree: what one sees counts for all.
 
-It leaves no trace: rows are looked up without a backward, gradients go to no parameter, the batch
-is a copy, random layers are held still and random states, buffers and attributes put back.
+A comparison leaves no trace: each run works on a copy of the model, which shares its sharded
+modules alone.
 
-A difference that does not show on these batches is not found: all clicked, all of one length. Nor
-is one where the model runs on random numbers that cannot be held still. Evaluation is not looked
-at.
-
-Cost: about two dense forwards and backwards more, and the memory of one over the whole batch, in a
-step with a check: 1, 2, 4, 8, 16, 64, 256, ...
+Cost: about three dense forwards and backwards, the memory of one over the whole batch, and that of
+the dense part.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_picasso.batches.copy import copy_batch
-from torchrec_picasso.batches.join import join_outputs
-from torchrec_picasso.batches.split import micro_batch_sizes
+from torchrec_picasso.batches.split import split_batch
+from torchrec_picasso.comparison.dense_part import dense_parameters
 from torchrec_picasso.comparison.difference import (
     Tolerance,
     difference_of,
     difference_of_outputs,
 )
-from torchrec_picasso.comparison.model_memory import (
-    checkpoint_buffers,
-    forget_random_states,
-    without_a_trace,
-)
+from torchrec_picasso.comparison.model_copy import ModelState, copy_model
 from torchrec_picasso.comparison.still_randomness import StillRandomness
+from torchrec_picasso.exchange.consensus import agree_on
 from torchrec_picasso.feed.end_of_data import SplitBatch
-from torchrec_picasso.train_pipeline.flight import Flight, share_of
-from torchrec_picasso.train_pipeline.module_group import ModuleGroup
-from torchrec_picasso.train_pipeline.postprocs import Postprocs
+from torchrec_picasso.train_pipeline.data_parallel import instead_of_wrapped
+from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.operations import Program
+from torchrec_picasso.train_pipeline.pieces import Cut
+from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 
-__all__ = ["CutCheck", "agree", "is_due"]
+__all__ = ["CutCheck"]
 
 _TENSOR_FLOAT = 2.0**-11
 """Rounding step of float32 products where the device is allowed to shorten them."""
 
-_OFTEN_UNTIL = 16
-"""Steps in which data that differ from the first batch are likely to be new."""
-
-ADVICE = (
+_ADVICE = (
     "Either the loss is no mean over samples (a mean over clicked samples or over padded positions "
-    "is not; loss_reduction='sum' if it is a sum), or the model computes over the batch (its own "
-    "statistics, negatives of the same batch). Use num_micro_batches=1"
+    "is not; loss_reduction='sum' or 'ratio' if it is one), or the model computes over the batch "
+    "(its own statistics, negatives of the same batch). Use num_micro_batches=1"
 )
 
 
-def is_due(step: int) -> bool:
-    """Whether a training step, counted from 1, begins with a check.
-
-    Steps 1, 2, 4, 8, 16, then 64, 256, 1024, ...
-    """
-    is_power_of_2 = step & (step - 1) == 0
-    return is_power_of_2 and (step <= _OFTEN_UNTIL or step.bit_length() % 2 == 1)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Run:
     """What one way of running the model gave."""
 
     loss: Tensor
     output: Any
-    buffers: Mapping[str, Tensor]
-    grads: Mapping[str, Sequence[Tensor]]
+    grads: Mapping[str, Sequence[Tensor | None]]
+    """Gradients of tables' outputs, by module, and of dense weights, by parameter."""
+    state: ModelState
 
 
 class CutCheck:
-    """Compares the two ways.
+    """Compares the ways.
 
     Args:
-        module: The model inside its wrapper.
-        forward: Gives ``(losses, output)`` for a batch.
-        groups: Sharded modules whose exchange a schedule drives, those together that travel so.
-        plain: Sharded modules computed once per batch, by name.
+        program: Model and losses.
+        taken: The model's sharded modules.
         split: Cuts a batch.
         join: Joins outputs.
-        postprocs: Modules that run ahead of the model.
-        losses_are_means: Whether losses are means over samples.
         pg: Process group.
         device: Where the model and collectives of ``pg`` run.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        forward: Callable[[Any], tuple[Tensor, Any]],
-        groups: Sequence[ModuleGroup],
-        plain: Mapping[str, Any],
+        program: Program,
+        taken: PipelinedModel,
         *,
         split: SplitBatch,
         join: Callable[[Sequence[Any], Sequence[int]], Any],
-        postprocs: Postprocs,
-        losses_are_means: bool,
         pg: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self._module = module
-        self._forward = forward
-        self._groups = groups
-        self._plain = plain
+        self._program = program
+        self._taken = taken
         self._split = split
         self._join = join
-        self._postprocs = postprocs
-        self._losses_are_means = losses_are_means
         self._pg = pg
         self._device = device
-        self.is_blind: str | None = None
-        """Why the last comparison could not be made."""
+        self._draw = random.Random(0)
 
-    def why_not(self, flight: Flight, num_micro_batches: int) -> str | None:
+    def why_not(self, flight: Flight) -> str | None:
         """What is wrong with micro-batches on any rank; ``None`` = nothing that shows. Collective.
-
-        Every rank runs the model equally often, with data or without: it may have exchanges of its
-        own.
 
         Args:
             flight: A batch whose rows are there or on their way.
-            num_micro_batches: How many to try.
         """
-        flight.compute_wholes(self._plain)
-        wholes = self._outputs_of(flight)
-        sizes_K = micro_batch_sizes(flight.num_samples, num_micro_batches)
-        still = StillRandomness()
-        with still:
-            whole = self._run(flight, wholes, [flight.num_samples])
-            cut = self._run(flight, wholes, sizes_K)
-        found = self._judge(flight, whole, cut, sizes_K, self._tolerance(still))
-        if agree(self._pg, self._device, found) is None:
-            return None
-        with still:
-            again = self._run(flight, wholes, [flight.num_samples], reseed=True)
-        drawn = ", ".join(sorted(still.drawn))
-        if not drawn and _differ(whole, again, self._tolerance(still)):
-            drawn = "the same batch gives different results"
-        drawn_anywhere = agree(self._pg, self._device, drawn or None)
-        if drawn_anywhere is not None:
-            self.is_blind = f"the model is random by itself: {drawn_anywhere}"
-            return None
-        return agree(self._pg, self._device, found)
+        wholes = flight.whole_outputs(self._taken.groups, self._taken.plain)
+        found = self._difference(flight, wholes) if len(flight.run_sizes) > 1 else None
+        return agree_on(self._pg, self._device, found)
 
-    def _judge(
-        self,
-        flight: Flight,
-        whole: _Run | Exception,
-        cut: _Run | Exception,
-        sizes_K: Sequence[int],
-        tolerance: Tolerance,
-    ) -> str | None:
-        if not flight.num_samples or isinstance(whole, Exception):
-            return None  # the step raises it as well, then for everybody to see
-        if isinstance(cut, Exception):
-            return f"{type(cut).__name__} with micro-batches of {sizes_K} samples: {cut}. {ADVICE}"
-        found = _difference(whole, cut, tolerance)
-        return None if found is None else f"in {len(sizes_K)} micro-batches {found}. {ADVICE}"
+    def _difference(self, flight: Flight, wholes: Mapping[str, WholeOutput]) -> str | None:
+        """What differs on this rank."""
+        num_samples, num_parts = flight.num_samples, len(flight.sizes_K)
+        ways = {
+            "on the whole batch": Cut.in_order([num_samples]),
+            f"in {num_parts} micro-batches": Cut.in_order(flight.run_sizes),
+            "in uneven parts": Cut.torn(num_samples, num_parts, self._draw),
+        }
+        if self._split is not split_batch:  # what it cuts off may not be joined otherwise
+            ways.popitem()
+        still, whole = StillRandomness(), None
+        for way, cut in ways.items():
+            try:
+                run = self._run(flight, wholes, cut, still)
+            except Exception as error:  # whatever a user's model raises
+                return f"{type(error).__name__} {way}, of {cut.sizes_K} samples: {error}. {_ADVICE}"
+            if still.drawn:
+                return (
+                    f"the model is random by itself or communicates ({', '.join(still.drawn)}), so "
+                    "it cannot be checked whether micro-batches train the same; use "
+                    "num_micro_batches=1"
+                )
+            whole = whole or run
+            found = _difference(whole, run, self._tolerance(still), cut)
+            if found is not None:
+                return f"{way} {found}. {_ADVICE}"
+        return None
 
     def _tolerance(self, still: StillRandomness) -> Tolerance:
         shortened = self._device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
         return Tolerance(max(still.coarsest, _TENSOR_FLOAT if shortened else 0.0))
 
-    def _outputs_of(self, flight: Flight) -> dict[str, WholeOutput]:
-        """Of every pipelined module, its output for the whole batch, with leaves of its own."""
-        outputs = {name: flight.wholes[name].detached() for name in self._plain}
-        counted = [
-            (index, size)
-            for index, size in enumerate(flight.sizes_K)
-            if size or not (index or flight.num_samples)
-        ]
-        for group, rows in zip(self._groups, flight.rows):
-            for number, (name, module) in enumerate(group.modules.items()):
-                weights = flight.weights_of(name, module, rows, number)
-                with torch.no_grad():
-                    parts = [
-                        group.output(
-                            name, rows.hand_out(index, lambda _: None, weights, module=number)
-                        ).wait()
-                        for index, _ in counted
-                    ]
-                whole = join_outputs(parts, [size for _, size in counted])
-                outputs[name] = WholeOutput(whole, name, always_leaves=True)
-        return outputs
-
     def _run(
         self,
         flight: Flight,
         wholes: Mapping[str, WholeOutput],
-        sizes_K: Sequence[int],
-        reseed: bool = False,
-    ) -> _Run | Exception:
-        """Runs forward and backward; gives whatever the model raised."""
+        cut: Cut,
+        still: StillRandomness,
+    ) -> _Run:
+        """Runs forward and backward of all micro-batches, as a step does."""
+        batch, context = copy_batch(flight.batch), copy.copy(flight.context)
+        context.postproc_fwd_results = copy_batch(context.postproc_fwd_results)
+        pieces = list(self._split(batch, cut.sizes)) if len(cut.sizes) > 1 else [batch]
         given = {name: whole.detached() for name, whole in wholes.items()}
-        modules = [m for group in self._groups for m in group.modules.items()]
-        modules += self._plain.items()
-        with without_a_trace(self._module, self._device), torch.enable_grad():
-            if reseed:
-                forget_random_states()
-            try:
-                batch, context = copy_batch(flight.batch), copy.copy(flight.context)
-                context.postproc_fwd_results = copy_batch(context.postproc_fwd_results)
-                is_cut = len(sizes_K) > 1 and flight.num_samples
-                parts_K = self._split(batch, sizes_K) if is_cut else [batch] * len(sizes_K)
-                losses, outputs, sizes = [], [], []
-                for index, size in enumerate(sizes_K):
-                    if flight.num_samples and not size:
-                        continue
-                    for name, module in modules:
-                        module.forward.give(given[name].part(sizes_K, index))
-                    with self._postprocs.of_part(context, sizes_K, index):
-                        loss, output = self._forward(parts_K[index])
-                    share = share_of(index, sizes_K, self._losses_are_means)
-                    losses.append(torch.sum(loss, dim=0) * share)
-                    outputs.append(output)
-                    sizes.append(size)
-                total = torch.stack(losses).sum()
-                buffers = checkpoint_buffers(self._module)
-                return _Run(
-                    total.detach(), self._join(outputs, sizes), buffers, _grads(total, given)
-                )
-            except Exception as error:  # whatever a user's model raises
-                return error
+        losses_K: dict[int, Any] = {}
+        outputs, program = [], self._program
+        with self._isolated() as model, still, torch.enable_grad():
+            for k in range(len(cut.pieces_K)):
+                for name, module in self._taken.modules.items():
+                    parts = [given[name].part(cut.sizes, p) for p in range(len(cut.sizes))]
+                    module.forward.give(cut.joined(parts, k))
+                with self._taken.postprocs.of_part(context, cut, k):
+                    losses, output = self._forward(model, cut.joined(pieces, k))
+                losses_K[k] = program.losses.checked(losses)
+                outputs.append(output)
+            parts_K = [program.losses.of_part(losses_K, k, cut.sizes_K) for k in losses_K]
+            for loss in reversed(parts_K):
+                loss.backward()
+            grads: dict[str, Sequence[Tensor | None]] = {
+                f"the output of {name}": whole.join_gradients([leaf.grad for leaf in whole.leaves])
+                for name, whole in given.items()
+            }
+            for name, parameter in dense_parameters(model):
+                grads[name] = [parameter.grad]
+            return _Run(
+                loss=program.losses.of_batch(losses_K, cut.sizes_K),
+                output=self._join(outputs, cut.sizes_K) if cut.is_in_order else None,
+                grads=grads,
+                state=ModelState.of(model),
+            )
+
+    def _forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        program = self._program
+        if isinstance(program.model, DistributedModelParallel):
+            with instead_of_wrapped(program.model, model):
+                return program.forward(batch)
+        losses, output = model(batch)
+        return losses, output
+
+    @contextmanager
+    def _isolated(self) -> Iterator[nn.Module]:
+        """A copy of the model; what it draws leaves the random states as they are."""
+        devices = [] if self._device.type == "cpu" else [self._device]
+        states = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng(devices=devices):
+                yield copy_model(self._taken.inner, self._taken.postproc_modules)
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
-def _grads(loss: Tensor, given: Mapping[str, WholeOutput]) -> dict[str, Sequence[Tensor]]:
-    """Gradients of the loss by the tables' outputs; none where the model lets none through."""
-    leaves = [leaf for whole in given.values() for leaf in whole.leaves]
-    if not leaves or not loss.requires_grad:
-        return {}
-    found = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
-    return {
-        name: whole.join_gradients([next(found) for _ in whole.leaves])
-        for name, whole in given.items()
-    }
-
-
-def _difference(whole: _Run, cut: _Run, tolerance: Tolerance) -> str | None:
+def _difference(whole: _Run, parts: _Run, tolerance: Tolerance, cut: Cut) -> str | None:
     for name, grads in whole.grads.items():
-        for one, other in zip(grads, cut.grads.get(name, [])):
-            found = difference_of(one, other, tolerance)
+        for one, other in zip(grads, parts.grads[name]):
+            found = _difference_of_gradients(one, other, tolerance)
             if found is not None:
-                return f"the gradient of the output of {name} {found}"
-    found = difference_of(whole.loss, cut.loss, tolerance)
+                return f"the gradient of {name} {found}"
+    found = difference_of(whole.loss, parts.loss, tolerance)
     if found is not None:
         return f"the loss {found}"
-    for name, buffer in whole.buffers.items():
-        if buffer.is_floating_point():
-            found = difference_of(buffer, cut.buffers[name], tolerance)
-        else:
-            found = None if buffer.equal(cut.buffers[name]) else "differs"
-        if found is not None:
-            return f"the buffer {name} {found} after the forward"
-    return difference_of_outputs(whole.output, cut.output, tolerance)
+    found = whole.state.difference(parts.state, tolerance)
+    if found is not None or not cut.is_in_order:
+        return found
+    return difference_of_outputs(whole.output, parts.output, tolerance)
 
 
-def _differ(one: _Run | Exception, other: _Run | Exception, tolerance: Tolerance) -> bool:
-    if isinstance(one, Exception) or isinstance(other, Exception):
-        return False
-    return _difference(one, other, tolerance) is not None
-
-
-def agree(pg: dist.ProcessGroup, device: torch.device, reason: str | None) -> str | None:
-    """The reason of the lowest rank that has one, on all ranks. Collective.
-
-    Args:
-        pg: Process group.
-        device: Where collectives of ``pg`` run.
-        reason: This rank's; ``None`` = it has none.
-    """
-    if pg.size() == 1:
-        return reason
-    mine = pg.rank() if reason is not None else pg.size()
-    first = torch.tensor([mine], device=device)
-    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=pg)
-    source = int(first.item())
-    if source == pg.size():
-        return None
-    parcel = [reason]
-    dist.broadcast_object_list(parcel, group=pg, group_src=source, device=device)
-    return parcel[0]
+def _difference_of_gradients(
+    one: Tensor | None, other: Tensor | None, tolerance: Tolerance
+) -> str | None:
+    if one is None or other is None:
+        return None if one is other else "is there in one of the two only"
+    return difference_of(one.to_dense(), other.to_dense(), tolerance)

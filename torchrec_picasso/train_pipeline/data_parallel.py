@@ -1,23 +1,36 @@
-"""How the pipeline goes around DistributedDataParallel, and gives the model back to it.
+"""Lets DistributedDataParallel reduce dense gradients once per step, whatever a batch is cut into.
 
-DDP reduces in every backward and expects one forward before it; a step of K micro-batches has K of
-each. So the pipeline calls the model inside, and reduces the gradients itself: exactly those that
-DDP would reduce. DDP's hooks fire all the same in every backward of the model inside. With
-``static_graph``, as TorchRec wraps a model, they count calls per parameter, and counts from
-backwards that DDP did not begin make it leave gradients unreduced later on, without an error. A
-wrapper made anew counts from zero.
+A step of one micro-batch calls the wrapper and runs one backward, as any loop does: all that the
+wrapper was told (communication hooks, buffers, a static graph, optimizers in backward) happens by
+itself. A step of K micro-batches runs K forwards, then K backwards. Its forwards run under
+``no_sync``, and the last backward is announced to the wrapper's reducer, as the schedules of
+``torch.distributed.pipelining`` do it. So gradients add up, and DDP reduces their sums once.
+
+What DDP does per forward or per backward cannot be shared that way: :func:`why_whole_batches`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-__all__ = ["around_data_parallel", "reduced_elsewhere", "renew_data_parallel", "wrapper_of"]
+__all__ = [
+    "announce_last_backward",
+    "counts_gradients",
+    "instead_of_wrapped",
+    "no_gradients",
+    "reduced_parameters",
+    "why_whole_batches",
+    "without_reduction",
+    "wrapper_of",
+]
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
@@ -29,35 +42,78 @@ def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
     return wrapped if isinstance(wrapped, DistributedDataParallel) else None
 
 
-def reduced_elsewhere(model: nn.Module) -> Collection[str]:
-    """Names of parameters that the wrapper was told to leave to others."""
+def reduced_parameters(model: nn.Module) -> Sequence[nn.Parameter]:
+    """The parameters whose gradients the wrapper reduces."""
     wrapper = wrapper_of(model)
-    return frozenset() if wrapper is None else frozenset(wrapper.parameters_to_ignore)
+    return [] if wrapper is None else wrapper._module_parameters
+
+
+def why_whole_batches(model: nn.Module) -> str | None:
+    """Why the wrapper needs one forward and one backward per step; ``None`` = it does not."""
+    wrapper = wrapper_of(model)
+    if wrapper is None:
+        return None
+    if any(
+        hasattr(parameter, "_in_backward_optimizers") for parameter in reduced_parameters(model)
+    ):
+        return "dense parameters have optimizers that step in backward"
+    if wrapper.find_unused_parameters and not wrapper.static_graph:
+        return "DistributedDataParallel looks for unused parameters in every backward"
+    if wrapper.mixed_precision is not None:
+        return "DistributedDataParallel casts parameters in every forward (mixed_precision)"
+    if any(isinstance(m, _TABLES) and m.sparse for m in wrapper.module.modules()):
+        return "DistributedDataParallel reduces sparse gradients of a table in the dense part"
+    if wrapper._delay_all_reduce_params:
+        return "DistributedDataParallel delays the reduction of some parameters"
+    return None
+
+
+def counts_gradients(model: nn.Module) -> bool:
+    """Whether the wrapper has a static graph and has not seen a backward of it yet.
+
+    In the first backward it counts how often each parameter gets a gradient; that backward must be
+    one of a whole batch.
+    """
+    wrapper = wrapper_of(model)
+    if wrapper is None or not wrapper.static_graph:
+        return False
+    return not wrapper._static_graph_delay_allreduce_enqueued
 
 
 @contextmanager
-def around_data_parallel(model: nn.Module) -> Iterator[None]:
-    """Within it, a call of the model is one of the model inside DDP."""
+def without_reduction(model: nn.Module) -> Iterator[None]:
+    """Within it, forwards of the model do not prepare the wrapper for a backward."""
     wrapper = wrapper_of(model)
     if wrapper is None:
         yield
         return
-    model._dmp_wrapped_module = wrapper.module
+    with wrapper.no_sync():
+        yield
+
+
+@contextmanager
+def instead_of_wrapped(model: nn.Module, module: nn.Module) -> Iterator[None]:
+    """Within it, a call of a ``DistributedModelParallel`` runs another, unwrapped module."""
+    assert isinstance(model, DistributedModelParallel)
+    wrapped = model._dmp_wrapped_module
+    model._dmp_wrapped_module = module
     try:
         yield
     finally:
-        model._dmp_wrapped_module = wrapper
+        model._dmp_wrapped_module = wrapped
 
 
-def renew_data_parallel(model: nn.Module) -> None:
-    """Wraps the inside of a ``DistributedModelParallel`` again, by its own wrapper. Collective.
-
-    Args:
-        model: Anything else, or a model that is not wrapped in DDP, is left alone.
-    """
+def announce_last_backward(model: nn.Module) -> None:
+    """Has the wrapper reduce gradients in the next backward, unless its user said ``no_sync``."""
     wrapper = wrapper_of(model)
-    if wrapper is None or not isinstance(model, DistributedModelParallel):
+    if wrapper is None or not wrapper.require_backward_grad_sync:
         return
-    model._dmp_wrapped_module = wrapper.module
-    model._data_parallel_wrapper.wrap(model, model._env, model.device)
-    model._dmp_wrapped_module.training = wrapper.training
+    wrapper.require_forward_param_sync = True
+    wrapper.reducer.prepare_for_forward()
+    wrapper.reducer.prepare_for_backward([])
+
+
+def no_gradients(model: nn.Module) -> Tensor:
+    """A loss of 0 that gives every reduced parameter a gradient of 0."""
+    terms = [parameter.sum() * 0.0 for parameter in reduced_parameters(model)]
+    return torch.stack(terms).sum() if terms else torch.zeros((), requires_grad=True)

@@ -53,7 +53,7 @@ class HotSets:
 
     def tensors(self) -> list[Tensor]:
         """What requests read of the hot sets."""
-        return [group.rows.hot.ids_H for group in self._groups]
+        return [tensor for group in self._groups for tensor in group.rows.tensors_of_hot_set()]
 
     def hot_rows(self) -> dict[str, Tensor]:
         """The hot rows of each table that has any, by name."""

@@ -7,7 +7,6 @@ loop: every row is updated once per batch, from the sum of its gradients.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from torchrec_picasso._torchrec import (
-    TrainPipelineContext,
-)
+from torchrec_picasso._torchrec import BackwardHookWork, InjectionSite, TrainPipelineContext
 from torchrec_picasso.config.refresh import Refresh
 from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
+from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.feed.id_stream import IdStream
@@ -34,25 +32,33 @@ from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
     Op,
     Schedule,
+    Setting,
     evaluation_schedule,
     first_batch_schedule,
     second_batch_schedule,
     training_schedule,
 )
-from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates
 from torchrec_picasso.schedule.step_clock import StepClock
+from torchrec_picasso.sharding.delta_tracker import begin_batch
 from torchrec_picasso.train_pipeline.boarding import Boarding
-from torchrec_picasso.train_pipeline.cut_check import CutCheck, is_due
-from torchrec_picasso.train_pipeline.data_parallel import around_data_parallel, renew_data_parallel
+from torchrec_picasso.train_pipeline.cut_check import CutCheck
+from torchrec_picasso.train_pipeline.cuts import Cuts
+from torchrec_picasso.train_pipeline.data_parallel import counts_gradients
+from torchrec_picasso.train_pipeline.evidence import CutEvidence
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.hot_sets import HotSets
+from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.model_parts import (
-    dense_parameters,
     inner_model,
     process_group_of,
 )
-from torchrec_picasso.train_pipeline.operations import Operations
-from torchrec_picasso.train_pipeline.parent_options import refuse_model, refuse_options
+from torchrec_picasso.train_pipeline.operations import Operations, Program
+from torchrec_picasso.train_pipeline.parent_options import (
+    refuse_backward_hook,
+    refuse_model,
+    refuse_options,
+)
+from torchrec_picasso.train_pipeline.pieces import Cut
 from torchrec_picasso.train_pipeline.pipelined_model import FirstLook, PipelinedModel
 from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 from torchrec_picasso.train_pipeline.regroup import Regroups
@@ -74,8 +80,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     modules in one exchange; others, in the same module or not, are trained as by TorchRec's
     pipeline and listed by :meth:`summary`, with the reason.
 
-    How a batch is interleaved is chosen by trying on the first 40 training steps, beginning with
-    what the plan was priced for. Before a model is
+    How a batch is interleaved is chosen by trying on the first training steps, beginning with what
+    the plan was priced for: some 12 steps, 28 at most. Before a model is
     trained in micro-batches, and again in steps 2, 4, 8, ..., it is compared whether they give what
     the whole batch gives (:mod:`.cut_check`). If not, batches are not cut any more, with a warning
     if some were; where micro-batches were asked for, all ranks raise instead.
@@ -108,17 +114,15 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             ``None`` = chosen by trying some on the first steps, 1 where batches cannot be cut.
         lookahead: Whether rows of the next batch that this one does not update are fetched early.
             ``None`` = chosen likewise.
-        order_samples: Whether samples whose rows many others need come first in a batch, so that
-            its first micro-batch, whose exchange nothing hides, needs few rows. Outputs are given
-            back in the order of the batch. ``None`` = chosen likewise where ``num_micro_batches``
-            is; of no effect where a module runs ahead of the model (``pipeline_postproc``).
         split_batch: Cuts a batch into parts of given sizes, ``(batch, sizes) -> parts``; ``None``
             knows tensors, KeyedJaggedTensors, dataclasses and containers of them. Sizes may be 0.
             On an accelerator it runs on the stream of input dists.
         join_outputs: Joins the parts' outputs, ``(outputs, sizes) -> output``; ``None`` knows the
             same types.
-        loss_reduction: Whether the model's losses are a ``"mean"`` over samples or a ``"sum"``; a
-            sum within the model's output needs ``join_outputs``.
+        loss_reduction: Whether the model's losses are a ``"mean"`` over samples, a ``"sum"``, or a
+            ``"ratio"`` of two sums, such as weighted losses over weights: then the model returns
+            ``((numerators, denominators), output)``. A sum or ratio within the model's output needs
+            ``join_outputs``.
         refresh: How the hot rows of interleaved tables follow what is looked up; ``None`` = they
             stay the plan's. Results are the same either way.
         verify_every: Training steps between two comparisons of all replicas with their homes, to
@@ -155,7 +159,6 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         *,
         num_micro_batches: int | None = None,
         lookahead: bool | None = None,
-        order_samples: bool | None = None,
         split_batch: SplitBatch | None = None,
         join_outputs: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
         loss_reduction: str = "mean",
@@ -163,21 +166,13 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         verify_every: int | None = None,
         on_step: OnStep | None = None,
     ) -> None:
-        if loss_reduction not in ("mean", "sum"):
-            raise ConfigError(f"loss_reduction is {loss_reduction!r}, expected 'mean' or 'sum'")
+        losses = Losses(loss_reduction)
         for name, number in (
             ("num_micro_batches", num_micro_batches),
             ("verify_every", verify_every),
         ):
             if number is not None and number < 1:
                 raise ConfigError(f"{name} is {number}, expected at least 1")
-        if split_batch is not None or join_outputs is not None:
-            if order_samples:
-                raise ConfigError(
-                    "order_samples is True, which needs the pipeline's own way to cut and to join "
-                    "batches; remove it, or split_batch and join_outputs"
-                )
-            order_samples = False
         refuse_options(
             {
                 "apply_jit": apply_jit,
@@ -199,8 +194,10 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             dmp_collection_sync_interval_batches=dmp_collection_sync_interval_batches,
             enable_inplace_copy_batch=enable_inplace_copy_batch,
         )
-        self._custom_forward = custom_model_fwd
-        self._losses_are_means = loss_reduction == "mean"
+        self._custom_forward, self._losses = custom_model_fwd, losses
+        own = {"custom_model_fwd": custom_model_fwd, "split_batch": split_batch}
+        own["join_outputs"] = join_outputs
+        self._own_parts = [name for name, function in own.items() if function is not None]
         self._id_stream = IdStream(self._data_dist_stream, self._memcpy_stream)
         self._boarding = Boarding(split_batch, join_outputs, self._id_stream)
         fetch = self.copy_batch_to_gpu
@@ -218,35 +215,40 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._is_halfway = False
         self._op: Op | None = None
         self._peers: Peers | None = None
-        self._candidates = candidates(num_micro_batches, lookahead, order_samples)
-        self._choice = SettingChoice(self._candidates)
+        self._asked, self._lookahead = num_micro_batches, lookahead
+        self._cuts = Cuts(num_micro_batches, lookahead)
+        self._injected: list[str] = []
         self._clock = StepClock(device)
-        self._num_trainings = 0
         self._taken: PipelinedModel | None = None
         self._regroups = Regroups()
         self._look = FirstLook()
         self._hot_sets = HotSets(refresh, verify_every)
+        self._agreement: Agreement | None = None  # of a step that has not begun
         self._watch = StepWatch(on_step, device)
 
     @property
     def num_micro_batches(self) -> int:
         """Pieces that the next batch will be cut into."""
-        return self._choice.current.num_micro_batches
+        return self._cuts.choice.current.num_micro_batches
 
     @property
     def lookahead(self) -> bool:
         """Whether the next batch's clean rows will be fetched early."""
-        return self._choice.current.lookahead
-
-    @property
-    def order_samples(self) -> bool:
-        """Whether the next batch's samples will be put in order."""
-        return self._choice.current.ordered
+        return self._cuts.choice.current.lookahead
 
     @property
     def is_settled(self) -> bool:
         """Whether all further batches will be cut and fetched like the next one."""
-        return self._choice.is_settled
+        return self._cuts.choice.is_settled
+
+    @property
+    def setting(self) -> Setting | None:
+        """What the trial has chosen, for a later run; ``None`` before."""
+        return self._cuts.chosen
+
+    def settle_on(self, setting: Setting) -> None:
+        """Takes an earlier run's :attr:`setting`, if allowed, and tries none; all ranks do."""
+        self._cuts.settle_on(setting)
 
     @property
     def last_refresh(self) -> Refreshed | None:
@@ -268,7 +270,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     @property
     def schedule(self) -> Schedule:
         """The operations of a training step, in order."""
-        return training_schedule(self._choice.current, num_waves=self._num_waves)
+        return training_schedule(self._cuts.choice.current, num_waves=self._num_waves)
 
     @property
     def _num_waves(self) -> int:
@@ -317,7 +319,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self.attach(self._model)
         if not self._flights:
             self._take_off(dataloader_iter)
-        flight, pg = self._flights[0], process_group_of(self._model)
+        begin_batch(self._model)
+        flight = self._flights[0]
         attached_again = self._taken is None
         if attached_again:
             self._rewrite(flight.batch, flight.context)
@@ -325,52 +328,75 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._id_stream.take_over(self._hot_sets.tensors())
             self._board_again()
             flight = self._flights[0]
-        for rows in flight.rows:
-            if attached_again or rows.are_outdated:  # it may have been trained while detached
-                rows.fetch_again()
+        self._ask()
         while len(self._flights) < NUM_BATCHES and self._follow(dataloader_iter):
             if len(self._flights) == 2:  # the first step
                 self._walk(second_batch_schedule(self._flights[1].setting))
-        settings = [flight.setting for flight in self._flights]
+        told = self._agreed()
+        if attached_again or told.homes_written:  # it may have been trained while detached
+            for rows in flight.rows:
+                rows.fetch_again()
         if self._model.training:
-            if self._check_cut(flight):
-                flight, settings = self._flights[0], [f.setting for f in self._flights]
-            self._num_trainings += 1
-            self._optimizer.zero_grad()
-            start = self._clock.stamp()
-            with step_range(self._batch_count):
-                self._walk(training_schedule(*settings, num_waves=self._num_waves))
-            span = start, self._clock.stamp()
-            if len(settings) == NUM_BATCHES:
-                self._choice.note_step(settings, span, self._clock, pg, self._device)
-            self._hot_sets.end_step()
+            self._train(flight, told.model_changed)
         else:
+            flight.is_whole = True
+            settings = [each.setting for each in self._flights]
             with step_range(self._batch_count):
                 self._walk(evaluation_schedule(*settings, num_waves=self._num_waves))
         self._flights.popleft()
         self._batch_count += 1
         return flight
 
+    def _train(self, flight: Flight, has_changed: bool) -> None:
+        """Takes a training step, of a model that may be another one than was proved. Collective."""
+        pg = process_group_of(self._model)
+        self._optimizer.zero_grad()  # first of all: it hands learning rates to FBGEMM
+        self._cuts.look(flight, has_changed, pg, self._device)
+        flight.is_whole = self._cuts.is_whole or counts_gradients(self._model)
+        settings = [each.setting for each in self._flights]
+        start = self._clock.stamp()
+        with step_range(self._batch_count):
+            self._walk(training_schedule(*settings, num_waves=self._num_waves))
+        span = start, self._clock.stamp()
+        if len(settings) == NUM_BATCHES:
+            self._cuts.choice.note_step(settings, span, self._clock, pg, self._device)
+        self._hot_sets.end_step()
+
+    def _optimizer_step(self) -> None:
+        """Steps the optimizer; a subclass may do it otherwise, as in TorchRec's pipeline."""
+        self._optimizer.step()
+
+    def register_backward_hook(self, site: InjectionSite, work: BackwardHookWork) -> None:
+        """Runs work in the backward of a module, as TorchRec does; batches are whole from then on.
+
+        Args:
+            site: Which module, and where in it.
+            work: Takes this pipeline.
+
+        Raises:
+            CompatError: If the module has hot/cold tables, whose backward this pipeline schedules,
+                or if micro-batches were asked for.
+        """
+        refuse_backward_hook(inner_model(self._model), site.fqn)
+        super().register_backward_hook(site, work)
+        self._injected.append(site.fqn)
+
     def detach(self) -> nn.Module:
         """Gives the model back as it was; batches in flight wait for :meth:`attach`. Collective.
 
         The model may be used, trained and loaded meanwhile, on all ranks alike.
         """
-        if self._num_trainings:
-            renew_data_parallel(self._model)
         if self._taken is not None:
             self._original_kjt_dist_forwards = self._taken.original_dist_forwards
         self._regroups.give_back()
-        self._num_trainings = 0  # whatever is done to it meanwhile, it is looked at anew
         return super().detach()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
         """Takes over the model's sharded modules again; another model forgets batches in flight."""
         if model is not None and model is not self._model:
             self.reset()
-            self._choice = SettingChoice(self._candidates)
+            self._cuts = Cuts(self._asked, self._lookahead)
             self._peers = None
-        self._num_trainings = 0
         self._regroups.give_back()
         super().attach(model, sparse_dist)
         self._taken = None
@@ -385,12 +411,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         Messages on the wire end by themselves, so all ranks must have failed at the same operation.
         """
         super().reset()
-        for flight in self._flights:
-            if flight.dense is not None:
-                flight.dense.unhook()
         self._flights.clear()
         self._feed.forget()
-        self._is_halfway = False
+        self._is_halfway, self._agreement = False, None
 
     def _take_off(self, dataloader_iter: Iterator[In]) -> None:
         """Prepares the first batch."""
@@ -407,44 +430,59 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _fetch_first(self, flight: Flight) -> None:
         """Brings the rows of a batch that no step comes before. Collective."""
+        assert self._taken is not None
+        self._ask()
+        if self._agreed().homes_written:
+            for group in self._taken.groups:
+                group.rows.take_writes()
         self._walk(first_batch_schedule(flight.setting, num_waves=self._num_waves))
-        for rows in flight.rows:
-            rows.accept_writes()
+
+    def _flags(self) -> Flags:
+        """What this rank has to say before a step."""
+        assert self._taken is not None
+        batch = self._flights[0].batch
+        return Flags(
+            homes_written=any(group.rows.was_written() for group in self._taken.groups),
+            model_changed=self._model.training and self._cuts.has_changed(batch),
+        )
+
+    def _ask(self) -> None:
+        """Starts to ask all ranks what they have to say, once a step. Collective.
+
+        Raises:
+            PicassoError: If this rank says something else than before, in a step that an exception
+                of its data iterator left unbegun: the others may be in it.
+        """
+        flags = self._flags()
+        if self._agreement is None:
+            self._agreement = Agreement(process_group_of(self._model), self._device, flags)
+        elif self._agreement.mine != flags:
+            raise PicassoError(
+                "tables or the model were changed after an exception in the data iterator, and "
+                "other ranks may have begun the step; change them between steps, or call reset() "
+                "on all ranks"
+            )
+
+    def _agreed(self) -> Flags:
+        """What all ranks say, before the step begins."""
+        assert self._agreement is not None
+        asked, self._agreement = self._agreement, None
+        return asked.wait()
 
     def _follow(self, dataloader_iter: Iterator[In]) -> bool:
         """Boards the batch after the last in flight, unless every rank's data has ended."""
         if self._feed.has_ended:
             return False
         pg = process_group_of(self._model)
-        fetched = self._feed.following(pg, dataloader_iter, self._flights[-1].batch)
+        try:
+            fetched = self._feed.following(pg, dataloader_iter, self._flights[-1].batch)
+        except StopIteration:  # on all ranks: the step that was asked about does not begin
+            self._agreed()
+            raise
         if fetched is None:
             return False
         self._flights.append(self._board(fetched))
         return True
-
-    def _check_cut(self, flight: Flight) -> bool:
-        """Looks whether micro-batches give what the whole batch gives, now and then. Collective.
-
-        Returns:
-            Whether batches in flight were cut and are no more.
-
-        Raises:
-            CompatError: On all ranks, if they do not, and were asked for. The step has not begun.
-        """
-        num_micro_batches = self._choice.to_check
-        if num_micro_batches == 1 or not is_due(self._num_trainings + 1):
-            return False
-        reason = self._cut_check.why_not(flight, num_micro_batches)
-        if reason is None and self._cut_check.is_blind and not self._choice.is_given:
-            reason = f"{self._cut_check.is_blind}, so it cannot be checked"
-        if reason is None:
-            return False
-        self._choice.restrict(reason)
-        if any(each.setting.num_micro_batches > 1 for each in self._flights):
-            warnings.warn(f"batches are not cut any more: {reason}", stacklevel=3)
-            self._board_again()
-            return True
-        return False
 
     def _board_again(self) -> None:
         """Prepares the batches in flight anew, by the settings of now. Collective."""
@@ -454,7 +492,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             context = self._create_context()
             context.postproc_fwd_results = flight.context.postproc_fwd_results
             again = self._board(replace(flight.fetched, context=context))
-            again.wholes, again.order_B = flight.wholes, flight.order_B
+            again.wholes = flight.wholes
             self._flights.append(again)
             if len(self._flights) == 1:
                 self._fetch_first(again)
@@ -480,14 +518,18 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         flight = self._flights[op.batch]
         if op.kind == "request":
             return self._taken.postprocs.of_batch(flight.context)
-        if op.kind == "forward" and op.index is not None:
-            return self._taken.postprocs.of_part(flight.context, flight.sizes_K, op.index)
+        if op.kind == "forward" and op.index in flight.run_indices:
+            run, cut = flight.run_indices.index(op.index), Cut.in_order(flight.run_sizes)
+            return self._taken.postprocs.of_part(flight.context, cut, run)
         return nullcontext()
 
     def _board(self, fetched: Fetched) -> Flight:
         """Cuts a batch into micro-batches, by the setting of now."""
         assert self._taken is not None
-        return self._boarding.board(fetched, self._choice.current, self._taken)
+        setting = self._cuts.choice.current
+        if not self._model.training:  # evaluation is never cut
+            setting = replace(setting, num_micro_batches=1)
+        return self._boarding.board(fetched, setting, self._taken)
 
     def _rewrite(self, batch: In, context: TrainPipelineContext) -> None:
         """Takes over the model. Collective."""
@@ -508,11 +550,15 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
                 self._id_stream.take_batch(batch)
                 self._look = found.look_at(batch, context, pg, self._device)
         found.join_exchanges(self._look.weighted, self._look.odd)
+        program = self._program_of()
         try:
-            self._choice.begin_with(_planned_micro_batches(found.interleaved.values()))
-            for reason in (self._look.why_whole, found.why_whole_batches()):
-                self._choice.restrict(reason)
-            self._choice.narrow(self._look.num_samples, bool(found.interleaved))
+            self._cuts.begin(
+                self._evidence_of(program, found),
+                self._look.why_whole or found.why_whole_batches(),
+                planned=_planned_micro_batches(found.interleaved.values()),
+                num_samples=self._look.num_samples,
+                is_interleaved=bool(found.interleaved),
+            )
         except CompatError:
             self.detach()
             raise
@@ -520,48 +566,39 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._hot_sets.take(found.groups)
         self._id_stream.take_over(self._hot_sets.tensors())
         self._feed.asks_ahead = found.has_stock_means
-        self._operations, self._cut_check = self._operating(found), self._checking(found)
+        self._operations = Operations(
+            pg,
+            self._device,
+            program,
+            found.groups,
+            found.plain,
+            id_stream=self._id_stream,
+            start_plain=found.start_plain,
+            wait_plain=self.wait_sparse_data_dist,
+        )
         self._taken, self._regroups = found, Regroups.of(found.inner, self._device)
 
-    def _operating(self, taken: PipelinedModel) -> Operations:
-        """What runs the model."""
-        dense, late = dense_parameters(self._model)
-        return Operations(
-            process_group_of(self._model),
-            self._device,
-            self._forward,
-            dense,
-            late,
-            self._optimizer,
-            taken.groups,
-            taken.plain,
-            id_stream=self._id_stream,
-            start_plain=taken.start_plain,
-            wait_plain=self.wait_sparse_data_dist,
-            losses_are_means=self._losses_are_means,
+    def _program_of(self) -> Program:
+        """The model, its backward and the optimizer's step, each looked up where it is called."""
+        return Program(
+            model=self._model,
+            forward=self._custom_forward or (lambda batch: self._model(batch)),
+            backward=lambda losses: self._backward(losses),
+            step=lambda: self._optimizer_step(),
+            losses=self._losses,
         )
 
-    def _checking(self, taken: PipelinedModel) -> CutCheck:
-        """What compares micro-batches with the whole batch."""
-        return CutCheck(
-            taken.inner,
-            self._forward,
-            taken.groups,
-            taken.plain,
+    def _evidence_of(self, program: Program, taken: PipelinedModel) -> CutEvidence:
+        """What speaks for and against micro-batches of the model."""
+        check = CutCheck(
+            program,
+            taken,
             split=self._boarding.split,
             join=self._boarding.join,
-            postprocs=taken.postprocs,
-            losses_are_means=self._losses_are_means,
             pg=process_group_of(self._model),
             device=self._device,
         )
-
-    def _forward(self, micro_batch: Any) -> tuple[Tensor, Any]:
-        """Runs the model inside its wrapper, or the function that was given instead."""
-        if self._custom_forward is None:
-            return inner_model(self._model)(micro_batch)
-        with around_data_parallel(self._model):
-            return self._custom_forward(micro_batch)
+        return CutEvidence(program, type(self), self._injected, taken, check, self._own_parts)
 
     def summary(self) -> str:
         """How each sharded module is run, with the reason if it is not interleaved; after a step.
@@ -570,9 +607,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             One line per module, then one on micro-batches and lookahead.
         """
         lines = [] if self._taken is None else self._taken.lines()
-        blind = None if self._taken is None else self._cut_check.is_blind
-        checked = f"; not checked, {blind}" if blind and self.num_micro_batches > 1 else ""
-        return "\n".join([*lines, f"{self._choice}{checked}"])
+        return "\n".join([*lines, str(self._cuts)])
 
 
 def _planned_micro_batches(modules: Iterable[nn.Module]) -> int | None:

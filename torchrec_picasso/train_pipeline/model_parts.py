@@ -22,17 +22,16 @@ from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddin
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso.comparison.dense_part import outside_of_sharded
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.sharding.sharded_module import HotColdModule
-from torchrec_picasso.train_pipeline.data_parallel import reduced_elsewhere, wrapper_of
 from torchrec_picasso.train_pipeline.module_group import ScheduledModule
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 
 __all__ = [
     "as_scheduled",
-    "dense_parameters",
     "has_weights",
     "inner_model",
     "process_group_of",
@@ -41,6 +40,14 @@ __all__ = [
     "why_computed_once",
     "why_whole_batches",
 ]
+
+
+_MADE_INSIDE = "its input is not read off the batch but made inside the model"
+_NOT_SEEN = "the tracer sees no call of it in the model's forward"
+_CURES = {
+    _MADE_INSIDE: "give the module features as they are in the batch",
+    _NOT_SEEN: "call the module in a forward, and in no function that torch.fx.wrap hides",
+}
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -57,32 +64,6 @@ def process_group_of(model: nn.Module) -> dist.ProcessGroup:
     return pg
 
 
-def dense_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters whose gradients DDP would reduce, and so the pipeline does.
-
-    Args:
-        model: As given to the pipeline.
-
-    Returns:
-        Those outside sharded modules; then those inside that are no tables, such as the weights of
-        feature processors, whose gradients come when the module's own backward runs. Without DDP
-        around the model there are none: TorchRec's pipelines reduce nothing either.
-    """
-    inner, skipped = inner_model(model), reduced_elsewhere(model)
-    if wrapper_of(model) is None:
-        return [], []
-    outside: dict[int, nn.Parameter] = {}
-    inside: dict[int, nn.Parameter] = {}
-    for path, module in outside_of_sharded(inner):
-        is_sharded, tables = False, frozenset[str]()
-        if isinstance(module, ShardedModule):
-            is_sharded, tables = True, frozenset(module.sharded_parameter_names(path))
-        for name, parameter in module.named_parameters(path, recurse=is_sharded):
-            if parameter.requires_grad and name not in skipped and name not in tables:
-                (inside if is_sharded else outside).setdefault(id(parameter), parameter)
-    return list(outside.values()), [p for key, p in inside.items() if key not in outside]
-
-
 def unpipelined_modules(
     model: nn.Module, pipelined: Collection[nn.Module], called: Collection[str]
 ) -> dict[str, str]:
@@ -95,11 +76,7 @@ def unpipelined_modules(
     """
     known = {id(module) for module in pipelined}
     return {
-        name: (
-            "its input is not read off the batch but made inside the model"
-            if name in called
-            else "the tracer sees no call of it in the model's forward"
-        )
+        name: (_MADE_INSIDE if name in called else _NOT_SEEN)
         for name, module in outside_of_sharded(model)
         if isinstance(module, ShardedModule) and id(module) not in known
     }
@@ -155,9 +132,10 @@ def why_whole_batches(model: nn.Module, unpipelined: Mapping[str, str]) -> str |
             )
     if unpipelined:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in unpipelined.items())
+        cures = dict.fromkeys(_CURES[reason] for reason in unpipelined.values())
         return (
             f"{reasons}. So it cannot be pipelined and would update its rows once per micro-batch; "
-            "use num_micro_batches=1, or give the module features as they are in the batch"
+            f"use num_micro_batches=1, or {' and '.join(cures)}"
         )
     return None
 
@@ -172,7 +150,8 @@ def samples_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | No
     Returns:
         ``None`` = a batch size per feature.
     """
-    kjts = [kjt for kjt in (*args, *kwargs.values()) if isinstance(kjt, KeyedJaggedTensor)]
+    given = [maybe_td_to_kjt(value, None) for value in (*args, *kwargs.values())]
+    kjts = [kjt for kjt in given if isinstance(kjt, KeyedJaggedTensor)]
     if any(kjt.variable_stride_per_key() for kjt in kjts):
         return None
     return max((kjt.stride() for kjt in kjts), default=None)

@@ -11,16 +11,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchrec.distributed.types import LazyAwaitable
+from torchrec.distributed.types import LazyAwaitable, LazyNoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_picasso.batches.order import Looked
+from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowRequest
+from torchrec_picasso.rows.sound_features import sound_features
 from torchrec_picasso.sharding.features import with_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.odd_features import OddFeatures, spread
@@ -44,7 +44,6 @@ class ModuleGroup:
         self.modules = dict(modules)
         self.rows = RowGroup.of_several([module.group for module in modules.values()])
         self._is_odd = is_odd
-        self._tables_of_keys: dict[int, tuple[list[str], Tensor]] = {}
 
     @property
     def num_waves(self) -> int:
@@ -62,51 +61,40 @@ class ModuleGroup:
         Raises:
             InputError: If features have a batch size each and do not say whose rows samples have.
         """
-        features_of = [self._features_of(module, batch) for module in self.modules.values()]
+        modules = self.modules.values()
+        sound = [sound_features(self._input_of(module, batch)) for module in modules]
+        features_of = [self._features_of(module, of) for module, of in zip(modules, sound)]
         sizes = None if self._is_odd else sizes_K
         with torch.no_grad():
-            return RowRequest(self.rows, BatchIds.read(features_of, self.rows, sizes, has_data))
+            ids = BatchIds.read(features_of, self.rows, sizes, has_data, sound)
+            return RowRequest(self.rows, ids)
 
-    def looked_up(self, batch: Any) -> list[Looked]:
-        """What its modules look up in tables whose rows travel.
-
-        Args:
-            batch: The whole batch, as the model gets it, with one batch size for all features.
-        """
-        looked = []
-        for number, module in enumerate(self.modules.values()):
-            features = maybe_td_to_kjt(self._input_of(module, batch), None)
-            looked.append(Looked(features=features, table_F=self._tables_of(number, features)))
-        return looked
-
-    def _tables_of(self, module: int, features: KeyedJaggedTensor) -> Tensor:
-        """The number of each feature's table, made anew only where a batch has other features."""
-        keys, known = features.keys(), self._tables_of_keys.get(module)
-        if known is None or known[0] != keys:
-            table_of = {
-                feature: number
-                for number, table in enumerate(self.rows.tables)
-                if table.module == module and not table.as_bags
-                for feature in table.feature_names
-            }
-            numbers = [table_of.get(key, -1) for key in keys]
-            known = keys, torch.tensor(numbers, device=self.rows.device)
-            self._tables_of_keys[module] = known
-        return known[1]
-
-    def _input_of(self, module: ScheduledModule, batch: Any) -> Any:
+    def _input_of(self, module: ScheduledModule, batch: Any) -> KeyedJaggedTensor:
         args, kwargs = module.forward.args.build_args_kwargs(batch)
         args, kwargs = module.preprocess_input(args, kwargs)
-        return next(iter((*args, *kwargs.values())))
+        return maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
 
-    def _features_of(self, module: ScheduledModule, batch: Any) -> KeyedJaggedTensor:
-        features = self._input_of(module, batch)
+    def _features_of(
+        self, module: ScheduledModule, features: KeyedJaggedTensor
+    ) -> KeyedJaggedTensor:
         if not self._is_odd:
             return module.features_of(features)
-        features = maybe_td_to_kjt(features, None)
         if not module.group.plan.takes_weights:  # nothing is pooled
             features = with_weights(features, None)
         return OddFeatures.of(module.features_of(features), features)
+
+    def joined_output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:
+        """The output of a module for some parts of a batch, one after the other.
+
+        Args:
+            name: Name of the module.
+            parts: Rows and number of samples of each part.
+        """
+        outputs = [self.output(name, rows) for rows, _ in parts]
+        if len(outputs) == 1:
+            return outputs[0]
+        sizes = [size for _, size in parts]
+        return LazyNoWait(join_outputs([output.wait() for output in outputs], sizes))
 
     def output(self, name: str, rows: PartRows) -> LazyAwaitable[Any]:
         """The output of a module for one part of a batch.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,11 +20,35 @@ from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.schedule.kinds import KINDS
 from torchrec_picasso.schedule.schedule import Op
-from torchrec_picasso.train_pipeline.dense_reduction import DenseReduction
+from torchrec_picasso.train_pipeline.data_parallel import (
+    announce_last_backward,
+    no_gradients,
+    without_reduction,
+)
 from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup
 
-__all__ = ["Operations"]
+__all__ = ["Operations", "Program"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What a pipeline's user gave it to run, each as TorchRec's pipeline calls it.
+
+    Args:
+        model: As given to the pipeline.
+        forward: Gives ``(losses, output)`` for a batch or micro-batch.
+        backward: Runs backward from the losses of a whole batch.
+        step: Steps the optimizer.
+        losses: What the model's losses are.
+    """
+
+    model: nn.Module
+    forward: Callable[[Any], tuple[Any, Any]]
+    backward: Callable[[Tensor], None]
+    step: Callable[[], None]
+    losses: Losses
 
 
 class Operations:
@@ -31,47 +57,35 @@ class Operations:
     Args:
         pg: Process group.
         device: Where collectives of ``pg`` run.
-        model: Gives ``(losses, output)`` for a micro-batch.
-        dense: Parameters whose gradients are averaged over ranks as the last backward runs.
-        late: Those whose gradients come only when modules computed once run backward.
-        optimizer: Takes the step.
+        program: Model, backward and optimizer.
         groups: Sharded modules whose exchange the schedule drives, those together that travel so.
         plain: Sharded modules computed once per batch, by name.
         id_stream: Where ids are made ready.
         start_plain: Starts the input dists of the plain modules.
         wait_plain: Waits for them.
-        losses_are_means: Whether losses are means over samples.
     """
 
     def __init__(
         self,
         pg: dist.ProcessGroup,
         device: torch.device,
-        model: Callable[[Any], tuple[Tensor, Any]],
-        dense: Sequence[nn.Parameter],
-        late: Sequence[nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        program: Program,
         groups: Sequence[ModuleGroup],
         plain: Mapping[str, Any],
         *,
         id_stream: IdStream,
         start_plain: Callable[[Flight], None],
         wait_plain: Callable[[TrainPipelineContext], None],
-        losses_are_means: bool,
     ) -> None:
         self._pg = pg
         self._device = device
-        self._model = model
-        self._optimizer = optimizer
+        self._program = program
         self._groups = groups
         self._plain = plain
         self._id_stream = id_stream
         self._start_plain = start_plain
         self._wait_plain = wait_plain
-        self._losses_are_means = losses_are_means
-        self._dense = dense
-        self._late = late
-        # by module: whether it got gradients when this rank last had samples
+        # by module: whether it got gradients when any rank last had samples
         self._is_trained: dict[str, bool] = {}
 
     def run(self, op: Op, flights: Sequence[Flight]) -> None:
@@ -144,41 +158,68 @@ class Operations:
             rows.read_hot()
 
     def _forward(self, flight: Flight, index: int) -> None:
-        if flight.num_samples and not flight.sizes_K[index]:
-            return  # nothing to learn from no samples
-        is_last = index == len(flight.sizes_K) - 1
+        if index not in flight.run_indices:
+            return
+        run = flight.run_indices.index(index)
         for group, rows, gradients in zip(self._groups, flight.rows, flight.gradients):
             for number, (name, module) in enumerate(group.modules.items()):
-                sink = partial(flight.take_gradients, name, gradients, index, number)
                 weights = flight.weights_of(name, module, rows, number)
-                given = rows.hand_out(index, sink, weights, once=is_last, module=number)
-                module.forward.take(partial(group.output, name, given))
+                sink = partial(partial, flight.take_gradients, name, gradients, number)
+                parts = flight.hand_out(rows, run, sink, weights, number)
+                module.forward.take(partial(group.joined_output, name, parts))
         flight.compute_wholes(self._plain)
         for name, module in self._plain.items():
-            module.forward.give(flight.wholes[name].part(flight.sizes_K, index))
-        losses, output = self._model(flight.micro_batches_K[index])
-        if isinstance(losses, Tensor) and losses.requires_grad:  # in evaluation it may be anything
-            share = flight.share(index, self._losses_are_means)
-            flight.losses_K[index] = torch.sum(losses, dim=0) * share
+            module.forward.give(flight.wholes[name].part(flight.run_sizes, run))
+        is_alone = len(flight.run_sizes) == 1
+        with nullcontext() if is_alone else without_reduction(self._program.model):
+            losses, output = self._program.forward(flight.run_batch(run))
         flight.outputs_K[index] = output
+        if self._program.model.training:  # in evaluation losses may be anything
+            flight.losses_K[index] = self._program.losses.checked(losses)
 
     def _backward(self, flight: Flight, index: int) -> None:
-        loss = flight.losses_K.pop(index, None)
-        if loss is not None:
-            loss.backward()
+        if flight.runs_backward_at(index):
+            self._run_backward(flight, 0 if flight.is_whole else index)
         if index == 0:
-            assert flight.dense is not None
-            flight.dense.start_rest()
             for whole in flight.wholes.values():
                 whole.backward()
-            flight.late = DenseReduction(self._pg, self._late)
-            flight.late.start_rest()
-            self._is_trained |= {
-                name: name in flight.trained
-                for group in self._groups
-                for name in group.modules
-                if flight.num_samples or name in flight.trained
-            }
+            self._note_trained(flight)
+
+    def _run_backward(self, flight: Flight, index: int) -> None:
+        """Runs backward of a micro-batch; DDP reduces in the one of the first, which is the last.
+
+        The loss of a batch that stands in for data that has ended counts nothing. Its backward runs
+        all the same, as the wrapper waits for it.
+        """
+        program, model = self._program, self._program.model
+        is_alone = len(flight.run_sizes) == 1
+        if is_alone and flight.has_data:
+            program.backward(program.losses.of_whole(flight.losses_K[index]))
+            return
+        if index == 0 and not is_alone:
+            announce_last_backward(model)
+        if not flight.has_data:
+            loss = program.losses.of_stand_in(flight.losses_K[index])
+            loss = loss * 0.0 if loss.requires_grad else no_gradients(model)
+        else:
+            loss = program.losses.of_part(flight.losses_K, index, flight.sizes_K)
+        loss.backward()
+
+    def _note_trained(self, flight: Flight) -> None:
+        """Notes which modules a gradient came to; a plain loop would not update the others.
+
+        A rank without samples may get other gradients than the others, or none. It must leave the
+        rows that it is home to, or has replicas of, as the others leave theirs. Collective.
+        """
+        names = [name for group in self._groups for name in group.modules]
+        # 4 = trained, 3 = not; without samples 2 = trained, 0 = not known. The largest vote wins.
+        yes, no = (4, 3) if flight.num_samples else (2, 0)
+        votes = [yes if name in flight.trained else no for name in names]
+        if any(request.any_looks_up_nothing for request in flight.requests):
+            votes_N = torch.tensor(votes, device=self._device)
+            dist.all_reduce(votes_N, op=dist.ReduceOp.MAX, group=self._pg)
+            votes = votes_N.tolist()
+        self._is_trained |= {name: vote != 3 for name, vote in zip(names, votes) if vote}
 
     def _send_gradients(self, flight: Flight, index: int, wave: int | None = None) -> None:
         for gradients in flight.gradients:
@@ -188,12 +229,9 @@ class Operations:
         for gradients in flight.gradients:
             gradients.reduce_hot(wave)
 
-    def _reduce_dense(self, flight: Flight) -> None:
-        flight.dense = DenseReduction(self._pg, self._dense)
-
     def _update(self, flight: Flight, wave: int | None = None) -> None:
         for group, rows, gradients in zip(self._groups, flight.rows, flight.gradients):
-            untrained = {  # a plain loop would not update them either
+            untrained = {
                 number
                 for number, name in enumerate(group.modules)
                 if not self._is_trained.get(name, True)
@@ -202,8 +240,4 @@ class Operations:
                 rows.release()
 
     def _dense_step(self, flight: Flight) -> None:
-        assert flight.dense is not None
-        assert flight.late is not None
-        flight.dense.wait()
-        flight.late.wait()
-        self._optimizer.step()
+        self._program.step()

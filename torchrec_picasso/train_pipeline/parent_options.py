@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.sharding.sharded_module import HotColdModule
 
-__all__ = ["REFUSED_OPTIONS", "refuse_model", "refuse_options"]
+__all__ = ["REFUSED_OPTIONS", "refuse_backward_hook", "refuse_model", "refuse_options"]
 
 REFUSED_OPTIONS: Mapping[str, str] = {
     "apply_jit": (
@@ -75,3 +76,19 @@ def refuse_model(model: nn.Module) -> None:
             "weights over one group. Use TrainPipelineSparseDist, or DistributedModelParallel "
             "with its default wrapper, or fully_shard (FSDP2) without it"
         )
+
+
+def refuse_backward_hook(model: nn.Module, path: str) -> None:
+    """Refuses work in the backward of a module whose backward this package schedules.
+
+    Raises:
+        CompatError: If the module has hot/cold tables.
+    """
+    target = dict(model.named_modules()).get(path)
+    for module in [] if target is None else target.modules():
+        if isinstance(module, HotColdModule) and module.has_hot_cold:
+            raise CompatError(
+                f"register_backward_hook: {path!r} has hot/cold tables, whose gradients are "
+                "exchanged by the pipeline's schedule; inject the work into a dense module, or use "
+                "TrainPipelineSparseDist with stock tables"
+            )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from torchrec_picasso._torchrec import (
     TrainPipelineContext,
@@ -16,7 +16,6 @@ from torchrec_picasso._torchrec import (
     rewrite_model,
     start_data_dist,
 )
-from torchrec_picasso.batches.order import order_by_rows
 from torchrec_picasso.batches.split import SPLIT_ADVICE, num_samples
 from torchrec_picasso.comparison.model_memory import without_a_trace
 from torchrec_picasso.errors import InputError
@@ -34,6 +33,7 @@ from torchrec_picasso.train_pipeline.model_parts import (
 )
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup, group_modules
 from torchrec_picasso.train_pipeline.postprocs import Postprocs
+from torchrec_picasso.train_pipeline.tracing import explained_tracing
 
 __all__ = ["FirstLook", "PipelinedModel", "count_samples"]
 
@@ -70,6 +70,9 @@ class PipelinedModel:
         stream: Where ids are made ready.
         device: Where the model runs.
         pipeline_postproc: Whether modules without parameters run ahead of the model.
+
+    Raises:
+        CompatError: If the model cannot be traced.
     """
 
     def __init__(
@@ -84,7 +87,8 @@ class PipelinedModel:
     ) -> None:
         self.inner = inner_model(model)
         """The model inside its wrapper."""
-        with without_a_trace(self.inner, device):  # the tracer runs the forward, with proxies
+        # the tracer runs the forward, with proxies
+        with without_a_trace(self.inner, device), explained_tracing():
             self.pipelined, _, self.original_forwards, self.postproc_modules, changed = (
                 rewrite_model(
                     model=model,
@@ -128,6 +132,11 @@ class PipelinedModel:
         forward.put_together(parts, module.join)
         self.interleaved[name], self.plain[stock_name] = hot_cold, stock
         self._why_plain[stock_name] = why_computed_once(module)
+
+    @property
+    def modules(self) -> Mapping[str, Any]:
+        """All pipelined modules by name."""
+        return {**self.interleaved, **self.plain}
 
     @property
     def num_waves(self) -> int:
@@ -222,19 +231,6 @@ class PipelinedModel:
         """
         self._odd = odd
         self.groups = group_modules(self.interleaved, weighted, odd)
-
-    def order_of(self, batch: Any) -> Tensor | None:
-        """The order of a batch's samples in which its first micro-batch needs few rows.
-
-        Returns:
-            Samples, int64, shape ``(B,)``; ``None`` where modules that run ahead of the model have
-            seen the batch as it is, or it has features that cannot be told apart by samples.
-        """
-        if self.postproc_modules or self._odd or not self.groups:
-            return None
-        looked = [of for group in self.groups for of in group.looked_up(batch)]
-        num_samples = count_samples(batch)
-        return None if not num_samples else order_by_rows(looked, num_samples)
 
     def why_whole_batches(self) -> str | None:
         """Why batches cannot be cut into micro-batches, as far as the model shows it."""

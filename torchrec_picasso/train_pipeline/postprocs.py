@@ -16,8 +16,9 @@ from torchrec_picasso._torchrec import (
     TrainPipelineContext,
     use_context_for_postprocs,
 )
-from torchrec_picasso.batches.split import split_batch
+from torchrec_picasso.batches.split import reason_of, split_batch
 from torchrec_picasso.errors import CompatError, InputError
+from torchrec_picasso.train_pipeline.pieces import Cut
 
 __all__ = ["Postprocs"]
 
@@ -39,21 +40,19 @@ class Postprocs:
             yield
 
     @contextmanager
-    def of_part(
-        self, context: TrainPipelineContext, sizes_K: Sequence[int], index: int
-    ) -> Iterator[None]:
+    def of_part(self, context: TrainPipelineContext, cut: Cut, index: int) -> Iterator[None]:
         """Within it they give one micro-batch's part of what they gave for the batch.
 
         Raises:
             CompatError: If it cannot be cut.
         """
-        if not self._modules or len(sizes_K) == 1:
+        if not self._modules or len(cut.sizes) == 1:
             with self.of_batch(context):
                 yield
             return
         part = TrainPipelineContext(index=context.index, version=context.version)
         part.postproc_fwd_results = {
-            name: _cut(result, sizes_K, name)[index]
+            name: cut.joined(_cut(result, cut.sizes, name), index)
             for name, result in context.postproc_fwd_results.items()
         }
         with self.of_batch(part):
@@ -66,6 +65,6 @@ def _cut(result: Any, sizes_K: Sequence[int], name: str) -> Sequence[Any]:
     except (CompatError, InputError) as error:
         raise CompatError(
             f"{name} is run ahead of the model (pipeline_postproc=True) and gives a "
-            f"{type(result).__name__}, which cannot be cut into micro-batches ({error}); use "
-            "num_micro_batches=1"
+            f"{type(result).__name__}, which cannot be cut into micro-batches "
+            f"({reason_of(error)}); use num_micro_batches=1"
         ) from error

@@ -21,17 +21,15 @@ import torch
 from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
-from torchrec.distributed.types import LazyAwaitable
+from torchrec.distributed.types import LazyAwaitable, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.sound_features import sound_features
 from torchrec_picasso.sharding.features import with_own_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 
-__all__ = ["ProcessedModule"]
+__all__ = ["ProcessedModule", "module_of"]
 
 
 class ProcessedModule:
@@ -64,14 +62,13 @@ class ProcessedModule:
         """The input as it is: what TorchRec writes into it belongs to this module alone."""
         return args, kwargs
 
-    def features_of(self, features: Any) -> KeyedJaggedTensor:
+    def features_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """What the module looks up, in the order of its tables, ready for its processors.
 
         Args:
-            features: As the batch has them.
+            features: As the batch has them, with lengths that fit.
         """
-        own = with_own_weights(sound_features(maybe_td_to_kjt(features, None)))
-        (own, *_), _ = self._module.preprocess_input([own], {})
+        (own, *_), _ = self._module.preprocess_input([with_own_weights(features)], {})
         return self._tables.features_of(own)
 
     def output(self, rows: PartRows) -> LazyAwaitable[Any]:
@@ -90,7 +87,9 @@ class ProcessedModule:
             of other modules are as the batch has them.
         """
         features_of = rows.layout.features_of
-        (made,) = self._module.apply_feature_processors_to_kjt_list(KJTList([features_of[number]]))
+        features, apply = features_of[number], self._module.apply_feature_processors_to_kjt_list
+        # KeyedJaggedTensor.to_dict raises for a batch of no samples, which has no weights to make
+        (made,) = apply(KJTList([features])) if features.lengths().numel() else (features,)
         weights_N = made.weights()
         # as in TorchRec, every parameter has a gradient, whatever ids the batch has
         parameters = [p.flatten() for p in self._module._feature_processors.parameters()]
@@ -102,3 +101,8 @@ class ProcessedModule:
         start = sum(features.values().numel() for features in features_of[:number])
         end = start + weights_N.numel()
         return torch.cat([given_N[:start], weights_N, given_N[end:]])
+
+
+def module_of(module: ShardedModule | ProcessedModule) -> ShardedModule:
+    """The module of TorchRec's that a schedule drives."""
+    return module._module if isinstance(module, ProcessedModule) else module

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.split import children_of, rebuild, split_batch
+from torchrec_picasso.batches.split import children_of, reason_of, rebuild, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 
 __all__ = ["UncutOutput", "WholeOutput"]
@@ -42,8 +42,19 @@ class UncutOutput:
         """Nothing: the module's backward is part of the model's."""
 
     def detached(self) -> WholeOutput:
-        """The same output cut off from its graph, with leaves of its own."""
+        """The same output cut off from its graph, with leaves of its own. Collective."""
+        self._output = self._waited(self._output)
         return WholeOutput(self._output, self._name)
+
+    def _waited(self, value: Any) -> Any:
+        """The output without awaitables, in containers too: TorchRec's can be waited for once."""
+        if isinstance(value, Awaitable):
+            return value.wait()
+        members = None if isinstance(value, KeyedTensor | JaggedTensor) else children_of(value)
+        if members is None:
+            return value
+        found = [self._waited(member) for _, member in members]
+        return rebuild(value, found, f"output of {self._name}", "use TrainPipelineSparseDist")
 
 
 class WholeOutput:
@@ -69,6 +80,11 @@ class WholeOutput:
         """Of every tensor of the output."""
         self._output = self._map(output, self._off_graph)
         self._cuts: dict[tuple[int, ...], _Cut] = {}
+
+    @property
+    def value(self) -> Any:
+        """The output of the whole batch, without its graph."""
+        return self._output
 
     def part(self, sizes_K: Sequence[int], index: int) -> Any:
         """The output for one micro-batch.
@@ -119,7 +135,7 @@ class WholeOutput:
         except (CompatError, InputError) as error:
             raise CompatError(
                 f"module {self._name} returns a {type(self._output).__name__}, which cannot be cut "
-                f"into micro-batches ({error}); use num_micro_batches=1"
+                f"into micro-batches ({reason_of(error)}); use num_micro_batches=1"
             ) from error
 
     def _with_leaves(self, parts_K: Sequence[Any]) -> _Cut:

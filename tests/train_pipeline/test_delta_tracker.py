@@ -1,0 +1,185 @@
+"""TorchRec's model delta tracker says of hot/cold tables what it says of stock row-wise ones.
+
+The tracker is read between steps, so that a batch filed under a wrong number would be missed.
+Where stock is right only for TBEs of one table, each table has a learning rate of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec.distributed.model_tracker.types import DeltaTrackerConfig, TrackingMode
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from tests.train_pipeline.feature_cells import CPU, TABLES, Feature, batch_of, build
+from tests.train_pipeline.features import SHARED
+from torchrec_picasso import InterleavedTrainPipeline
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.launch.run_ranks import run_ranks
+
+NUM_STEPS = 5
+READ_AFTER = (0, 1, 3, 4)
+APART: Mapping[str, Any] = {
+    "is_placed_alike": True,
+    "kwargs_of_table": {t.name: {"lr": 0.1 + i} for i, t in enumerate(TABLES)},
+}
+MIXED = {"t_a": 2, "t_b": None, "t_c": "bags"}
+
+CASES: dict[str, tuple[Feature, str, TrackingMode, dict[str, Any]]] = {
+    "bags": (Feature("ids", **APART), "bags", TrackingMode.ID_ONLY, {}),
+    "bags, states": (Feature("states", **APART), "bags", TrackingMode.ROWWISE_ADAGRAD, {}),
+    "bags, compacted": (
+        Feature("mixed", hot_rows=MIXED, **APART),
+        "bags",
+        TrackingMode.ID_ONLY,
+        {"auto_compact": True},
+    ),
+    "bags, mixed, states": (
+        Feature("mixed", hot_rows=MIXED, **APART),
+        "bags",
+        TrackingMode.MOMENTUM_DIFF,
+        {},
+    ),
+    "sequences": (Feature("ids", **APART), "sequences", TrackingMode.ID_ONLY, {}),
+    "sequences, mixed": (
+        Feature("mixed", hot_rows={"*": 2, "t_b": None}, **APART),
+        "sequences",
+        TrackingMode.ID_ONLY,
+        {"auto_compact": True},
+    ),
+    "sequences, rows": (Feature("rows", **APART), "sequences", TrackingMode.EMBEDDING, {}),
+    "sequences, states": (
+        Feature("states", **APART),
+        "sequences",
+        TrackingMode.ROWWISE_ADAGRAD,
+        {},
+    ),
+}
+DRIVERS = ("stock", "SparseDist", "K=1", "K=3", "late")
+"""``late``: the tracker comes when the pipeline has the model already; then nothing is read of the
+first step."""
+
+Read = dict[str, tuple[Tensor, Tensor | None]]
+
+
+def _read(tracker: Any) -> Read:
+    found = {}
+    for name, rows in sorted(tracker.get_unique().items()):
+        order = rows.ids.argsort()
+        states = None if rows.states is None else rows.states[order].detach().clone()
+        found[name] = rows.ids[order].clone(), states
+    return found
+
+
+def _run(rank: int, case: str, driver: str) -> list[Read]:
+    feature, kind, mode, options = CASES[case]
+    model = build(feature, kind, driver != "stock")
+    dense = torch.optim.SGD([p for n, p in model.named_parameters() if ".t_" not in n], lr=0.05)
+    config = DeltaTrackerConfig(tracking_mode=mode, **options)
+    pipeline: Any = TrainPipelineSparseDist(model, dense, CPU)
+    if driver not in ("stock", "SparseDist"):
+        num = 1 if driver == "K=1" else 3
+        pipeline = InterleavedTrainPipeline(
+            model, dense, CPU, num_micro_batches=num, loss_reduction="sum"
+        )
+    batches = iter([batch_of(feature, rank, step, True) for step in range(NUM_STEPS)])
+    tracker: Any = None if driver == "late" else model.init_torchrec_delta_tracker(config)
+    reads = []
+    for step in range(NUM_STEPS):
+        pipeline.progress(batches)
+        if step in READ_AFTER and tracker is not None:
+            reads.append(_read(tracker))
+        tracker = tracker or model.init_torchrec_delta_tracker(config)
+    return reads
+
+
+def _runs(rank: int, world_size: int) -> dict[tuple[str, str], list[Read]]:
+    return {(case, driver): _run(rank, case, driver) for case in CASES for driver in DRIVERS}
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[tuple[str, str], list[Read]]]:
+    return run_ranks(_runs, 2, timeout_s=200)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_and_states_are_those_of_stock(runs: Any, case: str) -> None:
+    for of_rank in runs:
+        expected = of_rank[case, "stock"]
+        num_rows = [len(ids) for read in expected for ids, _ in read.values()]
+        assert max(num_rows) > min(num_rows) > 0  # not all rows each time
+        for driver in DRIVERS[1:]:
+            told = expected[1:] if driver == "late" else expected
+            torch.testing.assert_close(of_rank[case, driver], told, rtol=1e-4, atol=2e-5)
+
+
+def _momentum(rank: int, world_size: int) -> tuple[list[Any], Any, str]:
+    """Of a table under Adagrad: what was tracked, the state before each step; what stock says."""
+    feature = Feature("adagrad", optimizer=torch.optim.Adagrad, **APART)
+    config = DeltaTrackerConfig(tracking_mode=TrackingMode.MOMENTUM_LAST)
+    batches = [batch_of(feature, rank, step, True) for step in range(3)]
+    model, stock = build(feature, "bags", True), build(feature, "bags", False)
+    tracker: Any = model.init_torchrec_delta_tracker(config)
+    stock.init_torchrec_delta_tracker(config)
+    try:
+        stock(batches[0])
+        error = "none"
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    tracked, before = [], []
+    for batch in batches:
+        before.append({})
+        for path, states in model.fused_optimizer.state_dict()["state"].items():
+            (shard,) = next(iter(states.values())).local_shards()
+            before[-1][path.split(".")[-2]] = shard.tensor.clone()
+        loss, _ = model(batch)
+        loss.backward()
+        tracked.append({name.split(".")[-1]: rows for name, rows in _read(tracker).items()})
+    return tracked, before, error
+
+
+def test_the_state_before_a_step_where_stock_reads_none() -> None:
+    for tracked, before, error in run_ranks(_momentum, 2, timeout_s=60):
+        for of_step, states in zip(tracked, before):
+            for name, (ids, norms) in of_step.items():
+                torch.testing.assert_close(norms, states[name][ids].norm(dim=1))
+        assert any(norms.any() for _, norms in tracked[-1].values())
+        assert "Error" in error, "TorchRec reads it on the CPU now: compare with it"
+
+
+def _refused(rank: int, world_size: int) -> list[str]:
+    def error_of(feature: Feature, kind: str, mode: TrackingMode) -> str:
+        model = build(feature, kind, True)
+        try:
+            model.init_torchrec_delta_tracker(DeltaTrackerConfig(tracking_mode=mode))
+        except CompatError as error:
+            return str(error)
+        return "nothing"
+
+    own = build(Feature("own"), "bags", True)
+    try:
+        own.module.tables.register_post_lookup_tracker_fn(print)
+        found = "nothing"
+    except CompatError as error:
+        found = str(error)
+    one_home = Feature("bags", hot_rows={"*": "bags"})
+    return [
+        error_of(Feature("shared", tables=SHARED), "bags", TrackingMode.ID_ONLY),
+        error_of(Feature("row-wise"), "sequences", TrackingMode.MOMENTUM_LAST),
+        error_of(one_home, "bags", TrackingMode.MOMENTUM_LAST),
+        found,
+    ]
+
+
+def test_what_it_cannot_say_is_refused_where_it_is_asked_for() -> None:
+    reasons = run_ranks(_refused, 2, timeout_s=60)
+    for words, of_ranks in zip(
+        ("another table has its feature 'f'", "MOMENTUM_LAST", "MOMENTUM_LAST", "of one's own"),
+        zip(*reasons),
+        strict=True,
+    ):
+        assert all(words in reason for reason in of_ranks), of_ranks

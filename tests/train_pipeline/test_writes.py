@@ -1,0 +1,268 @@
+"""Whoever writes tables between steps finds the write in homes and replicas, as in stock TorchRec.
+
+One training meets every way to write, a few steps apart: on all ranks or on one, through what was
+taken just now or kept from the start. Outputs of every step, weights and optimizer state at the end
+must be stock's. On three ranks one is home to no table of bags, so nothing shows on it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.datasets.utils import Batch
+
+from tests.sharding.jobs import PLAIN, Job, build, result_of
+from tests.train_pipeline.drivers import Driver, make_driver
+from tests.train_pipeline.runs import (
+    Run,
+    assert_same_runs,
+    batches_of,
+    pipeline_of,
+    plain_steps,
+    run_to_the_end,
+)
+from torchrec_picasso import PicassoError
+from torchrec_picasso.launch.run_ranks import run_ranks
+
+BETWEEN = 2
+"""Steps from one write to the next: the first has rows in flight, the second fetched some early."""
+ROWS, BAGS = Job(placement={"*": 4}), Job(placement={"*": "bags"}, tables=PLAIN[:2])
+CASES = {"rows": (2, ROWS, "row_wise"), "bags": (3, BAGS, "table_wise")}
+DRIVERS: tuple[Driver, ...] = (None, (1, True), (2, True))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A model, and what somebody took of it at the start."""
+
+    model: Any
+    folder: Path
+    parameters: Mapping[str, Tensor]
+    data: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+    first_state: Mapping[str, Any]
+    first_optimizer_state: Mapping[str, Any]
+
+    @staticmethod
+    def of(model: Any, folder: Path) -> Kept:
+        parameters, state = dict(_tables(model)), model.state_dict()
+        dcp.save(state, checkpoint_id=folder)
+        return Kept(
+            model=model,
+            folder=folder,
+            parameters=parameters,
+            data={name: parameter.data for name, parameter in parameters.items()},
+            state=state,
+            first_state=copy.deepcopy(state),
+            first_optimizer_state=copy.deepcopy(model.fused_optimizer.state_dict()),
+        )
+
+
+def _tables(model: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        if name.startswith("ebc."):
+            yield name, parameter
+
+
+def _shards(state: Mapping[str, Any]) -> list[Tensor]:
+    tables = [value for value in state.values() if isinstance(value, ShardedTensor)]
+    return [shard.tensor for value in tables for shard in value.local_shards()]
+
+
+def _optimizer_shards(model: Any) -> list[Tensor]:
+    states = model.fused_optimizer.state_dict()["state"].values()
+    return [shard for state in states for shard in _shards(state)]
+
+
+def _fill(kept: Kept) -> None:
+    for _, parameter in _tables(kept.model):
+        parameter.fill_(0.25)
+
+
+def _halve_some_rows(kept: Kept) -> None:
+    """What rows hold counts: an average of weights, kept from the start, sees them up to date."""
+    for parameter in kept.parameters.values():
+        parameter[::2].mul_(0.5)
+
+
+def _reset(kept: Kept) -> None:
+    torch.manual_seed(7)
+    kept.model.module.ebc.reset_parameters()
+
+
+def _copy_back(kept: Kept) -> None:
+    for shard, first in zip(_shards(kept.state), _shards(kept.first_state)):
+        shard.detach().copy_(first)
+
+
+def _through_data(kept: Kept) -> None:
+    for _, parameter in _tables(kept.model):
+        parameter.data.add_(0.125)
+
+
+def _through_kept_data(kept: Kept) -> None:
+    for data in kept.data.values():
+        data[1:].neg_()
+
+
+def _through_data_of_a_state_dict(kept: Kept) -> None:
+    for shard in _shards(kept.state):
+        shard.data.mul_(2.0)
+
+
+def _add_to_optimizer_state(kept: Kept) -> None:
+    for shard in _optimizer_shards(kept.model):
+        shard.add_(0.5)
+
+
+def _new_rows_after_a_look(kept: Kept) -> None:
+    """Rows that this rank alone keeps."""
+    for shard in _shards(kept.model.state_dict()):
+        shard[:3].fill_(0.0625)
+
+
+WAYS: Mapping[str, tuple[Callable[[Kept], Any], tuple[int, ...]]] = {
+    "fill_": (_fill, (0, 1, 2)),
+    "some rows of kept parameters": (_halve_some_rows, (0, 1, 2)),
+    "reset_parameters()": (_reset, (0, 1, 2)),
+    "optimizer state": (_add_to_optimizer_state, (0, 1, 2)),
+    "into a kept state dict": (_copy_back, (0, 1, 2)),
+    ".data": (_through_data, (0, 1, 2)),
+    ".data kept": (_through_kept_data, (0, 1, 2)),
+    ".data of a state dict": (_through_data_of_a_state_dict, (0, 1, 2)),
+    "load_state_dict": (lambda kept: kept.model.load_state_dict(kept.first_state), (0, 1, 2)),
+    "state of the fused optimizer": (
+        lambda kept: kept.model.fused_optimizer.load_state_dict(kept.first_optimizer_state),
+        (0, 1, 2),
+    ),
+    "rank 1 alone": (_halve_some_rows, (1,)),
+    "dcp.load": (lambda kept: dcp.load(kept.state, checkpoint_id=kept.folder), (0, 1, 2)),
+    "rank 0 alone, after state_dict()": (_new_rows_after_a_look, (0,)),
+}
+"""What is done before a step, and on which ranks."""
+NUM_STEPS = BETWEEN * (len(WAYS) + 1)
+
+
+def _train(
+    job: Job, driver: Driver, rank: int, world_size: int, folder: Path, skipped: str = ""
+) -> Run:
+    model = build(job, rank, world_size)
+    kept, pipeline = Kept.of(model, folder), make_driver(driver, model)
+    ways = {BETWEEN * number: name for number, name in enumerate(WAYS, start=1)}
+    batches, outputs = iter(batches_of(job, rank, range(NUM_STEPS))), []
+    for step in range(NUM_STEPS):
+        write, ranks = WAYS.get(ways.get(step, ""), (None, ()))
+        if write is not None and rank in ranks and ways[step] != skipped:
+            with torch.no_grad():
+                write(kept)
+        outputs.append(pipeline.progress(batches))
+    return result_of(model, []), outputs
+
+
+def _beside_stock(rank: int, world_size: int, job: Job, stock: str, folder: Path) -> dict[Any, Run]:
+    placed = dataclasses.replace(job, placement={"*": stock})
+    found: dict[Any, Run] = {"stock": _train(placed, None, rank, world_size, folder / "stock")}
+    for driver in DRIVERS:
+        found[driver] = _train(job, driver, rank, world_size, folder / str(driver))
+    for way in ("rank 1 alone", "rank 0 alone, after state_dict()"):
+        found[way] = _train(placed, None, rank, world_size, folder / way[:6], way)
+    return found
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_every_write_is_found(tmp_path: Path, case: str) -> None:
+    world_size, job, stock = CASES[case]
+    by_rank = run_ranks(_beside_stock, world_size, job, stock, tmp_path, timeout_s=200)
+    expected = [of_rank["stock"] for of_rank in by_rank]
+    for driver in DRIVERS:
+        assert_same_runs([of_rank[driver] for of_rank in by_rank], expected)
+    for way in ("rank 1 alone", "rank 0 alone, after state_dict()"):
+        with pytest.raises(AssertionError):  # the smallest writes are seen, even if they are last
+            assert_same_runs([of_rank[way] for of_rank in by_rank], expected)
+
+
+# -- where a step was asked about and does not begin ----------------------------------------------
+
+
+def _halve(model: Any) -> None:
+    with torch.no_grad():
+        for _, parameter in _tables(model):
+            parameter.mul_(0.5)
+
+
+def _write_where_it_stopped(rank: int, world_size: int) -> dict[str, Run]:
+    """Between two iterators, with two batches in flight."""
+    mine, plain = (build(ROWS, rank, world_size) for _ in range(2))
+    pipeline = pipeline_of(mine, num_micro_batches=2, execute_all_batches=False)
+    outputs = run_to_the_end(pipeline, iter(batches_of(ROWS, rank, range(4))))
+    _halve(mine)
+    outputs += run_to_the_end(pipeline, iter(batches_of(ROWS, rank, range(4, 7))))
+    batches = batches_of(ROWS, rank, range(5))
+    expected = plain_steps(
+        plain, batches, before_step=lambda step: _halve(plain) if step == 2 else None
+    )
+    return {"mine": (result_of(mine, []), outputs), "plain": (result_of(plain, []), expected)}
+
+
+def test_a_write_while_batches_wait_for_an_iterator_is_found() -> None:
+    by_rank = run_ranks(_write_where_it_stopped, 2, timeout_s=60)
+    assert_same_runs([of["mine"] for of in by_rank], [of["plain"] for of in by_rank])
+
+
+def _broken(batches: Iterable[Batch]) -> Iterator[Batch]:
+    yield from batches
+    raise OSError("a file is gone")
+
+
+def _write_after_a_broken_iterator(rank: int, world_size: int) -> list[Tensor]:
+    """Other ranks, whose iterators gave a batch, may be in the step."""
+    model = build(ROWS, rank, world_size)
+    pipeline = pipeline_of(model, num_micro_batches=1)
+    batches = _broken(batches_of(ROWS, rank, range(3)))
+    pipeline.progress(batches)
+    with pytest.raises(OSError, match="a file is gone"):
+        pipeline.progress(batches)
+    _halve(model)
+    with pytest.raises(PicassoError, match="changed after an exception in the data iterator"):
+        pipeline.progress(batches)
+    pipeline.reset()
+    return run_to_the_end(pipeline, iter(batches_of(ROWS, rank, range(2))))
+
+
+def test_a_write_where_a_step_was_asked_about_is_refused() -> None:
+    for outputs in run_ranks(_write_after_a_broken_iterator, 2, timeout_s=60):
+        assert len(outputs) == 2
+
+
+def _write_in_forward(rank: int, world_size: int, driver: Driver) -> str:
+    model = build(ROWS, rank, world_size)
+    pipeline, forward = make_driver(driver, model), model.module.over.forward
+
+    def writing(columns: Tensor) -> Tensor:
+        _halve(model)
+        return forward(columns)
+
+    batches = iter(batches_of(ROWS, rank, range(4)))
+    pipeline.progress(batches)
+    model.module.over.forward = writing
+    try:
+        run_to_the_end(pipeline, batches)
+    except PicassoError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_write_between_a_forward_and_its_update_is_refused() -> None:
+    for driver in (None, (1, True)):
+        for told in run_ranks(_write_in_forward, 2, driver, timeout_s=60):
+            assert "'c' was written between a forward and the update of its backward" in told

@@ -1,0 +1,142 @@
+"""What a container of a batch holds, and a container like it with other members.
+
+Members are fields or items, and attributes that an instance got beside them: a weight of each
+sample that was assigned to a dataclass is as much a part of the batch as its fields. What the
+constructor makes of the fields is made anew with them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+from inspect import getattr_static
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_picasso.errors import CompatError
+
+__all__ = ["children_of", "rebuild"]
+
+
+def children_of(value: Any) -> list[tuple[str, Any]] | None:
+    """Lists a container's members with what leads to them in a path; ``None`` for anything else.
+
+    Containers are dataclasses, dicts, NamedTuples, and exactly tuples and lists: a subclass of
+    those two may have any constructor.
+    """
+    members = _items_of(value)
+    if members is None:
+        return None
+    return members + [(f".{name}", getattr(value, name)) for name in _names_beside(value)]
+
+
+def rebuild(container: Any, members: Sequence[Any], path: str, advice: str) -> Any:
+    """Makes a container like another one with new members, in the order of :func:`children_of`.
+
+    Raises:
+        CompatError: If a dataclass's constructor does not take them.
+    """
+    names = _names_beside(container)
+    num_items = len(members) - len(names)
+    rebuilt = _rebuild(container, members[:num_items], path, advice)
+    for name, member in zip(names, members[num_items:]):
+        object.__setattr__(rebuilt, name, member)  # as the owner did it, frozen or not
+    return rebuilt
+
+
+def _items_of(value: Any) -> list[tuple[str, Any]] | None:
+    if _is_dataclass(value):
+        return [(f".{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", member) for key, member in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f".{name}", member) for name, member in zip(value._fields, value)]
+    if type(value) in (tuple, list):
+        return [(f"[{i}]", member) for i, member in enumerate(value)]
+    return None
+
+
+def _rebuild(container: Any, items: Sequence[Any], path: str, advice: str) -> Any:
+    if _is_dataclass(container):
+        names = [f.name for f in dataclasses.fields(container) if f.init]
+        try:
+            return dataclasses.replace(container, **dict(zip(names, items)))
+        except Exception as error:  # whatever a user's __init__ or __post_init__ raises
+            raise CompatError(
+                f"{path}: the constructor of {type(container).__name__} refused its own fields, "
+                f"cut or joined ({type(error).__name__}: {error}); {advice}"
+            ) from error
+    if isinstance(container, dict):
+        rebuilt = copy.copy(container)  # keeps what a subclass holds, such as a default factory
+        rebuilt.update(zip(container, items))
+        return rebuilt
+    if hasattr(container, "_make"):
+        return container._make(items)
+    return type(container)(items)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _names_beside(container: Any) -> list[str]:
+    """Attributes that are no items, and that the constructor does not make of these."""
+    names = list(getattr(container, "__dict__", ()))
+    if _is_dataclass(container):
+        fields = dataclasses.fields(container)
+        init = {field.name for field in fields if field.init}
+        derived = [f.name for f in fields if not f.init and hasattr(container, f.name)]
+        names = [name for name in dict.fromkeys([*derived, *names]) if name not in init]
+    if not names:
+        return []
+    fresh = _made_anew(container)
+    return [
+        name
+        for name in names
+        if not isinstance(getattr_static(type(container), name, None), cached_property)
+        and not (hasattr(fresh, name) and _is_same(getattr(fresh, name), getattr(container, name)))
+    ]
+
+
+def _made_anew(container: Any) -> Any:
+    """What the constructor makes of a container's items; ``None`` = nothing else is made."""
+    if not _is_dataclass(container):
+        return None
+    try:
+        return dataclasses.replace(container)
+    except Exception:  # who rebuilds it says why
+        return None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether an attribute is what the constructor made; of types without ``==``, if it may be."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    members, others = _parts_of(one), _parts_of(other)
+    if members is not None and others is not None:
+        return len(members) == len(others) and all(map(_is_same, members, others))
+    if type(one).__eq__ is object.__eq__:
+        return True
+    try:
+        equal = one == other
+        return bool(equal.all() if hasattr(equal, "all") else equal)  # of arrays, each entry
+    except Exception:  # whatever a user's type raises
+        return False
+
+
+def _parts_of(value: Any) -> list[Any] | None:
+    """What tells two values of a type apart; ``None`` = their ``==`` does."""
+    if isinstance(value, (JaggedTensor, KeyedJaggedTensor)):
+        keys = value.keys() if isinstance(value, KeyedJaggedTensor) else None
+        return [keys, value.values(), value.lengths(), value.weights_or_none()]
+    if isinstance(value, KeyedTensor):
+        return [value.keys(), value.length_per_key(), value.values()]
+    members = children_of(value)
+    return None if members is None else [part for member in members for part in member]

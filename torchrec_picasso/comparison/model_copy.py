@@ -1,0 +1,124 @@
+"""A copy of a model to run in its place, and the state that a run leaves in it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.types import ShardedModule
+
+from torchrec_picasso.comparison.dense_part import outside_of_sharded
+from torchrec_picasso.comparison.difference import Tolerance, difference_of
+
+__all__ = ["ModelState", "copy_model"]
+
+_KEPT_BY_TORCH = frozenset(vars(nn.Module())) - {"_buffers", "_parameters", "training"}
+
+
+def copy_model(model: nn.Module, shared: Iterable[nn.Module] = ()) -> nn.Module:
+    """Copies a model but for its sharded modules.
+
+    Parameters are copied too: DistributedDataParallel with a static graph counts every gradient
+    that comes to a parameter, also of a backward that it did not begin.
+
+    Args:
+        model: Any model, outside its wrapper.
+        shared: Modules that the copy shares with the model, beside sharded ones.
+
+    Returns:
+        A model whose runs leave nothing in the first one.
+
+    Raises:
+        Exception: Whatever an object raises that cannot be copied.
+    """
+    memo: dict[int, Any] = {id(module): module for module in shared}
+    for _, module in outside_of_sharded(model):
+        if isinstance(module, ShardedModule):
+            memo[id(module)] = module
+            continue
+        for value in (*vars(module).values(), *module._buffers.values()):
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                memo[id(value)] = value.detach().clone()  # torch copies no tensor with a graph
+    return copy.deepcopy(model, memo)
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """What the dense part of a model keeps.
+
+    Args:
+        names: Names of the modules.
+        parts: Python attributes of each module, as bytes.
+        tensors: Copies of the tensors in each.
+    """
+
+    names: Sequence[str]
+    parts: Sequence[bytes]
+    tensors: Sequence[Sequence[Tensor]]
+
+    @staticmethod
+    def of(model: nn.Module) -> ModelState:
+        """Reads the state of a model.
+
+        Raises:
+            Exception: Whatever an attribute raises that cannot be read as bytes.
+        """
+        modules = [m for m in outside_of_sharded(model) if not isinstance(m[1], ShardedModule)]
+        found = [_Bytes.of(module) for _, module in modules]
+        return ModelState(
+            [name or "the model" for name, _ in modules],
+            [part for part, _ in found],
+            [tensors for _, tensors in found],
+        )
+
+    def difference(self, other: ModelState, tolerance: Tolerance) -> str | None:
+        """Names a module whose state differs from another one's; ``None`` = none does."""
+        for name, one, two, tensors, others in zip(
+            self.names, self.parts, other.parts, self.tensors, other.tensors
+        ):
+            if one != two:
+                return f"the attributes of {name} differ after the forward"
+            for tensor, its in zip(tensors, others):
+                if not _are_close(tensor, its, tolerance):
+                    return f"a buffer or tensor of {name} differs after the forward"
+        return None
+
+
+def _are_close(one: Tensor, other: Tensor, tolerance: Tolerance) -> bool:
+    if one.is_floating_point() and one.shape == other.shape:
+        return difference_of(one, other, tolerance) is None
+    return one.equal(other)
+
+
+class _Bytes(pickle.Pickler):
+    """Writes attributes as bytes; tensors are put aside, code and modules are named."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self.fast = True  # equal values are equal bytes, whoever shares them
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self.tensors.append(value.detach().clone())
+            return ("tensor", len(self.tensors))
+        if isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)):
+            return ("code", id(value))
+        if isinstance(value, (nn.Module, torch.distributed.ProcessGroup)):
+            return ("module", type(value).__qualname__)
+        return None
+
+    @staticmethod
+    def of(module: nn.Module) -> tuple[bytes, list[Tensor]]:
+        """The attributes of one module, and the tensors in them."""
+        buffer = io.BytesIO()
+        writer = _Bytes(buffer)
+        writer.dump({k: v for k, v in vars(module).items() if k not in _KEPT_BY_TORCH})
+        return buffer.getvalue(), writer.tensors

@@ -1,0 +1,240 @@
+"""Tells TorchRec's model delta tracker, at each home, which hot/cold rows were looked up.
+
+Stock row-wise sharding calls the tracker with the ids that arrive at a rank's shard: rows of that
+shard, counted from its first row. The home of a hot/cold table learns the same rows from the
+exchange of ids (rows that ranks asked for) and from the header (hot rows that any rank uses). The
+tracker hears each row once per batch, before the batch's update, however the batch is cut.
+
+The tracker files rows under features, a home knows tables. So each table's rows are filed under its
+first feature, and a table that shares a feature with another one is refused: for stock tables too
+TorchRec would file both tables' rows under the first table.
+
+Cost:
+    For each pack a sort of the rows asked for, and on CUDA two host syncs; nothing where no
+    tracker is registered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
+from torchrec.distributed.model_tracker.types import TrackingMode
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.ops.ids import PackedTable
+from torchrec_picasso.rows.batch_rows import PartRows
+from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
+
+__all__ = ["RecordLookup", "begin_batch", "lookup_tracker", "state_tracker"]
+
+RecordLookup = Callable[..., None]
+"""``ModelDeltaTrackerTrec.record_lookup`` of some tracker."""
+
+
+def begin_batch(model: nn.Module) -> None:
+    """Has the model's trackers file what follows under a new batch.
+
+    ``DistributedModelParallel`` does so in its forward; a pipeline that computes embeddings ahead
+    of the forward calls this first. Batches need not have consecutive numbers.
+
+    Args:
+        model: As given to a pipeline.
+    """
+    for tracker in getattr(model, "model_trackers", {}).values():
+        tracker.step()
+
+
+def lookup_tracker(
+    record: RecordLookup, group: RowGroup, kernels: Sequence[HotColdKernel]
+) -> RecordLookup:
+    """What a sharded module calls after its lookups, in place of the tracker's own function.
+
+    Args:
+        record: The tracker's function; it gets stock tables' ids as TorchRec gives them.
+        group: The module's hot/cold tables.
+        kernels: Their homes on this rank.
+
+    Raises:
+        CompatError: If the function is not of TorchRec's delta tracker, or tables share a feature.
+    """
+    tracker = _delta_tracker_of(record)
+    feature_of = _feature_of_table(tracker, group.tables)
+    with_rows = tracker._mode == TrackingMode.EMBEDDING
+
+    def record_at_home(features: Any, embeddings: Any, *rest: Any) -> None:
+        if not isinstance(embeddings, PartRows):
+            record(features, embeddings, *rest)
+            return
+        for kernel, rows_of_table in _new_rows(embeddings, kernels, "ids"):
+            known = {name: rows for name, rows in rows_of_table.items() if name in feature_of}
+            ids = _as_features({feature_of[name]: rows for name, rows in known.items()})
+            if not with_rows:
+                record(ids, None)
+            elif ids.values().numel():  # the tracker divides by the number of ids
+                kernel.flush()
+                weights_of = dict(zip(kernel.table_names, kernel.split_embedding_weights()))
+                found = [weights_of[name][rows].float() for name, rows in known.items()]
+                record(ids, torch.cat(found))
+
+    return record_at_home
+
+
+def state_tracker(
+    record: RecordLookup, group: RowGroup, kernels: Sequence[HotColdKernel]
+) -> Callable[[PartRows], None]:
+    """What a lookup of hot/cold tables calls where the tracker wants optimizer state.
+
+    TorchRec's tracker reads the state off TBEs, which hold homes and replicas here. So it is given
+    one table at a time, and reads the latest state from the homes.
+
+    Args:
+        record: The tracker's function.
+        group: The lookup's tables.
+        kernels: Their homes on this rank.
+
+    Raises:
+        CompatError: If the function is not of TorchRec's delta tracker, tables share a feature, or
+            their optimizer has no state of the kind that is tracked.
+    """
+    tracker = _delta_tracker_of(record)
+    feature_of = _feature_of_table(tracker, group.tables)
+    _refuse_other_states(tracker._mode, group)
+    tracker.get_latest = partial(_latest_state, tracker)
+
+    def record_at_home(part: PartRows) -> None:
+        for kernel, rows_of_table in _new_rows(part, kernels, "states"):
+            kernel.flush()
+            for (name, rows), state in zip(rows_of_table.items(), kernel.split_first_state()):
+                if name in feature_of:
+                    ids = _as_features({feature_of[name]: rows})
+                    record(ids, None, _OneTable(state, kernel.config.embedding_dims()))
+
+    return record_at_home
+
+
+def _new_rows(
+    part: PartRows, kernels: Sequence[HotColdKernel], what: str
+) -> Iterator[tuple[HotColdKernel, Mapping[str, Tensor]]]:
+    """Of each kernel, the rows of its tables that the batch looks up; nothing when asked again."""
+    if part.rows.is_first_time(f"{what} of module {part.module}"):
+        with torch.no_grad():
+            for kernel in kernels:
+                yield kernel, kernel.split_rows(part.rows.looked_up(kernel.rows))
+
+
+def _as_features(rows_of_feature: Mapping[str, Tensor]) -> KeyedJaggedTensor:
+    rows = list(rows_of_feature.values())
+    lengths = [of_feature.numel() for of_feature in rows]
+    return KeyedJaggedTensor(
+        keys=list(rows_of_feature),
+        values=torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64),
+        lengths=torch.tensor(lengths, device=rows[0].device if rows else None),
+        stride=1,
+        length_per_key=lengths,
+    )
+
+
+def _delta_tracker_of(record: RecordLookup) -> Any:
+    tracker = getattr(record, "__self__", None)
+    if not isinstance(tracker, ModelDeltaTrackerTrec):
+        raise CompatError(
+            f"hot/cold tables do not support a tracker function of one's own, got {record}: ids "
+            "and outputs are not at a table's home as TorchRec's are; use "
+            "DistributedModelParallel.init_torchrec_delta_tracker, or place these tables without "
+            "HotColdParams"
+        )
+    return tracker
+
+
+def _feature_of_table(tracker: Any, tables: Sequence[PackedTable]) -> Mapping[str, str]:
+    """The feature that the tracker knows each of the tables by, but for those it skips."""
+    features_of = tracker.fqn_to_feature_names()
+    num_tables = Counter(name for names in features_of.values() for name in set(names))
+    found = {}
+    for table in tables:
+        shared = [name for name in table.feature_names if num_tables[name] > 1]
+        if shared:
+            raise CompatError(
+                f"the delta tracker cannot track hot/cold table {table.name!r}: it files rows "
+                f"under features, and another table has its feature {shared[0]!r} too; give each "
+                "table features of its own, or skip the module with fqns_to_skip"
+            )
+        if tracker.table_to_fqn.get(table.name) in features_of:
+            found[table.name] = table.feature_names[0]
+    return found
+
+
+def _refuse_other_states(mode: TrackingMode, group: RowGroup) -> None:
+    """Refuses a mode where the tables' optimizer has no state of the shape that it reads."""
+    is_of_weights = mode == TrackingMode.MOMENTUM_LAST
+    expected = (
+        "of the shape of the weights, as Adagrad has"
+        if is_of_weights
+        else "of one number per row, as row-wise Adagrad has"
+    )
+    for pack, storage in enumerate(group.storages):
+        state = next(iter(storage.tables.row_states.values()), None)
+        if state is None or (state.homes.dim() == 2) != is_of_weights:
+            names = [table.name for table in group.tables if table.pack == pack]
+            raise CompatError(
+                f"the delta tracker's mode {mode.name} reads an optimizer state {expected}; the "
+                f"optimizer of hot/cold tables {', '.join(map(repr, names))} has none. Track with "
+                "ID_ONLY, or change the optimizer"
+            )
+
+
+def _latest_state(tracker: Any) -> dict[str, Tensor]:
+    """Optimizer state of every tracked table on this rank, as the tracker's ``get_latest``."""
+    latest = {}
+    lookups = [lookup for module in tracker.tracked_modules.values() for lookup in module._lookups]
+    for lookup in lookups:
+        if isinstance(lookup, DistributedDataParallel):
+            continue
+        for kernel in lookup._emb_modules:
+            if isinstance(kernel, HotColdKernel):
+                kernel.flush()
+                states = list(kernel.split_first_state())
+            else:
+                states = [state for state, *_ in kernel.emb_module.split_optimizer_states()]
+            for table, state in zip(kernel.config.embedding_tables, states):
+                latest[tracker.table_to_fqn[table.name]] = state
+    return latest
+
+
+@dataclass(frozen=True)
+class _OneTable:
+    """Stands in for TorchRec's kernel of one table, where its tracker reads optimizer state."""
+
+    state: Tensor
+    dims: Sequence[int]
+
+    @property
+    def _emb_module(self) -> _OneTable:
+        return self
+
+    @property
+    def _config(self) -> _OneTable:
+        return self
+
+    @property
+    def momentum1_dev(self) -> Tensor:
+        """The state, flat."""
+        return self.state.flatten()
+
+    def split_optimizer_states(self) -> list[list[Tensor]]:
+        """The state, as of a TBE of this table alone."""
+        return [[self.state]]
+
+    def embedding_dims(self) -> Sequence[int]:
+        """Columns of the table."""
+        return self.dims

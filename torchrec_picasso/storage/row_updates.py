@@ -1,0 +1,92 @@
+"""The optimizers that update rows in the host's memory by torch's operators, and their state.
+
+FBGEMM has CPU kernels for SGD, Adagrad and row-wise Adagrad. Row-wise Adagrad is faster here; Adam,
+LAMB and their partial row-wise kinds exist on the CPU only here. The TBE of such a pack is made for
+SGD, which keeps no state; the state lies beside the TBE, with the names, shapes and types that
+FBGEMM's state has on a GPU.
+
+A separate call updates the replicas. The shapes of that call are the same on all ranks, so the
+operators sum in the same order on all ranks and replicas stay bit-equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_configs import DataType
+
+from torchrec_picasso._torchrec import EmbOptimType
+from torchrec_picasso.storage.adam import adam, lamb
+from torchrec_picasso.storage.row_wise_adagrad import row_wise_adagrad
+from torchrec_picasso.storage.update_step import RowUpdate
+
+__all__ = ["ONLY_HERE", "PARTIAL", "new_states", "row_update"]
+
+ONLY_HERE: Mapping[EmbOptimType, RowUpdate] = {
+    EmbOptimType.ADAM: adam,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: adam,
+    EmbOptimType.LAMB: lamb,
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: lamb,
+}
+"""Optimizers without a CPU kernel in FBGEMM."""
+
+PARTIAL = (EmbOptimType.PARTIAL_ROWWISE_ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB)
+"""Optimizers whose second state has one value for each row."""
+_PLAIN_ADAGRAD = {
+    "gradient_clipping": False,
+    "max_norm": 0.0,
+    "weight_decay": 0.0,
+    "counter_based_regularization": None,
+    "cowclip_regularization": None,
+    "ensemble_mode": None,
+    "emainplace_mode": None,
+    "global_weight_decay": None,
+    "extra_optimizer_config": None,
+    "optimizer_state_dtypes": None,
+}
+"""TBE arguments that change row-wise Adagrad, and the values with which they do not."""
+
+
+def row_update(
+    fused_params: Mapping[str, Any], *, data_type: DataType, is_on_host: bool
+) -> RowUpdate | None:
+    """The update of a pack by torch's operators.
+
+    Args:
+        fused_params: TBE arguments, FBGEMM types.
+        data_type: Type of the weights.
+        is_on_host: Whether they are in the host's memory.
+
+    Returns:
+        ``None`` where FBGEMM updates: another optimizer, memory or type, or an argument that
+        changes the update.
+    """
+    optimizer = fused_params.get("optimizer")
+    if not is_on_host or data_type != DataType.FP32:
+        return None
+    if optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+        return ONLY_HERE.get(optimizer) if optimizer is not None else None
+    if any(fused_params.get(name, plain) != plain for name, plain in _PLAIN_ADAGRAD.items()):
+        return None
+    return row_wise_adagrad
+
+
+def new_states(
+    optimizer: EmbOptimType, num_rows: int, dim: int, device: torch.device
+) -> dict[str, Tensor]:
+    """State of a table at the start, for an optimizer of :data:`ONLY_HERE`.
+
+    Args:
+        optimizer: Which.
+        num_rows: Rows of the table.
+        dim: Its columns.
+        device: Where they are.
+    """
+    squares_shape = (num_rows,) if optimizer in PARTIAL else (num_rows, dim)
+    return {
+        "exp_avg": torch.zeros(num_rows, dim, device=device),
+        "exp_avg_sq": torch.zeros(squares_shape, device=device),
+    }

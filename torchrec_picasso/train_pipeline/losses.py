@@ -1,0 +1,112 @@
+"""What a model's losses are, and so what a micro-batch's part of them is.
+
+The losses of a batch are trained as in TorchRec: their sum. Gradients of micro-batches add up to
+those of the batch where the loss of a micro-batch counts as said here.
+
+- ``"mean"`` over samples: by its share of the samples.
+- ``"sum"`` over samples: as it is.
+- ``"ratio"`` of two sums over samples, such as weighted losses over weights: the model returns
+  ``((numerators, denominators), output)``. With N and D the sums over the whole batch,
+  ``d(N / D) = sum over k of dn_k / D - N / D^2 dd_k``.
+
+Shape letter: K micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_picasso.errors import CompatError, ConfigError
+
+__all__ = ["Losses"]
+
+_REDUCTIONS = ("mean", "sum", "ratio")
+
+
+class Losses:
+    """Losses of batches and of their micro-batches.
+
+    Args:
+        reduction: ``"mean"``, ``"sum"`` or ``"ratio"``.
+
+    Raises:
+        ConfigError: If it is none of these.
+    """
+
+    def __init__(self, reduction: str) -> None:
+        if reduction not in _REDUCTIONS:
+            raise ConfigError(
+                f"loss_reduction is {reduction!r}, expected one of {', '.join(_REDUCTIONS)}"
+            )
+        self.reduction = reduction
+
+    def checked(self, losses: Any) -> Any:
+        """The losses of a model, if they are what was said.
+
+        Raises:
+            CompatError: If a ratio was promised and something else came.
+        """
+        if self.reduction != "ratio":
+            return losses
+        if isinstance(losses, tuple) and len(losses) == 2:
+            numerators, denominators = losses
+            if isinstance(numerators, Tensor) and isinstance(denominators, Tensor):
+                return losses
+        raise CompatError(
+            f"loss_reduction is 'ratio', but the model's losses are a {type(losses).__name__}; "
+            "return ((numerators, denominators), output), tensors of sums over samples"
+        )
+
+    def of_whole(self, losses: Any) -> Tensor:
+        """The losses of a whole batch, a vector or 0-d."""
+        if self.reduction != "ratio":
+            whole: Tensor = losses
+            return whole
+        numerators, denominators = losses
+        ratios: Tensor = numerators / denominators
+        return ratios
+
+    def of_stand_in(self, losses: Any) -> Tensor:
+        """A 0-d loss of a batch without samples, whose value is of no meaning."""
+        if self.reduction != "ratio":
+            return torch.sum(losses, dim=0)
+        return torch.stack([part.sum() for part in losses]).sum()  # a ratio would divide by 0
+
+    def of_part(self, losses_K: Mapping[int, Any], index: int, sizes_K: Sequence[int]) -> Tensor:
+        """A 0-d loss of one micro-batch; their gradients sum up to those of the whole batch.
+
+        Args:
+            losses_K: Losses of all micro-batches that have samples.
+            index: Which micro-batch.
+            sizes_K: Samples of each.
+        """
+        losses = losses_K[index]
+        if self.reduction == "mean":
+            return torch.sum(losses, dim=0) * (sizes_K[index] / sum(sizes_K))
+        if self.reduction == "sum":
+            return torch.sum(losses, dim=0)
+        numerators, denominators = losses
+        with torch.no_grad():
+            whole_N, whole_D = (torch.stack(sums).sum(0) for sums in zip(*losses_K.values()))
+        terms = numerators / whole_D - denominators * (whole_N / whole_D.square())
+        return torch.sum(terms, dim=0)
+
+    def of_batch(self, losses_K: Mapping[int, Any], sizes_K: Sequence[int]) -> Tensor:
+        """The 0-d loss of a whole batch, without its graph.
+
+        Args:
+            losses_K: Losses of all micro-batches that have samples.
+            sizes_K: Samples of each.
+        """
+        with torch.no_grad():
+            if self.reduction == "ratio":
+                numerators, denominators = (
+                    torch.stack(sums).sum(0) for sums in zip(*losses_K.values())
+                )
+                return torch.sum(numerators / denominators, dim=0)
+            parts = [self.of_part(losses_K, index, sizes_K) for index in losses_K]
+            return torch.stack(parts).sum()

@@ -1,0 +1,75 @@
+"""Ways to cut a batch: as a step does, and torn to pieces.
+
+Shape letter: K micro-batches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from torchrec_picasso.batches.join import join_outputs
+from torchrec_picasso.batches.split import FEWEST_SAMPLES
+
+__all__ = ["Cut"]
+
+_MOST_PIECES = 64
+"""Pieces of a torn batch."""
+
+
+class Cut:
+    """A batch cut to pieces, dealt out to micro-batches.
+
+    Args:
+        sizes: Samples of each piece, in the order of the batch.
+        pieces_K: Places of the pieces of each micro-batch.
+    """
+
+    def __init__(self, sizes: Sequence[int], pieces_K: Sequence[Sequence[int]]) -> None:
+        self.sizes = sizes
+        self.pieces_K = pieces_K
+        self.sizes_K = [sum(sizes[piece] for piece in pieces) for pieces in pieces_K]
+
+    @staticmethod
+    def in_order(sizes_K: Sequence[int]) -> Cut:
+        """To micro-batches of these sizes, one piece each."""
+        return Cut(sizes_K, [[k] for k in range(len(sizes_K))])
+
+    @staticmethod
+    def torn(num_samples: int, num_micro_batches: int, draw: random.Random) -> Cut:
+        """To pieces of random sizes, dealt out in random order to parts of uneven sizes.
+
+        The last part has two samples, as few as a micro-batch ever has.
+
+        Args:
+            num_samples: Samples of the batch, at least 2 K.
+            num_micro_batches: Parts, K, at least 2.
+            draw: Draws sizes and order.
+        """
+        usual = max(FEWEST_SAMPLES, 2 * num_samples // min(_MOST_PIECES, num_samples))
+        sizes = [FEWEST_SAMPLES]
+        while (left := num_samples - sum(sizes)) >= 2 * FEWEST_SAMPLES:
+            sizes.append(draw.randint(FEWEST_SAMPLES, min(usual + 1, left - FEWEST_SAMPLES)))
+        sizes.append(left)
+        others = draw.sample(range(1, len(sizes)), len(sizes) - 1)
+        num_parts = min(num_micro_batches - 1, len(others))
+        ends = sorted(draw.sample(range(1, len(others)), num_parts - 1))
+        parts = [others[start:end] for start, end in pairwise([0, *ends, len(others)])]
+        return Cut(sizes, [*parts, [0]])
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether micro-batches are the pieces, in the order of the batch."""
+        return all(list(pieces) == [k] for k, pieces in enumerate(self.pieces_K))
+
+    def joined(self, pieces: Sequence[Any], index: int) -> Any:
+        """A micro-batch, made of its pieces.
+
+        Args:
+            pieces: All pieces, in the order of the batch.
+            index: Which micro-batch.
+        """
+        places = self.pieces_K[index]
+        return join_outputs([pieces[p] for p in places], [self.sizes[p] for p in places])
