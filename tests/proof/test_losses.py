@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,14 @@ PROVED: dict[str, Loss] = {
     ).mean(),
     "per lookup": _per_lookup,
 }
+
+
+def _recorded(head: Head, out: Tensor, batch: Batch) -> Tensor:
+    with torch.profiler.record_function("loss"):
+        return out.mean()
+
+
+PROVED["recorded"] = _recorded
 
 UNPROVED: dict[str, tuple[Loss, str]] = {
     "in-batch softmax": (
@@ -222,6 +231,18 @@ def test_sums() -> None:
     loss = with_loss(lambda head, out, batch: (out * batch.labels).sum())
     assert prove_head(loss(), losses=Losses.SUMS).reason is None
     assert "not a sum" in str(prove_head(Head(), losses=Losses.SUMS).reason)
+
+
+def test_ratios() -> None:
+    def ratio(head: Head, out: Tensor, batch: Batch) -> Any:
+        return (out * batch.labels).sum(), batch.labels.sum()
+
+    def of_mean(head: Head, out: Tensor, batch: Batch) -> Any:
+        return (out * batch.labels).sum(), batch.labels.mean()
+
+    assert prove_head(with_loss(ratio)(), losses=Losses.RATIOS).reason is None
+    assert "not a sum" in str(prove_head(with_loss(of_mean)(), losses=Losses.RATIOS).reason)
+    assert "not two sums" in str(prove_head(Head(), losses=Losses.RATIOS).reason)
 
 
 def test_a_reason_names_the_line() -> None:

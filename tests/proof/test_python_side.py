@@ -158,6 +158,17 @@ def _communicates(head: Head, out: Tensor, batch: Batch) -> Tensor:
     return out.mean()
 
 
+def _calls_back(head: Head, out: Tensor, batch: Batch) -> Tensor:
+    def distance(one: Tensor, other: Tensor) -> Tensor:
+        CALLS.append(1)
+        return (one - other).abs().sum(dim=1)
+
+    rows = out[:, None]
+    return nn.functional.triplet_margin_with_distance_loss(
+        rows, 2 * rows, 3 * rows, distance_function=distance
+    )
+
+
 _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "global counter": (_global_counter, "writes the global NUM_CALLS"),
     "global list": (lambda head, out, batch: (CALLS.append(1), out.mean())[1], "reads CALLS"),
@@ -188,6 +199,7 @@ _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "tensor hook": (_hooked, "register_hook"),
     "saved tensors": (_saves_elsewhere, "saved for backward"),
     "collective": (_communicates, "torch.distributed"),
+    "called back": (_calls_back, "reads CALLS"),
     "own backward": (
         lambda head, out, batch: _AddsInBackward.apply(out).mean(),
         "_AddsInBackward",

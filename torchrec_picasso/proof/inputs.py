@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -18,6 +18,10 @@ from torchrec_picasso.proof.sizes import Sizes
 from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, UnprovedError, Value
 
 __all__ = ["Inputs", "form_of"]
+
+
+_MOST_SUMMED = 32
+"""Features whose lookups are summed, symbol by symbol; of more, only the features are known."""
 
 
 class Inputs:
@@ -127,54 +131,44 @@ class Inputs:
             raise UnprovedError(f"{path} has {kjt.stride()} samples, not {self._num_samples}")
         keys = kjt.keys()
         names = [f"{path}[{key!r}]" for key in keys]
-        with unset_fake_temporarily():  # real counts, of real lengths
-            lookups_F = kjt.length_per_key()
-        counts = [self._sizes.add(of, n) for of, n in zip(names, lookups_F)]
+        counts = [self._sizes.add(of, n) for of, n in zip(names, kjt.length_per_key())]
         if not keys:
             raise UnprovedError(f"{path} has no features")
         packed = Value(Kind.LOOKUPS, features=tuple(names))
         if len(keys) == 1:
             packed = Value(Kind.ROWS, rows=names[0])
-        total, weights = sum(counts[1:], counts[0]), kjt.weights_or_none()
+        if len(keys) <= _MOST_SUMMED:
+            total = sum(counts[1:], counts[0])
+        else:
+            total = self._sizes.add(f"all of {path}", kjt.values().size(0))
         values = self._make(kjt.values(), (total, *kjt.values().shape[1:]), packed)
-        made_weights = None
+        weights = kjt.weights_or_none()
         if weights is not None:
-            made_weights = self._make(weights, (total, *weights.shape[1:]), packed)
+            weights = self._make(weights, (total, *weights.shape[1:]), packed)
         of_samples = Value(Kind.ROWS, rows=SAMPLES, outer=len(keys), features=tuple(names))
         lengths = self._make(kjt.lengths(), (len(keys) * self._samples,), of_samples)
-        features = self._features(names, counts, values, made_weights, lengths)
+        features = (self._feature(kjt, name, count) for name, count in zip(names, counts))
         return KeyedJaggedTensor(
             keys=keys,
             values=values,
-            weights=made_weights,
+            weights=weights,
             lengths=lengths,
             stride=self._samples,
             length_per_key=counts,
             jt_dict=dict(zip(keys, features)),
         )
 
-    def _features(
-        self,
-        names: Sequence[str],
-        counts: list[Any],
-        values: Tensor,
-        weights: Tensor | None,
-        lengths: Tensor,
-    ) -> list[JaggedTensor]:
-        """What ``to_dict()`` gives, cut where features begin."""
-        values_F = values.split(counts)
-        weights_F = [None] * len(names) if weights is None else weights.split(counts)
-        lengths_F = lengths.view(len(names), -1).unbind()
-        for name, *tensors, lengths in zip(names, values_F, weights_F, lengths_F):
-            for tensor in tensors:
-                if tensor is not None:
-                    self._follower.know(tensor, Value(Kind.ROWS, rows=name), is_input=True)
-            of_samples = Value(Kind.ROWS, rows=SAMPLES, features=(name,))
-            self._follower.know(lengths, of_samples, is_input=True)
-        return [
-            JaggedTensor(values=values, weights=weights, lengths=lengths)
-            for values, weights, lengths in zip(values_F, weights_F, lengths_F)
-        ]
+    def _feature(self, kjt: KeyedJaggedTensor, name: str, count: torch.SymInt) -> JaggedTensor:
+        """What ``to_dict()`` gives for a feature."""
+        rows, weights = Value(Kind.ROWS, rows=name), kjt.weights_or_none()
+        if weights is not None:
+            weights = self._make(weights, (count, *weights.shape[1:]), rows)
+        of_samples = Value(Kind.ROWS, rows=SAMPLES, features=(name,))
+        return JaggedTensor(
+            values=self._make(kjt.values(), (count, *kjt.values().shape[1:]), rows),
+            weights=weights,
+            lengths=self._make(kjt.lengths(), (self._samples,), of_samples),
+        )
 
 
 def _refuse_extras(value: Any, path: str) -> None:

@@ -114,32 +114,44 @@ def prove(
             output. It is left as it is.
         batch: Any batch of its data; what is in it does not matter, nor how many samples.
         given: Its sharded modules, and others that do not run, with what they gave for the batch.
-        losses: What the losses shall be proved to be.
+        losses: What the losses shall be proved to be; ratios are given as ``(numerators,
+            denominators)``.
         forward: Runs a module like ``module`` on a batch; by default calls it.
 
     Returns:
         A proof, or why there is none. It holds for all batches of the same form, as long as its
         guard sees no change.
     """
-    modules = [of.module for of in given]
-    followers = [_follower(module)]
+    follower = Follower(Sizes(), _names_of(module))
+    question = _Question(module, batch, given, losses, forward or _call)
+    guard: Guard | None = None
     try:
-        _refuse_what_cannot_be_seen(module, modules)
         names = Names(sys._getframe())
-        late = _follow(module, batch, given, losses, forward or _call, followers, names)
-        guard = Guard(module, modules, batch, names, late)
-        reason = followers[-1].reason or names.written()
+        late = _follow(question, follower, names)
+        guard = Guard(module, question.modules, batch, names, late)
+        reason = names.written()
     except UnprovedError as unproved:
-        guard, reason = None, followers[-1].reason or str(unproved)
+        reason = str(unproved)
     except Exception as error:  # whatever a model raises without data
-        text = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
-        guard, reason = None, followers[-1].reason or text
-    num_operators = followers[0].num_operators
-    return Proof(reason, None if reason else guard, num_operators)
+        reason = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
+    reason = follower.reason or reason
+    return Proof(reason, None if reason else guard, follower.num_operators)
 
 
-def _follower(module: nn.Module) -> Follower:
-    return Follower(Sizes(), _names_of(module))
+@dataclass(frozen=True)
+class _Question:
+    """What :func:`prove` was asked."""
+
+    module: nn.Module
+    batch: Any
+    given: Sequence[Given]
+    losses: Losses
+    forward: Callable[[nn.Module, Any], Any]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those that do not run."""
+        return [of.module for of in self.given]
 
 
 def _names_of(module: nn.Module) -> dict[int, str]:
@@ -156,27 +168,21 @@ def _refuse_what_cannot_be_seen(module: nn.Module, given: Sequence[nn.Module]) -
             raise UnprovedError(f"{path or 'the model'} is compiled, so its operators are not seen")
 
 
-def _follow(
-    module: nn.Module,
-    batch: Any,
-    given: Sequence[Given],
-    losses: Losses,
-    forward: Callable[[nn.Module, Any], Any],
-    followers: list[Follower],
-    names: Names,
-) -> list[tuple[str, str]]:
+def _follow(question: _Question, follower: Follower, names: Names) -> list[tuple[str, str]]:
     """Follows the forward; gives the attributes that modules of libraries make in their first."""
-    modules = [of.module for of in given]
-    tried = copy_of(module, modules)
+    modules = question.modules
+    _refuse_what_cannot_be_seen(question.module, modules)
+    tried = copy_of(question.module, modules)
     before = state_of(tried, modules)
     late: list[tuple[str, str]] = []
+    mode = FakeTensorMode(shape_env=follower.sizes.env, allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # with symbols a hit costs more than it saves
     with _no_finalizers(), _nothing_drawn(), _classes_as_they_are(tried, modules):
-        _run(tried, batch, given, losses, forward, followers[-1], names)
+        _run(tried, question, follower, mode, names)
         changed = _changes(before, after := state_of(tried, modules))
         _refuse_changes(tried, changed, may_be_libraries=True)
         if changed:  # is that all, then?
-            followers.append(_follower(module))
-            _run(tried, batch, given, losses, forward, followers[-1], names)
+            _run(tried, question, follower, mode, names)
             late, changed = changed, _changes(after, state_of(tried, modules))
             _refuse_changes(tried, changed, may_be_libraries=False)
     return late
@@ -188,24 +194,22 @@ def _changes(before: _State, after: _State) -> list[tuple[str, str]]:
 
 def _run(
     module: nn.Module,
-    batch: Any,
-    given: Sequence[Given],
-    losses: Losses,
-    forward: Callable[[nn.Module, Any], Any],
+    question: _Question,
     follower: Follower,
+    mode: FakeTensorMode,
     names: Names,
 ) -> None:
-    mode = FakeTensorMode(shape_env=follower.sizes.env, allow_non_fake_inputs=True)
-    inputs = Inputs(follower.sizes, follower, mode, _count(batch))
-    made = inputs.like(batch, "batch")
-    for of in given:
+    follower.sizes.begin()
+    inputs = Inputs(follower.sizes, follower, mode, _count(question.batch))
+    made = inputs.like(question.batch, "batch")
+    for of in question.given:
         of.give(inputs.like(of.output, of.name, has_graph=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of shapes without data
         watch = Watch(follower, names)
         with torch.enable_grad(), enable_python_dispatcher(), mode, follower, watch:
-            result = forward(module, made)
-    _judge(result, losses, follower)
+            result = question.forward(module, made)
+    _judge(result, question.losses, follower)
 
 
 def _call(module: nn.Module, batch: Any) -> Any:
@@ -298,7 +302,11 @@ def _judge(result: Any, losses: Losses, follower: Follower) -> None:
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise UnprovedError(f"the model gives a {type(result).__name__}, not losses and an output")
     found, output = result
-    parts = [found] if losses is not Losses.RATIOS else list(_sums_of(found))
+    parts = [found]
+    if losses is Losses.RATIOS:
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise UnprovedError(f"the loss is a {type(found).__name__}, not two sums")
+        parts = list(found)
     expected = Kind.MEAN if losses is Losses.MEANS else Kind.SUM
     for part in parts:
         if not isinstance(part, Tensor):
@@ -315,13 +323,6 @@ def _judge(result: Any, losses: Losses, follower: Follower) -> None:
     complaint = follower.sizes.assumption() or follower.sizes.complaint()
     if complaint is not None:
         raise UnprovedError(complaint)
-
-
-def _sums_of(found: Any) -> Iterator[Any]:
-    for name in ("numerator", "denominator"):
-        if not hasattr(found, name):
-            raise UnprovedError(f"the loss is a {type(found).__name__} without a {name}")
-        yield getattr(found, name)
 
 
 def _judge_output(value: Any, path: str, follower: Follower) -> None:

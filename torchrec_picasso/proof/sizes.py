@@ -47,6 +47,13 @@ class Sizes:
         self._names: dict[sympy.Expr, str] = {}
         self._same_as: dict[str, str] = {}
         self._wanted: list[tuple[str, str, str]] = []
+        self._num_known = 0
+
+    def begin(self) -> None:
+        """Begins anew, for another forward."""
+        self._same_as.clear()
+        self._wanted.clear()
+        self._num_known = len(self.env.guards)
 
     def add(self, rows: str, count: int) -> torch.SymInt:
         """A symbol for a number of rows.
@@ -158,13 +165,13 @@ class Sizes:
                 return f"{where} takes {one} and {other} for equally many, which they may not be"
         return None
 
-    def assumption(self, start: int = 0) -> str | None:
+    def assumption(self, start: int | None = None) -> str | None:
         """What PyTorch assumed of the sizes to go on.
 
         Args:
-            start: Assumptions that were looked at already.
+            start: Assumptions that were looked at already; ``None`` = those of other forwards.
         """
-        for guard in self.env.guards[start:]:
+        for guard in self.env.guards[self._num_known if start is None else start :]:
             for equal in _equalities(guard.expr):
                 if not isinstance(equal, sympy.Eq) or not all(
                     of in self._names for of in equal.args

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
+from functools import partial
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchrec_picasso.proof.follow import Follower
 from torchrec_picasso.proof.python_code import Names, foreign_module
 from torchrec_picasso.proof.sizes import is_symbolic
 from torchrec_picasso.proof.values import UnprovedError
-from torchrec_picasso.proof.where import current_line, is_users, line_of
+from torchrec_picasso.proof.where import current_line, is_import, is_users, line_of
 
 __all__ = ["Watch"]
 
@@ -60,6 +61,9 @@ _NUMBER_METHODS = frozenset(
     for name in ("__bool__", "__int__", "__index__", "__float__", "__hash__", "__round__")
     if hasattr(vars(kind).get(name), "__code__")
 )
+_CALLED = (FunctionType, MethodType, partial, nn.Module)
+"""What a function of PyTorch's may call back."""
+
 _SAVED_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 
 
@@ -90,7 +94,8 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        sys.setprofile(None)  # what PyTorch does inside is not the user's
+        if not any(isinstance(of, _CALLED) for of in (*args, *(kwargs or {}).values())):
+            sys.setprofile(None)  # what PyTorch does inside is not the user's
         try:
             if func is Tensor.__len__ and is_symbolic(args[0].shape[0]):
                 self._refuse("takes len() of the batch, a plain number; use .shape[0]")
@@ -118,6 +123,8 @@ class Watch(TorchFunctionMode):
     def _see_call(self, frame: FrameType) -> None:
         code, caller = frame.f_code, frame.f_back
         if is_users(code):
+            if is_import(frame):
+                return  # it runs once, however often the model does
             try:
                 self._names.enter(frame)
             except UnprovedError as unproved:

@@ -16,8 +16,9 @@ import sympy
 import tensordict
 import torch
 import torchrec
+import typing_extensions
 
-__all__ = ["current_line", "is_users", "line_of"]
+__all__ = ["current_line", "is_import", "is_users", "line_of"]
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _ZOO = os.path.join(_OURS, "zoo") + os.sep
@@ -28,6 +29,7 @@ _ADDED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "pla
 
 _LIBRARIES = (
     _OURS,
+    str(typing_extensions.__file__),
     *(
         os.path.dirname(str(package.__file__)) + os.sep
         for package in (torch, torchrec, fbgemm_gpu, tensordict, numpy, sympy, mpmath)
@@ -49,6 +51,14 @@ def _is_users_file(name: str) -> bool:
 def is_users(code: CodeType) -> bool:
     """Whether code is neither PyTorch's, TorchRec's, Python's nor this package's engine."""
     return _is_users_file(code.co_filename)
+
+
+def is_import(frame: FrameType) -> bool:
+    """Whether a frame is that of a module being imported, or called by one."""
+    found: FrameType | None = frame
+    while found is not None and not found.f_code.co_filename.startswith("<frozen importlib"):
+        found = found.f_back
+    return found is not None
 
 
 def line_of(frame: FrameType) -> str:
