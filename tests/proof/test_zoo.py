@@ -8,19 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.proof.cuts import assert_cut_is_whole
+from tests.proof.proved_models import NUM_OPERATORS, table
 from tests.proof.tables import given_tables
 from torchrec_picasso.config import load_config
 from torchrec_picasso.proof.proof import Losses, prove
 from torchrec_picasso.zoo.registry import build_model, make_source
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-MODELS = (
-    *("wide_deep_criteo", "dlrm_criteo", "deepfm_criteo", "din_taobao", "dien_taobao"),
-    *("mmoe_generated", "can_taobao", "wukong_criteo", "dhen_fields", "tbsm_taobao"),
-)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NUM_OPERATORS)
 def test_model_is_proved(name: str) -> None:
     config = load_config(CONFIGS / f"{name}.yaml")
     config = replace(config, data=replace(config.data, batch_size=24, max_history=4))
@@ -29,10 +26,15 @@ def test_model_is_proved(name: str) -> None:
     given = given_tables(model, batch.sparse_features)
     proof = prove(model, batch, given)
     assert proof.reason is None
+    assert proof.num_operators == NUM_OPERATORS[name]
     assert proof.guard is not None
     assert proof.guard.changed(batch) is None
     num_samples = batch.labels.size(0)
     assert_cut_is_whole(model, batch, given, [1, num_samples - 6, 5], Losses.MEANS)
+
+
+def test_the_page_has_the_table() -> None:
+    assert table() in (CONFIGS.parent / "docs" / "features.md").read_text()
 
 
 def test_dice_is_not_proved() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tests.proof.proved_models import table
 from tests.sharding.jobs import whole
 from tests.train_pipeline.feature_cells import Feature, Outcome, run_cell
 from tests.train_pipeline.features import FEATURES
@@ -268,7 +269,7 @@ def page_of(
 ) -> str:
     """The page, a table for each kind of collection and one of the surface; what is long is below
     its table."""
-    parts = [HEAD]
+    parts = [HEAD, table() + "\n"]
     for kind, title in KINDS.items():
         notes: dict[str, int] = {}
         lines = [
