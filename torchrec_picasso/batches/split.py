@@ -34,7 +34,6 @@ __all__ = [
     "reason_of",
     "rebuild",
     "split_batch",
-    "why_not_cut",
 ]
 
 PLAIN_TYPES = (
@@ -199,24 +198,6 @@ def check_samples(batch: Any) -> int | None:
 def reason_of(refusal: Exception) -> str:
     """Why :func:`split_batch` refused, without its advice, which is for batches alone."""
     return str(refusal).partition(f"; {SPLIT_ADVICE}")[0]
-
-
-def why_not_cut(batch: Any) -> str | None:
-    """Why a batch cannot be cut by :func:`split_batch`; cuts nothing.
-
-    Args:
-        batch: Any batch.
-
-    Returns:
-        The error that the cut would raise, with its advice; ``None`` = its parts would be made.
-        What only the constructor of a part may say against it is not asked.
-    """
-    try:
-        if check_samples(batch) is None:
-            return f"batch: nothing in a {type(batch).__name__} has samples; {SPLIT_ADVICE}"
-    except (CompatError, InputError) as error:
-        return str(error)
-    return None
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

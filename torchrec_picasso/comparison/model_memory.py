@@ -21,7 +21,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec_picasso.batches.split import PLAIN_TYPES
 from torchrec_picasso.comparison.dense_part import outside_of_sharded
 
-__all__ = ["checkpoint_buffers", "forget_random_states", "without_a_trace"]
+__all__ = ["without_a_trace"]
 
 _KEPT_BY_TORCH = frozenset(vars(nn.Module()))
 
@@ -56,24 +56,6 @@ def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
                     buffer.copy_(saved)
             for module, found in attributes:
                 _put_back(module, found)
-
-
-def forget_random_states() -> None:
-    """Other random numbers from here on, whoever draws them; within :func:`without_a_trace`."""
-    random.seed()
-    np.random.seed()
-    torch.seed()
-
-
-def checkpoint_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the buffers outside sharded modules that a checkpoint would hold, by name."""
-    return {
-        f"{path}.{name}" if path else name: buffer.detach().clone()
-        for path, module in outside_of_sharded(model)
-        if not isinstance(module, ShardedModule)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
 
 
 def _device_type(device: torch.device) -> str:
