@@ -7,6 +7,7 @@ from equal weights on equal batches, large enough for micro-batches to be tried 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -220,6 +221,9 @@ class Program:
     batch: Callable[[int, int], Batch] = lambda rank, step: batch_of(rank, step, SAMPLES)
     stock: Sequence[Stock] = ()
     is_wrapped: bool = True
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Around each step."""
+    atol: float = ATOL
     cut: bool = True
     """Whether four micro-batches train it; else they are refused with ``refusal``."""
     refusal: str = ""
@@ -268,6 +272,7 @@ PROGRAMS = {
     "warm-up of stock tables": Program(
         before_step=_warm_up, stock=[Stock("ebc", frozenset({"t_f"}))]
     ),
+    "autocast": Program(within=lambda: torch.autocast("cpu", dtype=torch.bfloat16), atol=1e-2),
     "metric in evaluation": Program(head=Metric, before_step=_evaluated),
     "small last batch": Program(head=Squeezed, batch=_small_last),
     "ratio of sums": Program(head=Ratio, options={"loss_reduction": "ratio"}),
@@ -291,7 +296,8 @@ def _train(program: Program, rank: int, is_ours: bool, **options: Any) -> Any:
     outputs = []
     for step in range(STEPS):
         program.before_step(sharded, step)
-        outputs.append(pipeline.progress(batches))
+        with program.within():
+            outputs.append(pipeline.progress(batches))
     return outputs, _gathered(sharded)
 
 
@@ -344,4 +350,4 @@ def test_a_program_trains_as_under_torchrec(name: str, num_micro_batches: int | 
             assert found == by_rank[0][name, num_micro_batches]
             continue
         assert not isinstance(found, str), found
-        torch.testing.assert_close(found, results[name, "stock"], rtol=RTOL, atol=ATOL)
+        torch.testing.assert_close(found, results[name, "stock"], rtol=RTOL, atol=program.atol)

@@ -177,7 +177,12 @@ def _follow(question: _Question, follower: Follower, names: Names) -> list[tuple
     late: list[tuple[str, str]] = []
     mode = FakeTensorMode(shape_env=follower.sizes.env, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # with symbols a hit costs more than it saves
-    with _no_finalizers(), _nothing_drawn(), _classes_as_they_are(tried, modules):
+    with (
+        _no_finalizers(),
+        _nothing_drawn(),
+        _nothing_cached(),
+        _classes_as_they_are(tried, modules),
+    ):
         _run(tried, question, follower, mode, names)
         changed = _changes(before, after := state_of(tried, modules))
         _refuse_changes(tried, changed, may_be_libraries=True)
@@ -250,6 +255,17 @@ def _nothing_drawn() -> Iterator[None]:
         raise UnprovedError("the model draws random numbers, or seeds them, once per micro-batch")
     if pickle.dumps(before[1]) != pickle.dumps(after[1]):
         raise UnprovedError("the model draws random numbers of NumPy, once per micro-batch")
+
+
+@contextmanager
+def _nothing_cached() -> Iterator[None]:
+    """Within it autocast keeps no casts: those of weights without data would serve real steps."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager

@@ -48,8 +48,14 @@ class Losses:
         """The losses of a model, if they are what was said.
 
         Raises:
-            CompatError: If a ratio was promised and something else came.
+            CompatError: If a ratio was promised and something else came, or tensors without data
+                that a proof had the model keep.
         """
+        if type(losses).__name__ == "FakeTensor":
+            raise CompatError(
+                "the model kept a tensor without data of the proof that its batches may be cut; "
+                "use num_micro_batches=1, and report the model"
+            )
         if self.reduction != "ratio":
             return losses
         if isinstance(losses, tuple) and len(losses) == 2:
