@@ -42,7 +42,6 @@ JOBS = {
 
 WORLD_SIZES = (2, 3)
 FLOATS, IDS, MARKS, HEADER = torch.float32, torch.int32, torch.uint8, torch.int64
-NUM_DENSE_PARAMETERS = 2  # weight and bias of one linear layer
 
 
 def _warm_and_record(
@@ -145,8 +144,6 @@ def test_hot_rows_are_summed_once(world_size: int, name: str, driver: Driver) ->
     job = _jobs(world_size)[name]
     expected = _expected(job, world_size, range(NUM_WARM, NUM_WARM + NUM_STEPS))
     dense = 1 + sum(table.dim * len(table.features) for table in job.tables)
-    if driver is not None:
-        dense += NUM_DENSE_PARAMETERS  # ours sends along which gradients there are
     for by_case in _recorded(world_size):
         reduced = elements(by_case[name, driver], FLOATS, reduced=True)
         assert reduced == expected.hot_elements + NUM_STEPS * dense
