@@ -157,7 +157,7 @@ class _WritingClicked(_Clicked):
 FOUND: dict[str, tuple[type[_Model], list[str]]] = {
     "clicked": (_Clicked, ["the gradient of the output of ebc differs by"]),
     "writing": (_WritingClicked, ["the gradient of the output of ebc differs by"]),
-    "padded": (_Padded, ["in uneven parts the gradient of hidden.weight differs by"]),
+    "padded": (_Padded, ["in uneven parts the gradient of "]),
     "dice": (_Dice, ["the gradient of the output of ebc differs by"]),
     "counting": (_Counting, ["a buffer or tensor of the model differs after the forward"]),
     "remembering": (_Remembering, ["the attributes of the model differ after the forward"]),

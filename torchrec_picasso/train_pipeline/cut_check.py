@@ -108,7 +108,8 @@ class CutCheck:
             flight: A batch whose rows are there or on their way.
         """
         wholes = flight.whole_outputs(self._taken.groups, self._taken.plain)
-        found = self._difference(flight, wholes) if len(flight.run_sizes) > 1 else None
+        is_cut = flight.sizes_K[0] < flight.num_samples
+        found = self._difference(flight, wholes) if is_cut else None
         return agree_on(self._pg, self._device, found)
 
     def _difference(self, flight: Flight, wholes: Mapping[str, WholeOutput]) -> str | None:
@@ -116,7 +117,7 @@ class CutCheck:
         num_samples, num_parts = flight.num_samples, len(flight.sizes_K)
         ways = {
             "on the whole batch": Cut.in_order([num_samples]),
-            f"in {num_parts} micro-batches": Cut.in_order(flight.run_sizes),
+            f"in {num_parts} micro-batches": Cut.in_order(flight.sizes_K),
             "in uneven parts": Cut.torn(num_samples, num_parts, self._draw),
         }
         if self._split is not split_batch:  # what it cuts off may not be joined otherwise

@@ -351,8 +351,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """Takes a training step, of a model that may be another one than was proved. Collective."""
         pg = process_group_of(self._model)
         self._optimizer.zero_grad()  # first of all: it hands learning rates to FBGEMM
+        flight.is_whole = counts_gradients(self._model)  # first: all of its graph is in one backward
         self._cuts.look(flight, has_changed, pg, self._device)
-        flight.is_whole = self._cuts.is_whole or counts_gradients(self._model)
+        flight.is_whole |= self._cuts.is_whole
         settings = [each.setting for each in self._flights]
         start = self._clock.stamp()
         with step_range(self._batch_count):
