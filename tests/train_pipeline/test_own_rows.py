@@ -175,7 +175,7 @@ def test_processed_tables_share_the_exchange_of_weighted_ones() -> None:
 
 def test_they_are_not_cut_and_the_summary_says_why() -> None:
     for found in _by_rank():
-        assert "no more than 1 because tables: its KeyedJagged" in found["bags", None].summary
+        assert "batches are whole: tables: its KeyedJagged" in found["bags", None].summary
         refused = found["bags", 2].error
         assert refused.startswith("CompatError: tables: its KeyedJaggedTensor has a batch size per")
         assert "use num_micro_batches=1" in refused
