@@ -23,7 +23,7 @@ from tests.train_pipeline.runs import (
 )
 from torchrec_picasso.errors import InputError, PicassoError
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
-from torchrec_picasso.train_pipeline import interleaved
+from torchrec_picasso.train_pipeline import cuts
 
 HOT_COLD = Job(placement={"*": 2, "one_row": 1}, tables=ODD)
 WAVES = dataclasses.replace(HOT_COLD, waves={"a": 1, "two_rows": 2})
@@ -57,7 +57,7 @@ def _forward_raises(job: Job, rank: int, world_size: int, num_micro_batches: int
     _break_forward(model, 3 * num_micro_batches + num_micro_batches // 2)
     batches = iter(batches_of(job, rank, STEPS))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interleaved, "is_due", lambda step: False)  # checks call the model, too
+        patch.setattr(cuts, "is_due", lambda step: False)  # checks call the model, too
         outputs = [pipeline.progress(batches) for _ in range(3)]
         with pytest.raises(BrokenError):
             pipeline.progress(batches)
