@@ -15,6 +15,7 @@ from torchrec_picasso.proof.hooks import hook_dicts
 from torchrec_picasso.proof.inputs import form_of
 from torchrec_picasso.proof.python_code import Names
 from torchrec_picasso.proof.python_state import classes_of, dense_modules, digest
+from torchrec_picasso.proof.values import UnprovedError
 
 __all__ = ["Guard", "may_change"]
 
@@ -45,6 +46,7 @@ class Guard:
         names: Names,
         made_at_first_use: Collection[tuple[str, str]],
     ) -> None:
+        self._made_of = module, given, names, made_at_first_use
         self._form: Hashable = form_of(batch)
         self._settings = _settings()
         self._same: list[tuple[str, Mapping[str, Any], list[Any]]] = []
@@ -102,6 +104,24 @@ class Guard:
             return
         for member in list(members):
             self._watch_inside(path, member, seen)
+
+    def again(self, batch: Any) -> Guard | None:
+        """A guard of the model as it is now; it stands for no proof.
+
+        Args:
+            batch: Whose form counts from now on.
+
+        Returns:
+            ``None`` = something cannot be watched any more.
+        """
+        module, given, names, late = self._made_of
+        try:
+            made = Guard(module, given, batch, names, late)
+        except UnprovedError:
+            return None
+        made._reads = [(of, name, of.get(name)) for of, name, _ in self._reads]
+        made._cells = [(cell, cell.cell_contents) for cell, _ in self._cells]
+        return made
 
     def changed(self, batch: Any = None) -> str | None:
         """What is not as it was proved; ``None`` = nothing.

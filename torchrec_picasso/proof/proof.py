@@ -91,7 +91,8 @@ class Proof:
     Args:
         reason: Why the model is not proved, with what stands in the way and where; ``None`` = it is
             proved.
-        guard: Tells before each step whether the proof still holds; ``None`` = not proved.
+        guard: Tells before each step whether the model is still the one that was looked at, proved
+            or not; ``None`` = that cannot be told.
         num_operators: Operators that were followed.
     """
 
@@ -124,19 +125,22 @@ def prove(
     """
     modules = [of.module for of in given]
     followers = [_follower(module)]
+    names, late, reason = Names(sys._getframe()), [], None
     try:
         _refuse_what_cannot_be_seen(module, modules)
-        names = Names(sys._getframe())
         late = _follow(module, batch, given, losses, forward or _call, followers, names)
-        guard = Guard(module, modules, batch, names, late)
         reason = followers[-1].reason or names.written()
     except UnprovedError as unproved:
-        guard, reason = None, followers[-1].reason or str(unproved)
+        reason = followers[-1].reason or str(unproved)
     except Exception as error:  # whatever a model raises without data
         text = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
-        guard, reason = None, followers[-1].reason or text
-    num_operators = followers[0].num_operators
-    return Proof(reason, None if reason else guard, num_operators)
+        reason = followers[-1].reason or text
+    guard = None
+    try:
+        guard = Guard(module, modules, batch, names, late)
+    except UnprovedError as unproved:
+        reason = reason or str(unproved)
+    return Proof(reason, guard, followers[0].num_operators)
 
 
 def _follower(module: nn.Module) -> Follower:
