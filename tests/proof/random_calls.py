@@ -7,8 +7,12 @@ result must lie along the batch as the rules say.
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections.abc import Callable, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -26,7 +30,7 @@ from torchrec_picasso.proof.inputs import Inputs
 from torchrec_picasso.proof.sizes import Sizes
 from torchrec_picasso.proof.values import SAMPLES, Kind, UnprovedError, Value
 
-__all__ = ["Program"]
+__all__ = ["run_programs"]
 
 FEATURES, DIM, STEPS = ("f", "g"), 4, 3
 SIZES_K = (2, 5, 4)
@@ -186,9 +190,7 @@ _ONE: list[Make] = [
         lambda a: torch.renorm(a, 2, 0, 1.0),
         lambda a: torch.trace(a),
         lambda a: functional.one_hot(a.long().clamp(0, 3), 4),
-        lambda a: functional.kl_div(
-            a.log_softmax(-1), a.softmax(-1), reduction="batchmean"
-        ),
+        lambda a: functional.kl_div(a.log_softmax(-1), a.softmax(-1), reduction="batchmean"),
         lambda a: functional.unfold(a, 2),
         lambda a: torch.bucketize(a, torch.tensor([-1.0, 0.0, 1.0])),
         lambda a: torch.isin(a, torch.tensor([0, 1, 2])),
@@ -309,8 +311,12 @@ _TWO: list[Make] = [
         torch.addcmul,
         lambda a, b: torch.where(a > 0, a, b),
         lambda a, b: functional.binary_cross_entropy_with_logits(a, b.sigmoid()),
-        lambda a, b: functional.binary_cross_entropy_with_logits(a, a.sigmoid(), weight=b.sigmoid()),
-        lambda a, b: functional.binary_cross_entropy_with_logits(a, a.sigmoid(), pos_weight=b.sigmoid()),
+        lambda a, b: functional.binary_cross_entropy_with_logits(
+            a, a.sigmoid(), weight=b.sigmoid()
+        ),
+        lambda a, b: functional.binary_cross_entropy_with_logits(
+            a, a.sigmoid(), pos_weight=b.sigmoid()
+        ),
         lambda a, b: functional.cross_entropy(a, b.long().clamp(0, 1), reduction="none"),
         lambda a, b: functional.cross_entropy(a, b.long().clamp(0, 1), reduction="sum"),
         lambda a, b: functional.cross_entropy(a, b.long().clamp(0, 1), label_smoothing=0.1),
@@ -426,7 +432,10 @@ class Program:
 
     def _batch(self) -> dict[str, Any]:
         num_samples = sum(SIZES_K)
-        lengths = torch.randint(0, 3, (len(FEATURES) * num_samples,))
+        lengths, counts = torch.zeros(0, dtype=torch.int64), torch.tensor([num_samples])
+        while num_samples in counts:  # as many lookups as samples are none of their parts'
+            lengths = torch.randint(0, 3, (len(FEATURES) * num_samples,))
+            counts = lengths.view(len(FEATURES), -1).sum(1)
         values = torch.randint(0, 4, (int(lengths.sum()),))
         return {
             "x": torch.randn(num_samples, DIM),
@@ -459,14 +468,10 @@ class Program:
         for name, value in constants.items():
             self._add([value] * len(realms), name)
 
-    def _following(self) -> Any:
-        from contextlib import ExitStack
-
-        stack = ExitStack()
-        for context in (torch.enable_grad(), enable_python_dispatcher(), self._mode):
-            stack.enter_context(context)
-        stack.enter_context(self._follower)
-        return stack
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        with torch.enable_grad(), enable_python_dispatcher(), self._mode, self._follower:
+            yield
 
     def _add(self, realms: Sequence[Tensor], words: str) -> None:
         fake, whole, *parts_K = realms
@@ -487,19 +492,25 @@ class Program:
             call(*(of.whole.clone() for of in given))
         except Exception:
             return None  # nothing that one can do
-        before = len(self._sizes.env.guards)
+        sizes = self._sizes
+        guards, wanted = len(sizes.env.guards), len(sizes._wanted)
+        facts = self._facts(given)
         try:
             with self._following():
                 fake = call(*(of.fake for of in given))
-                value = self._follower.value_of(fake)
+                self._follower.value_of(fake)
+            is_known = not (sizes.assumption() or sizes.complaint())
         except Exception:
-            self._follower.reason = None
-            if len(self._sizes.env.guards) > before or self._sizes.complaint():
-                raise EndOfProgram from None
+            is_known, self._follower.reason = False, None
+        if not is_known:  # or holds where other calls ensure it only
+            del sizes.env.guards[guards:], sizes._wanted[wanted:]
+            if facts != self._facts(given):
+                raise _EndOfProgramError
             return None
-        if self._sizes.assumption() or self._sizes.complaint():
-            raise EndOfProgram  # other calls would have to ensure it
-        whole = call(*(of.whole for of in given))
+        try:
+            whole = call(*(of.whole for of in given))
+        except Exception:
+            raise _EndOfProgramError from None  # it writes where memory overlaps
         try:
             parts_K = [call(*(of.parts_K[k] for of in given)) for k in range(len(SIZES_K))]
         except Exception as error:
@@ -513,6 +524,11 @@ class Program:
         if whole.numel() > 2000:
             self._variables.pop()
         return found
+
+    def _facts(self, given: Sequence[_Variable]) -> Any:
+        """What a call that is refused may have changed all the same."""
+        sizes, shapes = self._sizes, [str(of.fake.shape) for of in given]
+        return shapes, len(sizes.env.replacements), len(sizes._same_as)
 
     def _check(self, of: _Variable) -> str | None:
         try:
@@ -550,8 +566,41 @@ class Program:
         return joined.flatten(value.dim, value.dim + 2)
 
 
-class EndOfProgram(Exception):
+class _EndOfProgramError(Exception):
     """A program that says nothing from here on."""
+
+
+def run_programs(seeds: Sequence[int], num_calls: int = 60) -> tuple[int, list[str]]:
+    """Runs programs.
+
+    Args:
+        seeds: One for each.
+        num_calls: Calls that are tried in each.
+
+    Returns:
+        Calls that the rules understood, and what is wrong with them.
+    """
+    total, wrong = 0, []
+    logging.disable(logging.CRITICAL)  # PyTorch logs calls that fail without data
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for seed in seeds:
+                program = Program(seed)
+                found = _first_wrong(program, num_calls)
+                total += program.num_calls
+                if found is not None:
+                    wrong.append(f"seed {seed}: {found}")
+    finally:
+        logging.disable(logging.NOTSET)
+    return total, wrong
+
+
+def _first_wrong(program: Program, num_calls: int) -> str | None:
+    try:
+        return next((found for _ in range(num_calls) if (found := program.call())), None)
+    except _EndOfProgramError:
+        return None
 
 
 def _line_of(call: Call) -> str:
@@ -563,3 +612,7 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     return torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+if __name__ == "__main__":  # python -m tests.proof.random_calls 1000
+    print(*run_programs(range(int(sys.argv[1]))), sep="\n")

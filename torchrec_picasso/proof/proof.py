@@ -138,8 +138,8 @@ def prove(
     guard = None
     try:
         guard = Guard(module, modules, batch, names, late)
-    except UnprovedError as unproved:
-        reason = reason or str(unproved)
+    except Exception as error:  # a model that is compiled, or that raises when it is looked at
+        reason = reason or str(error)
     return Proof(reason, guard, followers[0].num_operators)
 
 

@@ -95,7 +95,7 @@ def is_of_library(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] in ("torch", "torchrec")
 
 
-_CACHED = type(functools.lru_cache(len))
+_CACHED = functools._lru_cache_wrapper
 _OWN_COPIES = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
 
 
@@ -118,9 +118,8 @@ def refuse_hidden(value: Any) -> None:
         raise UnprovedError(f"is a {type(value).__name__}, which says itself what is copied of it")
 
 
-@functools.lru_cache(1024)
-def _copies_itself(kind: type) -> bool:
-    return any(
+def _copies_itself(kind: type[Any]) -> bool:
+    return bool(kind.__flags__ & _HEAP_TYPE) and any(
         name in vars(of)
         for of in kind.__mro__
         if of.__flags__ & _HEAP_TYPE and is_users_object(of)
