@@ -224,6 +224,10 @@ _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "attribute of a weight": (_notes_on_weight, "writes .calls of another object"),
     "attribute of a method": (_adds_to_method, "writes .calls of another object"),
     "globals of a method": (_writes_globals, "takes __globals__"),
+    "asks of a size": (
+        lambda head, out, batch: out.mean() if isinstance(out.shape[0], int) else 2 * out.mean(),
+        "asks whether a value is an int",
+    ),
     "class method": (
         lambda head, out, batch: out.mean() * _OfClass.tick_all(),
         "writes .num_calls of a type",

@@ -132,6 +132,8 @@ class Names:
                 raise UnprovedError(f"writes {name}, which outlives its function")
             if operation == "IMPORT_NAME" and foreign_module(name):
                 raise UnprovedError(f"imports {name}")
+            if operation == "LOAD_GLOBAL" and name == "isinstance":
+                _refuse_question(instructions, place)
             if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
                 self._check_global(frame, name, _attributes_after(instructions, place))
             if operation in ("STORE_ATTR", "DELETE_ATTR"):
@@ -292,6 +294,15 @@ _DESCRIPTORS = (
     staticmethod,
     classmethod,
 )
+
+
+def _refuse_question(instructions: list[dis.Instruction], place: int) -> None:
+    """A size is an int, and none while a model is followed."""
+    for instruction in instructions[place + 1 :]:
+        if instruction.opname == "CALL":
+            return
+        if instruction.opname == "LOAD_GLOBAL" and instruction.argval == "int":
+            raise UnprovedError("asks whether a value is an int, which sizes are not here")
 
 
 _PAST_ATTRIBUTES = frozenset(
