@@ -116,6 +116,24 @@ def test_a_batch_of_another_form_is_seen() -> None:
     assert "the batch" in str(guard.changed(batch))
 
 
+def test_settings_of_torch_are_watched() -> None:
+    _, guard, _ = _proved()
+    with torch.autocast("cpu"):
+        assert "a setting of PyTorch" in str(guard.changed())
+    assert guard.changed() is None
+
+
+def test_a_guard_begins_again() -> None:
+    model, guard, batch = _proved()
+    model.head.late = True
+    assert guard.changed() is not None
+    again = guard.again(batch)
+    assert again is not None
+    assert again.changed(batch) is None
+    model.head.late = False
+    assert again.changed() is not None
+
+
 def test_a_change_is_proved_anew() -> None:
     model, _, batch = _proved()
     model.head.late = True

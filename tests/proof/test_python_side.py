@@ -9,6 +9,7 @@ import functools
 import itertools
 import random
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -21,7 +22,17 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 from torchrec.datasets.utils import Batch
 
-from tests.proof.models import HIDDEN, NUM_DENSE, Head, prove_head, with_loss
+from tests.proof.models import (
+    HIDDEN,
+    NUM_DENSE,
+    Head,
+    Model,
+    make_batch,
+    prove_head,
+    with_loss,
+)
+from tests.proof.tables import given_tables
+from torchrec_picasso.proof.proof import prove
 
 NUM_CALLS = 0
 CALLS: list[int] = []
@@ -169,6 +180,50 @@ def _calls_back(head: Head, out: Tensor, batch: Batch) -> Tensor:
     )
 
 
+class _OfClass:
+    num_calls = 0
+
+    def tick(self) -> int:
+        type(self).num_calls += 1
+        return 1
+
+    @classmethod
+    def tick_all(cls) -> int:
+        cls.num_calls += 1
+        return 1
+
+
+class _Forgets(_Counter):
+    num_calls = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class _Itself(_Counter):
+    def __deepcopy__(self, memo: Any) -> _Itself:
+        return self
+
+
+_KEPT_COUNTER = _Counter()
+
+
+def _notes_on_weight(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    weight = head.over.weight
+    weight.calls = getattr(weight, "calls", 0) + 1
+    return out.mean()
+
+
+def _adds_to_method(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    type(head).logits.calls += 1
+    return out.mean()
+
+
+def _writes_globals(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    type(head).logits.__globals__["NUM_CALLS"] += 1
+    return out.mean()
+
+
 _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "global counter": (_global_counter, "writes the global NUM_CALLS"),
     "global list": (lambda head, out, batch: (CALLS.append(1), out.mean())[1], "reads CALLS"),
@@ -176,7 +231,18 @@ _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "method of a global": (lambda head, out, batch: out.mean() * _TICK(), "reads _TICK"),
     "closure list": (lambda head, out, batch: (_NOTE(), out.mean())[1], "reads seen"),
     "closure counter": (lambda head, out, batch: (_COUNT(), out.mean())[1], "writes num_calls"),
-    "function attribute": (_function_attribute, "attributes of the function _tally"),
+    "function attribute": (_function_attribute, "writes .calls of another object"),
+    "attribute of a weight": (_notes_on_weight, "writes .calls of another object"),
+    "attribute of a method": (_adds_to_method, "writes .calls of another object"),
+    "globals of a method": (_writes_globals, "takes __globals__"),
+    "asks of a size": (
+        lambda head, out, batch: out.mean() if isinstance(out.shape[0], int) else 2 * out.mean(),
+        "asks whether a value is an int",
+    ),
+    "class method": (
+        lambda head, out, batch: out.mean() * _OfClass.tick_all(),
+        "writes .num_calls of a type",
+    ),
     "mutable default": (_default, "a default of"),
     "cached function": (lambda head, out, batch: out.mean() * _cached(), "reads _cached"),
     "clock": (lambda head, out, batch: out.mean() * (time.time() % 2), "module time"),
@@ -297,6 +363,30 @@ _HEADS: dict[str, tuple[type[Head], str]] = {
         "head.meter",
     ),
     "counting callable": (_with("meter", _Counter, lambda head, out: head.meter(out)), "meter"),
+    "class of an object": (
+        _with("meter", _OfClass, lambda head, out: out * head.meter.tick()),
+        "writes .num_calls of another object",
+    ),
+    "object that forgets": (
+        _with("meter", _Forgets, lambda head, out: out * head.meter.tick()),
+        "says itself what is copied",
+    ),
+    "object that is its copy": (
+        _with("meter", _Itself, lambda head, out: out * head.meter.tick()),
+        "says itself what is copied",
+    ),
+    "weak reference": (
+        _with(
+            "meter",
+            lambda: weakref.ref(_KEPT_COUNTER),
+            lambda head, out: out * head.meter().tick(),
+        ),
+        "refers to a _Counter",
+    ),
+    "cached method": (
+        _with("cached", lambda: _cached, lambda head, out: out * head.cached()),
+        "is a cached function",
+    ),
     "bound method": (
         _with("tick", lambda: _Counter().tick, lambda head, out: out * head.tick()),
         "head.tick",
@@ -363,6 +453,29 @@ def test_a_class_is_left_as_it_was(loss: Callable[..., Tensor], name: str) -> No
     assert (head.num_calls, _ClassCount.num_calls, _ClassCount.seen) == (0, 0, [])
 
 
+def test_an_object_of_a_class_is_left_as_it_was() -> None:
+    meter = _Counter()
+    head = _with("unused", int, lambda head, out: out * head.meter.tick())
+    head.meter = meter  # type: ignore[attr-defined]
+    assert "With.meter" in str(prove_head(head()).reason)
+    assert vars(head)["meter"] is meter
+    assert meter.num_calls == 0
+
+
+def test_autocast_keeps_no_weight_without_data() -> None:
+    head = Head()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert prove_head(head).reason is None
+        assert type(head.hidden(torch.rand(2, head.hidden.in_features))) is Tensor
+
+
+def test_a_tensor_of_the_batch_has_no_attributes() -> None:
+    model, batch = Model(Head()), make_batch()
+    batch.labels.scale = 2.0  # type: ignore[attr-defined]
+    reason = prove(model, batch, given_tables(model, batch.sparse_features)).reason
+    assert "has .scale on a tensor" in str(reason)
+
+
 _OUTPUTS: dict[str, tuple[Callable[[Head, Tensor, Batch], Any], str | None]] = {
     "entries": (lambda head, out, batch: {"over": out > 0, "labels": batch.labels, "n": 3}, None),
     "mean": (lambda head, out, batch: (out.detach(), out.mean().detach()), None),
@@ -375,6 +488,7 @@ _OUTPUTS: dict[str, tuple[Callable[[Head, Tensor, Batch], Any], str | None]] = {
     "flat": (lambda head, out, batch: torch.stack([out, out], 1).view(-1), "several entries"),
     "turned": (lambda head, out, batch: torch.stack([out, out]), "not an entry"),
     "parameter": (lambda head, out, batch: head.over.weight, "a tensor of the model"),
+    "view of a parameter": (lambda head, out, batch: head.over.bias[0], "a view into the model"),
     "size": (lambda head, out, batch: out.shape[0], "the size of the batch"),
     "all lookups": (lambda head, out, batch: batch.sparse_features, "KeyedJaggedTensor"),
 }

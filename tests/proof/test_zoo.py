@@ -46,4 +46,3 @@ def test_dice_is_not_proved() -> None:
     proof = prove(model, batch, given_tables(model, batch.sparse_features))
     assert proof.reason is not None
     assert "layers/dice.py" in proof.reason
-    assert proof.guard is None

@@ -279,7 +279,7 @@ PROGRAMS = {
 }
 
 
-def _train(program: Program, rank: int, is_ours: bool, **options: Any) -> Any:
+def train_program(program: Program, rank: int, is_ours: bool, **options: Any) -> Any:
     model = Model(program.head)
     model.head.is_ours = is_ours
     sharded = build(
@@ -315,11 +315,11 @@ def _gathered(model: Any) -> dict[str, Tensor]:
 def _all_programs(rank: int, world_size: int) -> dict[Any, Any]:
     results: dict[Any, Any] = {}
     for name, program in PROGRAMS.items():
-        results[name, "stock"] = _train(program, rank, is_ours=False)
+        results[name, "stock"] = train_program(program, rank, is_ours=False)
         for number in (None, 1, 4):
             try:
                 options = {"num_micro_batches": number, **program.options}
-                results[name, number] = _train(program, rank, is_ours=True, **options)
+                results[name, number] = train_program(program, rank, is_ours=True, **options)
             except CompatError as error:
                 results[name, number] = str(error)
             except Exception as error:

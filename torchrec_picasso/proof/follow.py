@@ -86,6 +86,10 @@ class Follower(TorchDispatchMode):
             return self._known[id(tensor)][1]
         return SAME
 
+    def is_of_outside(self, tensor: Tensor) -> bool:
+        """Whether a tensor shares memory with the model or the batch."""
+        return tensor.untyped_storage()._cdata in self._outside
+
     def is_once(self, tensor: Tensor, value: Value) -> bool:
         """Whether each row has one place in the batch's dim."""
         return self.sizes.inner(tensor, value) == 1

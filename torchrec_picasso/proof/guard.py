@@ -7,6 +7,7 @@ from operator import is_
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchrec_picasso.batches.split import PLAIN_TYPES
@@ -14,8 +15,9 @@ from torchrec_picasso.proof.hooks import hook_dicts
 from torchrec_picasso.proof.inputs import form_of
 from torchrec_picasso.proof.python_code import Names
 from torchrec_picasso.proof.python_state import classes_of, dense_modules, digest
+from torchrec_picasso.proof.values import UnprovedError
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "may_change"]
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _TORCH = frozenset(vars(nn.Module()))
@@ -44,7 +46,9 @@ class Guard:
         names: Names,
         made_at_first_use: Collection[tuple[str, str]],
     ) -> None:
+        self._made_of = module, given, names, made_at_first_use
         self._form: Hashable = form_of(batch)
+        self._settings = _settings()
         self._same: list[tuple[str, Mapping[str, Any], list[Any]]] = []
         self._equal: list[tuple[str, Any, Any]] = []
         self._reads = names.reads
@@ -83,7 +87,7 @@ class Guard:
             self._watch_inside(f"{path}.{name}", value, set())
 
     def _watch_inside(self, path: str, value: Any, seen: set[int]) -> None:
-        if not _may_change(value) or id(value) in seen:
+        if not may_change(value) or id(value) in seen:
             return
         seen.add(id(value))
         members: Iterable[Any]
@@ -101,6 +105,24 @@ class Guard:
         for member in list(members):
             self._watch_inside(path, member, seen)
 
+    def again(self, batch: Any) -> Guard | None:
+        """A guard of the model as it is now; it stands for no proof.
+
+        Args:
+            batch: Whose form counts from now on.
+
+        Returns:
+            ``None`` = something cannot be watched any more.
+        """
+        module, given, names, late = self._made_of
+        try:
+            made = Guard(module, given, batch, names, late)
+        except UnprovedError:
+            return None
+        made._reads = [(of, name, of.get(name)) for of, name, _ in self._reads]
+        made._cells = [(cell, cell.cell_contents) for cell, _ in self._cells]
+        return made
+
     def changed(self, batch: Any = None) -> str | None:
         """What is not as it was proved; ``None`` = nothing.
 
@@ -115,6 +137,8 @@ class Guard:
     def _changes(self, batch: Any) -> Iterator[str]:
         if batch is not None and form_of(batch) != self._form:
             yield "the batch has other fields, types, keys or plain values"
+        if _settings() != self._settings:
+            yield "a setting of PyTorch has changed: autocast, default type, gradients"
         for words, hooks in self._empty:
             if hooks:
                 yield words
@@ -140,6 +164,16 @@ class Guard:
                 yield f"{place} has changed"
 
 
+def _settings() -> Hashable:
+    """Of PyTorch, by which a model may branch."""
+    return (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        *((torch.is_autocast_enabled(of), torch.get_autocast_dtype(of)) for of in ("cpu", "cuda")),
+    )
+
+
 def _difference(path: str, values: Any, before: Any) -> str:
     if isinstance(before, dict) and not path.startswith("the "):
         for name in [*before, *values]:
@@ -154,9 +188,10 @@ _NEVER = (
 )
 
 
-def _may_change(value: Any) -> bool:
+def may_change(value: Any) -> bool:
+    """Whether a value may become another one without being replaced."""
     if isinstance(value, tuple | frozenset):
-        return any(_may_change(of) for of in value)
+        return any(may_change(of) for of in value)
     return not isinstance(value, _NEVER)
 
 

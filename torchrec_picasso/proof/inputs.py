@@ -95,6 +95,10 @@ class Inputs:
     ) -> Tensor:
         if type(like) not in (Tensor, nn.Parameter) or like.layout is not torch.strided:
             raise UnprovedError(f"holds a {type(like).__name__} of layout {like.layout}")
+        if not has_graph and vars(like):
+            raise UnprovedError(
+                f"the batch has .{next(iter(vars(like)))} on a tensor, which micro-batches lack"
+            )
         needs_grad = has_graph and like.is_floating_point()
         with self._mode, torch.enable_grad():
             made = torch.empty(

@@ -14,6 +14,7 @@ Cost: one forward without data, 1 to 2 ms an operator; no memory to speak of.
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import random
@@ -37,7 +38,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_picasso.batches.split import PLAIN_TYPES, children_of, num_samples
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.proof.follow import Follower
-from torchrec_picasso.proof.guard import Guard
+from torchrec_picasso.proof.guard import Guard, may_change
 from torchrec_picasso.proof.hooks import why_backward_is_unknown, why_hooked
 from torchrec_picasso.proof.inputs import Inputs
 from torchrec_picasso.proof.python_code import Names
@@ -90,7 +91,8 @@ class Proof:
     Args:
         reason: Why the model is not proved, with what stands in the way and where; ``None`` = it is
             proved.
-        guard: Tells before each step whether the proof still holds; ``None`` = not proved.
+        guard: Tells before each step whether the model is still the one that was looked at, proved
+            or not; ``None`` = that cannot be told.
         num_operators: Operators that were followed.
     """
 
@@ -124,18 +126,21 @@ def prove(
     """
     follower = Follower(Sizes(), _names_of(module))
     question = _Question(module, batch, given, losses, forward or _call)
+    names, late = Names(sys._getframe()), []
     guard: Guard | None = None
     try:
-        names = Names(sys._getframe())
         late = _follow(question, follower, names)
-        guard = Guard(module, question.modules, batch, names, late)
         reason = names.written()
     except UnprovedError as unproved:
         reason = str(unproved)
     except Exception as error:  # whatever a model raises without data
         reason = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
     reason = follower.reason or reason
-    return Proof(reason, None if reason else guard, follower.num_operators)
+    try:
+        guard = Guard(module, question.modules, batch, names, late)
+    except Exception as error:  # a model that is compiled, or that raises when it is looked at
+        reason = reason or str(error)
+    return Proof(reason, guard, follower.num_operators)
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,7 @@ def _follow(question: _Question, follower: Follower, names: Names) -> list[tuple
     with (
         _no_finalizers(),
         _nothing_drawn(),
-        _nothing_cached(),
+        _no_kept_casts(),
         _classes_as_they_are(tried, modules),
     ):
         _run(tried, question, follower, mode, names)
@@ -241,6 +246,17 @@ def _no_finalizers() -> Iterator[None]:
 
 
 @contextmanager
+def _no_kept_casts() -> Iterator[None]:
+    """Keeps autocast from handing weights without data to the forwards that follow."""
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
+
+
+@contextmanager
 def _nothing_drawn() -> Iterator[None]:
     """Refuses a forward that moved a global random state, and puts it back."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -258,45 +274,39 @@ def _nothing_drawn() -> Iterator[None]:
 
 
 @contextmanager
-def _nothing_cached() -> Iterator[None]:
-    """Within it autocast keeps no casts: those of weights without data would serve real steps."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
-@contextmanager
 def _classes_as_they_are(module: nn.Module, given: Sequence[nn.Module]) -> Iterator[None]:
-    """Refuses a forward that wrote attributes of a class of the user's, and puts them back."""
+    """Has classes of the user's hold copies, and refuses a forward that wrote their attributes."""
     classes = classes_of(of for _, of in dense_modules(module, given))
     before = {of: dict(vars(of)) for of in classes}
-    contents = [
-        (value, value.copy())
-        for values in before.values()
-        for value in values.values()
-        if type(value) in (list, dict, set)
-    ]
+    copies = {of: _copies_of(of) for of in classes}
     written = []
     try:
+        for of, values in copies.items():
+            for name, value in values.items():
+                type.__setattr__(of, name, value)
         yield
     finally:
-        for value, content in contents:
-            if value != content:
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(content)
         for of, values in before.items():
             for name in {*vars(of), *values}:
-                if vars(of).get(name) is not values.get(name):
+                if vars(of).get(name) is not copies[of].get(name, values.get(name)):
                     written.append(f"{of.__name__}.{name}")
-                    if name in values:
-                        setattr(of, name, values[name])
-                    else:
-                        delattr(of, name)
+                if name not in values:
+                    type.__delattr__(of, name)
+                elif vars(of).get(name) is not values[name]:
+                    type.__setattr__(of, name, values[name])
     if written:
         raise UnprovedError(f"the model writes {written[0]}, an attribute of a class")
+
+
+def _copies_of(of: type) -> dict[str, Any]:
+    """What a class holds that a forward may change, copied."""
+    own = {name: value for name, value in vars(of).items() if not name.startswith("__")}
+    try:
+        return {name: copy.deepcopy(value) for name, value in own.items() if may_change(value)}
+    except Exception as error:  # whatever a user's type raises
+        raise UnprovedError(
+            f"the class {of.__name__} holds what cannot be copied ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _refuse_changes(
@@ -381,6 +391,8 @@ def _judge_tensor(tensor: Tensor, path: str, follower: Follower) -> None:
         )
     elif not tensor.is_floating_point():
         raise UnprovedError(f"{path} is a number that is no float, so it cannot be averaged")
+    elif follower.is_of_outside(tensor):
+        raise UnprovedError(f"{path} is a view into the model or the batch, which moves with it")
 
 
 def _judge_jagged(jagged: JaggedTensor, path: str, follower: Follower) -> None:

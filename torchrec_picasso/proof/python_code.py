@@ -41,9 +41,10 @@ _UNSTEADY = frozenset(
 
 _COMMUNICATING = "torch.distributed"
 _FORBIDDEN = frozenset(
-    (
-        *(globals, vars, setattr, delattr, id, exec, eval, compile, open, input),
-        builtins.__import__,
+    getattr(builtins, name)
+    for name in (
+        *("globals", "vars", "setattr", "delattr", "id", "exec", "eval", "compile", "open"),
+        *("input", "__import__"),
     )
 )
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, Enum, type(Ellipsis))
@@ -132,13 +133,14 @@ class Names:
                 raise UnprovedError(f"writes {name}, which outlives its function")
             if operation == "IMPORT_NAME" and foreign_module(name):
                 raise UnprovedError(f"imports {name}")
+            if operation == "LOAD_GLOBAL" and name == "isinstance":
+                _refuse_question(instructions, place)
             if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
                 self._check_global(frame, name, _attributes_after(instructions, place))
-            if operation in ("STORE_ATTR", "DELETE_ATTR") and _owner(instructions, place) in (
-                "LOAD_GLOBAL",
-                "LOAD_NAME",
-            ):
-                raise UnprovedError(f"writes .{name} of a global")
+            if operation in ("STORE_ATTR", "DELETE_ATTR"):
+                _check_target(frame, name, _target(instructions, place))
+            if operation in ("LOAD_ATTR", "LOAD_METHOD") and name in _PAST_ATTRIBUTES:
+                raise UnprovedError(f"takes {name}")
 
     def _check_global(self, frame: FrameType, name: str, attributes: Iterator[str]) -> None:
         names: Mapping[str, Any] = frame.f_globals
@@ -166,6 +168,9 @@ class Names:
         _refuse_unsteady(value, path)
         if isinstance(value, type) and is_users_object(value):
             self._classes[id(value)] = value
+            for of, inside in vars(value).items():
+                if isinstance(inside, list | dict | set) and not of.startswith("_"):
+                    raise UnprovedError(f"reads {path}, a class with a {type(inside).__name__}")
         if name in names:
             self._reads.setdefault((id(names), name), _Read(names, name, value))
 
@@ -292,12 +297,41 @@ _DESCRIPTORS = (
 )
 
 
-def _owner(instructions: list[dis.Instruction], place: int) -> str:
-    """What loaded the object whose attribute is written."""
-    for instruction in reversed(instructions[:place]):
-        if instruction.opname not in ("CACHE", "LOAD_ATTR"):
-            return instruction.opname
-    return ""
+def _refuse_question(instructions: list[dis.Instruction], place: int) -> None:
+    """A size is an int, and none while a model is followed."""
+    for instruction in instructions[place + 1 :]:
+        if instruction.opname == "CALL":
+            return
+        if instruction.opname == "LOAD_GLOBAL" and instruction.argval == "int":
+            raise UnprovedError("asks whether a value is an int, which sizes are not here")
+
+
+_PAST_ATTRIBUTES = frozenset(
+    ("__globals__", "__closure__", "__defaults__", "__kwdefaults__", "__setattr__", "__delattr__")
+)
+
+
+def _target(instructions: list[dis.Instruction], place: int) -> dis.Instruction:
+    """What loads the object whose attribute is written."""
+    before = [of for of in instructions[:place] if of.opname != "CACHE"]
+    if before[-1].opname == "SWAP":  # of += and the like: a copy of the object is read first
+        name = instructions[place].argval
+        reads = (of for of in zip(before[::-1], before[-2::-1], before[-3::-1]))
+        for read, copied, found in reads:
+            if read.opname == "LOAD_ATTR" and read.argval == name and copied.opname == "COPY":
+                return found
+    return before[-1]
+
+
+def _check_target(frame: FrameType, name: str, target: dis.Instruction) -> None:
+    """Only what a copy of the model shows may be written: attributes of the function's self."""
+    code = frame.f_code
+    is_first = code.co_argcount and target.argval == code.co_varnames[0]
+    if not is_first or target.opname not in ("LOAD_FAST", "LOAD_DEREF"):
+        raise UnprovedError(f"writes .{name} of another object than its own")
+    owner = frame.f_locals.get(code.co_varnames[0])
+    if isinstance(owner, type | Enum | Tensor | FunctionType):
+        raise UnprovedError(f"writes .{name} of a {type(owner).__name__}")
 
 
 def _attributes_after(instructions: list[dis.Instruction], place: int) -> Iterator[str]:

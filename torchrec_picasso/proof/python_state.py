@@ -6,6 +6,8 @@ Tensors are shared with the model: nothing writes into them while it is followed
 from __future__ import annotations
 
 import copy
+import enum
+import functools
 import io
 import pickle
 import weakref
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 
+from torchrec_picasso.batches.split import PLAIN_TYPES
 from torchrec_picasso.proof.python_code import is_users_object
 from torchrec_picasso.proof.values import UnprovedError
 
@@ -60,6 +63,9 @@ def copy_of(module: nn.Module, given: Collection[nn.Module]) -> nn.Module:
         memo |= {id(of): of for of in shared if isinstance(of, Tensor | dist.ProcessGroup)}
         if isinstance(inside, ShardedModule) or any(inside is of for of in given):
             memo[id(inside)] = inside
+    for path, inside in dense_modules(module, given):
+        if _copies_itself(type(inside)):
+            raise UnprovedError(f"{path or 'the model'} says itself what is copied of it")
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:  # whatever a user's type raises
@@ -89,12 +95,49 @@ def is_of_library(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] in ("torch", "torchrec")
 
 
+_CACHED = functools._lru_cache_wrapper
+_OWN_COPIES = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
+
+
+def refuse_hidden(value: Any) -> None:
+    """Refuses what keeps something that neither a copy nor a digest of it shows.
+
+    Raises:
+        UnprovedError: Says what, after a name.
+    """
+    if isinstance(value, _CACHED):
+        raise UnprovedError("is a cached function, which keeps what a forward gets of it")
+    if isinstance(value, weakref.ref):
+        if not isinstance(value(), Tensor | nn.Module | None):
+            raise UnprovedError(f"refers to a {type(value()).__name__} outside the model")
+    elif isinstance(value, Tensor):
+        extras = [name for name, of in vars(value).items() if not isinstance(of, PLAIN_TYPES)]
+        if extras and not extras[0].startswith("_"):
+            raise UnprovedError(f"is a tensor with an attribute, .{extras[0]}")
+    elif not isinstance(value, type | enum.Enum) and _copies_itself(type(value)):
+        raise UnprovedError(f"is a {type(value).__name__}, which says itself what is copied of it")
+
+
+def _copies_itself(kind: type[Any]) -> bool:
+    return bool(kind.__flags__ & _HEAP_TYPE) and any(
+        name in vars(of)
+        for of in kind.__mro__
+        if of.__flags__ & _HEAP_TYPE and is_users_object(of)
+        for name in _OWN_COPIES
+    )
+
+
+_HEAP_TYPE = 1 << 9
+"""A class made by a class statement."""
+
+
 class _Pickler(pickle.Pickler):
     watched: Collection[int] | None = None
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, nn.Module) and not self._is_watched(value):
             raise UnprovedError("holds a module that is not registered; use nn.ModuleList")
+        refuse_hidden(value)
         if isinstance(value, torch.Generator):
             raise UnprovedError("is a torch.Generator, whose numbers every micro-batch would draw")
         if isinstance(value, _BY_ID):

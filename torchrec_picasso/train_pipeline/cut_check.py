@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_picasso.batches.copy import copy_batch
@@ -39,6 +40,7 @@ from torchrec_picasso.comparison.difference import (
 )
 from torchrec_picasso.comparison.model_copy import ModelState, copy_model
 from torchrec_picasso.comparison.still_randomness import StillRandomness
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.consensus import agree_on
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.train_pipeline.data_parallel import instead_of_wrapped
@@ -167,6 +169,7 @@ class CutCheck:
                     losses, output = self._forward(model, cut.joined(pieces, k))
                 losses_K[k] = program.losses.checked(losses)
                 outputs.append(output)
+                _refuse_views(output, model)
             parts_K = [program.losses.of_part(losses_K, k, cut.sizes_K) for k in losses_K]
             for loss in reversed(parts_K):
                 loss.backward()
@@ -202,6 +205,16 @@ class CutCheck:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+def _refuse_views(output: Any, model: nn.Module) -> None:
+    """An output that shares memory with the model moves with it; what is joined does not."""
+    weights = [parameter for _, parameter in dense_parameters(model)]
+    kept = {weight.untyped_storage().data_ptr() for weight in weights}
+    for leaf in tree_leaves(output):
+        is_number = isinstance(leaf, Tensor) and leaf.dim() == 0
+        if is_number and leaf._is_view() and leaf.untyped_storage().data_ptr() in kept:
+            raise CompatError("the output holds a view into the model; clone it")
 
 
 def _difference(whole: _Run, parts: _Run, tolerance: Tolerance, cut: Cut) -> str | None:

@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from torchrec_picasso.batches.split import num_samples
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.consensus import agree_on
+from torchrec_picasso.proof.guard import Guard
 from torchrec_picasso.proof.proof import Proof
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates, pieces_for
@@ -71,6 +73,7 @@ class Cuts:
         self._num_samples = 0
         self._is_interleaved = False
         self._proof: Proof | None = None
+        self._guard: Guard | None = None
         self._num_proofs = self._num_steps = 0
         self._is_open = False
         self._why_whole: str | None = None
@@ -101,7 +104,7 @@ class Cuts:
         Raises:
             CompatError: If batches cannot be cut and shall be.
         """
-        self._evidence, self._proof = evidence, None
+        self._evidence, self._proof, self._guard = evidence, None, None
         self._num_proofs = self._num_steps = 0
         self._planned, self._num_samples = planned, num_samples
         self._is_interleaved = is_interleaved
@@ -137,7 +140,7 @@ class Cuts:
         return self._asked is None and self._proof is None
 
     def has_changed(self, batch: Any) -> bool:
-        """Whether the model or the form of its batches is another one than was proved.
+        """Whether the model or the form of its batches is another one than was looked at.
 
         This rank's own opinion: what follows from it waits for an agreement of all ranks.
 
@@ -145,9 +148,13 @@ class Cuts:
             batch: The next batch.
         """
         self._change = None
-        if self._proof is not None and self._proof.guard is not None:
+        if self._why_whole is not None:
+            return False
+        if self._guard is not None:
             assert self._evidence is not None
-            self._change = self._proof.guard.changed(batch) or self._evidence.news()
+            self._change = self._guard.changed(batch) or self._evidence.news()
+        elif self._proof is not None and num_samples(batch):
+            self._change = "the first batch of a rank had no samples"
         return self._change is not None
 
     def look(
@@ -178,6 +185,8 @@ class Cuts:
             reason = reason or self._evidence.compare(flight)
             if reason is not None:
                 raise CompatError(reason)
+            if self._guard is not None:
+                self._guard = self._guard.again(flight.batch)
 
     def _prove(self, flight: Flight, pg: dist.ProcessGroup, device: torch.device) -> None:
         """Proves that batches may be cut, or finds what stands in the way."""
@@ -192,6 +201,7 @@ class Cuts:
             reason = f"the model changes while it trains: {reason}"
         if reason is None:
             proof = self._evidence.prove(flight)
+            self._guard = proof.guard or self._guard
             reason = agree_on(pg, device, proof.reason)
         if reason is None:
             self._proof = proof

@@ -213,6 +213,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         )
         self._flights: deque[Flight] = deque()
         self._is_halfway = False
+        self._expects_gradients = False  # a forward without backward left the wrapper waiting
         self._op: Op | None = None
         self._peers: Peers | None = None
         self._asked, self._lookahead = num_micro_batches, lookahead
@@ -339,7 +340,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if self._model.training:
             self._train(flight, told.model_changed)
         else:
-            flight.is_whole = True
+            flight.is_whole = self._expects_gradients = True
             settings = [each.setting for each in self._flights]
             with step_range(self._batch_count):
                 self._walk(evaluation_schedule(*settings, num_waves=self._num_waves))
@@ -351,9 +352,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """Takes a training step, of a model that may be another one than was proved. Collective."""
         pg = process_group_of(self._model)
         self._optimizer.zero_grad()  # first of all: it hands learning rates to FBGEMM
-        flight.is_whole = counts_gradients(self._model)  # first: all of its graph is in one backward
+        # before any look: then all of its graph is in one backward
+        flight.is_whole = self._expects_gradients or counts_gradients(self._model)
         self._cuts.look(flight, has_changed, pg, self._device)
         flight.is_whole |= self._cuts.is_whole
+        self._expects_gradients = False
         settings = [each.setting for each in self._flights]
         start = self._clock.stamp()
         with step_range(self._batch_count):
@@ -390,6 +393,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if self._taken is not None:
             self._original_kjt_dist_forwards = self._taken.original_dist_forwards
         self._regroups.give_back()
+        self._expects_gradients = True
         return super().detach()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:

@@ -1,0 +1,240 @@
+"""Models and programs that are made to train wrongly in micro-batches: none does.
+
+Each trains as under ``TrainPipelineSparseDist`` with defaults, whatever stands in the way of
+micro-batches; where four of them are asked for, it does so too or is refused on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torchrec.datasets.utils import Batch
+
+from tests.train_pipeline.runs import ATOL, RTOL
+from tests.train_pipeline.stock_models import batch_of
+from tests.train_pipeline.test_programs import SAMPLES, STEPS, WIDTH, Head, Program, train_program
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+
+
+class _OfClass:
+    """Counts in its class."""
+
+    num_calls = 0
+
+    def tick(self) -> int:
+        type(self).num_calls += 1
+        return type(self).num_calls
+
+
+class _OfObject:
+    """Counts in itself."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def tick(self) -> int:
+        self.num_calls += 1
+        return self.num_calls
+
+
+class Scaled(Head):
+    """Its loss grows with the forwards that an object counts."""
+
+    meter: Any
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        return super().loss(out, batch) * self.meter.tick()
+
+
+class CountsInClass(Scaled):
+    """A count that no copy of the model has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _OfClass.num_calls, self.meter = 0, _OfClass()
+
+
+class CountsInObject(Scaled):
+    """A count in an object that all models of the class share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        CountsInObject.meter = _OfObject()
+
+
+class Cached(Head):
+    """Keeps a tensor that its first forward makes in a cache."""
+
+    @cache  # noqa: B019
+    def scales(self, width: int) -> Tensor:
+        return torch.linspace(0.5, 1, width)
+
+    def tower(self, x: Tensor) -> Tensor:
+        return self.over(torch.tanh(self.hidden(x)) * self.scales(WIDTH))
+
+
+class Switched(Head):
+    """Compares samples once it is told to."""
+
+    compares = False
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        loss = super().loss(out, batch)
+        return loss + (out.sum() / SAMPLES**0.5).square() if self.compares else loss
+
+
+class Unproved(Switched):
+    """A mean over targets that are not ignored, of which nothing is proved; all are there."""
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        classes = torch.stack([out, -out], dim=1)
+        loss = functional.cross_entropy(classes, (batch.labels > 0.5).long())
+        return loss + super().loss(out, batch)
+
+
+class OfPrecision(Switched):
+    """Compares samples under autocast."""
+
+    @property
+    def compares(self) -> bool:  # type: ignore[override]
+        return torch.is_autocast_enabled("cpu")
+
+
+class ShowsWeight(Head):
+    """Gives a view of a weight, which moves with it."""
+
+    def output(self, out: Tensor, batch: Batch) -> Any:
+        return out.detach(), self.over.bias[0]
+
+
+class Uncertain(Head):
+    """Losses of two tasks, weighed by parameters; signs that gradients pass straight through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_scales = nn.Parameter(torch.zeros(2))
+
+    def tower(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.hidden(x))
+        return self.over(hidden + (hidden.sign() - hidden).detach())
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        other = functional.binary_cross_entropy_with_logits(out, batch.labels)
+        losses = torch.stack([super().loss(out, batch), other])
+        return losses * torch.exp(-self.log_scales) + self.log_scales
+
+
+def _last_switches(model: Any, step: int) -> None:
+    if step == STEPS - 1:
+        model.module.head.compares = True
+
+
+def _last_is_hooked(model: Any, step: int) -> None:
+    if step == STEPS - 1:
+        model.module.head.over.weight.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
+
+
+def _second_rank_switches(model: Any, step: int) -> None:
+    model.module.head.compares = dist.get_rank() == 1
+
+
+def _second_rank_begins_late(rank: int, step: int) -> Batch:
+    return batch_of(rank, step, 0 if rank and not step else SAMPLES)
+
+
+def _evaluates_every_other(model: Any, step: int) -> None:
+    model.train(step % 2 == 0)
+
+
+def _with_autocast(first_step: int) -> Any:
+    def make(base: type) -> type:
+        class Autocast(base):  # type: ignore[misc]
+            """Steps under autocast, from some step on."""
+
+            num_steps = 0
+
+            def progress(self, batches: Any) -> Any:
+                self.num_steps += 1
+                is_on = self.num_steps > first_step
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+                    return super().progress(batches)
+
+        return Autocast
+
+    return make
+
+
+_DIFFERS = Program(cut=False, refusal="differs by")
+PROGRAMS = {
+    "count in a class": replace(_DIFFERS, head=CountsInClass),
+    "count in an object of the class": replace(_DIFFERS, head=CountsInObject),
+    "cached tensor": Program(head=Cached),
+    "switch": replace(_DIFFERS, head=Switched, before_step=_last_switches),
+    "switch of what is not proved": replace(_DIFFERS, head=Unproved, before_step=_last_switches),
+    "switch on a rank that had no samples": replace(
+        _DIFFERS, head=Switched, before_step=_second_rank_switches, batch=_second_rank_begins_late
+    ),
+    "hook on what is not proved": Program(
+        head=Unproved, before_step=_last_is_hooked, cut=False, refusal="a gradient hook is"
+    ),
+    "autocast": Program(pipeline=_with_autocast(0)),
+    "autocast from the last step on": replace(
+        _DIFFERS, head=OfPrecision, pipeline=_with_autocast(STEPS - 1)
+    ),
+    "view of a weight": Program(head=ShowsWeight, cut=False, refusal="a view into the model"),
+    "evaluated every other step": Program(before_step=_evaluates_every_other),
+    "uncertain": Program(head=Uncertain),
+}
+_ROUGH = 2.0**-6
+"""Rounding of bfloat16 in a few layers."""
+
+
+def _all_programs(rank: int, world_size: int) -> dict[Any, Any]:
+    results: dict[Any, Any] = {}
+    for name, program in PROGRAMS.items():
+        results[name, "stock"] = train_program(program, rank, is_ours=False)
+        for number in (None, 4):
+            try:
+                results[name, number] = train_program(
+                    program, rank, is_ours=True, num_micro_batches=number
+                )
+            except CompatError as error:
+                results[name, number] = str(error)
+            except Exception as error:
+                error.add_note(f"{name}, {number} micro-batches")
+                raise
+    return results
+
+
+@cache
+def _by_rank() -> list[dict[Any, Any]] | RankError:
+    try:
+        return run_ranks(_all_programs, 2, timeout_s=280)
+    except RankError as error:  # remembered: the tests that share the run must not repeat it
+        return error
+
+
+@pytest.mark.parametrize("num_micro_batches", [None, 4])
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_nothing_trains_wrongly(name: str, num_micro_batches: int | None) -> None:
+    by_rank = _by_rank()
+    if isinstance(by_rank, RankError):
+        raise by_rank
+    program = PROGRAMS[name]
+    rtol, atol = (_ROUGH, _ROUGH) if "autocast" in name else (RTOL, ATOL)
+    for results in by_rank:
+        found = results[name, num_micro_batches]
+        if num_micro_batches == 4 and not program.cut:
+            assert program.refusal in found
+            assert found == by_rank[0][name, num_micro_batches]
+            continue
+        assert not isinstance(found, str), found
+        torch.testing.assert_close(found, results[name, "stock"], rtol=rtol, atol=atol)
