@@ -96,7 +96,9 @@ FOREIGN: dict[str, set[str]] = {
     "torch._C": {"_current_graph_task_id", "_disabled_torch_function_impl"},
     "torch._C._distributed_c10d.Backend.Options": {"_timeout"},
     "torch._dynamo.compiled_autograd": {"in_compiled_autograd_region"},
-    "torch.Tensor": {"_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version"},
+    "torch.Tensor": {
+        *("_backward_hooks", "_base", "_is_view", "_post_accumulate_grad_hooks", "_version"),
+    },
     "torch._ops.OpOverload": {"_schema"},
     "torch.autograd.Variable": {"_execution_engine"},
     "torch.autograd.profiler": {"_is_profiler_enabled"},
@@ -120,7 +122,9 @@ STAMPS: dict[str, set[str]] = {
 }
 """What a module of theirs puts on parameters, and we read or put there in its place."""
 
-OF_PYTHON = {"_SubParsersAction", "_exit", "_fields", "_getframe", "_make"}
+OF_PYTHON = {
+    *("_SubParsersAction", "_exit", "_fields", "_getframe", "_lru_cache_wrapper", "_make"),
+}
 
 SIGNATURES: dict[str, str] = {
     "Awaitable.__init__": "",

@@ -158,6 +158,7 @@ def _repeat(
         reference: What to compare with; ``None`` = the first run.
     """
     kept = keep_state(trainer)
+    _run(trainer, kept, work, None)  # a pipeline's first step is whole, that of later runs is not
     first = _run(trainer, kept, work, None)
     reference = reference or first
     runs = itertools.chain([first], (_run(trainer, kept, work, seed) for seed in range(1, repeats)))

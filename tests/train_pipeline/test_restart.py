@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -23,11 +24,12 @@ from tests.train_pipeline.runs import (
 )
 from torchrec_picasso.errors import InputError, PicassoError
 from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.proof import proof
 from torchrec_picasso.train_pipeline import cuts
 
-HOT_COLD = Job(placement={"*": 2, "one_row": 1}, tables=ODD)
+HOT_COLD = Job(placement={"*": 2, "one_row": 1}, tables=ODD, batch_sizes=(12,))
 WAVES = dataclasses.replace(HOT_COLD, waves={"a": 1, "two_rows": 2})
-MIXED = Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN)
+MIXED = Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN, batch_sizes=(12,))
 STEPS = range(9)
 
 
@@ -38,8 +40,9 @@ class BrokenError(Exception):
 # -- exceptions -----------------------------------------------------------------------------------
 
 
-def _break_forward(model: DistributedModelParallel, call: int) -> None:
-    """Makes the model raise at one of its calls, counted from 0, before its tables are asked."""
+@contextmanager
+def _broken_forward(model: DistributedModelParallel, call: int) -> Iterator[None]:
+    """Within it the model raises at one of its calls, counted from 0, before tables are asked."""
     whole_forward, calls = model.module.forward, iter(range(1000))
 
     def forward(batch: Batch) -> Any:
@@ -47,20 +50,21 @@ def _break_forward(model: DistributedModelParallel, call: int) -> None:
             raise BrokenError
         return whole_forward(batch)
 
-    model.module.forward = forward
+    with pytest.MonkeyPatch.context() as patch:  # nobody looks at the model meanwhile
+        patch.setattr(cuts, "is_due", lambda step: False)
+        patch.setattr(proof.Guard, "changed", lambda guard, batch=None: None)
+        patch.setattr(model.module, "forward", forward)
+        yield
 
 
 def _forward_raises(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
     """In the fourth step, with K = 4 in its third micro-batch: ids of the next are on the way."""
     model = build(job, rank, world_size)
     pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
-    _break_forward(model, 3 * num_micro_batches + num_micro_batches // 2)
     batches = iter(batches_of(job, rank, STEPS))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuts, "is_due", lambda step: False)  # checks call the model, too
-        outputs = [pipeline.progress(batches) for _ in range(3)]
-        with pytest.raises(BrokenError):
-            pipeline.progress(batches)
+    outputs = [pipeline.progress(batches) for _ in range(3)]
+    with _broken_forward(model, num_micro_batches // 2), pytest.raises(BrokenError):
+        pipeline.progress(batches)
     with pytest.raises(PicassoError, match=r"did not end; call reset\(\) on all ranks"):
         pipeline.progress(batches)
     pipeline.reset()
@@ -195,9 +199,10 @@ def test_training_goes_on_as_the_plain_loop_over_the_same_batches(name: str) -> 
 def _one_rank_raises(rank: int, world_size: int) -> None:
     model = build(HOT_COLD, rank, world_size)
     pipeline = pipeline_of(model, num_micro_batches=2)
-    if rank == 1:
-        _break_forward(model, 3)
-    run_to_the_end(pipeline, iter(batches_of(HOT_COLD, rank, STEPS)))
+    batches = iter(batches_of(HOT_COLD, rank, STEPS))
+    pipeline.progress(batches)
+    with _broken_forward(model, 1) if rank == 1 else nullcontext():
+        run_to_the_end(pipeline, batches)
 
 
 def test_one_rank_that_raises_ends_the_others_and_is_named() -> None:

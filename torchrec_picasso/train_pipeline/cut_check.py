@@ -171,6 +171,7 @@ class CutCheck:
                 outputs.append(output)
                 _refuse_views(output, model)
             parts_K = [program.losses.of_part(losses_K, k, cut.sizes_K) for k in losses_K]
+            self._refuse_shared(parts_K)
             for loss in reversed(parts_K):
                 loss.backward()
             grads: dict[str, Sequence[Tensor | None]] = {
@@ -185,6 +186,22 @@ class CutCheck:
                 grads=grads,
                 state=ModelState.of(model),
             )
+
+    def _refuse_shared(self, losses: Sequence[Tensor]) -> None:
+        """Refuses losses whose backward would reach the model itself instead of its copy.
+
+        So it is where a function that is bound to the model stands in for a method of it.
+        """
+        own = {id(parameter) for _, parameter in dense_parameters(self._taken.inner)}
+        nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            if id(getattr(node, "variable", None)) in own:
+                raise CompatError("a function of the model runs another module than a copy's")
+            found = {following for following, _ in node.next_functions if following is not None}
+            nodes += found - seen
+            seen |= found
 
     def _forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         program = self._program

@@ -129,6 +129,11 @@ class Flight:
             for index in indices
         ]
 
+    def forget(self) -> None:
+        """Lets go of what has a graph: graphs hold sinks of gradients, which hold the flight."""
+        self.losses_K.clear()
+        self.outputs_K.clear()
+
     def take_gradients(
         self,
         name: str,

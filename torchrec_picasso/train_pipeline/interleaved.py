@@ -213,7 +213,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         )
         self._flights: deque[Flight] = deque()
         self._is_halfway = False
-        self._expects_gradients = False  # a forward without backward left the wrapper waiting
+        # whether the next training step is whole: the first is, and one after forwards without
+        # backwards, which leave the wrapper waiting
+        self._expects_gradients = True
         self._op: Op | None = None
         self._peers: Peers | None = None
         self._asked, self._lookahead = num_micro_batches, lookahead
@@ -301,6 +303,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         with self._peers.hear_of_failures(self._doing), self._watch.measuring():
             flight = self._take_step(dataloader_iter)
             output: Out = self._boarding.output_of(flight)
+        flight.forget()
         if is_training:
             self._watch.report(flight, self.last_refresh)
         return output
@@ -416,6 +419,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         Messages on the wire end by themselves, so all ranks must have failed at the same operation.
         """
         super().reset()
+        for flight in self._flights:
+            flight.forget()
         self._flights.clear()
         self._feed.forget()
         self._is_halfway, self._agreement = False, None
