@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.step_operators import PLAIN, STOCK, main
 
-NUM_ALL_TO_ALLS, NUM_SUMS = 4, 2
+NUM_ALL_TO_ALLS, NUM_SUMS = 4, 3  # flags, hot rows, dense gradients
 """Of a step in one piece: header, ids, rows, gradients; hot and dense gradients."""
 
 

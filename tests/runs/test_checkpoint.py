@@ -88,9 +88,11 @@ def test_resumed_training_continues_with_equal_losses(
     ranks = run_ranks(*job, timeout_s=TIMEOUT_S)
     whole, first, second, third, said = ranks[0]
     assert (second["first_step"], third["first_step"]) == (4, 8)
-    # Equal weights, state and batches give equal sums: nothing is rounded on the way.
-    assert first["losses"] + second["losses"] == whole["losses"]
-    assert second["auc"] == whole["auc"]
+    # Equal weights, state and batches give equal sums: nothing is rounded on the way. But a run
+    # that cuts batches begins with a whole one, whose sums are in another order.
+    rel = 1e-6 if pipeline == "4 micro-batches" else 0.0
+    assert first["losses"] + second["losses"] == pytest.approx(whole["losses"], rel=rel, abs=0.0)
+    assert second["auc"] == pytest.approx(whole["auc"], rel=rel, abs=0.0)
     assert 0 <= whole["auc"] <= 1
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["step_00000004", "step_00000008", "step_00000009", "step_00000012.tmp"]

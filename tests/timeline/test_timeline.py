@@ -25,7 +25,7 @@ from torchrec_picasso.timeline.timeline import (
     WAITED_FOR,
     Timeline,
 )
-from torchrec_picasso.train_pipeline import interleaved
+from torchrec_picasso.train_pipeline import cuts
 from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 
 JOB = Job(placement={"*": 2}, tables=PLAIN, batch_sizes=(64,), num_steps=8, waves={"a": 1})
@@ -48,7 +48,7 @@ def _trace(rank: int, world_size: int) -> Timeline:
     )
     batches = iter([make_batch(JOB, rank, step) for step in range(JOB.num_steps)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interleaved, "is_due", lambda step: False)  # no waits beside the schedule's
+        patch.setattr(cuts, "is_due", lambda step: False)  # no waits beside the schedule's
         pipeline.progress(batches)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             for _ in range(JOB.num_steps - 1):  # to the end of data, see Timeline
@@ -79,8 +79,9 @@ def test_every_exchange_is_there_and_says_how_its_end_is_known() -> None:
     spans = [s for s in timeline.spans if s.kind == "exchange" and s.step in (2, 3)]
     assert all(span.start_ms < span.end_ms for span in spans)
     found = [(span.step, span.op) for span in spans]
-    assert len(found) == len(set(found))
-    posting = [op for op in SCHEDULE if op.kind in COLLECTIVES]
+    own = [op for op in found if op[1] != Op("backward", 0, 0)]  # DDP may have several buckets
+    assert len(own) == len(set(own))
+    posting = [op for op in SCHEDULE if op.kind in COLLECTIVES and op != Op("backward", 0, 1)]
     sometimes = ("fetch_clean", "fetch_dirty", "read_hot")
     always = {op for op in posting if op.kind not in sometimes} | {Op("backward", 0, 0)}
     # there may be no clean rows, or no dirty ones in a chunk; replicas are rarely filled
@@ -96,7 +97,7 @@ def test_waits_lie_within_operations_and_end_the_exchanges() -> None:
     timeline = _traced()[0]
     ops = {(s.step, s.op): s for s in timeline.spans if s.kind == "compute"}
     waits = [span for span in timeline.spans if span.kind == "wait"]
-    assert {"send_ids", "lay_out", "update", "dense_step"} <= {wait.op.kind for wait in waits}
+    assert {"send_ids", "lay_out", "update"} <= {wait.op.kind for wait in waits}
     for wait in waits:
         around = ops[wait.step, wait.op]
         assert around.start_ms <= wait.start_ms < wait.end_ms <= around.end_ms

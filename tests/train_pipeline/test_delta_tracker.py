@@ -114,7 +114,8 @@ def test_rows_and_states_are_those_of_stock(runs: Any, case: str) -> None:
         assert max(num_rows) > min(num_rows) > 0  # not all rows each time
         for driver in DRIVERS[1:]:
             told = expected[1:] if driver == "late" else expected
-            torch.testing.assert_close(of_rank[case, driver], told, rtol=1e-4, atol=2e-5)
+            # differences of sums that reach 1e8, where float32 has steps of 8
+            torch.testing.assert_close(of_rank[case, driver], told, rtol=1e-2, atol=2e-5)
 
 
 def _momentum(rank: int, world_size: int) -> tuple[list[Any], Any, str]:

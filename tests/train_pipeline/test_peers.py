@@ -70,7 +70,7 @@ def fail_on_one_rank(
     store = dist.FileStore(str(Path(top, "store")), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     model = build(job, rank, world_size)
-    pipeline = pipeline_of(model, num_micro_batches=2)
+    pipeline = pipeline_of(model, num_micro_batches=1)
     arm = put_into_forward(model, act)
     batches = batches_of(job, rank, range(9))
     if job is HOT_COLD:  # a failure that all got over must not be heard of again

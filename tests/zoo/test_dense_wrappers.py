@@ -1,4 +1,4 @@
-"""The dense part under FSDP2 or torch.compile trains as stock trains it, whole and cut."""
+"""The dense part under FSDP2 or torch.compile trains as stock trains it, in whole batches."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.train_pipeline.runs import run_to_the_end
 from tests.zoo.model_cases import batch_of
 from tests.zoo.sharded_models import CPU, sharded
 from torchrec_picasso import InterleavedTrainPipeline
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.launch.run_ranks import run_ranks
 
 STEPS, MICRO_BATCHES = 4, (1, 2, 4)
@@ -61,8 +62,11 @@ def _train(rank: int, world_size: int, name: str, wrapper: str) -> dict[str, Any
         pipeline = InterleavedTrainPipeline(
             model, optimizer, CPU, num_micro_batches=num_micro_batches, lookahead=True
         )
+        if num_micro_batches > 1:  # what compilers and FSDP do inside is not seen
+            with pytest.raises(CompatError, match=r"[Uu]se num_micro_batches=1"):
+                run_to_the_end(pipeline, iter(batches))
+            continue
         outputs = run_to_the_end(pipeline, iter(batches))
-        assert pipeline.num_micro_batches == num_micro_batches
         found[f"K={num_micro_batches}"] = outputs, _dense_weights(model)
     return found
 
@@ -80,6 +84,6 @@ def _train(rank: int, world_size: int, name: str, wrapper: str) -> dict[str, Any
 def test_it_trains_as_stock_does(name: str, wrapper: str) -> None:
     for found in run_ranks(_train, 2, name, wrapper, timeout_s=180):
         stock = found.pop("stock")
-        assert len(found) == len(MICRO_BATCHES)
+        assert list(found) == ["K=1"]
         for outputs_and_weights in found.values():
             torch.testing.assert_close(outputs_and_weights, stock, rtol=2e-5, atol=2e-5)

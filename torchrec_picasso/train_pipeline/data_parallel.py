@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from torchrec_picasso.exchange.tally import is_watched, note_sent
+
 __all__ = [
     "announce_last_backward",
     "counts_gradients",
     "instead_of_wrapped",
     "no_gradients",
+    "note_reduction",
     "reduced_parameters",
     "why_whole_batches",
     "without_reduction",
@@ -111,6 +114,15 @@ def announce_last_backward(model: nn.Module) -> None:
     wrapper.require_forward_param_sync = True
     wrapper.reducer.prepare_for_forward()
     wrapper.reducer.prepare_for_backward([])
+
+
+def note_reduction(model: nn.Module) -> None:
+    """Counts the bytes of a reduction, where somebody counts bytes."""
+    wrapper = wrapper_of(model)
+    if is_watched() and wrapper is not None and wrapper.require_backward_grad_sync:
+        num_bytes = sum(parameter.nbytes for parameter in wrapper._module_parameters)
+        world_size = wrapper.process_group.size()
+        note_sent(2 * (world_size - 1) * num_bytes // world_size)
 
 
 def no_gradients(model: nn.Module) -> Tensor:

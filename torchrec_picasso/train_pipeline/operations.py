@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_picasso._torchrec import TrainPipelineContext
+from torchrec_picasso.exchange.tally import is_watched, note_sent
 from torchrec_picasso.feed.end_of_data import AnyData
 from torchrec_picasso.feed.id_stream import IdStream
 from torchrec_picasso.rows.batch_gradients import BatchGradients
@@ -23,6 +24,7 @@ from torchrec_picasso.schedule.schedule import Op
 from torchrec_picasso.train_pipeline.data_parallel import (
     announce_last_backward,
     no_gradients,
+    note_reduction,
     without_reduction,
 )
 from torchrec_picasso.train_pipeline.flight import Flight
@@ -217,6 +219,9 @@ class Operations:
         votes = [yes if name in flight.trained else no for name in names]
         if any(request.any_looks_up_nothing for request in flight.requests):
             votes_N = torch.tensor(votes, device=self._device)
+            if is_watched():
+                world_size = self._pg.size()
+                note_sent(2 * (world_size - 1) * votes_N.nbytes // world_size)
             dist.all_reduce(votes_N, op=dist.ReduceOp.MAX, group=self._pg)
             votes = votes_N.tolist()
         self._is_trained |= {name: vote != 3 for name, vote in zip(names, votes) if vote}
@@ -240,4 +245,5 @@ class Operations:
                 rows.release()
 
     def _dense_step(self, flight: Flight) -> None:
+        note_reduction(self._program.model)
         self._program.step()
