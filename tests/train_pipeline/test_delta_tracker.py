@@ -23,7 +23,14 @@ from torchrec_picasso.launch.run_ranks import run_ranks
 
 NUM_STEPS = 5
 READ_AFTER = (0, 1, 3, 4)
+
+
+def _twelve(rank: int, step: int) -> int:
+    return 12  # of more, a sum of losses lets states grow to 1e8
+
+
 APART: Mapping[str, Any] = {
+    "num_samples": _twelve,
     "is_placed_alike": True,
     "kwargs_of_table": {t.name: {"lr": 0.1 + i} for i, t in enumerate(TABLES)},
 }
@@ -114,8 +121,7 @@ def test_rows_and_states_are_those_of_stock(runs: Any, case: str) -> None:
         assert max(num_rows) > min(num_rows) > 0  # not all rows each time
         for driver in DRIVERS[1:]:
             told = expected[1:] if driver == "late" else expected
-            # differences of sums that reach 1e8, where float32 has steps of 8
-            torch.testing.assert_close(of_rank[case, driver], told, rtol=1e-2, atol=2e-5)
+            torch.testing.assert_close(of_rank[case, driver], told, rtol=1e-4, atol=2e-5)
 
 
 def _momentum(rank: int, world_size: int) -> tuple[list[Any], Any, str]:
