@@ -65,6 +65,8 @@ class SmallModel(nn.Module):
                 for name, (rows, dim) in SEQUENCES.items()
             ],
         )
+        self._bags = tuple(BAGS)
+        self._dim_of_sequence = tuple((name, dim) for name, (_, dim) in SEQUENCES.items())
         dims = [dim for _, dim in (BAGS | SEQUENCES).values()]
         self.over = nn.Sequential(nn.Linear(sum(dims), 8), nn.Tanh(), nn.Linear(8, 1))
 
@@ -72,10 +74,10 @@ class SmallModel(nn.Module):
         """Gives the mean squared error and the predictions, shape ``(B,)``."""
         pooled = self.ebc(batch.sparse_features)
         found = self.ec(batch.sparse_features)
-        columns = [pooled[name] for name in BAGS]
+        columns = [pooled[name] for name in self._bags]
         columns += [
             found[name].to_padded_dense(_LONGEST).sum(1).reshape(-1, dim)
-            for name, (_, dim) in SEQUENCES.items()
+            for name, dim in self._dim_of_sequence
         ]
         out = self.over(torch.cat(columns, dim=1)).squeeze(1)
         return ((out - batch.labels) ** 2).mean(), out.detach()

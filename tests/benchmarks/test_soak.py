@@ -72,6 +72,7 @@ def test_a_short_soak_is_as_it_should_be() -> None:
     assert ours["moved_rows"] > 10
     assert ours["replicas"] == 15 + 3 + 2 + 10 + 3
     assert "trying" not in ours["setting"]
+    assert "2 micro-batches" in ours["setting"]  # batches are cut, and that was tried
     assert json.loads(json.dumps(found))["lines"] == found["lines"]
 
 
