@@ -179,6 +179,12 @@ def _with_gradient_hook(model: Any) -> None:
     model.module.head.over.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
 
 
+def _with_accumulation_hook(model: Any) -> None:
+    weight = model.module.head.over.weight
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    node.register_prehook(lambda grads: tuple(grad.clamp(-1e-3, 1e-3) for grad in grads))
+
+
 def _replicated(model: Any) -> None:
     replicate(model.module.head.hidden)
     replicate(model.module.head.over)
@@ -254,6 +260,9 @@ PROGRAMS = {
     ),
     "hook on a gradient": Program(
         prepare=_with_gradient_hook, cut=False, refusal="a gradient hook is registered on parameter"
+    ),
+    "hook on a gradient's accumulation": Program(
+        prepare=_with_accumulation_hook, cut=False, refusal="a gradient hook is registered on"
     ),
     "sparse gradients": Program(
         head=SparseGradients, cut=False, refusal="DistributedDataParallel reduces sparse gradients"

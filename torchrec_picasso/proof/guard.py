@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from torchrec_picasso.batches.split import PLAIN_TYPES
-from torchrec_picasso.proof.hooks import hook_dicts
+from torchrec_picasso.proof.hooks import accumulation_hooks, hook_dicts
 from torchrec_picasso.proof.inputs import form_of
 from torchrec_picasso.proof.python_code import Names
 from torchrec_picasso.proof.python_state import classes_of, dense_modules, digest
@@ -55,6 +56,7 @@ class Guard:
         self._cells = names.cells
         self._digests: list[tuple[str, Any, bytes]] = []
         self._empty = list(hook_dicts(module, given))
+        self._nodes: list[Node] = []
         self._parameters: list[tuple[str, Tensor, bool]] = []
         inside_modules = [of for _, of in dense_modules(module, given)]
         classes = dict.fromkeys([*names.classes, *classes_of(inside_modules)])
@@ -65,6 +67,7 @@ class Guard:
                 if parameter is not None:
                     place = f"{path}.{name}" if path else name
                     self._parameters.append((place, parameter, parameter.requires_grad))
+                    self._watch_accumulation(place, parameter)
         for of in classes:
             self._equal.append((f"the class {of.__name__}", vars(of), dict(vars(of))))
             own = {name: value for name, value in vars(of).items() if not name.startswith("__")}
@@ -80,6 +83,14 @@ class Guard:
         self._watch_containers(
             path, {name: of for name, of in vars(module).items() if name not in _TORCH}
         )
+
+    def _watch_accumulation(self, place: str, parameter: Tensor) -> None:
+        accumulation = accumulation_hooks(parameter)
+        if accumulation is not None:
+            node, kept = accumulation
+            self._nodes.append(node)  # a new one would have other hooks
+            words = f"a hook on the accumulation of {place}'s gradient"
+            self._empty.extend((words, hooks) for hooks in kept)
 
     def _watch_containers(self, path: str, values: Mapping[str, Any]) -> None:
         """What may change without being replaced."""

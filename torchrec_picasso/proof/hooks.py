@@ -7,11 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules import module as torch_module
 
 from torchrec_picasso.proof.python_state import dense_modules
 
-__all__ = ["hook_dicts", "why_backward_is_unknown", "why_hooked"]
+__all__ = [
+    "accumulation_hooks",
+    "hook_dicts",
+    "why_backward_is_unknown",
+    "why_hooked",
+    "why_parameter_hooked",
+]
 
 _HOOKS = {
     "_forward_hooks": "forward hook",
@@ -42,6 +49,26 @@ def _named(module: nn.Module, given: Collection[nn.Module]) -> dict[str, nn.Modu
     return {path: of for path, of in module.named_modules() if any(of is one for one in given)}
 
 
+def accumulation_hooks(parameter: Tensor) -> tuple[Node, list[Any]] | None:
+    """The node that adds up a parameter's gradient, and what its hooks of Python are kept in.
+
+    A node does not show its hooks; a hook that is registered and removed again does, since all
+    hooks of a kind are in one dictionary. The dictionaries stay the same as long as the node lives.
+
+    Args:
+        parameter: ``None`` is returned for one without gradients.
+    """
+    if not (parameter.requires_grad and parameter.is_leaf):
+        return None
+    node = get_gradient_edge(parameter).node
+    kept = []
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(lambda *gradients: None)
+        kept.append(handle.hooks_dict_ref())
+        handle.remove()
+    return node, kept
+
+
 def why_hooked(module: nn.Module, given: Collection[nn.Module]) -> str | None:
     """The first hook on a dense module, on a given one or on a parameter."""
     for words, hooks in hook_dicts(module, given):
@@ -63,6 +90,9 @@ def why_parameter_hooked(parameter: Tensor) -> str | None:
         return "a hook after its gradient has come"
     if getattr(parameter, "_in_backward_optimizers", None):
         return "an optimizer in backward"
+    accumulation = accumulation_hooks(parameter)
+    if accumulation is not None and any(accumulation[1]):
+        return "a hook on the gradient's accumulation"
     return None
 
 

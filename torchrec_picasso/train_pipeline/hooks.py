@@ -9,6 +9,7 @@ from torch.distributed._composable.contract import _get_registry
 from torchrec.distributed.types import ShardedModule
 
 from torchrec_picasso.comparison.dense_part import outside_of_sharded
+from torchrec_picasso.proof.hooks import why_parameter_hooked
 from torchrec_picasso.train_pipeline.data_parallel import wrapper_of
 from torchrec_picasso.train_pipeline.model_parts import inner_model
 
@@ -50,7 +51,7 @@ def _inside(model: nn.Module) -> Iterator[str]:
         if "replicate" in (_get_registry(module) or {}):
             yield f"replicate() was applied to {where}"
         for name, parameter in module.named_parameters(path, recurse=False):
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            if why_parameter_hooked(parameter) is not None:
                 yield f"a gradient hook is registered on parameter {name}"
 
 
