@@ -29,16 +29,13 @@ setup(
         "numpy",
         "pandas",
         "pyarrow",
-        "pyyaml",
-        "tqdm",
     ],
     extras_require={
-        "plot": ["matplotlib"],
+        "app": ["pyyaml", "tqdm", "matplotlib", "tensorboard"],  # the command line
         "tensorboard": ["tensorboard"],
-        "notebook": ["jupyterlab", "ipykernel", "nbclient", "matplotlib"],
+        "notebook": ["torchrec_picasso[app]", "jupyterlab", "ipykernel", "nbclient"],
         "test": [
-            "matplotlib",
-            "tensorboard",
+            "torchrec_picasso[app]",
             "ipykernel",
             "nbclient",
             "pytest",
@@ -49,7 +46,7 @@ setup(
             "mypy",
         ],
     },
-    entry_points={"console_scripts": ["torchrec-picasso = torchrec_picasso.cli.main:main"]},
+    entry_points={"console_scripts": ["torchrec-picasso = torchrec_picasso.app.cli.main:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",

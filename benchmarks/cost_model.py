@@ -26,18 +26,18 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.cluster import run_on_hosts, why_unavailable
-from torchrec_picasso.cli.calibrate import calibrate_on_rank
+from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.runs.exchange_step import ExchangeStep, bag_collection, one_hot_batch
+from torchrec_picasso.app.runs.placements import make_placement
+from torchrec_picasso.app.zoo.data.generated import zipf_cdf
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.stock import max_over_mean, stock_cost, stock_totals
 from torchrec_picasso.decision.decision import decide
 from torchrec_picasso.exchange.meter import WireMeter
 from torchrec_picasso.frequency import FrequencyStats
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.launch.quiet import quiet_upstream
 from torchrec_picasso.planner.table_facts import facts_of_model
-from torchrec_picasso.runs.exchange_step import ExchangeStep, bag_collection, one_hot_batch
-from torchrec_picasso.runs.placements import make_placement
-from torchrec_picasso.zoo.data.generated import zipf_cdf
 
 _STATS_BATCHES = 20
 _WARMUP_STEPS, _TIMED_STEPS = 2, 9

@@ -21,19 +21,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchrec_picasso.cli.report import Comparison, print_comparison
-from torchrec_picasso.config import (
+from torchrec_picasso.app.cli.report import Comparison, print_comparison
+from torchrec_picasso.app.config import (
     DataConfig,
     ModelConfig,
     PipelineConfig,
     ShardingConfig,
     TrainConfig,
 )
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.runs.compare import CompareSpec, compare_on_rank
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.launch.run_ranks import run_ranks
-from torchrec_picasso.runs.compare import CompareSpec, compare_on_rank
 
 DEFAULT_DATA = Path("..") / "shared" / "data" / "criteo_tb_80k.parquet"
 LOSS_STEPS = 15

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from benchmarks.cluster import run_on_hosts, usable_rate
 from benchmarks.pipelines.report import write_json
+from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.exchange.all_to_all import start_all_to_all
-from torchrec_picasso.launch.environment import describe_environment
 
 __all__ = ["Question", "Turns", "main", "measure"]
 

@@ -31,8 +31,8 @@ from torchrec.distributed.planner.proposers import GreedyProposer, UniformPropos
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
+from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
-from torchrec_picasso.launch.environment import describe_environment
 
 _DIMS = (8, 16, 32, 64)
 _MOST_ROWS = 100_000

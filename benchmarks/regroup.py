@@ -24,9 +24,9 @@ from torch import Tensor
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from torchrec_picasso.launch.environment import describe_environment
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.zoo.data.field_specs import LEAST_ROWS, draw_fields
 from torchrec_picasso.train_pipeline.regroup import regroup
-from torchrec_picasso.zoo.data.field_specs import LEAST_ROWS, draw_fields
 
 _Forward = Callable[[Sequence[KeyedTensor]], dict[str, Tensor]]
 

@@ -30,7 +30,7 @@ from torchrec.distributed.embedding_types import (
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from torchrec_picasso._torchrec import EmbOptimType
-from torchrec_picasso.launch.environment import describe_environment
+from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.storage.memory_layout import choose_memory
 from torchrec_picasso.storage.row_tables import RowTables
 

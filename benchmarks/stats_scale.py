@@ -31,10 +31,10 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.zoo.data.generated import zipf_cdf
+from torchrec_picasso.app.zoo.tables import CARDINALITIES
 from torchrec_picasso.frequency.spectrum import CountSpectrum
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.zoo.data.generated import zipf_cdf
-from torchrec_picasso.zoo.tables import CARDINALITIES
 
 _MAX_CPU_S, _MAX_RSS_GIB = 60.0, 2.0
 _ROWS_PER_GROUP = 1 << 20

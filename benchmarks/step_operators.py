@@ -50,8 +50,8 @@ from torchrec_picasso import (
     HotColdParams,
     InterleavedTrainPipeline,
 )
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 __all__ = ["Question", "StepOperators", "count_operators", "main"]
 

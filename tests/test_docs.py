@@ -12,7 +12,7 @@ import pytest
 
 from tests.readme.blocks import blocks_of, commands_of
 from tests.test_layers import ROWS
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [

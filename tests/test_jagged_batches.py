@@ -22,7 +22,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from tests.support.strategies import Bags, steps_of_ranks, to_kjt
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 WORLD_SIZE = 2
 NUM_STEPS = 3

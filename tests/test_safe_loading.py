@@ -17,13 +17,13 @@ ROOT = Path(torchrec_picasso.__file__).parent
 FEWEST_FILES = 150
 
 BETWEEN_OWN_PROCESSES = {
-    "launch/run_ranks.py": "what ranks of this run answer through pipes",
-    "launch/rank_process.py": "what the launcher of this run sends",
+    "app/launch/run_ranks.py": "what ranks of this run answer through pipes",
+    "app/launch/rank_process.py": "what the launcher of this run sends",
     "feed/end_of_data.py": "an empty batch that another rank of this run sends",
 }
 """Files that may call ``pickle.loads``, and where the bytes come from."""
 
-SAFE_YAML = {"config/safe_yaml.py"}
+SAFE_YAML = {"app/config/safe_yaml.py"}
 UNSAFE_YAML = {"load", "load_all", "full_load", "unsafe_load", "Loader", "FullLoader"}
 UNSAFE_YAML |= {"UnsafeLoader", "full_load_all", "unsafe_load_all"}
 PICKLE_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "_pickle"}
@@ -97,11 +97,11 @@ def test_no_file_runs_what_it_reads() -> None:
     ],
 )
 def test_what_would_is_found(line: str) -> None:
-    assert problems("runs/train.py", line)
+    assert problems("app/runs/train.py", line)
 
 
 def test_what_may_is_not() -> None:
-    assert not problems("runs/train.py", "torch.load(path, weights_only=True)")
-    assert not problems("runs/train.py", "np.load(path, allow_pickle=False)")
-    assert not problems("launch/run_ranks.py", "pickle.loads(content)")
-    assert not problems("config/safe_yaml.py", "class L(yaml.SafeLoader): pass")
+    assert not problems("app/runs/train.py", "torch.load(path, weights_only=True)")
+    assert not problems("app/runs/train.py", "np.load(path, allow_pickle=False)")
+    assert not problems("app/launch/run_ranks.py", "pickle.loads(content)")
+    assert not problems("app/config/safe_yaml.py", "class L(yaml.SafeLoader): pass")

@@ -1,38 +1,67 @@
 """Hot/cold embedding rows and packed exchanges for TorchRec: exact, measured, plain.
 
-A plug-in after PICASSO (Zhang et al., ICDE 2022, arXiv 2204.04903).
+A plug-in after PICASSO (Zhang et al., ICDE 2022, arXiv 2204.04903). Public names load on first use:
+``torchrec-picasso --help`` then answers without PyTorch.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from torchrec_picasso.compat import check_installed
+from torchrec_picasso.version import __version__
 
 check_installed()  # before anything imports torch, whose own message would help nobody
 
-from torchrec_picasso.config.refresh import Refresh
-from torchrec_picasso.cost.curves import CommCurves
-from torchrec_picasso.errors import (
-    CompatError,
-    ConfigError,
-    InputError,
-    PeerError,
-    PicassoError,
-    PlanError,
-)
-from torchrec_picasso.frequency.stats import FrequencyStats
-from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.planner.planner import hot_cold_planner
-from torchrec_picasso.sharding.hot_row_refresher import HotRowRefresher
-from torchrec_picasso.sharding.plain_state import export_plain
-from torchrec_picasso.sharding.processed_sharder import (
-    HotColdFeatureProcessedEmbeddingBagCollectionSharder,
-)
-from torchrec_picasso.sharding.sharder import (
-    HotColdEmbeddingBagCollectionSharder,
-    HotColdEmbeddingCollectionSharder,
-)
-from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
-from torchrec_picasso.train_pipeline.step_report import StepReport, StepReports
-from torchrec_picasso.train_pipeline.tensorboard_reports import TensorBoardReports
-from torchrec_picasso.version import __version__
+if TYPE_CHECKING:
+    from torchrec_picasso.cost.curves import CommCurves
+    from torchrec_picasso.errors import (
+        CompatError,
+        ConfigError,
+        InputError,
+        PeerError,
+        PicassoError,
+        PlanError,
+    )
+    from torchrec_picasso.frequency.stats import FrequencyStats
+    from torchrec_picasso.options.refresh import Refresh
+    from torchrec_picasso.placement import HotColdParams
+    from torchrec_picasso.planner.planner import hot_cold_planner
+    from torchrec_picasso.sharding.hot_row_refresher import HotRowRefresher
+    from torchrec_picasso.sharding.plain_state import export_plain
+    from torchrec_picasso.sharding.processed_sharder import (
+        HotColdFeatureProcessedEmbeddingBagCollectionSharder,
+    )
+    from torchrec_picasso.sharding.sharder import (
+        HotColdEmbeddingBagCollectionSharder,
+        HotColdEmbeddingCollectionSharder,
+    )
+    from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
+    from torchrec_picasso.train_pipeline.step_report import StepReport, StepReports
+    from torchrec_picasso.train_pipeline.tensorboard_reports import TensorBoardReports
+
+_MODULES = {
+    "CommCurves": "cost.curves",
+    "CompatError": "errors",
+    "ConfigError": "errors",
+    "FrequencyStats": "frequency.stats",
+    "HotColdEmbeddingBagCollectionSharder": "sharding.sharder",
+    "HotColdEmbeddingCollectionSharder": "sharding.sharder",
+    "HotColdFeatureProcessedEmbeddingBagCollectionSharder": "sharding.processed_sharder",
+    "HotColdParams": "placement",
+    "HotRowRefresher": "sharding.hot_row_refresher",
+    "InputError": "errors",
+    "InterleavedTrainPipeline": "train_pipeline.interleaved",
+    "PeerError": "errors",
+    "PicassoError": "errors",
+    "PlanError": "errors",
+    "Refresh": "options.refresh",
+    "StepReport": "train_pipeline.step_report",
+    "StepReports": "train_pipeline.step_report",
+    "TensorBoardReports": "train_pipeline.tensorboard_reports",
+    "export_plain": "sharding.plain_state",
+    "hot_cold_planner": "planner.planner",
+}
+"""Where each public name is defined."""
 
 __all__ = [
     "CommCurves",
@@ -57,3 +86,15 @@ __all__ = [
     "export_plain",
     "hot_cold_planner",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

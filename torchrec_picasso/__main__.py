@@ -3,8 +3,8 @@
 import os
 import sys
 
-from torchrec_picasso.cli.launcher import under_torchrun
-from torchrec_picasso.cli.main import main
+from torchrec_picasso.app.cli.main import main
+from torchrec_picasso.app.launch.torchrun import under_torchrun
 
 if __name__ == "__main__":
     exit_code = main()

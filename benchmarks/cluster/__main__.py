@@ -22,8 +22,8 @@ from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.emulated import EmulatedCluster
 from benchmarks.cluster.link_speed import TRANSFERS, TransferTime, link_bytes, time_transfer
 from benchmarks.cluster.namespaces import ClusterError
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 _TIMEOUT_S = 600.0
 _MB = 1_000_000

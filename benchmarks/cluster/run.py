@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.emulated import EmulatedCluster, why_unavailable
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 __all__ = ["run_on_hosts", "usable_rate"]
 

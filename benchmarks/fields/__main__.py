@@ -62,10 +62,10 @@ from benchmarks.fields.question import MODELS, Question
 from benchmarks.fields.report import Report, print_report, write_report
 from benchmarks.pipelines.standings import standings
 from torchrec_picasso import CommCurves
-from torchrec_picasso.cli.outputs import check_outputs
+from torchrec_picasso.app.cli.outputs import check_outputs
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.zoo.data.field_specs import LEAST_ROWS
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
-from torchrec_picasso.zoo.data.field_specs import LEAST_ROWS
 
 _TIMEOUT_S = 3600.0
 

@@ -2,7 +2,7 @@
 
 The log is in time order: the first half is counted, the second is trained on, each rank taking its
 own samples of a global batch. Labels follow a hidden taste of some rows, as in
-:mod:`torchrec_picasso.zoo.data.fields`.
+:mod:`torchrec_picasso.app.zoo.data.fields`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torchrec.datasets.utils import Batch
 from benchmarks.fields.model import FieldsModel, build_model, model_tables
 from benchmarks.fields.question import UNIFORM, Question
 from benchmarks.fields.workload import ModelTable
+from torchrec_picasso.app.zoo.data.criteo_files import ID_COLUMNS
+from torchrec_picasso.app.zoo.data.field_specs import FieldSpec
+from torchrec_picasso.app.zoo.data.fields import NUM_DENSE
+from torchrec_picasso.app.zoo.data.source import make_batch
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.zoo.data.criteo_files import ID_COLUMNS
-from torchrec_picasso.zoo.data.field_specs import FieldSpec
-from torchrec_picasso.zoo.data.fields import NUM_DENSE
-from torchrec_picasso.zoo.data.source import make_batch
 
 __all__ = ["CLICK_COLUMNS", "ColumnsWorkload"]
 

@@ -30,12 +30,12 @@ from benchmarks.pipelines.memory import PeakMemory
 from benchmarks.pipelines.runner import RankResult, Runner
 from benchmarks.sequences.workload import SequencesWorkload
 from torchrec_picasso import CommCurves, FrequencyStats
+from torchrec_picasso.app.launch.progress import Progress
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.runs.dense_probe import measure_dense_of
+from torchrec_picasso.app.runs.local_probe import measure_local_costs
+from torchrec_picasso.app.runs.pipelines import describe_pipeline
 from torchrec_picasso.decision.decision import Decision
-from torchrec_picasso.launch.progress import Progress
-from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.runs.dense_probe import measure_dense_of
-from torchrec_picasso.runs.local_probe import measure_local_costs
-from torchrec_picasso.runs.pipelines import describe_pipeline
 
 __all__ = ["RankAnswer", "compare_on_rank", "make_workload"]
 

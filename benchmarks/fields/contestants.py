@@ -7,8 +7,8 @@ from torchrec.distributed.train_pipeline import TrainPipeline
 
 from benchmarks.pipelines.contestants import Contestant, pipeline_options
 from torchrec_picasso import InterleavedTrainPipeline
+from torchrec_picasso.app.runs.pipelines import sparse_dist
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.runs.pipelines import sparse_dist
 
 __all__ = ["CONTESTANTS", "make_pipeline", "named"]
 

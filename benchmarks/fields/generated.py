@@ -10,8 +10,8 @@ from torchrec.datasets.utils import Batch
 from benchmarks.fields.model import FieldsModel, build_model, model_tables
 from benchmarks.fields.question import Question
 from benchmarks.fields.workload import ModelTable
-from torchrec_picasso.zoo.data.field_specs import draw_fields
-from torchrec_picasso.zoo.data.fields import FieldsSource
+from torchrec_picasso.app.zoo.data.field_specs import draw_fields
+from torchrec_picasso.app.zoo.data.fields import FieldsSource
 
 __all__ = ["FieldsWorkload"]
 

@@ -17,8 +17,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from benchmarks.fields.workload import ModelTable
-from torchrec_picasso.zoo.data.field_specs import FieldSpec
-from torchrec_picasso.zoo.data.fields import NUM_DENSE
+from torchrec_picasso.app.zoo.data.field_specs import FieldSpec
+from torchrec_picasso.app.zoo.data.fields import NUM_DENSE
 
 __all__ = ["FieldsModel", "build_model", "model_tables"]
 

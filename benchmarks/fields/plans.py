@@ -31,10 +31,10 @@ from torchrec_picasso import (
     HotColdParams,
     hot_cold_planner,
 )
+from torchrec_picasso.app.runs.placements import AnyTypeSharder, Placement
 from torchrec_picasso.decision.decision import Decision
 from torchrec_picasso.decision.explain import summarize
 from torchrec_picasso.planner.planner import HotColdPlanner
-from torchrec_picasso.runs.placements import AnyTypeSharder, Placement
 
 __all__ = [
     "Planned",

@@ -10,12 +10,12 @@ from statistics import fmean, median
 from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from benchmarks.pipelines.standings import Standing
+from torchrec_picasso.app.runs.placements import Placement
 from torchrec_picasso.cost.step_price import PIECES, StepPricer
 from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.decision.decision import Decision
 from torchrec_picasso.decision.plan_parts import PlanParts
 from torchrec_picasso.placement import Form, HotColdParams
-from torchrec_picasso.runs.placements import Placement
 
 __all__ = ["Errors", "Predicted", "errors_of", "mean_of", "predict"]
 

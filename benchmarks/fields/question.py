@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrec_picasso.config import OptimizerConfig, TrainConfig
+from torchrec_picasso.app.config import OptimizerConfig, TrainConfig
 
 __all__ = ["COUNTED_STEPS", "MODELS", "UNIFORM", "WARMUP_STEPS", "ZOO", "Question"]
 

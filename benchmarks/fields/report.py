@@ -12,7 +12,7 @@ from benchmarks.fields.question import Question
 from benchmarks.fields.workload import ModelTable
 from benchmarks.pipelines.report import schedule_in_words, write_json
 from benchmarks.pipelines.standings import Standing
-from torchrec_picasso.launch.environment import describe_environment
+from torchrec_picasso.app.launch.environment import describe_environment
 
 __all__ = ["Report", "print_report", "write_report"]
 

@@ -17,10 +17,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from benchmarks.fields.contestants import make_pipeline
 from benchmarks.fields.plans import Planned
 from benchmarks.pipelines.contestants import Contestant
-from torchrec_picasso.config import OptimizerConfig
-from torchrec_picasso.runs.trainer import dense_optimizer
-from torchrec_picasso.zoo.initial_tables import write_initial_tables
-from torchrec_picasso.zoo.tables import tables_of
+from torchrec_picasso.app.config import OptimizerConfig
+from torchrec_picasso.app.runs.trainer import dense_optimizer
+from torchrec_picasso.app.zoo.initial_tables import write_initial_tables
+from torchrec_picasso.app.zoo.tables import tables_of
 
 __all__ = ["ContestantTrainer"]
 

@@ -9,10 +9,10 @@ from torch import nn
 from torchrec.datasets.utils import Batch
 
 from benchmarks.fields.workload import ModelTable
-from torchrec_picasso.config import TrainConfig
-from torchrec_picasso.runs.trainer import unsharded_model
-from torchrec_picasso.zoo.registry import build_model, make_source
-from torchrec_picasso.zoo.tables import collections_of, tables_of
+from torchrec_picasso.app.config import TrainConfig
+from torchrec_picasso.app.runs.trainer import unsharded_model
+from torchrec_picasso.app.zoo.registry import build_model, make_source
+from torchrec_picasso.app.zoo.tables import collections_of, tables_of
 
 __all__ = ["ZooWorkload"]
 

@@ -31,10 +31,10 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.first_use.compare import Found, compare
 from benchmarks.first_use.streams import STREAMS, read_stream
-from torchrec_picasso.cli.outputs import check_outputs
+from torchrec_picasso.app.cli.outputs import check_outputs
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.launch.quiet import quiet_upstream
 
 _DATA = "../shared/data"
 _HEAD = (

@@ -10,9 +10,9 @@ from torchrec.datasets.utils import Batch
 
 from benchmarks.first_use.streams import Steps
 from benchmarks.first_use.travel import Tables, Travel
+from torchrec_picasso.app.zoo.data.clicks import Clicks
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.zoo.data.clicks import Clicks
 
 __all__ = ["Found", "compare"]
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 from torchrec.datasets.utils import Batch
 
-from torchrec_picasso.config import DataConfig
+from torchrec_picasso.app.config import DataConfig
+from torchrec_picasso.app.zoo.data.click_files import read_clicks
+from torchrec_picasso.app.zoo.data.clicks import Clicks
+from torchrec_picasso.app.zoo.data.criteo import hash_ids
+from torchrec_picasso.app.zoo.data.criteo_files import ID_COLUMNS, read_criteo
+from torchrec_picasso.app.zoo.data.generated import GeneratedSource
+from torchrec_picasso.app.zoo.tables import table_specs
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.zoo.data.click_files import read_clicks
-from torchrec_picasso.zoo.data.clicks import Clicks
-from torchrec_picasso.zoo.data.criteo import hash_ids
-from torchrec_picasso.zoo.data.criteo_files import ID_COLUMNS, read_criteo
-from torchrec_picasso.zoo.data.generated import GeneratedSource
-from torchrec_picasso.zoo.tables import table_specs
 
 __all__ = ["FILES", "STREAMS", "Steps", "read_stream"]
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_picasso.app.zoo.data.clicks import Clicks, history_of
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.zoo.data.clicks import Clicks, history_of
 
 __all__ = ["Tables", "Travel"]
 

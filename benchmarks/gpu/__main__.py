@@ -30,7 +30,7 @@ from benchmarks.gpu.requirements import describe_machine, missing_piece
 from benchmarks.gpu.settings import GpuSettings
 from benchmarks.gpu.streams import streams
 from benchmarks.gpu.uvm import uvm
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 __all__ = ["PARTS", "main", "run_parts"]
 

@@ -14,11 +14,11 @@ from torchrec.distributed.types import ShardingPlan
 
 from benchmarks.gpu.settings import ModelSize
 from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
-from torchrec_picasso.runs.pipelines import sparse_dist
-from torchrec_picasso.runs.trainer import MakePipeline, Trainer
-from torchrec_picasso.zoo.data.source import BatchSource
-from torchrec_picasso.zoo.registry import make_source
+from torchrec_picasso.app.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
+from torchrec_picasso.app.runs.pipelines import sparse_dist
+from torchrec_picasso.app.runs.trainer import MakePipeline, Trainer
+from torchrec_picasso.app.zoo.data.source import BatchSource
+from torchrec_picasso.app.zoo.registry import make_source
 
 __all__ = ["Contestant", "Workload", "held_hbm_bytes", "interleaved"]
 

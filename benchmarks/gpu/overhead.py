@@ -14,7 +14,7 @@ from benchmarks.gpu.contestants import Contestant, Workload, interleaved
 from benchmarks.gpu.one_rank import one_rank
 from benchmarks.gpu.report import PartReport, timings
 from benchmarks.gpu.settings import GpuSettings
-from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.app.launch.quiet import quiet_upstream
 
 __all__ = ["overhead"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-from torchrec_picasso.launch.environment import describe_environment
+from torchrec_picasso.app.launch.environment import describe_environment
 
 __all__ = ["describe_machine", "missing_piece"]
 

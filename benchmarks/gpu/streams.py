@@ -24,8 +24,8 @@ from benchmarks.gpu.one_rank import one_rank
 from benchmarks.gpu.report import PartReport
 from benchmarks.gpu.settings import GpuSettings
 from benchmarks.gpu.training_state import keep_state, largest_difference, put_back, weights_of
-from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.runs.trainer import MakePipeline, Trainer
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.runs.trainer import MakePipeline, Trainer
 
 __all__ = ["PipelineRuns", "PlainLoop", "judge", "streams"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
-from torchrec_picasso.runs.trainer import Trainer
+from torchrec_picasso.app.runs.trainer import Trainer
 
 __all__ = ["keep_state", "largest_difference", "put_back", "weights_of"]
 

@@ -20,7 +20,7 @@ from benchmarks.gpu.contestants import Contestant, Workload, held_hbm_bytes
 from benchmarks.gpu.one_rank import one_rank
 from benchmarks.gpu.report import PartReport, timings
 from benchmarks.gpu.settings import GpuSettings, ModelSize
-from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.app.launch.quiet import quiet_upstream
 
 __all__ = ["Kernel", "change_kernel", "uvm"]
 

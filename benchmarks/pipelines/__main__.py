@@ -58,9 +58,9 @@ from benchmarks.pipelines.question import CONTESTANTS, GENERATED, TOWERS, Questi
 from benchmarks.pipelines.report import print_report, write_report
 from benchmarks.pipelines.scenarios import SCENARIOS
 from benchmarks.pipelines.suite import run_scenarios
-from torchrec_picasso.cli.outputs import check_outputs
+from torchrec_picasso.app.cli.outputs import check_outputs
+from torchrec_picasso.app.launch.run_ranks import RankError
 from torchrec_picasso.errors import ConfigError, PicassoError
-from torchrec_picasso.launch.run_ranks import RankError
 
 _SCENARIO_FLAGS = ("only", "again")
 _OWN_TO_SCENARIOS = ("rate_mbit", "towers", "curves", "plot")

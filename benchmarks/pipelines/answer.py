@@ -13,12 +13,12 @@ from benchmarks.pipelines.floors import compute_floor_ms, floors
 from benchmarks.pipelines.question import Question
 from benchmarks.pipelines.report import Report
 from benchmarks.pipelines.standings import standings
-from torchrec_picasso.config import DataConfig
+from torchrec_picasso.app.config import DataConfig
+from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.zoo.registry import check_source, make_source
+from torchrec_picasso.app.zoo.tables import table_specs
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.launch.run_ranks import run_ranks
-from torchrec_picasso.zoo.registry import check_source, make_source
-from torchrec_picasso.zoo.tables import table_specs
 
 __all__ = ["answer", "check_question", "without_missing"]
 

@@ -15,11 +15,11 @@ from benchmarks.pipelines.memory import PeakMemory
 from benchmarks.pipelines.probes import choose_finalists
 from benchmarks.pipelines.question import COUNTED_STEPS, WARMUP_STEPS, Question
 from benchmarks.pipelines.runner import RankResult, Runner, dlrm_trainer
-from torchrec_picasso.cli.calibrate import calibrate_on_rank
+from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
+from torchrec_picasso.app.launch.progress import Progress
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.launch.progress import Progress
-from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.zoo.registry import make_source
 
 __all__ = ["RankAnswer", "compare_on_rank", "curve_bytes"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 
-from torchrec_picasso.config import PLACEMENTS
+from torchrec_picasso.app.config import PLACEMENTS
+from torchrec_picasso.app.runs.pipelines import MakePipeline, sparse_dist
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.runs.pipelines import MakePipeline, sparse_dist
 
 __all__ = [
     "AUTO",
@@ -40,7 +40,7 @@ class Contestant:
 
     Args:
         name: As given on the command line.
-        placement: One of :data:`torchrec_picasso.config.PLACEMENTS`; empty = the best stock one.
+        placement: One of :data:`.app.config.PLACEMENTS`; empty = the best stock one.
         pipeline: ``"sparse_dist"``, ``"fused"`` or ``"interleaved"``.
         hot_rows: Of a hot/cold placement; ``None`` = the planner's own choice.
         num_micro_batches: Of the interleaved pipeline; ``None`` = its own choice.

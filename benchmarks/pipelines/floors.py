@@ -10,9 +10,9 @@ from benchmarks.pipelines.contestants import parse_contestant
 from benchmarks.pipelines.probes import alone_ms
 from benchmarks.pipelines.question import WARMUP_STEPS, Question
 from benchmarks.pipelines.standings import Standing
-from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.launch.run_ranks import run_ranks
-from torchrec_picasso.zoo.registry import make_source
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.zoo.registry import make_source
 
 __all__ = ["compute_floor_ms", "floor_on_rank", "floors"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.pipelines.report import Report
-from torchrec_picasso.cli.outputs import new_picture, save_picture
+from torchrec_picasso.app.cli.outputs import new_picture, save_picture
 
 __all__ = ["draw_report"]
 

@@ -15,8 +15,8 @@ from torchrec.datasets.utils import Batch
 from benchmarks.pipelines.contestants import Contestant
 from benchmarks.pipelines.question import WARMUP_STEPS, Question
 from benchmarks.pipelines.runner import Runner, dlrm_trainer
-from torchrec_picasso.launch.progress import Progress
-from torchrec_picasso.zoo.data.source import BatchSource
+from torchrec_picasso.app.launch.progress import Progress
+from torchrec_picasso.app.zoo.data.source import BatchSource
 
 __all__ = ["alone_ms", "choose_finalists"]
 

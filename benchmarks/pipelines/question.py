@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrec_picasso.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
+from torchrec_picasso.app.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
 
 __all__ = [
     "CONTESTANTS",

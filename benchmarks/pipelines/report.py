@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.pipelines.question import Question
 from benchmarks.pipelines.standings import Standing
-from torchrec_picasso.launch.environment import describe_environment
+from torchrec_picasso.app.launch.environment import describe_environment
 
 __all__ = ["Report", "print_report", "schedule_in_words", "write_json", "write_report"]
 

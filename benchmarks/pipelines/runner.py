@@ -27,14 +27,14 @@ from benchmarks.cluster.enter_host import HOST_INTERFACE
 from benchmarks.cluster.namespaces import tool_path
 from benchmarks.pipelines.contestants import Contestant, pipeline_maker
 from benchmarks.pipelines.memory import PeakMemory
-from torchrec_picasso.config import TrainConfig
+from torchrec_picasso.app.config import TrainConfig
+from torchrec_picasso.app.runs.pipelines import is_settled
+from torchrec_picasso.app.runs.placements import Placement
+from torchrec_picasso.app.runs.trainer import Trainer
+from torchrec_picasso.app.zoo.data.source import BatchSource
 from torchrec_picasso.exchange.meter import WireMeter
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.runs.pipelines import is_settled
-from torchrec_picasso.runs.placements import Placement
-from torchrec_picasso.runs.trainer import Trainer
 from torchrec_picasso.train_pipeline.cuts import is_due
-from torchrec_picasso.zoo.data.source import BatchSource
 
 __all__ = [
     "Block",
@@ -104,7 +104,7 @@ class RankResult:
 
 
 class Trains(Protocol):
-    """A model in the hands of a pipeline, as :class:`torchrec_picasso.runs.trainer.Trainer` is."""
+    """A model with its pipeline, such as :class:`torchrec_picasso.app.runs.trainer.Trainer`."""
 
     placement: Placement
 

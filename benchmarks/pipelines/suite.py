@@ -26,8 +26,8 @@ from benchmarks.pipelines.summary import (
     summary_table,
     without_report,
 )
+from torchrec_picasso.app.launch.run_ranks import RankError
 from torchrec_picasso.errors import ConfigError, PicassoError
-from torchrec_picasso.launch.run_ranks import RankError
 
 __all__ = ["run_scenarios"]
 

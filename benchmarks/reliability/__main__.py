@@ -25,7 +25,7 @@ from benchmarks.reliability import (
     link_faults,
     soak,
 )
-from torchrec_picasso.launch.environment import describe_environment
+from torchrec_picasso.app.launch.environment import describe_environment
 
 __all__ = ["main"]
 

@@ -36,11 +36,11 @@ from benchmarks.reliability.move_jobs import (
 )
 from benchmarks.reliability.moves import Move, Side, all_moves
 from benchmarks.reliability.small_trainer import OPTIMIZERS, PLANS
-from torchrec_picasso.checkpoints.folder import is_whole
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.launch.progress import Progress
-from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.checkpoints.folder import is_whole
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.launch.progress import Progress
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 __all__ = ["run_moves"]
 

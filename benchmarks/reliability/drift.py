@@ -46,9 +46,9 @@ from torchrec_picasso import (
     PicassoError,
     Refresh,
 )
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 __all__ = [
     *("Stream", "batches_of", "criteo", "globo", "main", "measure", "moved_shares", "sharded"),

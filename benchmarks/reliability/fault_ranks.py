@@ -23,11 +23,11 @@ from torch import nn
 
 from benchmarks.reliability.broken_writes import broken_writes, disk_is_full, kill_me
 from benchmarks.reliability.fault_cases import Case
-from torchrec_picasso.cli import train as train_command
-from torchrec_picasso.cli.main import main as command_line
-from torchrec_picasso.config import load_config
-from torchrec_picasso.runs.train import train_on_rank
-from torchrec_picasso.runs.trainer import Trainer
+from torchrec_picasso.app.cli import train as train_command
+from torchrec_picasso.app.cli.main import main as command_line
+from torchrec_picasso.app.config import load_config
+from torchrec_picasso.app.runs.train import train_on_rank
+from torchrec_picasso.app.runs.trainer import Trainer
 
 __all__ = ["GROUP_TIMEOUT_S", "OWN_WORDS", "named_on_rank", "run_on_rank"]
 

@@ -44,10 +44,10 @@ from benchmarks.reliability.fault_ranks import (
     named_on_rank,
     run_on_rank,
 )
-from torchrec_picasso.checkpoints.folder import has_checkpoint, is_whole, step_of
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.launch.progress import Progress
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.checkpoints.folder import has_checkpoint, is_whole, step_of
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.launch.progress import Progress
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 __all__ = ["inject", "main"]
 

@@ -35,11 +35,11 @@ from typing import Any
 
 from benchmarks.reliability.fuzz_target import Target
 from benchmarks.reliability.fuzz_targets import TARGETS
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.launch.progress import Progress
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.launch.progress import Progress
-from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
 __all__ = ["Outcome", "read_damaged", "run_cases"]
 

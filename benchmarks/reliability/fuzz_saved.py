@@ -18,9 +18,9 @@ from benchmarks.reliability.small_model import BAGS, SEQUENCES
 from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.whole_state import differences, join_state
 from torchrec_picasso import HotColdParams
-from torchrec_picasso.checkpoints.hot_rows import read_hot_rows, write_hot_rows
-from torchrec_picasso.checkpoints.load import load_checkpoint
-from torchrec_picasso.checkpoints.write import save_checkpoint
+from torchrec_picasso.app.checkpoints.hot_rows import read_hot_rows, write_hot_rows
+from torchrec_picasso.app.checkpoints.load import load_checkpoint
+from torchrec_picasso.app.checkpoints.write import save_checkpoint
 
 __all__ = ["Checkpoints", "HotRows"]
 

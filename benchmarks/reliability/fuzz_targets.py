@@ -28,16 +28,16 @@ from benchmarks.reliability.fuzz_saved import Checkpoints, HotRows
 from benchmarks.reliability.fuzz_target import Target
 from benchmarks.reliability.small_model import SmallModel, rank_batch
 from torchrec_picasso import CommCurves, FrequencyStats
-from torchrec_picasso.config import TrainConfig
-from torchrec_picasso.config.load import load_rules
-from torchrec_picasso.config.quality import QualityConfig
-from torchrec_picasso.config.rules import Rules
+from torchrec_picasso.app.config import TrainConfig
+from torchrec_picasso.app.config.load import load_rules
+from torchrec_picasso.app.config.quality import QualityConfig
 from torchrec_picasso.cost.curve import Curve
 from torchrec_picasso.cost.curves import COLLECTIVES
 from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.local import LocalWork
 from torchrec_picasso.frequency.summary import summarize
 from torchrec_picasso.frequency.tail import TailSample
+from torchrec_picasso.options.rules import Rules
 
 __all__ = ["TARGETS"]
 

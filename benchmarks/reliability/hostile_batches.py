@@ -30,10 +30,10 @@ from benchmarks.reliability.hostile_jobs import (
     Outcome,
     run_on_rank,
 )
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.launch.progress import Progress
-from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.launch.progress import Progress
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 __all__ = ["run_cases"]
 

@@ -22,9 +22,9 @@ from benchmarks.reliability.hostile_data import HostileBatch, make_batch
 from benchmarks.reliability.hostile_model import HostileTrainer
 from benchmarks.reliability.whole_state import join_state
 from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.config.refresh import Refresh
+from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.options.refresh import Refresh
 
 __all__ = ["HANG_S", "LOSS_RTOL", "Outcome", "run_on_rank"]
 

@@ -37,7 +37,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from benchmarks.reliability.hostile_cases import Case, TableSpec
 from benchmarks.reliability.hostile_data import HostileBatch
 from torchrec_picasso import HotColdParams
-from torchrec_picasso.runs.placements import hot_cold_sharders
+from torchrec_picasso.app.runs.placements import hot_cold_sharders
 
 __all__ = ["HostileTrainer"]
 

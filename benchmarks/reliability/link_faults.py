@@ -31,10 +31,10 @@ from benchmarks.cluster.emulated import EmulatedCluster, why_unavailable
 from benchmarks.reliability.small_model import rank_batch
 from benchmarks.reliability.small_trainer import SmallTrainer
 from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.launch.progress import Progress
-from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.launch.progress import Progress
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 __all__ = ["main"]
 

@@ -25,9 +25,9 @@ from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.soak import keep_few_records
 from benchmarks.reliability.soak_batches import soak_batch
 from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 __all__ = ["main", "memory_in_use"]
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from benchmarks.reliability.moves import Move, Side
 from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.whole_state import differences, join_state
-from torchrec_picasso.checkpoints.load import load_checkpoint
-from torchrec_picasso.checkpoints.write import save_checkpoint
+from torchrec_picasso.app.checkpoints.load import load_checkpoint
+from torchrec_picasso.app.checkpoints.write import save_checkpoint
+from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.launch.quiet import quiet_upstream
 
 __all__ = [
     "LOSS_RTOL",

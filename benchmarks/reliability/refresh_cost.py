@@ -24,9 +24,9 @@ import torch.distributed as dist
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
 from benchmarks.reliability.drift import Stream, batches_of, criteo, globo, sharded
 from torchrec_picasso import InterleavedTrainPipeline, PicassoError, Refresh
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.launch.run_ranks import RankError
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.launch.run_ranks import RankError
 
 __all__ = ["main"]
 

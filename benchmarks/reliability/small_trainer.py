@@ -24,7 +24,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks.reliability.small_model import BAGS, SEQUENCES, SmallModel, rank_batch
 from torchrec_picasso import HotColdParams
-from torchrec_picasso.runs.placements import AnyTypeSharder, hot_cold_sharders
+from torchrec_picasso.app.runs.placements import AnyTypeSharder, hot_cold_sharders
 
 __all__ = ["OPTIMIZERS", "OURS", "PLANS", "STOCK", "SmallTrainer", "num_column_shards"]
 

@@ -33,9 +33,9 @@ from typing import Any
 from benchmarks.reliability.soak_record import Found, Plan
 from benchmarks.reliability.soak_side import Plant, train_side
 from benchmarks.reliability.soak_verdict import judge
-from torchrec_picasso.launch.environment import describe_environment
-from torchrec_picasso.launch.quiet import quiet_upstream
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 __all__ = ["keep_few_records", "plans", "run_side", "soak"]
 

@@ -22,10 +22,10 @@ from benchmarks.reliability.soak_batches import Feed, Stretch, counts_nothing
 from benchmarks.reliability.soak_record import Found, Plan
 from benchmarks.reliability.whole_state import differences, join_state
 from torchrec_picasso import InterleavedTrainPipeline, PicassoError, Refresh
-from torchrec_picasso.checkpoints.load import load_checkpoint
-from torchrec_picasso.checkpoints.writer import CheckpointWriter
-from torchrec_picasso.config import CheckpointConfig
-from torchrec_picasso.launch.quiet import quiet_upstream
+from torchrec_picasso.app.checkpoints.load import load_checkpoint
+from torchrec_picasso.app.checkpoints.writer import CheckpointWriter
+from torchrec_picasso.app.config import CheckpointConfig
+from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.replica_check import check_replicas
 from torchrec_picasso.sharding.sharded_module import HotColdModule

@@ -34,9 +34,9 @@ from benchmarks.fields.report import print_report, write_report
 from benchmarks.scoreboard.board import draw, print_board, read_line
 from benchmarks.scoreboard.entries import ENTRIES, FIELDS, train_config
 from torchrec_picasso import CommCurves
-from torchrec_picasso.cli.calibrate import calibrate_on_rank
+from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
 __all__ = ["main", "question_of"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrec_picasso.config import DataConfig, FeatureConfig, ModelConfig, TrainConfig
+from torchrec_picasso.app.config import DataConfig, FeatureConfig, ModelConfig, TrainConfig
+from torchrec_picasso.app.zoo.model_kinds import needs_clicks
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.zoo.model_kinds import needs_clicks
 
 __all__ = ["ENTRIES", "FIELDS", "Entry", "train_config"]
 
@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def data_kind(self) -> str:
-        """Of :data:`torchrec_picasso.config.DATA_KINDS`."""
+        """Of :data:`torchrec_picasso.app.config.DATA_KINDS`."""
         if self.num_fields is not None:
             return "fields"
         return "clicks" if needs_clicks(self.model.kind) else "criteo"

@@ -2,5 +2,5 @@
 
 ``alimama`` and ``globo`` are where samples come from, ``clicks`` which of both, ``workload`` how
 they become a model and batches for contestants. Model and clicks are those of
-:mod:`torchrec_picasso.zoo`; turns, plans and reports are those of :mod:`benchmarks.fields`.
+:mod:`torchrec_picasso.app.zoo`; turns, plans and reports are those of :mod:`benchmarks.fields`.
 """

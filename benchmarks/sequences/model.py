@@ -5,9 +5,9 @@ from __future__ import annotations
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_picasso.zoo.click_model import ClickModel
-from torchrec_picasso.zoo.data.clicks import Clicks
-from torchrec_picasso.zoo.din import build_din
+from torchrec_picasso.app.zoo.click_model import ClickModel
+from torchrec_picasso.app.zoo.data.clicks import Clicks
+from torchrec_picasso.app.zoo.din import build_din
 
 __all__ = ["PROFILE_DIM", "SEQUENCE_DIM", "build_model"]
 

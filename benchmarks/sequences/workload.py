@@ -9,11 +9,11 @@ from torchrec.datasets.utils import Batch
 
 from benchmarks.fields.workload import ModelTable
 from benchmarks.sequences.model import PROFILE_DIM, SEQUENCE_DIM, build_model
-from torchrec_picasso.zoo.click_model import ClickModel
-from torchrec_picasso.zoo.data.alimama import generate_alimama
-from torchrec_picasso.zoo.data.click_files import read_clicks
-from torchrec_picasso.zoo.data.clicks import Clicks
-from torchrec_picasso.zoo.data.shares import HELDOUT, TRAIN, Shares
+from torchrec_picasso.app.zoo.click_model import ClickModel
+from torchrec_picasso.app.zoo.data.alimama import generate_alimama
+from torchrec_picasso.app.zoo.data.click_files import read_clicks
+from torchrec_picasso.app.zoo.data.clicks import Clicks
+from torchrec_picasso.app.zoo.data.shares import HELDOUT, TRAIN, Shares
 
 __all__ = ["SequencesWorkload"]
 

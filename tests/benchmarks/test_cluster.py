@@ -23,7 +23,7 @@ from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.link_speed import TRANSFERS, link_bytes, time_transfer
 from benchmarks.cluster.namespaces import tool_path
 from benchmarks.cluster.shaping import link_shape
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 TIMEOUT_S = 60.0
 MISSING = why_unavailable()

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.reliability import faults
 from benchmarks.reliability.fault_cases import EVERY_STEPS, KINDS, LAUNCHERS, STEPS, all_cases
-from torchrec_picasso.cli.train import _resumes
-from torchrec_picasso.config import CheckpointConfig, TrainConfig
+from torchrec_picasso.app.cli.train import _resumes
+from torchrec_picasso.app.config import CheckpointConfig, TrainConfig
 
 
 def test_a_run_that_was_struck_goes_on(tmp_path: Path) -> None:

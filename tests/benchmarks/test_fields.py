@@ -16,9 +16,9 @@ from benchmarks.fields.columns import CLICK_COLUMNS, ColumnsWorkload
 from benchmarks.fields.plans import deal_by_size
 from benchmarks.fields.question import UNIFORM, Question
 from benchmarks.pipelines.memory import PeakMemory
+from torchrec_picasso.app.zoo.data.criteo_files import ID_COLUMNS
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.zoo.data.criteo_files import ID_COLUMNS
 
 NAMES = ("table_wise", "planner", "ours_plain", "all_rows", "rows:2:7", "bags:2")
 TINY = (

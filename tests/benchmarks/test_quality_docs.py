@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from torchrec_picasso.config.load import load_rules
-from torchrec_picasso.config.quality import QualityConfig
+from torchrec_picasso.app.config.load import load_rules
+from torchrec_picasso.app.config.quality import QualityConfig
 
 ROOT = Path(__file__).parents[2]
 FIGURE = re.compile(r"[+-]?\d\.\d{4}|\d\.\de-\d\d")

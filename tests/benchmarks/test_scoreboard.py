@@ -14,9 +14,9 @@ from benchmarks.fields.zoo import ZooWorkload
 from benchmarks.scoreboard.__main__ import main, question_of
 from benchmarks.scoreboard.board import draw, print_board, read_line
 from benchmarks.scoreboard.entries import ENTRIES, FIELDS, train_config
+from torchrec_picasso.app.zoo.kinds import model_kinds
+from torchrec_picasso.app.zoo.tables import tables_of
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.zoo.model_kinds import model_kinds
-from torchrec_picasso.zoo.tables import tables_of
 
 BASELINES = {"logistic_regression", "pooled_history"}
 """What models are compared with for what they learn, not for their speed."""

@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks.fields.__main__ import main
 from torchrec_picasso import CommCurves
+from torchrec_picasso.app.zoo.data import alimama, globo
+from torchrec_picasso.app.zoo.data.alimama import generate_alimama
+from torchrec_picasso.app.zoo.data.click_files import read_clicks
+from torchrec_picasso.app.zoo.data.shares import HELDOUT, TRAIN, Shares
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.zoo.data import alimama, globo
-from torchrec_picasso.zoo.data.alimama import generate_alimama
-from torchrec_picasso.zoo.data.click_files import read_clicks
-from torchrec_picasso.zoo.data.shares import HELDOUT, TRAIN, Shares
 
 TINY = (
     *("--model", "sequences", "--batch-size", "16", "--rate-mbit", "0", "--max-rows", "1000"),

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.conformance.harness import Case, run_case
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.conformance
 

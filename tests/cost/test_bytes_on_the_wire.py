@@ -33,11 +33,11 @@ from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
     hot_cold_planner,
 )
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost.exchange_totals import HotColdTotals
 from torchrec_picasso.cost.hot_cold import hot_cold_cost
 from torchrec_picasso.exchange.agreement import Flags
 from torchrec_picasso.exchange.meter import WireMeter
-from torchrec_picasso.launch.run_ranks import run_ranks
 
 DRIVERS: tuple[Driver, ...] = (None, (1, False), (1, True))
 NUM_WARM = 4  # DDP makes its buckets anew in the second step

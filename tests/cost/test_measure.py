@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves, measure
 from torchrec_picasso.cost.collective_calls import CALLS
 from torchrec_picasso.cost.curves import COLLECTIVES
 from torchrec_picasso.cost.measure import num_points
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.launch.run_ranks import run_ranks
 
 MAX_BYTES = 64 << 20
 NUM_SIZES = 8

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.exchange import agreement
 from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.exchange.all_to_all import start_all_to_all
-from torchrec_picasso.launch.run_ranks import run_ranks
 
 CPU = torch.device("cpu")
 

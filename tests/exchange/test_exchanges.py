@@ -15,11 +15,11 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     get_qcomm_codecs,
 )
 
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.exchange.header import HeaderExchange, HeaderWords
 from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.launch.run_ranks import run_ranks
 
 NUM_CASES = 12
 

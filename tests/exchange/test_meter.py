@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchrec_picasso.app.launch.loopback import loopback_sent_bytes
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.exchange.meter import WireCount, WireMeter
-from torchrec_picasso.launch.loopback import loopback_sent_bytes
-from torchrec_picasso.launch.run_ranks import run_ranks
 
 FLOAT_BYTES = 4
 N = 12  # elements of each test tensor

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.frequency.test_criteo import FEATURES, ROWS
+from torchrec_picasso.app.zoo.data.criteo import hash_ids
+from torchrec_picasso.app.zoo.data.criteo_files import read_criteo
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_rows
 from torchrec_picasso.frequency.accumulate import CountAccumulator
-from torchrec_picasso.zoo.data.criteo import hash_ids
-from torchrec_picasso.zoo.data.criteo_files import read_criteo
 
 BATCH_SIZE = 4096
 TABLES = [

@@ -29,7 +29,7 @@ from traitlets.config import Config
 
 from tests.support.packaging import ROOT, pins, setup_settings
 from torchrec_picasso import CommCurves
-from torchrec_picasso.zoo.data.drifting import generate_drifting
+from torchrec_picasso.app.zoo.data.drifting import generate_drifting
 
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -86,9 +86,10 @@ def test_there_are_notebooks() -> None:
 
 
 def test_what_opens_and_runs_them_can_be_installed() -> None:
-    extra = setup_settings()["extras_require"]["notebook"]
+    extras = setup_settings()["extras_require"]
+    extra = {*extras["notebook"], *extras["app"]} - {"torchrec_picasso[app]"}
     assert set(extra) == {"jupyterlab", "ipykernel", "nbclient", "matplotlib"}
-    assert set(extra) <= pins("requirements.txt", "requirements-notebook.txt").keys()
+    assert extra <= pins("requirements.txt", "requirements-notebook.txt").keys()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -16,9 +16,9 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingPlan
 
 from tests.planner.samples import DIM, ROWS, AbleSharder, Model, stats, topology
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import HotColdEnumerator, hot_cold_planner
 

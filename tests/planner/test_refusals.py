@@ -28,10 +28,10 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.optimizers import LarsSGD
 
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import CompatError, PlanError
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
-from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
 from torchrec_picasso.planner.planner import HotColdPlanner

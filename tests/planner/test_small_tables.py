@@ -16,7 +16,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 ROWS = {"one": 1, "two": 2, "three": 3, "five": 5, "many": 400}
 

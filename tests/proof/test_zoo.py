@@ -10,9 +10,9 @@ import pytest
 from tests.proof.cuts import assert_cut_is_whole
 from tests.proof.proved_models import NUM_OPERATORS, table
 from tests.proof.tables import given_tables
-from torchrec_picasso.config import load_config
+from torchrec_picasso.app.config import load_config
+from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.proof.proof import Losses, prove
-from torchrec_picasso.zoo.registry import build_model, make_source
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

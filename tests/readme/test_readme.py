@@ -33,8 +33,8 @@ import pytest
 import yaml
 
 from tests.readme.blocks import Block, blocks_of, commands_of
-from torchrec_picasso.cli.main import main
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.cli.main import main
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 CHECKOUT = Path(__file__).parents[2]
 BLOCKS = blocks_of((CHECKOUT / "README.md").read_text())

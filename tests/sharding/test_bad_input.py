@@ -36,7 +36,7 @@ from torchrec_picasso import (
     InputError,
     PlanError,
 )
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 JOB = Job(placement={"*": 2}, num_steps=4)
 ROWS = {"f0": 60, "f1": 12, "f2": 12, "f3": 6}

@@ -26,7 +26,7 @@ from torchrec_picasso import (
     HotColdParams,
     PlanError,
 )
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 TABLES = (Table("a", 8, 60, ("f0",)), Table("b", 16, 40, ("f1", "f2"), mean=True))
 """On two ranks ``a`` is at home on rank 0 and ``b`` on rank 1."""

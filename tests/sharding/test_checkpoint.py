@@ -31,7 +31,7 @@ from tests.sharding.jobs import (
     train,
     whole,
 )
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
 FIRST, SECOND = range(5), range(5, 10)

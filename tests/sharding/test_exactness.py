@@ -23,7 +23,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from tests.sharding.jobs import ODD, PLAIN, Job, Result, Table, build, run_jobs, train, whole
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
 WIRE_RTOL, WIRE_ATOL = 2e-2, 2e-2

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.sharding.jobs import ODD, Job, build, train
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 JOB = Job(placement={"*": 2}, tables=ODD, batch_sizes=(6, 4), num_steps=8)
 NUM_COUNTS = 5

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.sharding.jobs import ODD, PLAIN, Job, build, make_batch, storages_of
 from tests.train_pipeline.stream_races import RaceDetector
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.exchange import kept_memory
-from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.ops import order
 from torchrec_picasso.storage.row_buffers import RowBuffers
 from torchrec_picasso.storage.row_storage import RowStorage

@@ -27,7 +27,7 @@ from tests.sharding.jobs import (
     train,
     whole,
 )
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 JOB = Job(placement={"*": 2, "one_row": 1}, tables=ODD, batch_sizes=(6, 4), num_steps=8)
 PIPELINES = {

@@ -32,10 +32,10 @@ from benchmarks.reliability.small_model import SmallModel, rank_batch
 from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.whole_state import differences, join_state
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams, export_plain
-from torchrec_picasso.checkpoints.plain_file import read_plain
-from torchrec_picasso.checkpoints.write import save_checkpoint
+from torchrec_picasso.app.checkpoints.plain_file import read_plain
+from torchrec_picasso.app.checkpoints.write import save_checkpoint
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.sharding import plain_state
 
 PLANS = ("rows", "bags", "uneven", "column_wise")

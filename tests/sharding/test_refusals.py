@@ -16,7 +16,7 @@ from torchrec_picasso import (
     InputError,
     PlanError,
 )
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 JOB = Job(placement={"*": 2}, num_steps=2)
 

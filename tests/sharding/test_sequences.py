@@ -42,8 +42,8 @@ from torchrec_picasso import (
     InterleavedTrainPipeline,
     hot_cold_planner,
 )
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
 WIRE_RTOL, WIRE_ATOL = 2e-2, 2e-2

@@ -19,7 +19,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from tests.sharding.jobs import CPU, load_whole
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 
 class Towers(nn.Module):

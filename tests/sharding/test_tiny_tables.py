@@ -26,8 +26,8 @@ from torchrec.distributed.types import ShardingEnv
 
 from tests.sharding.jobs import Result, local_shards, whole
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
-from torchrec_picasso.launch.run_ranks import run_ranks
 
 CPU = torch.device("cpu")
 KINDS = ("none", "some", "all")

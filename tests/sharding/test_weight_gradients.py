@@ -27,7 +27,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from tests.sharding.jobs import CPU, load_whole
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 FEATURES = ("f0", "f1", "f2")
 ROWS = {"a": 40, "b": 9}

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.sharding.jobs import OPTIMIZERS, Job, Table, build
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.storage.row_storage import RowStorage
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 

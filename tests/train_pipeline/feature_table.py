@@ -18,7 +18,7 @@ from tests.sharding.jobs import whole
 from tests.train_pipeline.feature_cells import Feature, Outcome, run_cell
 from tests.train_pipeline.features import FEATURES
 from tests.train_pipeline.surface import SURFACE, Entry, idle_streams
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 KINDS = {"bags": "EmbeddingBagCollection", "sequences": "EmbeddingCollection"}

@@ -29,7 +29,7 @@ from tests.train_pipeline.runs import (
     plain_steps,
     run_to_the_end,
 )
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 JOB = Job(
     placement={"a": 2, "b": 0, "*": "bags"},

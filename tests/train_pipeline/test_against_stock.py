@@ -39,7 +39,7 @@ from tests.sharding.jobs import (
 from tests.support.dense_updates import OPTIMIZERS as NOT_IN_FBGEMM
 from tests.train_pipeline.drivers import SETTINGS_OF
 from tests.train_pipeline.runs import batches_of, pipeline_of, run_to_the_end
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
 NUM_STEPS = 6

@@ -27,7 +27,7 @@ from tests.support.dense_updates import OPTIMIZERS as DENSE
 from tests.support.dense_updates import DenseUpdate
 from tests.train_pipeline.drivers import DRIVERS_OF, Driver, make_driver
 from tests.train_pipeline.runs import batches_of, run_to_the_end
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
 NUM_STEPS = 8

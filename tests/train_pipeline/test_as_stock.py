@@ -31,7 +31,7 @@ from tests.train_pipeline.stock_models import (
     train_ours,
     train_stock,
 )
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 NUM_STEPS = 6
 

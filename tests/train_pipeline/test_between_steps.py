@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.sharding.jobs import CPU, ODD, Job, build, dense_optimizer, make_batch, result_of, whole
 from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 IN_ONE = Job(placement={"*": 2, "one_row": 0}, tables=ODD, num_steps=9)
 JOBS = {"one wave": IN_ONE, "waves": dataclasses.replace(IN_ONE, waves={"a": 1, "d": 1})}

@@ -25,7 +25,7 @@ from tests.sharding.sequence_jobs import (
 from tests.support.wire import MessageRecorder, all_to_alls
 from tests.train_pipeline.drivers import Driver, make_driver
 from tests.train_pipeline.runs import pipeline_of
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 PER_STEP: dict[Driver, dict[str, int]] = {
     None: {"all_to_all": 4, "all_reduce": 3},

@@ -24,8 +24,8 @@ from tests.train_pipeline.stock_models import (
     left_behind,
 )
 from torchrec_picasso import InterleavedTrainPipeline
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.train_pipeline import cuts
 from torchrec_picasso.train_pipeline.cuts import is_due
 

@@ -10,7 +10,7 @@ import torch
 from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
 from tests.train_pipeline.drivers import Driver, make_driver
 from tests.train_pipeline.runs import Run, assert_same_runs, batches_of, run_to_the_end
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 ROWS = Job(placement={"*": 4}, weighted=True, optimizer="adagrad")
 BAGS = Job(placement={"*": "bags"}, tables=PLAIN)

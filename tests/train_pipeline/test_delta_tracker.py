@@ -18,8 +18,8 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from tests.train_pipeline.feature_cells import CPU, TABLES, Feature, batch_of, build
 from tests.train_pipeline.features import SHARED
 from torchrec_picasso import InterleavedTrainPipeline
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.launch.run_ranks import run_ranks
 
 NUM_STEPS = 5
 READ_AFTER = (0, 1, 3, 4)

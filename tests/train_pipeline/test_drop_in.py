@@ -18,8 +18,8 @@ from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineCo
 from tests.sharding.jobs import CPU, PLAIN, Job, build, dense_optimizer, result_of
 from tests.train_pipeline.runs import Run, assert_same_runs, batches_of, run_to_the_end
 from torchrec_picasso import InterleavedTrainPipeline
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.launch.run_ranks import run_ranks
 from torchrec_picasso.train_pipeline.parent_options import REFUSED_OPTIONS, refuse_model
 
 JOB = Job(placement={"*": 2}, tables=PLAIN)

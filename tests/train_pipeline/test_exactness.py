@@ -31,7 +31,7 @@ from tests.sharding.jobs import (
 )
 from tests.train_pipeline.drivers import SETTINGS_OF
 from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
 NUM_STEPS = 6

@@ -20,8 +20,8 @@ from torchrec.datasets.utils import Batch
 from tests.train_pipeline.runs import ATOL, RTOL
 from tests.train_pipeline.stock_models import batch_of
 from tests.train_pipeline.test_programs import SAMPLES, STEPS, WIDTH, Head, Program, train_program
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
 
 class _OfClass:

@@ -8,7 +8,7 @@ from torchrec.datasets.utils import Batch
 
 from tests.sharding.jobs import Job, Table, build
 from tests.train_pipeline.runs import pipeline_of
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.ops.fetch_order import CLEAN
 
 JOB = Job(placement={"*": 0}, tables=(Table("a", 8, 1000, ("f0",)),))

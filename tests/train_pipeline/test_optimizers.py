@@ -21,7 +21,7 @@ from tests.train_pipeline.runs import (
     pipeline_of,
     plain_steps,
 )
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 JOB = Job(placement={"*": 2, "one_row": 1}, tables=ODD, num_steps=6)
 MAX_NORM = 0.05

@@ -28,7 +28,7 @@ from tests.train_pipeline.feature_cells import (
     pooled_by,
     run_cell,
 )
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 
 class _Both(Model):

@@ -17,7 +17,7 @@ from torchrec.distributed import DistributedModelParallel
 from tests.sharding.jobs import ODD, PLAIN, Job, build
 from tests.train_pipeline.runs import batches_of, pipeline_of
 from torchrec_picasso import InputError, PeerError
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 HOT_COLD = Job(placement={"*": 2, "one_row": 1}, tables=ODD)
 MIXED = Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN)

@@ -39,9 +39,9 @@ from tests.train_pipeline.stock_models import (
     ebc,
 )
 from torchrec_picasso import InterleavedTrainPipeline
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
 SAMPLES, STEPS, WIDTH = 256, 5, 8
 

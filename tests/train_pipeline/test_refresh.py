@@ -29,7 +29,7 @@ from tests.sharding.jobs import (
 )
 from tests.train_pipeline.runs import ATOL, RTOL, batches_of, pipeline_of
 from torchrec_picasso import HotRowRefresher, Refresh
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 OFTEN = Refresh(every_steps=2, half_life_steps=2, deviations=0.0, most_moved=1.0, check_steps=None)
 JOBS = {

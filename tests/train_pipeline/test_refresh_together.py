@@ -23,7 +23,7 @@ from tests.sharding.sequence_jobs import (
 )
 from tests.train_pipeline.runs import ATOL, RTOL, plain_steps, run_to_the_end
 from torchrec_picasso import HotRowRefresher, InterleavedTrainPipeline, PicassoError, Refresh
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 OFTEN = Refresh(every_steps=2, half_life_steps=2, deviations=0.0, check_steps=None)
 JOB = SequenceJob(

@@ -26,8 +26,8 @@ from tests.train_pipeline.runs import (
     plain_steps,
     run_to_the_end,
 )
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import CompatError, InputError
-from torchrec_picasso.launch.run_ranks import run_ranks
 
 JOB = Job(placement={"*": 2}, tables=PLAIN)
 

@@ -10,7 +10,7 @@ import torch
 from tests.sharding.jobs import PLAIN, Job, build, storages_of
 from tests.train_pipeline.runs import batches_of, pipeline_of
 from torchrec_picasso import ConfigError, InterleavedTrainPipeline, PicassoError
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.storage.row_tables import HomesAndReplicas
 
 JOB = Job(placement={"*": 6, "c": 0}, tables=PLAIN, num_steps=7)

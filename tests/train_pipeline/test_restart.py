@@ -22,8 +22,8 @@ from tests.train_pipeline.runs import (
     plain_steps,
     run_to_the_end,
 )
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import InputError, PicassoError
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.proof import proof
 from torchrec_picasso.train_pipeline import cuts
 

@@ -22,7 +22,7 @@ from tests.sharding.jobs import Job, Table, build, make_batch
 from tests.support.wire import Message, MessageRecorder, elements
 from tests.train_pipeline.drivers import DRIVERS_OF, Driver, make_driver
 from tests.train_pipeline.runs import batches_of, run_to_the_end
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 TABLES = (
     Table("a", 8, 90, ("f0", "f1")),

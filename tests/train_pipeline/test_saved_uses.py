@@ -10,7 +10,7 @@ import pytest
 from tests.sharding.jobs import ODD, Job, build
 from tests.train_pipeline.runs import batches_of, pipeline_of
 from torchrec_picasso import Refresh
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.refresh.saved_uses import SavedUses
 
 JOB = Job(placement={"*": 3, "one_row": 1}, tables=ODD)

@@ -20,7 +20,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from tests.sharding.jobs import CPU, local_shards
 from tests.train_pipeline.runs import ATOL, RTOL, pipeline_of, plain_steps, run_to_the_end
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 NUM_STEPS = 8
 TABLES = {"user": {"u": (8, 30, 0)}, "item": {"i": (8, 20, 0), "j": (4, 10, 1), "k": (8, 5, 7)}}

@@ -10,9 +10,9 @@ from torchrec.datasets.utils import Batch
 from tests.sharding.jobs import PLAIN, Job, build
 from tests.train_pipeline.runs import batches_of, pipeline_of
 from torchrec_picasso import Refresh, StepReport, StepReports
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.exchange.meter import WireMeter
 from torchrec_picasso.exchange.tally import is_watched
-from torchrec_picasso.launch.run_ranks import run_ranks
 
 JOB = Job(placement={"a": 20, "b": 4, "c": "bags"}, batch_sizes=(6, 3), num_steps=9)
 NOT_CHECKED = (4, 5, 6)

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.sharding.jobs import PLAIN, Job, build
 from tests.train_pipeline.runs import batches_of, pipeline_of
 from torchrec_picasso import ConfigError, PicassoError, Refresh, TensorBoardReports
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.refresh.refresher import Refreshed
 from torchrec_picasso.train_pipeline.step_report import StepReport, StepReports
 

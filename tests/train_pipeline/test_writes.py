@@ -32,7 +32,7 @@ from tests.train_pipeline.runs import (
     run_to_the_end,
 )
 from torchrec_picasso import PicassoError
-from torchrec_picasso.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 BETWEEN = 2
 """Steps from one write to the next: the first has rows in flight, the second fetched some early."""

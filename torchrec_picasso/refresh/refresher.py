@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from torchrec_picasso.config.refresh import Refresh
+from torchrec_picasso.options.refresh import Refresh
 from torchrec_picasso.refresh.census import take_census
 from torchrec_picasso.refresh.choice import choose_swaps
 from torchrec_picasso.refresh.hot_rows import change_hot_rows

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torchrec_picasso.config.refresh import Refresh
 from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.options.refresh import Refresh
 from torchrec_picasso.refresh.refresher import Refreshed, Refresher
 from torchrec_picasso.refresh.saved_uses import SavedUses
 from torchrec_picasso.rows.replica_check import check_replicas

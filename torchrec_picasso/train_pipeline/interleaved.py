@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchrec_picasso._torchrec import BackwardHookWork, InjectionSite, TrainPipelineContext
-from torchrec_picasso.config.refresh import Refresh
 from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement, Flags
+from torchrec_picasso.exchange.peers import Peers
 from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.feed.id_stream import IdStream
-from torchrec_picasso.launch.peers import Peers
+from torchrec_picasso.options.refresh import Refresh
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.refresh.refresher import Refreshed
 from torchrec_picasso.refresh.saved_uses import SavedUses

@@ -1,0 +1,139 @@
+"""A resumed run goes on with the hot rows that it had, where they fit, and says so."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchrec_picasso.app.checkpoints.hot_rows import read_hot_rows, read_uses, write_uses
+from torchrec_picasso.app.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    PipelineConfig,
+    ShardingConfig,
+    TrainConfig,
+)
+from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.runs.train import train_on_rank
+from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.options.refresh import Refresh
+
+NUM_HOT = 20
+OFTEN = Refresh(every_steps=4, half_life_steps=50, deviations=0.0)
+
+
+def _config(folder: Path, steps: int) -> TrainConfig:
+    return TrainConfig(
+        steps=steps,
+        data=DataConfig(batch_size=16, row_scale=0.001, num_tables=4, heldout_steps=1),
+        model=ModelConfig(embedding_dim=8, dense_layers=(8,), over_layers=(8,)),
+        sharding=ShardingConfig(hot_rows=NUM_HOT),
+        pipeline=PipelineConfig(num_micro_batches=2, lookahead=True, refresh=OFTEN),
+        checkpoint=CheckpointConfig(folder=str(folder), every_steps=4, async_save=True),
+    )
+
+
+def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    path, said = Path(folder), io.StringIO()
+    whole = train_on_rank(rank, world_size, _config(path / "whole", 8), False)
+    with contextlib.redirect_stdout(said):
+        first = train_on_rank(rank, world_size, _config(path / "cut", 4), False)
+        second = train_on_rank(rank, world_size, _config(path / "cut", 8), True)
+        fewer = dataclasses.replace(
+            _config(path / "cut", 12), sharding=ShardingConfig(hot_rows=NUM_HOT - 5)
+        )
+        third = train_on_rank(rank, world_size, fewer, True)
+    return {
+        "whole": whole["losses"],
+        "cut": first["losses"] + second["losses"],
+        "steps": third["first_step"] + len(third["losses"]),
+        "said": said.getvalue(),
+    }
+
+
+def test_a_resumed_run_goes_on_with_its_hot_rows(tmp_path: Path) -> None:
+    ranks = run_ranks(_run, 2, str(tmp_path), timeout_s=120)
+    for found in ranks:
+        assert found["cut"] == pytest.approx(found["whole"], rel=1e-5)
+        assert found["steps"] == 12
+    said = ranks[0]["said"]
+    assert f"{NUM_HOT} hot rows are those of {tmp_path / 'cut' / 'step_00000004'}" in said
+    anew = (
+        f"hot rows were chosen anew: those of {tmp_path / 'cut' / 'step_00000008'} are of another"
+    )
+    assert anew in said
+    before, after = (read_hot_rows(tmp_path / "cut" / f"step_{step:08d}") for step in (4, 8))
+    assert before is not None
+    assert after is not None
+    assert sum(map(len, before.values())) == sum(map(len, after.values())) == NUM_HOT
+    assert any(not torch.equal(rows, after[name]) for name, rows in before.items() if name in after)
+    # what was counted before counts on, so later looks choose as in the run that was not cut
+    whole, cut = (read_hot_rows(tmp_path / run / "step_00000008") for run in ("whole", "cut"))
+    torch.testing.assert_close(cut, whole)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no pickle",
+        torch.zeros(3),
+        {"t": torch.zeros(3)},
+        [1, 2],
+        {"t": torch.tensor([-1, 2])},
+        {"t": torch.tensor([2, 2])},
+        {1: torch.tensor([2])},
+        {"t": torch.tensor([1]).to_sparse()},
+        {"t": torch.zeros(1, dtype=torch.int64).expand(10**10)},  # 80 GB if it were copied
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, content: Any) -> None:
+    path = tmp_path / "hot_rows.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(PicassoError, match=r"hot_rows\.pt: cannot be read as hot rows; delete"):
+        read_hot_rows(tmp_path)
+
+
+def test_a_checkpoint_without_hot_rows_has_none(tmp_path: Path) -> None:
+    assert read_hot_rows(tmp_path) is None
+
+
+ROWS, USES = torch.tensor([1, 4]), torch.tensor([0.5, 3.0])
+
+
+def test_uses_come_back(tmp_path: Path) -> None:
+    assert read_uses(tmp_path) is None
+    write_uses(tmp_path, 7.5, {"t": (ROWS, USES)})
+    num_batches, of_tables = read_uses(tmp_path) or (0, {})
+    assert num_batches == 7.5
+    torch.testing.assert_close(of_tables, {"t": (ROWS, USES)})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"batches": 1.0},
+        {"batches": float("nan"), "tables": {}},
+        {"batches": 1, "tables": {}},
+        {"batches": 1.0, "tables": {1: [ROWS, USES]}},
+        {"batches": 1.0, "tables": {"t": [ROWS]}},
+        {"batches": 1.0, "tables": {"t": [ROWS.flip(0), USES]}},
+        {"batches": 1.0, "tables": {"t": [ROWS, USES.double()]}},
+        {"batches": 1.0, "tables": {"t": [ROWS, USES[:1]]}},
+        {"batches": 1.0, "tables": {"t": [ROWS, -USES]}},
+    ],
+)
+def test_damaged_uses_are_named(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "uses.pt")
+    with pytest.raises(PicassoError, match=r"uses\.pt: cannot be read as hot rows; delete"):
+        read_uses(tmp_path)

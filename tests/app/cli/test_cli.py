@@ -1,0 +1,199 @@
+"""The command line: exit codes, one clear message, and whole runs with tiny settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.app.cli.support import TINY_CONFIG, error_of
+from tests.app.zoo.criteo_data import samples, write_parquet, write_text
+from torchrec_picasso.app.cli.main import main
+
+TINY_DEMO = ["--steps", "10", "--batch-size", "64", "--dim", "8", "--hot-rows", "200"]
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["demo"], ["stats"], ["calibrate"], ["plan"], ["train"], ["convert"]]
+)
+def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "torchrec-picasso" in text
+    assert not command or f"example:\n  torchrec-picasso {command[0]}" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["demmo"], "invalid choice: 'demmo'"),
+        (["train"], "required: --config"),
+        (["demo", "--steps", "x"], "invalid int value: 'x'"),
+    ],
+)
+def test_bad_arguments(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--steps", "9"], "--steps: expected at least 10, got 9"),
+        (["--ranks", "0"], "TrainConfig: ranks: expected at least 1, got 0"),
+        (["--dim", "10"], "ModelConfig: embedding_dim: expected a multiple of 4, got 10"),
+        (["--hot-rows", "-1"], "ShardingConfig: hot_rows: expected at least 0, got -1"),
+    ],
+)
+def test_demo_out_of_range(
+    options: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error_of(["demo", "--out", str(tmp_path), *options], capsys) == expected
+
+
+def test_demo_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty"
+    empty.touch()
+    out = ["--out", str(tmp_path / "out")]
+    message = error_of(["demo", "--data", str(empty), *out], capsys)
+    assert message == f"{empty}: the file is empty; expected Criteo samples"
+    message = error_of(["demo", "--out", str(empty)], capsys)
+    assert message.startswith(f"--out {empty}: cannot make this folder")
+
+
+def test_error_inside_a_rank_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More hot rows than rows is found while planning, on the ranks."""
+    argv = ["demo", *TINY_DEMO[:-1], "99999999", "--out", str(tmp_path)]
+    message = error_of(argv, capsys).splitlines()[-1]
+    assert "99999999" in message
+
+
+def test_demo_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *TINY_DEMO, "--out", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    for words in ("stock plans probed: table_wise", "largest loss difference", "MB sent per rank"):
+        assert words in table
+    document = json.loads((tmp_path / "demo.json").read_text())
+    assert len(document["stock"]["losses"]) == len(document["ours"]["losses"]) == 10
+    assert document["max_relative_loss_difference"] < 1e-5
+    assert document["sent_bytes_ratio"] > 1
+    assert re.fullmatch(
+        r"interleaved, \d+ micro-batch(es)? with(out)? lookahead", document["pipeline"]
+    )
+    assert f"\npipelines: stock sparse_dist; hot_cold {document['pipeline']}\n" in table
+    assert 0 < document["ours"]["hot_share"] <= 1
+    assert document["environment"]["torchrec"]
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png"]
+
+
+def run_program(*argv: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """The program as a user starts it, so that what its ranks print is seen."""
+    root = str(Path(__file__).parents[3])
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "torchrec_picasso", *argv],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["plan", "--help"], ["train", "--confg", "x"]])
+def test_help_and_wrong_arguments_need_no_pytorch(argv: list[str]) -> None:
+    code = (
+        "import sys; from torchrec_picasso.app.cli.main import main\n"
+        f"try: main({argv})\n"
+        "finally: assert not {'torch', 'torchrec', 'pandas'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "AssertionError" not in done.stderr
+    assert "usage: torchrec-picasso" in done.stdout + done.stderr
+
+
+def test_a_closed_pipe_ends_the_program_quietly() -> None:
+    command = f"{sys.executable} -m torchrec_picasso models | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout.count("\n") == 1
+    assert not done.stderr
+
+
+def test_a_missing_package_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in list(sys.modules):
+        if name.startswith("torchrec_picasso.app.c"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    argv = ["train", "--config", "run.yaml"]
+    message = "the package pyyaml is not installed; pip install 'torchrec_picasso[app]' has all"
+    assert error_of(argv, capsys).startswith(message)
+
+
+def test_train_and_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    folder = tmp_path / "checkpoints"
+    watch = f"watch: {{tensorboard: {tmp_path / 'curves'}}}\n"
+    file.write_text(TINY_CONFIG + f"checkpoint: {{folder: {folder}, every_steps: 4}}\n" + watch)
+    done = run_program("train", "--config", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "step 2 of 4: loss" in done.stdout
+    assert "AUC 0." in done.stdout
+    assert "pass --resume to continue" in error_of(["train", "--config", str(file)], capsys)
+    file.write_text(file.read_text().replace("steps: 4\nlog", "steps: 6\nlog"))
+    resumed = run_program("train", "--config", str(file), "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed from {folder / 'step_00000004'} at step 4" in resumed.stdout
+    assert (folder / "step_00000006").is_dir()
+    assert len(list((tmp_path / "curves").iterdir())) == 2  # one of each run, by rank 0
+    file.write_text(f"watch: {{tensorboard: {file}}}\n")
+    assert "TensorBoard needs a folder" in error_of(["train", "--config", str(file)], capsys)
+
+
+def test_train_under_torchrun_with_a_file(tmp_path: Path) -> None:
+    data = write_text(tmp_path / "day.tsv", samples(64))
+    file = tmp_path / "run.yaml"
+    settings = TINY_CONFIG.replace("num_tables: 4", f"path: {data}, max_rows: 50")
+    file.write_text(settings.replace("steps: 4", "steps: 5", 1))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    picture = tmp_path / "steps.svg"
+    profile = ("--profile", "1", "--profile-out", str(picture))
+    done = run_program("train", "--config", str(file), *profile, launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 4 of 5: loss") == 1
+    assert done.stdout.count(f"steps 3 to 3: timeline in {picture}\n") == 1
+    assert "forward" in picture.read_text()
+
+
+def test_train_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("step: 3\n")
+    message = error_of(["train", "--config", str(file)], capsys)
+    assert message == f"{file}: 1 problem\n  step: unknown key; did you mean 'steps'?"
+    data = write_parquet(tmp_path / "few.parquet", samples(20))
+    file.write_text(f"data: {{path: {data}, batch_size: 16}}\n")
+    assert "20 samples, but 160 are needed" in error_of(["train", "--config", str(file)], capsys)
+    file.write_text(TINY_CONFIG)
+    message = error_of(["train", "--config", str(file), "--profile-out", "a.svg"], capsys)
+    assert message == "--profile-out a.svg: needs --profile N, the steps to draw"
+    message = error_of(["train", "--config", str(file), "--profile", "1"], capsys)
+    assert message.startswith("--profile 1: that takes 5 steps in a row without a checkpoint, and")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    message = error_of(["train", "--config", str(file)], capsys)
+    assert message.startswith("RANK is set, as torchrun does, but ")
+    assert "MASTER_PORT" in message

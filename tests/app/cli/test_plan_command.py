@@ -1,0 +1,290 @@
+"""``plan``: a decision on the screen, as JSON and as a picture; files of something else refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.app.cli.support import TINY_CONFIG, error_of, output_of
+from torchrec_picasso.app.cli.main import main
+from torchrec_picasso.app.config import load_config
+from torchrec_picasso.app.zoo.tables import table_specs
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.frequency import FrequencyStats
+
+PNG = b"\x89PNG"
+KINDS = ("hot_cold", "table_wise", "row_wise", "column_wise", "data_parallel")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "run.yaml"
+    file.write_text(TINY_CONFIG.replace("batch_size: 16", "batch_size: 256"))
+    return str(file)
+
+
+@pytest.fixture
+def stats(tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Of the configuration's own data."""
+    file = str(tmp_path / "stats.parquet")
+    output_of(["stats", "--config", config, "--batches", "20", "-o", file], capsys)
+    return file
+
+
+@pytest.fixture
+def curves_of(tmp_path: Path) -> Callable[..., str]:
+    def write(world_size: int = 2, device: str = "cpu", gbytes_per_s: float = 0.1) -> str:
+        file = tmp_path / f"curves_{world_size}_{device}.json"
+        CommCurves.assumed(
+            world_size, gbytes_per_s=gbytes_per_s, backend="gloo", device=device
+        ).to_json(file)
+        return str(file)
+
+    return write
+
+
+def names_of(config: str) -> list[str]:
+    return [spec.name for spec in table_specs(load_config(config).data)]
+
+
+def test_a_plan_with_assumed_curves_and_no_statistics(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = output_of(["plan", "--config", config], capsys)
+    first_words = [line.split()[0] for line in text.splitlines() if line.strip()]
+    assert [word for word in first_words if word in names_of(config)] == names_of(config)
+    assert "\n2 ranks x 256 samples: " in text
+    assert "predicted step: " in text
+    assert "memory per rank: homes " in text
+
+
+def test_a_plan_with_statistics_says_why_in_every_form(
+    tmp_path: Path,
+    config: str,
+    stats: str,
+    curves_of: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, plot = tmp_path / "plan.json", tmp_path / "plan.png"
+    argv = ["plan", "--config", config, "--stats", stats, "--curves", curves_of()]
+    text = output_of([*argv, "--json", str(out), "--plot", str(plot)], capsys)
+    document = json.loads(out.read_text())
+    assert set(document) == {"environment", "summary", "tables"}
+    assert [line["table"] for line in document["tables"]] == names_of(config)
+    for line in document["tables"]:
+        assert {"rows", "dim", "placement", "hot_rows", "coverage", "why"} <= set(line)
+        assert all(line[f"{kind}_ms"] >= 0 and f"{kind}_bytes" in line for kind in KINDS)
+        assert line["placement"] in KINDS
+        assert 0 <= line["cold_rows"] <= line["unique_rows"] <= line["lookups"] == 256
+        assert line["why"] in text
+    summary = document["summary"]
+    assert (summary["world_size"], summary["batch_size"]) == (2, 256)
+    assert summary["hot_cold_tables"] + summary["stock_tables"] == 4
+    assert summary["hot_rows"] == sum(line["hot_rows"] for line in document["tables"])
+    assert f"{summary['hot_cold_tables']} tables hot/cold" in text
+    assert plot.read_bytes().startswith(PNG)
+    assert f"wrote {out}" in text
+    assert f"wrote {plot}" in text
+    assert "warning" not in text
+
+
+def test_a_plan_has_the_waves_of_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, out = tmp_path / "waves.yaml", tmp_path / "plan.json"
+    config.write_text(TINY_CONFIG.replace("hot_rows: 20", "hot_rows: 20, num_waves: 2"))
+    output_of(["plan", "--config", str(config), "--hot-rows", "0", "--json", str(out)], capsys)
+    tables = json.loads(out.read_text())["tables"]
+    assert {table["wave"] for table in tables} == {0, 1}
+
+
+def test_a_total_of_hot_rows_is_kept(
+    tmp_path: Path, config: str, stats: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    argv = ["plan", "--config", config, "--stats", stats, "--hot-rows", "30", "--json", str(out)]
+    output_of(argv, capsys)
+    tables = json.loads(out.read_text())["tables"]
+    assert sum(line["hot_rows"] for line in tables) == 30
+    assert {line["placement"] for line in tables} == {"hot_cold"}
+    # as many as the most frequent rows over all tables
+    read = FrequencyStats.from_parquet(stats)
+    kept = sorted(read.to_frame()["count"], reverse=True)[:30]
+    hits = sum(
+        read.coverage(line["table"], line["hot_rows"]) * read.tables[line["table"]].num_lookups
+        for line in tables
+    )
+    assert hits == pytest.approx(sum(kept))
+
+
+@pytest.mark.parametrize(
+    ("option", "what", "values"),
+    [
+        ("world_size=2..8", "world_size", [2, 4, 8]),
+        ("world_size=3..11", "world_size", [3, 6]),
+        ("bandwidth=0.5..2", "bandwidth", [0.5, 1.0, 2.0]),
+    ],
+)
+def test_a_sweep_decides_anew_for_every_cluster(
+    option: str,
+    what: str,
+    values: list[float],
+    tmp_path: Path,
+    config: str,
+    stats: str,
+    curves_of: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, plot = tmp_path / "sweep.json", tmp_path / "sweep.png"
+    argv = ["plan", "--config", config, "--stats", stats, "--curves", curves_of()]
+    argv += ["--sweep", option, "--json", str(out), "--plot", str(plot)]
+    text = output_of(argv, capsys)
+    lines = json.loads(out.read_text())["sweep"]
+    assert [line[what] for line in lines] == values
+    assert all(line["step_ms"] > 0 and line["stock_ms"] > 0 for line in lines)
+    assert all(line["speedup"] == line["stock_ms"] / line["step_ms"] for line in lines)
+    if what == "bandwidth":  # the same work on a faster link is no slower
+        assert lines[0]["stock_ms"] > lines[-1]["stock_ms"]
+    assert len(text.splitlines()) == 1 + len(values) + 3  # head, lines, note, two files
+    assert plot.read_bytes().startswith(PNG)
+
+
+def test_a_sweep_without_curves_takes_the_topologys(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = output_of(["plan", "--config", config, "--sweep", "world_size=2..4"], capsys)
+    assert [line.split()[0] for line in text.splitlines()[1:3]] == ["2", "4"]
+
+
+def test_the_world_size_is_that_of_the_curves_unless_given(
+    config: str, curves_of: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", "--config", config, "--curves", curves_of(world_size=4)]
+    text = output_of(argv, capsys)
+    assert "\n4 ranks x 256 samples" in text
+    assert "warning" not in text
+    assert "\n8 ranks x 256 samples" in output_of([*argv, "--world-size", "8"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("curves", "options", "words"),
+    [
+        ({"world_size": 2}, ["--world-size", "8"], "curves of 2 ranks are used for 8 ranks"),
+        ({"device": "cuda"}, [], "curves of backend gloo on cuda are used for cpu"),
+        (
+            {"world_size": 4, "device": "cuda"},
+            ["--world-size", "2"],
+            "curves of 4 ranks, backend gloo on cuda are used for 2 ranks, cpu",
+        ),
+    ],
+)
+def test_curves_of_another_cluster_are_used_with_a_warning_that_names_both(
+    curves: dict[str, Any],
+    options: list[str],
+    words: str,
+    config: str,
+    curves_of: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = output_of(
+        ["plan", "--config", config, "--curves", curves_of(**curves), *options], capsys
+    )
+    assert f"warning: {words}: times are extrapolated" in text
+    assert "predicted step: " in text
+
+
+def test_statistics_of_other_tables_are_refused_by_name(
+    tmp_path: Path, config: str, stats: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = FrequencyStats.from_parquet(stats)
+    file = str(tmp_path / "other.parquet")
+    first, *others = read.tables
+    FrequencyStats(tables={name: read.tables[name] for name in others}).to_parquet(file)
+    message = error_of(["plan", "--config", config, "--stats", file], capsys)
+    assert f"table {first!r}" in message
+    wrong = dataclasses.replace(
+        read.tables[first], num_embeddings=read.tables[first].num_embeddings + 1
+    )
+    FrequencyStats(tables={**read.tables, first: wrong}).to_parquet(file)
+    for more in ([], ["--sweep", "world_size=2..4"], ["--hot-rows", "5"]):
+        message = error_of(["plan", "--config", config, "--stats", file, *more], capsys)
+        assert f"table {first!r} has " in message
+        assert "of another model" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("not json", "does not hold curves"),
+        ("[1, 2]", "does not hold curves"),
+        ("{}", "does not hold curves"),
+        ('{"format_version": 99}', "does not hold curves: format version 99, expected 1"),
+        (None, "there is no curves file"),
+    ],
+)
+def test_files_that_are_no_curves_are_refused(
+    content: str | None, words: str, tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "curves.json"
+    if content is not None:
+        file.write_text(content)
+    message = error_of(["plan", "--config", config, "--curves", str(file)], capsys)
+    assert str(file) in message
+    assert words in message
+
+
+REFUSALS: list[tuple[list[str], str]] = [
+    (["--world-size", "1"], "--world-size: expected at least 2, got 1"),
+    (["--world-size", "0"], "--world-size: expected at least 2, got 0"),
+    (["--world-size", "-4"], "--world-size: expected at least 2, got -4"),
+    (["--sweep", "ranks=2..4"], "--sweep: expected world_size=A..B with whole numbers"),
+    (["--sweep", "world_size=2"], "--sweep: expected world_size=A..B with whole numbers"),
+    (["--sweep", "world_size=1..4"], "--sweep world_size=1..4: expected 2 <= A <= B"),
+    (["--sweep", "bandwidth=2..1"], "--sweep bandwidth=2..1: expected 1e-06 <= A <= B"),
+    (["--sweep", "bandwidth=1.2.3..4"], "--sweep"),
+    (["--sweep", "world_size=2.5..8"], "--sweep"),
+    (["--memory-gib", "nan"], "--memory-gib"),
+    (["--hot-rows", "-1"], "-1 hot rows were asked for"),
+    (["--hot-rows", "100000000"], "100000000 hot rows were asked for"),
+    (["--hot-rows", "5"], "hot_rows=5 asks for the most frequent rows"),
+    (["--stats", "DIR/none"], "there is no statistics file DIR/none"),
+    (["--json", "DIR/no/plan.json"], "DIR/no"),
+    (["--plot", "DIR/no/plan.png"], "DIR/no"),
+    (["--plot", "DIR/plan.xyz"], "DIR/plan.xyz"),
+    (["--memory-gib", "0.000001"], "bytes of ddr per rank, but a rank has 912"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSALS, ids=[" ".join(of) for of, _ in REFUSALS])
+def test_what_cannot_be_planned_is_refused(
+    options: list[str],
+    words: str,
+    tmp_path: Path,
+    config: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    placed = [option.replace("DIR", str(tmp_path)) for option in options]
+    message = error_of(["plan", "--config", config, *placed], capsys)
+    assert words.replace("DIR", str(tmp_path)) in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "required: --config"),
+        (["--config", "c", "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["--config", "c", "--world-size", "two"], "invalid int value: 'two'"),
+    ],
+)
+def test_wrong_arguments_end_with_the_usage(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *argv])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,284 @@
+"""``stats``: from files or a configuration to statistics, a table, a picture and a drift."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.app.cli.support import TINY_CONFIG, error_of, output_of
+from tests.app.zoo.criteo_data import samples, write_parquet, write_text
+from torchrec_picasso.app.cli.main import main
+from torchrec_picasso.app.config import load_config
+from torchrec_picasso.app.zoo.tables import table_specs
+from torchrec_picasso.frequency import FrequencyStats
+
+PNG = b"\x89PNG"
+
+
+def write(path: Path, **columns: Any) -> str:
+    pq.write_table(pa.table(columns), path)
+    return str(path)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "run.yaml"
+    file.write_text(TINY_CONFIG)
+    return str(file)
+
+
+@pytest.fixture
+def criteo_config(tmp_path: Path) -> str:
+    """All 26 tables, as a Criteo file has them."""
+    file = tmp_path / "criteo.yaml"
+    file.write_text(TINY_CONFIG.replace("num_tables: 4", "max_rows: 50"))
+    return str(file)
+
+
+@pytest.fixture
+def clicks(tmp_path: Path) -> str:
+    """Six hours of 100 clicks each; every hour has one article of its own, and one is in all."""
+    hour = np.repeat(np.arange(6), 100)
+    article = np.where(np.arange(600) % 10 < 6, hour + 1, np.where(np.arange(600) % 10 < 9, 0, 20))
+    return write(
+        tmp_path / "clicks.parquet",
+        ts_ms=hour * 3_600_000 + np.tile(np.arange(100), 6) * 1000,
+        article=article,
+        user=pa.array([[1, 2], [2], None] * 200),
+    )
+
+
+def test_files_by_their_columns(
+    tmp_path: Path, clicks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "stats.parquet")
+    text = output_of(["stats", clicks, "--features", "article, user", "-o", out], capsys)
+    stats = FrequencyStats.from_parquet(out)
+    assert {name: counts.num_embeddings for name, counts in stats.tables.items()} == {
+        "article": 21,
+        "user": 3,
+    }
+    assert stats.num_samples == 600
+    assert stats.tables["article"].num_lookups == 600
+    assert stats.pooling_factor("user") == 1
+    lines = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
+    assert lines["article"][1:5] == ["21", "600", "1.00", "8"]
+    assert lines["user"][1:5] == ["3", "600", "1.00", "2"]
+    assert "a batch of 4,096 samples has 8,192 lookups" in text
+    assert text.endswith(f"wrote {out}\n")
+
+
+def test_several_files_with_given_sizes_and_hashing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [write(tmp_path / f"{i}.parquet", a=[i, 11], b=[5, 6]) for i in range(3)]
+    out = str(tmp_path / "stats.parquet")
+    sizes = ["--rows", "a=10,b=1_000", "--hash"]
+    output_of(["stats", *files, "--features", "a,b", *sizes, "-o", out], capsys)
+    stats = FrequencyStats.from_parquet(out)
+    assert [counts.num_embeddings for counts in stats.tables.values()] == [10, 1000]
+    assert stats.tables["a"].rows_U.tolist() == [0, 1, 2]
+    assert stats.tables["a"].counts_U.tolist() == [1, 4, 1]
+    output_of(["stats", *files, "--features", "a,b", "--rows", "12", "-o", out], capsys)
+    assert [t.num_embeddings for t in FrequencyStats.from_parquet(out).tables.values()] == [12, 12]
+
+
+def test_generated_data_of_a_configuration(
+    tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "stats.parquet")
+    argv = ["stats", "--config", config, "--batches", "3", "--hot-rows", "5", "-o", out]
+    text = output_of(argv, capsys)
+    stats = FrequencyStats.from_parquet(out)
+    specs = table_specs(load_config(config).data)
+    stats.check_model({spec.name: spec.num_embeddings for spec in specs})
+    assert (stats.num_batches, stats.num_samples) == (3, 48)
+    assert "a batch of 16 samples has 64 lookups" in text
+    assert "the 5 most frequent rows took " in text
+    assert stats == FrequencyStats.from_parquet(out)
+
+
+def test_criteo_files_of_both_formats_count_alike(
+    tmp_path: Path, criteo_config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = samples(64)
+    files = [
+        write_parquet(tmp_path / "a.parquet", columns),
+        write_text(tmp_path / "a.tsv", columns),
+    ]
+    read = []
+    for file in files:
+        out = str(tmp_path / "stats.parquet")
+        output_of(["stats", str(file), "--config", criteo_config, "-o", out], capsys)
+        read.append(FrequencyStats.from_parquet(out))
+    assert read[0] == read[1]
+    assert read[0].num_samples == 64
+    assert all(counts.num_lookups == 64 for counts in read[0].tables.values())  # missing ids too
+
+
+def test_the_configurations_own_file_is_read_where_none_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_parquet(tmp_path / "a.parquet", samples(32))
+    file = tmp_path / "run.yaml"
+    file.write_text(TINY_CONFIG.replace("num_tables: 4", f"path: {data}, max_rows: 50"))
+    out = str(tmp_path / "stats.parquet")
+    output_of(["stats", "--config", str(file), "-o", out], capsys)
+    stats = FrequencyStats.from_parquet(out)
+    assert (len(stats.tables), stats.num_samples) == (26, 32)
+
+
+def test_a_picture_is_drawn(
+    tmp_path: Path, clicks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, plot = tmp_path / "stats.parquet", tmp_path / "stats.png"
+    argv = ["stats", clicks, "--features", "article", "-o", str(out), "--plot", str(plot)]
+    assert output_of(argv, capsys).endswith(f"wrote {out} and {plot}\n")
+    assert plot.read_bytes().startswith(PNG)
+
+
+def test_a_hot_set_is_judged(
+    tmp_path: Path, clicks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "stats.parquet")
+    argv = ["stats", clicks, "--features", "article", "--hot-rows", "1", "--batch-size", "50"]
+    text = output_of([*argv, "-o", out], capsys)
+    assert "the 1 most frequent rows took 30.0% of the lookups" in text
+    assert "a batch of 50 samples has 50 lookups" in text
+
+
+def test_a_feature_that_a_batch_may_lack_does_not_stop_the_judgement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One lookup in a hundred samples: a batch of ten has none, rounded."""
+    file = write(tmp_path / "a.parquet", rare=pa.array([4] + [None] * 99, pa.int64()))
+    argv = ["stats", file, "--features", "rare", "--hot-rows", "1", "--batch-size", "10"]
+    text = output_of([*argv, "-o", str(tmp_path / "stats.parquet")], capsys)
+    assert "a batch has 0 distinct rows beside them" in text
+
+
+def test_drift_is_told_by_age(
+    tmp_path: Path, clicks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One hot row: the hour's article, which nobody reads an hour later; two: the lasting one."""
+    argv = ["stats", clicks, "--features", "article", "--time-column", "ts_ms"]
+    argv += ["-o", str(tmp_path / "stats.parquet")]
+    text = output_of([*argv, "--hot-rows", "1"], capsys)
+    assert "1 hot rows chosen in a window of 1 h cover, later:" in text
+    assert "1 h       0.0%" in text
+    text = output_of([*argv, "--hot-rows", "2", "--window", "60m"], capsys)
+    assert "1 h      30.0%       100%" in text
+    assert "more than half is left after 5 h" in text
+
+
+def test_a_half_life_fades_old_lookups(
+    tmp_path: Path, clicks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "stats.parquet")
+    argv = ["stats", clicks, "--features", "article", "--time-column", "ts_ms", "-o", out]
+    output_of([*argv, "--half-life", "2h"], capsys)
+    stats = FrequencyStats.from_parquet(out)
+    weight = sum(0.5 ** (age / 2) for age in range(6))
+    assert stats.tables["article"].num_lookups == pytest.approx(100 * weight)
+    found = dict(zip(*(part.tolist() for part in stats.tables["article"].most_frequent_first())))
+    assert found[6] == pytest.approx(60)  # of the last hour, in full
+    assert found[4] == pytest.approx(30)
+    assert found[0] == pytest.approx(30 * weight)
+
+
+def test_a_unit_of_time_may_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "a.parquet", when=[0, 60], a=[1, 1])
+    argv = ["stats", file, "--features", "a", "--time-column", "when", "--window", "1m"]
+    argv += ["-o", str(tmp_path / "stats.parquet")]
+    assert "numbers of an unknown unit of time" in error_of(argv, capsys)
+    text = output_of([*argv, "--time-unit", "s"], capsys)
+    assert "more than half is left after 1 m" in text
+
+
+OUT = ["-o", "OUT"]
+CLICKS = ["CLICKS", "--features", "article", *OUT]
+REFUSALS: list[tuple[list[str], str]] = [
+    ([*CLICKS, "--batch-size", "0"], "--batch-size: expected at least 1, got 0"),
+    ([*CLICKS, "--batches", "0"], "--batches: expected at least 1, got 0"),
+    ([*CLICKS, "--hot-rows", "-1"], "--hot-rows: expected at least 1, got -1"),
+    ([*CLICKS, "--max-rows-counted", "0"], "--max-rows-counted: expected at least 1, got 0"),
+    (["CLICKS", "--features", "article", "-o", "DIR/no/a"], "--out DIR/no/a: there is no folder"),
+    ([*CLICKS, "--plot", "DIR/no/a.png"], "--plot DIR/no/a.png: there is no folder DIR/no; make"),
+    ([*CLICKS, "--plot", "DIR/a.xyz"], "--plot DIR/a.xyz: expected a name that ends in one of"),
+    (["--config", "CONFIG", "--rows", "9", *OUT], "--rows and --hash: the tables and ids are"),
+    (["--config", "CONFIG", "--hash", *OUT], "--rows and --hash: the tables and ids are"),
+    (["--features", "a", *OUT], "FILES: expected at least one Parquet file, got none"),
+    ([*CLICKS, "--hash"], "--hash: expected --rows, which ids are taken modulo of; add --rows"),
+    ([*CLICKS, "--window", "1h"], "--window: expected --time-column, the column of the time"),
+    ([*CLICKS, "--half-life", "1h"], "--half-life: expected --time-column, the column of the"),
+    ([*CLICKS, "--time-unit", "s"], "--time-unit: expected --time-column, the column of the"),
+    ([*CLICKS, "--time-column", "ts_ms", "--window", "1"], "--window 1: expected a time such as"),
+    ([*CLICKS, "--time-column", "ts_ms", "--window", "0h"], "--window 0h: expected a time such"),
+    ([*CLICKS, "--time-column", "ts_ms", "--half-life", "x"], "--half-life x: expected a time"),
+    ([*CLICKS, "--time-column", "ts_ms", "--window", "30d"], "no two windows in a row have"),
+    ([*CLICKS, "--time-column", "when"], "CLICKS: missing column when; the file has ts_ms,"),
+    (["--config", "CONFIG", "--time-column", "t", *OUT], "--time-column: expected Parquet files"),
+    (["CLICKS", "--features", " ,", *OUT], "--features ' ,': expected column names, such as c1,c2"),
+    (["CLICKS", "--features", "price", *OUT], "CLICKS: missing column price; the file has ts_ms"),
+    ([*CLICKS, "--rows", "many"], "--rows many: expected N or c1=N,c2=N with whole numbers above"),
+    ([*CLICKS, "--rows", "0"], "--rows 0: expected N or c1=N,c2=N with whole numbers above 0"),
+    ([*CLICKS, "--rows", "5,6"], "--rows 5,6: '' is not among --features article"),
+    ([*CLICKS, "--rows", "user=5"], "--rows user=5: 'user' is not among --features article"),
+    ([*CLICKS, "--rows", "4"], "CLICKS: column article holds id 20, but the rows of table"),
+    (
+        ["CLICKS", "--features", "article,user", "--rows", "user=5", "--hash", *OUT],
+        "--hash: expected --rows for every feature, none for article",
+    ),
+    ([*CLICKS, "--hot-rows", "99"], "99 hot rows were asked for, but the number for the tables"),
+    (["DIR/none", "--features", "a", *OUT], "DIR/none: no such file; name Parquet files, not"),
+    (["CONFIG", "--features", "a", *OUT], "CONFIG: not readable as Parquet ("),
+    (["DIR/none", "--config", "CRITEO", *OUT], "DIR/none: no such file; give a Criteo file"),
+    (["CLICKS", "--config", "CRITEO", *OUT], "CLICKS: missing column c1, c2,"),
+    (["CLICKS", "--config", "CONFIG", *OUT], "DataConfig: num_tables: a Criteo file feeds 26"),
+    (["--config", "DIR/none", *OUT], "DIR/none"),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), REFUSALS, ids=[words for _, words in REFUSALS])
+def test_what_cannot_be_counted_is_refused(
+    argv: list[str],
+    words: str,
+    tmp_path: Path,
+    clicks: str,
+    config: str,
+    criteo_config: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = str(tmp_path / "stats.parquet")
+    places = {"OUT": out, "CLICKS": clicks, "CONFIG": config, "CRITEO": criteo_config}
+
+    def placed(text: str) -> str:
+        for name, place in places.items():
+            text = text.replace(name, place)
+        return text.replace("DIR", str(tmp_path))
+
+    message = error_of(["stats", *map(placed, argv)], capsys)
+    assert message.startswith(placed(words))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["a", "--features", "f"], "required: -o/--out"),
+        (["a", "-o", "b"], "one of the arguments --features --config/--tables-from is required"),
+        (["a", "--features", "f", "--config", "c", "-o", "b"], "not allowed with argument"),
+        (["a", "--features", "f", "--time-unit", "h", "-o", "b"], "invalid choice: 'h'"),
+    ],
+)
+def test_arguments_that_do_not_fit_together_end_with_the_usage(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["stats", *argv])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,219 @@
+"""Configuration files: every problem is reported at once, each with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchrec_picasso.app.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    TrainConfig,
+    load_config,
+    parse_config,
+)
+from torchrec_picasso.app.config.load import load_rules
+from torchrec_picasso.app.config.quality import QualityCheck, QualityConfig
+from torchrec_picasso.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def refused(document: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(TrainConfig, document, place="run.yaml")
+    return str(caught.value)
+
+
+def test_every_shipped_config_loads() -> None:
+    files = sorted((REPOSITORY / "configs").glob("*.y*ml"))
+    assert len(files) > 1
+    for file in files:
+        cls = QualityConfig if file.stem.startswith("quality") else TrainConfig
+        assert isinstance(load_rules(cls, file), cls)
+
+
+def test_nested_values_arrive(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "steps: 7\n"
+        "model: {embedding_dim: 8, dense_layers: [4, 4]}\n"
+        "sharding: {hot_rows: {t_c1: 3}}\n"
+        "optimizer: {embedding_lr: 1e-3}\n"
+    )
+    config = load_config(file)
+    assert config.steps == 7
+    assert config.model.dense_layers == (4, 4)
+    assert config.sharding.hot_rows == {"t_c1": 3}
+    assert config.optimizer.embedding_lr == 1e-3
+    assert config.data == DataConfig()
+
+
+def test_pipeline_and_checkpoints_by_default_and_as_given(tmp_path: Path) -> None:
+    assert TrainConfig().pipeline == PipelineConfig(
+        kind="interleaved", num_micro_batches=None, lookahead=None
+    )
+    assert TrainConfig().checkpoint.keep_last == 3
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "pipeline: {num_micro_batches: 4, lookahead: off}\n"
+        "checkpoint: {folder: x, keep_last: null}\n"
+    )
+    config = load_config(file)
+    assert config.pipeline == PipelineConfig(num_micro_batches=4, lookahead=False)
+    assert config.checkpoint.keep_last is None
+
+
+def test_both_settings_of_another_pipeline_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        PipelineConfig(kind="sparse_dist", num_micro_batches=2, lookahead=True)
+    assert str(caught.value).count("only kind interleaved has it") == 2
+
+
+def test_empty_file_gives_defaults(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("")
+    assert load_config(tmp_path / "run.yaml") == TrainConfig()
+
+
+def test_all_problems_at_once_each_with_its_place() -> None:
+    message = refused(
+        {
+            "stepz": 3,
+            "data": {"batch_size": "x", "row_scale": 2},
+            "model": {"embedding_dim": 6, "dense_layers": [8, "a"]},
+        }
+    )
+    assert message.splitlines() == [
+        "run.yaml: 5 problems",
+        "  stepz: unknown key; did you mean 'steps'?",
+        "  data.batch_size: expected a whole number, got 'x' (str)",
+        "  data.row_scale: expected at most 1, got 2",
+        "  model.embedding_dim: expected a multiple of 4, got 6",
+        "  model.dense_layers: expected a list, each item a whole number, got [8, 'a'] (list)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"steps": 0}, "steps: expected at least 1, got 0"),
+        ({"steps": True}, "steps: expected a whole number, got True (bool)"),
+        ({"steps": None}, "steps: expected a whole number, got None (NoneType)"),
+        ({"optimizer": {"dense_lr": 0}}, "optimizer.dense_lr: expected more than 0, got 0"),
+        ({"optimizer": {"dense_lr": float("nan")}}, "expected a finite number, got nan"),
+        ({"sharding": {"placement": "hot"}}, "sharding.placement: expected one of hot_cold, "),
+        (
+            {"sharding": {"hot_rows": {"t_c1": -1}}},
+            "sharding.hot_rows: expected at least 0, got -1",
+        ),
+        (
+            {"sharding": {"hot_rows": [1]}},
+            "expected a whole number or a mapping from text to a whole number or null, "
+            "got [1] (list)",
+        ),
+        ({"data": 5}, "data: expected a mapping of settings, got 5 (int)"),
+        ({"data": {"path": 5}}, "data.path: expected text or null, got 5 (int)"),
+        ({"data": {"path": "x", "num_tables": 3}}, "data.num_tables: a Criteo file feeds 26"),
+        ({"pipeline": {"kind": "fused"}}, "pipeline.kind: expected one of interleaved, sparse_d"),
+        (
+            {"pipeline": {"num_micro_batches": 0}},
+            "pipeline.num_micro_batches: expected at least 1, got 0",
+        ),
+        (
+            {"pipeline": {"num_micro_batches": True}},
+            "pipeline.num_micro_batches: expected a whole number or null, got True (bool)",
+        ),
+        (
+            {"pipeline": {"lookahead": 1}},
+            "pipeline.lookahead: expected true or false or null, got 1 (int)",
+        ),
+        ({"pipeline": None}, "pipeline: expected a mapping of settings, got None (NoneType)"),
+        (
+            {"pipeline": {"kind": "sparse_dist", "lookahead": False}},
+            "pipeline.lookahead: only kind interleaved has it, got False with kind sparse_dist; "
+            "remove lookahead or set kind to interleaved",
+        ),
+        (
+            {"checkpoint": {"keep_last": 0}},
+            "checkpoint.keep_last: expected at least 1, got 0",
+        ),
+        ({"qqqq": 1}, "qqqq: unknown key; known keys: steps, ranks"),
+        ([1], "top level: expected a mapping of settings, got [1] (list)"),
+    ],
+)
+def test_one_problem(document: object, expected: str) -> None:
+    message = refused(document)
+    assert message.startswith("run.yaml: 1 problem\n")
+    assert expected in message
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot read the configuration"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_not_yaml_names_the_line(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("steps: 1\ndata: [1\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:3: not valid YAML: "):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_not_text(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match=r"run\.yaml: not text in UTF-8"):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_key_given_twice(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("steps: 1\nsteps: 2\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:2: not valid YAML: key 'steps' is given twi"):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_keys_of_another_mapping_are_merged_and_may_be_given_anew(tmp_path: Path) -> None:
+    path = tmp_path / "quality.yaml"
+    path.write_text(
+        "checks:\n  a: &a {config: x.yaml, kind: above, baseline: y.yaml, steps: 7}\n"
+        "  b: {<<: *a, steps: 9}\n"
+    )
+    checks = load_rules(QualityConfig, path).checks or {}
+    assert [(of.baseline, of.steps) for of in checks.values()] == [("y.yaml", 7), ("y.yaml", 9)]
+
+
+def test_a_mapping_that_may_be_left_out() -> None:
+    check = {"config": "x", "kind": "above", "baseline": "y"}
+
+    def read(optimizer: object) -> QualityCheck:
+        document = {"checks": {"a": {**check, "baseline_optimizer": optimizer}}}
+        checks = parse_config(QualityConfig, document, "q").checks or {}
+        return checks["a"]
+
+    assert read(None).baseline_optimizer is None
+    assert read({"dense_lr": 0.5}).baseline_optimizer == OptimizerConfig(dense_lr=0.5)
+    with pytest.raises(ConfigError, match=r"checks\.a\.baseline_optimizer\.lr: unknown key"):
+        read({"lr": 0.5})
+    with pytest.raises(ConfigError, match="baseline_optimizer: expected a mapping of settings"):
+        read(3)
+
+
+def test_python_values_are_checked_by_the_same_rules() -> None:
+    with pytest.raises(ConfigError, match="ModelConfig: embedding_dim: expected a multiple of 4"):
+        ModelConfig(embedding_dim=6)
+    with pytest.raises(ConfigError, match="DataConfig: num_tables: a Criteo file feeds 26"):
+        DataConfig(path="x", num_tables=3)
+
+
+def test_every_field_is_explained() -> None:
+    import dataclasses
+
+    seen = 0
+    for part in (TrainConfig, DataConfig, ModelConfig, PipelineConfig, CheckpointConfig):
+        for field in dataclasses.fields(part):
+            if field.default is not dataclasses.MISSING:
+                assert field.metadata["help"].endswith("."), field.name
+                seen += 1
+    assert seen >= 15

@@ -1,0 +1,227 @@
+"""The launcher names the rank that failed first, and how; it never hangs, and leaves no process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.errors import InputError
+
+TIMEOUT_S = 60.0
+
+
+def sum_over_ranks(rank: int, world_size: int, factor: float) -> dict[str, Any]:
+    total = torch.tensor([factor * (rank + 1)])
+    dist.all_reduce(total)
+    return {"rank": rank, "total": total, "threads": torch.get_num_threads()}
+
+
+def one_rank_raises(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise InputError("table 'clicks' has 5 rows, but a batch looks up row 7")
+    dist.barrier()
+
+
+def one_rank_is_killed(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def one_rank_exits(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def one_rank_never_joins(rank: int, world_size: int) -> None:
+    if rank == 0:
+        dist.barrier()
+
+
+def both_raise_second_first(rank: int, world_size: int) -> None:
+    if rank == 0:
+        with torch.no_grad():
+            received = torch.zeros(1)
+            dist.recv(received, 1)  # rank 1 raises instead of sending
+    raise KeyError(rank)
+
+
+def returns_a_lambda(rank: int, world_size: int) -> Any:
+    return lambda: rank
+
+
+@dataclass(frozen=True)
+class SetLocalRank:
+    """Numbers local ranks from a start; refuses one rank."""
+
+    start: int
+    refused_rank: int | None = None
+
+    def __call__(self, rank: int) -> None:
+        if rank == self.refused_rank:
+            raise InputError(f"there is no host for rank {rank}")
+        assert not dist.is_initialized()
+        assert os.environ["LOCAL_RANK"] == str(rank)
+        os.environ["LOCAL_RANK"] = str(self.start + rank)
+
+
+def local_rank(rank: int, world_size: int) -> int:
+    assert dist.is_initialized()
+    return int(os.environ["LOCAL_RANK"])
+
+
+def test_results_come_back_by_rank() -> None:
+    results = run_ranks(sum_over_ranks, 2, 10.0, timeout_s=TIMEOUT_S)
+    assert [result["rank"] for result in results] == [0, 1]
+    for result in results:
+        assert result["total"].item() == 30.0
+        assert result["threads"] == 1
+
+
+def test_nothing_is_printed_and_no_process_is_left(tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(
+        "from tests.app.launch.test_run_ranks import sum_over_ranks\n"
+        "from torchrec_picasso.app.launch.run_ranks import run_ranks\n"
+        "if __name__ == '__main__':\n"
+        "    run_ranks(sum_over_ranks, 2, 1.0, timeout_s=60.0)\n"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        check=True,
+    )
+    assert done.stdout == ""
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("fn", "what"),
+    [
+        (one_rank_raises, "raised InputError: table 'clicks' has 5 rows"),
+        (one_rank_is_killed, "died with exit code -9 (SIGKILL)"),
+        (one_rank_exits, "died with exit code 3"),
+        (both_raise_second_first, "raised KeyError: 1"),
+    ],
+)
+def test_first_failure_is_named(fn: Any, what: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(fn, 2, timeout_s=TIMEOUT_S)
+    assert caught.value.rank == 1
+    assert caught.value.what.startswith(what)
+    assert str(caught.value).startswith(f"rank 1 {what}")
+
+
+def test_a_raised_error_brings_its_traceback_and_cause() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(one_rank_raises, 2, timeout_s=TIMEOUT_S)
+    assert "in one_rank_raises" in caught.value.rank_traceback
+    assert isinstance(caught.value.__cause__, InputError)
+
+
+def test_a_stuck_rank_is_named_with_its_stack() -> None:
+    run_ranks(sum_over_ranks, 1, 1.0, timeout_s=TIMEOUT_S)  # the fork server is up from here on
+    deadline_s = 5.0
+    start_s = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(one_rank_never_joins, 2, timeout_s=deadline_s)
+    assert caught.value.rank == 0
+    assert "was still running after 5 s; ranks [1] had returned" in caught.value.what
+    assert "in one_rank_never_joins" in caught.value.rank_traceback
+    assert time.monotonic() - start_s < deadline_s + 10.0
+
+
+def test_a_result_that_cannot_be_sent_says_what_to_return() -> None:
+    with pytest.raises(RankError, match=r"function, cannot be sent back: .* return plain data"):
+        run_ranks(returns_a_lambda, 1, timeout_s=TIMEOUT_S)
+
+
+def test_on_start_runs_on_each_rank_before_its_group() -> None:
+    results = run_ranks(local_rank, 2, timeout_s=TIMEOUT_S, on_start=SetLocalRank(10))
+    assert results == [10, 11]
+    assert run_ranks(local_rank, 2, timeout_s=TIMEOUT_S) == [0, 1]
+
+
+def test_a_failing_on_start_is_the_failure_of_its_rank() -> None:
+    with pytest.raises(RankError, match="raised InputError: there is no host for rank 1") as caught:
+        run_ranks(local_rank, 2, timeout_s=TIMEOUT_S, on_start=SetLocalRank(0, refused_rank=1))
+    assert caught.value.rank == 1
+
+
+def test_a_local_on_start_is_refused() -> None:
+    with pytest.raises(ValueError, match="use a function at the top level of a module"):
+        run_ranks(local_rank, 1, timeout_s=TIMEOUT_S, on_start=lambda rank: None)
+
+
+def test_a_local_function_is_refused() -> None:
+    with pytest.raises(ValueError, match="use a function at the top level of a module"):
+        run_ranks(lambda rank, world_size: None, 1, timeout_s=TIMEOUT_S)
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="world_size is 0; run_ranks needs at least 1 rank"):
+        run_ranks(sum_over_ranks, 0, timeout_s=TIMEOUT_S)
+
+
+def test_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import signal, sys\n"
+        "from tests.app.launch.test_run_ranks import say_pid_and_wait\n"
+        "from torchrec_picasso.app.launch.run_ranks import run_ranks\n"
+        "if __name__ == '__main__':\n"
+        # started in the background, a process inherits that Ctrl-C is ignored
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "    run_ranks(say_pid_and_wait, 2, sys.argv[1], timeout_s=60.0)\n"
+    )
+    root = Path(__file__).parents[3]
+    main = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    files = [tmp_path / f"pid_{rank}" for rank in range(2)]
+    _wait_until(lambda: all(file.exists() for file in files))
+    main.send_signal(signal.SIGINT)
+    _, stderr = main.communicate(timeout=TIMEOUT_S)
+    assert "KeyboardInterrupt" in stderr
+    assert not any(_is_alive(int(file.read_text())) for file in files)
+
+
+def say_pid_and_wait(rank: int, world_size: int, folder: str) -> None:
+    aside = Path(folder, f"aside_{rank}")
+    aside.write_text(str(os.getpid()))
+    aside.rename(Path(folder, f"pid_{rank}"))
+    signal.pause()
+
+
+def _wait_until(condition: Any) -> None:
+    until_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < until_s, "the ranks did not start"
+        time.sleep(0.05)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

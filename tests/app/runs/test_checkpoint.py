@@ -1,0 +1,167 @@
+"""Checkpoints are whole or not taken; a resumed run continues with equal losses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.reliability.broken_writes import broken_writes, disk_is_full
+from torchrec_picasso.app.checkpoints import write
+from torchrec_picasso.app.checkpoints.folder import newest_checkpoint, refuse_used_folder
+from torchrec_picasso.app.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    ShardingConfig,
+    TrainConfig,
+)
+from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.runs.train import check_checkpoint_folder, train_on_rank
+from torchrec_picasso.errors import ConfigError, PicassoError
+
+TIMEOUT_S = 120
+
+
+PIPELINES = {
+    "sparse_dist": PipelineConfig(kind="sparse_dist"),
+    "automatic": PipelineConfig(),
+    "4 micro-batches": PipelineConfig(num_micro_batches=4, lookahead=True),
+}
+
+
+def config(
+    folder: Path | None, steps: int, placement: str, dim: int = 8, pipeline: str = "automatic"
+) -> TrainConfig:
+    return TrainConfig(
+        steps=steps,
+        data=DataConfig(batch_size=16, row_scale=0.001, num_tables=4, heldout_steps=1),
+        model=ModelConfig(embedding_dim=dim, dense_layers=(8,), over_layers=(8,)),
+        sharding=ShardingConfig(placement=placement, hot_rows=20),
+        optimizer=OptimizerConfig(dense_optimizer="adagrad"),  # state that must be restored too
+        pipeline=PIPELINES[pipeline],
+        checkpoint=CheckpointConfig(folder=None if folder is None else str(folder), every_steps=4),
+    )
+
+
+def train_resume_and_break(
+    rank: int, world_size: int, folder: str, placement: str, pipeline: str
+) -> Any:
+    """Trains 8 steps whole, then 4 and 4 more, then is interrupted while it writes step 12."""
+    path = Path(folder)
+
+    def run(folder: Path | None, steps: int, resume: bool) -> dict[str, Any]:
+        asked = config(folder, steps, placement, pipeline=pipeline)
+        return train_on_rank(rank, world_size, asked, resume)
+
+    whole = run(None, 8, False)
+    first = run(path, 4, False)
+    second = run(path, 8, True)
+
+    full = broken_writes(".distcp", 100, disk_is_full) if rank == 1 else contextlib.nullcontext()
+    with full, pytest.raises(PicassoError, match="No space left on device"):
+        run(path, 12, True)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        third = run(path, 9, True)
+    return whole, first, second, third, said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("placement", "pipeline"),
+    [
+        ("table_wise", "sparse_dist"),
+        ("table_wise", "automatic"),
+        ("hot_cold", "sparse_dist"),
+        ("hot_cold", "4 micro-batches"),
+    ],
+)
+def test_resumed_training_continues_with_equal_losses(
+    tmp_path: Path, placement: str, pipeline: str
+) -> None:
+    folder = tmp_path / "run"
+    job = (train_resume_and_break, 2, str(folder), placement, pipeline)
+    ranks = run_ranks(*job, timeout_s=TIMEOUT_S)
+    whole, first, second, third, said = ranks[0]
+    assert (second["first_step"], third["first_step"]) == (4, 8)
+    # Equal weights, state and batches give equal sums: nothing is rounded on the way. But a run
+    # that cuts batches begins with a whole one, whose sums are in another order.
+    rel = 1e-6 if pipeline == "4 micro-batches" else 0.0
+    assert first["losses"] + second["losses"] == pytest.approx(whole["losses"], rel=rel, abs=0.0)
+    assert second["auc"] == pytest.approx(whole["auc"], rel=rel, abs=0.0)
+    assert 0 <= whole["auc"] <= 1
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["step_00000004", "step_00000008", "step_00000009", "step_00000012.tmp"]
+    assert f"passed over {folder / 'step_00000012.tmp'}" in said
+
+
+def make_checkpoints(rank: int, world_size: int, folder: str) -> None:
+    train_on_rank(rank, world_size, config(Path(folder), 4, "table_wise"), False)
+
+
+def resume_other_model(rank: int, world_size: int, folder: str) -> None:
+    train_on_rank(rank, world_size, config(Path(folder), 8, "table_wise", dim=16), True)
+
+
+def resume_with_fewer_steps(rank: int, world_size: int, folder: str) -> None:
+    train_on_rank(rank, world_size, config(Path(folder), 3, "table_wise"), True)
+
+
+def save_same_step_again(rank: int, world_size: int, folder: str) -> None:
+    write.save_checkpoint(folder, 4, {})
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    run_ranks(make_checkpoints, 1, folder, timeout_s=TIMEOUT_S)
+    for job, message in (
+        (resume_other_model, r"step_00000004: cannot be loaded into this model"),
+        (resume_with_fewer_steps, r"steps: 3, but .*step_00000004 has trained 4 already; raise"),
+        (save_same_step_again, r"step_00000004: a checkpoint of step 4 exists already"),
+    ):
+        with pytest.raises(RankError) as caught:
+            run_ranks(job, 1, folder, timeout_s=TIMEOUT_S)
+        assert isinstance(caught.value.__cause__, PicassoError)
+        assert caught.match(message)
+
+
+def test_no_checkpoint_to_resume_from(tmp_path: Path) -> None:
+    with pytest.raises(PicassoError, match=r"no checkpoint to resume from; expected folders named"):
+        newest_checkpoint(tmp_path / "none")
+    (tmp_path / "step_00000003.tmp").mkdir()
+    with pytest.raises(PicassoError, match=r"found only step_00000003\.tmp"):
+        newest_checkpoint(tmp_path)
+
+
+def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "step_00000003").mkdir()
+    with pytest.raises(PicassoError, match=r"step_00000003: not a checkpoint \(no \.metadata file"):
+        newest_checkpoint(tmp_path)
+
+
+def test_newest_whole_checkpoint_wins(tmp_path: Path) -> None:
+    for name in ("step_00000020", "step_00000100", "step_00000200.tmp", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    newest, unfinished = newest_checkpoint(tmp_path)
+    assert newest.name == "step_00000100"
+    assert [path.name for path in unfinished] == ["step_00000200.tmp"]
+
+
+def test_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
+    refuse_used_folder(tmp_path)
+    (tmp_path / "step_00000020").mkdir()
+    with pytest.raises(PicassoError, match=r"holds checkpoints already \(newest step_00000020\)"):
+        check_checkpoint_folder(config(tmp_path, 4, "table_wise"), resume=False)
+    (tmp_path / "file").touch()
+    with pytest.raises(PicassoError, match="is a file; expected a folder for the checkpoints"):
+        refuse_used_folder(tmp_path / "file")
+
+
+def test_resume_needs_a_folder() -> None:
+    with pytest.raises(ConfigError, match=r"--resume: the configuration names no checkpoint\.fold"):
+        check_checkpoint_folder(config(None, 4, "table_wise"), resume=True)

@@ -1,0 +1,59 @@
+"""The dense part alone: of pooled models and of models of sequences."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from torch import nn
+
+from benchmarks.fields.columns import ColumnsWorkload
+from benchmarks.fields.question import UNIFORM, Question
+from tests.sharding.sequence_jobs import SequenceJob, SequenceModel, make_sequence_batch
+from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.runs.dense_probe import measure_dense_of
+from torchrec_picasso.cost.dense import DenseTimes
+
+POOLED = Question(model="columns", data=UNIFORM, batch_size=256, max_rows=50, dim=8)
+SEQUENCES = SequenceJob(placement={"*": 0})
+SLEEP_S = 0.02
+
+
+class _Slow(nn.Module):
+    """Takes longer, on one rank."""
+
+    def __init__(self, model: nn.Module, sleep_s: float) -> None:
+        super().__init__()
+        self.model, self._sleep_s = model, sleep_s
+
+    def forward(self, batch: object) -> object:
+        time.sleep(self._sleep_s)
+        return self.model(batch)
+
+
+def _measure(rank: int, world_size: int) -> tuple[DenseTimes, DenseTimes, int]:
+    workload = ColumnsWorkload(POOLED)
+    model = workload.model()
+    dense = sum(p.numel() * p.element_size() for p in model.over_arch.parameters())
+    slow = _Slow(model, SLEEP_S if rank else 0.0)
+    pooled = measure_dense_of(slow, workload.training(rank, 1)[0], POOLED.batch_size)
+    batch = make_sequence_batch(SEQUENCES, rank, 0)
+    sequences = measure_dense_of(SequenceModel(SEQUENCES), batch, SEQUENCES.batch_size(rank))
+    return pooled, sequences, dense
+
+
+def test_all_ranks_get_the_times_of_the_slowest() -> None:
+    by_rank = run_ranks(_measure, 2, timeout_s=120)
+    pooled, sequences, dense_bytes = by_rank[0]
+    assert by_rank[1] == by_rank[0]
+    assert SLEEP_S * 1e3 <= pooled.forward_ms < 10 * SLEEP_S * 1e3
+    assert 0 < pooled.backward_ms < SLEEP_S * 1e3
+    assert pooled.parameter_bytes == dense_bytes  # no table is among them
+    assert pooled.batch_size == POOLED.batch_size
+    ((pieces, forward_ms, _),) = pooled.in_parts  # 256 samples are too few for 16
+    assert pieces == 4
+    assert forward_ms >= 4 * SLEEP_S * 1e3
+    assert min(sequences.forward_ms, sequences.backward_ms) > 0
+    assert np.isfinite(sequences.total_ms)
+    over = SequenceModel(SEQUENCES).over
+    assert sequences.parameter_bytes == sum(p.numel() * 4 for p in over.parameters())

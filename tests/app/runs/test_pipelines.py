@@ -1,0 +1,131 @@
+"""The configured pipeline trains, says what it does, and may change at a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrec_picasso.app.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    PipelineConfig,
+    ShardingConfig,
+    TrainConfig,
+)
+from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.runs.train import train_on_rank
+
+TIMEOUT_S = 120
+STEPS = 8
+ROUNDING = 1e-5
+"""Relative; micro-batches add the same float32 gradients in another order, over some steps."""
+
+CONFIG = TrainConfig(
+    steps=STEPS,
+    data=DataConfig(batch_size=24, row_scale=0.001, num_tables=4, heldout_steps=1),
+    model=ModelConfig(embedding_dim=8, dense_layers=(8,), over_layers=(8,)),
+    sharding=ShardingConfig(hot_rows=20),
+)
+STOCK = PipelineConfig(kind="sparse_dist")
+ONE = PipelineConfig(num_micro_batches=1, lookahead=False)
+FOUR = PipelineConfig(num_micro_batches=4, lookahead=True)
+
+
+def _train(
+    rank: int, world_size: int, pipeline: PipelineConfig, resume: bool = False, **settings: Any
+) -> tuple[dict[str, Any], str]:
+    """A run and what it said."""
+    config = dataclasses.replace(CONFIG, pipeline=pipeline, **settings)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        result = train_on_rank(rank, world_size, config, resume)
+    return result, said.getvalue()
+
+
+def all_pipelines(rank: int, world_size: int) -> list[tuple[dict[str, Any], str]]:
+    return [_train(rank, world_size, pipeline) for pipeline in (STOCK, ONE, FOUR)]
+
+
+def test_every_pipeline_trains_the_same_and_says_what_it_does() -> None:
+    ranks = run_ranks(all_pipelines, 2, timeout_s=TIMEOUT_S)
+    (stock, stock_said), (one, one_said), (four, four_said) = ranks[0]
+    assert one["losses"] == pytest.approx(stock["losses"], rel=ROUNDING)
+    assert four["losses"] == pytest.approx(stock["losses"], rel=ROUNDING)
+    assert four["auc"] == pytest.approx(stock["auc"], abs=1e-3)
+    module = "step 1: pipeline\n  model.sparse_arch.embedding_bag_collection: interleaved\n"
+    assert stock_said.count("step 1: pipeline\n  TrainPipelineSparseDist\n") == 1
+    assert one_said.count(f"{module}  1 micro-batch without lookahead\n") == 1
+    assert four_said.count(f"{module}  4 micro-batches with lookahead\n") == 1
+    assert [said for _, said in ranks[1]] == [""] * 3
+
+
+def automatic(rank: int, world_size: int) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    # at least 64 samples a micro-batch, else only whole batches are tried
+    settings = {"steps": 60, "data": dataclasses.replace(CONFIG.data, batch_size=160)}
+    result, said = _train(rank, world_size, PipelineConfig(lookahead=True), **settings)
+    return result, said, _train(rank, world_size, STOCK, **settings)[0]
+
+
+def test_an_automatic_choice_is_told_once_it_is_made() -> None:
+    result, said, stock = run_ranks(automatic, 2, timeout_s=TIMEOUT_S)[0]
+    assert result["losses"] == pytest.approx(stock["losses"], rel=1e-3)  # Adagrad, 60 steps
+    assert said.count(": pipeline\n") == 1
+    assert "with lookahead; the fastest of 1 micro-batch with lookahead: " in said
+    assert "step 1: pipeline" not in said
+
+
+def too_short_to_choose(rank: int, world_size: int) -> str:
+    return _train(rank, world_size, PipelineConfig(), steps=5)[1]
+
+
+def test_a_run_that_ends_before_its_choice_says_so() -> None:
+    said = run_ranks(too_short_to_choose, 2, timeout_s=TIMEOUT_S)[0]
+    assert "step 5: pipeline\n" in said
+    assert (
+        "; trying 2 settings\n" in said
+    )  # with lookahead and without; batches are too small to cut
+
+
+def go_on_with_a_choice(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    kept = CheckpointConfig(folder=folder, every_steps=14)
+    automatic = PipelineConfig()
+    _train(rank, world_size, automatic, steps=14, checkpoint=kept)
+    again = _train(rank, world_size, automatic, resume=True, steps=16, checkpoint=kept)
+    larger = dataclasses.replace(CONFIG.data, batch_size=32)
+    other = {"steps": 18, "checkpoint": kept, "data": larger}
+    return again[1], _train(rank, world_size, automatic, resume=True, **other)[1]
+
+
+def test_a_resumed_run_tries_no_settings_unless_its_batches_are_of_another_size(
+    tmp_path: Path,
+) -> None:
+    job = (go_on_with_a_choice, 2, str(tmp_path / "run"))
+    again, other = run_ranks(*job, timeout_s=TIMEOUT_S)[0]
+    assert "step 15: pipeline\n" in again
+    assert "lookahead, as an earlier run chose\n" in again
+    assert "; trying 2 settings\n" in other
+
+
+def change_at_checkpoint(rank: int, world_size: int, folder: str) -> Any:
+    whole, _ = _train(rank, world_size, ONE)
+    kept = CheckpointConfig(folder=folder, every_steps=2)
+    first, _ = _train(rank, world_size, FOUR, steps=4, checkpoint=kept)
+    second, said = _train(rank, world_size, ONE, resume=True, checkpoint=kept)
+    return whole, first, second, said
+
+
+def test_another_number_of_micro_batches_after_a_checkpoint(tmp_path: Path) -> None:
+    """As when a resumed run, which measures again, chooses otherwise."""
+    folder = tmp_path / "run"
+    whole, first, second, said = run_ranks(
+        change_at_checkpoint, 2, str(folder), timeout_s=TIMEOUT_S
+    )[0]
+    assert f"resumed from {folder / 'step_00000004'} at step 4" in said
+    assert first["losses"] + second["losses"] == pytest.approx(whole["losses"], rel=ROUNDING)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["step_00000004", "step_00000006", "step_00000008"]  # the last three

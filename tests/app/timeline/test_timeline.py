@@ -1,0 +1,189 @@
+"""The timeline of real steps: every operation once and in order, its waits, its exchanges."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.sharding.jobs import CPU, PLAIN, Job, build, dense_optimizer, make_batch
+from torchrec_picasso import InterleavedTrainPipeline
+from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.timeline.picture import draw_timeline
+from torchrec_picasso.app.timeline.timeline import (
+    DONE,
+    WAITED_FOR,
+    Timeline,
+)
+from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.exchange.waiting import WAIT_RANGE, named_range
+from torchrec_picasso.schedule.schedule import COLLECTIVES, Op, Setting, training_schedule
+from torchrec_picasso.train_pipeline import cuts
+from torchrec_picasso.train_pipeline.ranges import op_range, step_range
+
+JOB = Job(placement={"*": 2}, tables=PLAIN, batch_sizes=(64,), num_steps=8, waves={"a": 1})
+K = 2
+SCHEDULE = training_schedule(Setting(K, lookahead=True), num_waves=2)
+COLUMNS = ["rank", "step", "op", "batch", "index", "wave", "kind", "start_ms", "end_ms", "ends"]
+ALL_REDUCES = {"reduce_hot", "backward"}
+"""Dense gradients leave while the last backward runs."""
+
+
+def _trace(rank: int, world_size: int) -> Timeline:
+    model = build(JOB, rank, world_size)
+    pipeline = InterleavedTrainPipeline(
+        model,
+        dense_optimizer(model),
+        CPU,
+        num_micro_batches=K,
+        lookahead=True,
+        loss_reduction="sum",
+    )
+    batches = iter([make_batch(JOB, rank, step) for step in range(JOB.num_steps)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuts, "is_due", lambda step: False)  # no waits beside the schedule's
+        pipeline.progress(batches)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            for _ in range(JOB.num_steps - 1):  # to the end of data, see Timeline
+                pipeline.progress(batches)
+    return Timeline.from_profile(profiled).of_steps(1, 2, 3, 4)
+
+
+@cache
+def _traced() -> list[Timeline]:
+    return run_ranks(_trace, 2, timeout_s=100)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_operation_of_the_schedule_runs_once_and_in_order(rank: int) -> None:
+    timeline = _traced()[rank]
+    assert timeline.rank == rank
+    assert timeline.steps == [1, 2, 3, 4]
+    expected = list(SCHEDULE)
+    for step in timeline.steps:
+        ops = [s for s in timeline.spans if s.kind == "compute" and s.step == step]
+        assert [span.op for span in ops] == expected
+        assert all(span.start_ms < span.end_ms for span in ops)
+        assert all(first.end_ms <= second.start_ms for first, second in pairwise(ops))
+
+
+def test_every_exchange_is_there_and_says_how_its_end_is_known() -> None:
+    timeline = _traced()[0]
+    spans = [s for s in timeline.spans if s.kind == "exchange" and s.step in (2, 3)]
+    assert all(span.start_ms < span.end_ms for span in spans)
+    found = [(span.step, span.op) for span in spans]
+    of_ddp = (Op("forward", 0, 0), Op("backward", 0, 0))  # which agrees on buckets, and sums them
+    own = [op for op in found if op[1] not in of_ddp]
+    assert len(own) == len(set(own))
+    posting = [op for op in SCHEDULE if op.kind in COLLECTIVES and op != Op("backward", 0, 1)]
+    sometimes = ("fetch_clean", "fetch_dirty", "read_hot")
+    always = {op for op in posting if op.kind not in sometimes} | {Op("backward", 0, 0)}
+    # there may be no clean rows, or no dirty ones in a chunk; replicas are rarely filled
+    for step in (2, 3):
+        ops = {op for of_step, op in found if of_step == step}
+        assert always <= ops <= {*posting, *of_ddp}
+        assert any(op.kind.startswith("fetch") for op in ops)
+    for span in spans:
+        if span.op not in of_ddp:
+            assert span.ends == (DONE if span.op.kind in ALL_REDUCES else WAITED_FOR)
+
+
+def test_waits_lie_within_operations_and_end_the_exchanges() -> None:
+    timeline = _traced()[0]
+    ops = {(s.step, s.op): s for s in timeline.spans if s.kind == "compute"}
+    waits = [span for span in timeline.spans if span.kind == "wait"]
+    assert {"send_ids", "lay_out", "update"} <= {wait.op.kind for wait in waits}
+    for wait in waits:
+        around = ops[wait.step, wait.op]
+        assert around.start_ms <= wait.start_ms < wait.end_ms <= around.end_ms
+    last_ms = max(wait.end_ms for wait in waits)  # others are waited for in the steps after
+    ended = [s for s in timeline.spans if s.ends == WAITED_FOR and s.end_ms <= last_ms]
+    assert len(ended) > 10
+    for span in ended:
+        assert any(wait.start_ms <= span.end_ms <= wait.end_ms for wait in waits)
+
+
+def test_the_frame_has_a_line_per_span() -> None:
+    timeline = _traced()[1].of_steps(2, 3)
+    frame = timeline.to_frame()
+    assert list(frame.columns) == COLUMNS
+    assert len(frame) == len(timeline.spans)
+    ops = frame[frame["kind"] == "compute"]
+    assert set(ops["step"]) == {2, 3}
+    assert ops["start_ms"].iloc[0] == 0
+    assert set(frame["rank"]) == {1}
+    # dirty rows that step 1 fetched were still under way
+    assert {1, 2, 3} == set(frame.loc[frame["kind"] == "exchange", "step"])
+
+
+def test_pictures_are_written(tmp_path: Path) -> None:
+    by_rank = {f"rank {t.rank}": t.of_steps(2) for t in _traced()}
+    draw_timeline(by_rank, tmp_path / "ranks.svg")
+    text = (tmp_path / "ranks.svg").read_text()
+    assert len(text) > 10_000
+    by_rank["rank 0"].save(tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_that_is_not_there_is_refused() -> None:
+    with pytest.raises(PicassoError, match=re.escape("has steps [1, 2, 3, 4], and none of [9]")):
+        _traced()[0].of_steps(9)
+
+
+def test_a_profile_without_steps_is_refused() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        torch.ones(1).add(1)
+    with pytest.raises(PicassoError, match="holds no step of an InterleavedTrainPipeline"):
+        Timeline.from_profile(profiled)
+
+
+def test_without_a_profiler_a_range_is_nothing() -> None:
+    nothing = named_range("a")
+    assert op_range(Op("update")) is nothing
+    assert step_range(3) is nothing
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert op_range(Op("update")) is not nothing
+
+
+def test_what_was_still_in_flight_is_left_out() -> None:
+    """A message ends after its call if it was waited for, and everything before the last step."""
+    timeline = Timeline.from_profile(
+        _profile(
+            ("picasso step 7", 0, 100),
+            ("picasso op send_ids of the next batch", 10, 20),
+            ("c10d::recv_", 11, 12),
+            ("gloo:recv", 11.5, 12),  # nobody waited: ends with its call
+            ("c10d::send", 13, 14),
+            ("gloo:send", 13.5, 60),
+            ("picasso op forward 1", 50, 70),
+            (WAIT_RANGE, 55, 60),
+            ("c10d::allreduce_", 61, 62),
+            ("gloo:all_reduce", 71, 90),  # ended by the end of the profile
+            ("c10d::allreduce_", 200, 201),  # outside steps
+            ("gloo:all_reduce", 202, 203),
+        ),
+        rank=3,
+    )
+    assert timeline.rank == 3
+    assert [(s.kind, s.step, str(s.op), s.start_ms, s.end_ms) for s in timeline.spans] == [
+        ("compute", 7, "send_ids of the next batch", 0, 10),
+        ("exchange", 7, "send_ids of the next batch", 3, 50),
+        ("compute", 7, "forward 1", 40, 60),
+        ("wait", 7, "forward 1", 45, 50),
+    ]
+
+
+def _profile(*events_ms: tuple[str, float, float]) -> Any:
+    def event(name: str, start_ms: float, end_ms: float) -> Any:
+        return SimpleNamespace(
+            name=name, time_range=SimpleNamespace(start=start_ms * 1e3, end=end_ms * 1e3)
+        )
+
+    return SimpleNamespace(events=lambda: [event(*of) for of in events_ms])

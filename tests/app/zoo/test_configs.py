@@ -1,0 +1,180 @@
+"""Every shipped configuration trains, is evaluated, writes checkpoints and is resumed from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from torchrec_picasso.app.config import (
+    CheckpointConfig,
+    DataConfig,
+    FeatureConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainConfig,
+    load_config,
+)
+from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.runs.train import train_on_rank
+from torchrec_picasso.app.zoo.kinds import model_kinds
+from torchrec_picasso.app.zoo.model_kinds import needs_clicks
+from torchrec_picasso.app.zoo.registry import build_model, make_source
+from torchrec_picasso.errors import ConfigError, InputError
+
+FOLDER = Path(__file__).parents[3] / "configs"
+CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("quality"))
+STEPS = 4
+RESUMED = ("dien_taobao", "mmoe_generated", "deepfm_criteo")
+"""One with sequences, one with several tasks, one with two collections of bags."""
+
+
+def tiny(config: TrainConfig, folder: Path | None, steps: int = STEPS) -> TrainConfig:
+    """The same run in seconds."""
+    small = {"row_scale": 0.0005, "max_history": 6} if config.data.kind == "criteo" else {}
+    data = dataclasses.replace(config.data, batch_size=32, heldout_steps=2, **small)
+    return dataclasses.replace(
+        config,
+        steps=steps,
+        log_every=2,
+        data=data,
+        pipeline=PipelineConfig(num_micro_batches=2, lookahead=True),
+        sharding=dataclasses.replace(config.sharding, hot_rows=40),
+        checkpoint=CheckpointConfig(folder=None if folder is None else str(folder), every_steps=2),
+    )
+
+
+def test_there_is_one_for_every_model() -> None:
+    assert {load_config(path).model.kind for path in CONFIGS} == set(model_kinds())
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_it_trains_and_is_resumed(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    first = run_ranks(train_on_rank, 2, tiny(config, tmp_path), False, timeout_s=120)[0]
+    assert len(first["losses"]) == STEPS
+    assert len(first["aucs"]) == config.data.num_tasks
+    assert all(0.0 < auc < 1.0 for auc in first["aucs"])
+    if path.stem not in RESUMED:
+        return
+    more = run_ranks(train_on_rank, 2, tiny(config, tmp_path, STEPS + 1), True, timeout_s=120)[0]
+    assert more["first_step"] == STEPS
+    whole = run_ranks(train_on_rank, 2, tiny(config, None, STEPS + 1), False, timeout_s=120)[0]
+    assert [*first["losses"], *more["losses"]] == pytest.approx(whole["losses"], rel=1e-5)
+
+
+def made(**of: object) -> None:
+    """Makes samples and model of a configuration."""
+    config = TrainConfig(**of)  # type: ignore[arg-type]
+    build_model(config, make_source(config.data, 0))
+
+
+CLICKS = DataConfig(kind="clicks", batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("of", "words"),
+    [
+        ({"model": ModelConfig(kind="dim")}, "there is no 'dim'; models are can, deepfm, "),
+        ({"model": ModelConfig(kind="din")}, "a din reads 'target', which this data has not"),
+        ({"data": CLICKS}, "a dlrm reads Criteo's columns"),
+        ({"data": DataConfig(num_tasks=2)}, "a dlrm reads Criteo's columns and learns one label"),
+        (
+            {"model": ModelConfig(kind="din", sizes={"hiden": 3}), "data": CLICKS},
+            "model.sizes.hiden: a din has no such size; it has attention_hidden, hidden, activ",
+        ),
+        (
+            {"model": ModelConfig(kind="din", sizes={"hidden": "x"}), "data": CLICKS},
+            "model.sizes: a din cannot have",
+        ),
+        (
+            {"model": ModelConfig(kind="can", sizes={"sizes": (8, 4, 4)}), "data": CLICKS},
+            "group 'network' has dims",
+        ),
+        (
+            {
+                "model": ModelConfig(kind="din"),
+                "data": CLICKS,
+                "features": {"targets": FeatureConfig()},
+            },
+            "features.targets: a din has no such group; it reads target, history, profile",
+        ),
+        (
+            {
+                "model": ModelConfig(kind="wukong"),
+                "features": {"fields": FeatureConfig(columns=("c1", "c99"))},
+            },
+            "features.fields.columns: the data has no column c99; it has c1, c2",
+        ),
+        (
+            {
+                "model": ModelConfig(kind="mmoe", sizes={"num_tasks": 2}),
+                "data": DataConfig(batch_size=8),
+            },
+            "a mmoe of 2 tasks cannot learn from samples with 1 labels",
+        ),
+        (
+            {
+                "model": ModelConfig(kind="din"),
+                "data": CLICKS,
+                "features": {"target": FeatureConfig(dim=32)},
+            },
+            "reads the tables of 'target'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(of: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(**of)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["deepfm", "wukong", "mmoe"])
+def test_models_of_fields_read_clicks_too(kind: str) -> None:
+    assert not needs_clicks(kind)
+    made(model=ModelConfig(kind=kind, embedding_dim=8), data=CLICKS)
+
+
+def test_too_few_clicks_to_hold_out() -> None:
+    source = make_source(dataclasses.replace(CLICKS, batch_size=100_000), 0)
+    with pytest.raises(InputError, match="samples can be held out, but 800,000 are needed"):
+        next(source.heldout(0, 2))
+
+
+def test_a_batch_depends_on_its_step_alone() -> None:
+    sources = [make_source(CLICKS, seed=3) for _ in range(2)]
+    (one, other) = (source.batches(1, 2, start_step=5) for source in sources)
+    whole = sources[0].batches(1, 2)
+    for _ in range(5):
+        next(whole)
+    first, second, third = next(one), next(other), next(whole)
+    for batch in (second, third):
+        assert batch.sparse_features.values().equal(first.sparse_features.values())
+        assert batch.labels.equal(first.labels)
+    features = first.sparse_features
+    history = features["item_history"].lengths()
+    assert features["item_negatives"].lengths().equal(history)
+    assert features["category_negatives"].lengths().equal(history)
+    assert int(history.max()) <= CLICKS.max_history
+    # the columns of a negative are those of one sample
+    items, categories = (features[f"{name}_negatives"].values() for name in ("item", "category"))
+    assert items.remainder(40).equal(categories)
+
+
+def test_tasks_are_as_alike_as_asked() -> None:
+    import numpy as np
+
+    def agreement(correlation: float) -> float:
+        data = DataConfig(
+            batch_size=4000, row_scale=0.001, num_tasks=2, task_correlation=correlation
+        )
+        labels = next(make_source(data, 0).batches(0, 1)).labels.numpy()
+        assert labels.shape == (4000, 2)
+        return float(np.corrcoef(labels.T)[0, 1])
+
+    assert agreement(-1.0) < agreement(0.0) < agreement(0.9)
+    one = DataConfig(batch_size=50, row_scale=0.001)
+    two = dataclasses.replace(one, num_tasks=2)
+    first = next(make_source(one, 0).batches(0, 1))
+    assert first.labels.equal(next(make_source(two, 0).batches(0, 1)).labels[:, 0])

@@ -1,0 +1,55 @@
+"""The DIN for clicks, sample by sample."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tests.app.zoo.test_clicks import make_clicks
+from torchrec_picasso.app.zoo.click_model import ClickModel
+from torchrec_picasso.app.zoo.din import build_din
+
+
+def _on_cpu() -> ClickModel:
+    train = build_din(make_clicks(), sequence_dim=4, profile_dim=8, seed=3).to_empty(device="cpu")
+    torch.manual_seed(0)
+    for parameter in train.parameters():
+        torch.nn.init.normal_(parameter)
+    return train
+
+
+def test_samples_do_not_see_each_other() -> None:
+    clicks, train = make_clicks(), _on_cpu()
+    loss, (same, logits, labels) = train(clicks.batch(np.arange(4)))
+    assert loss.requires_grad
+    assert loss.item() == same.item()
+    alone = [train(clicks.batch(np.array([sample])))[1][1] for sample in range(4)]
+    torch.testing.assert_close(torch.cat(alone), logits)
+    torch.testing.assert_close(
+        torch.nn.functional.binary_cross_entropy_with_logits(logits, labels), same
+    )
+
+
+def test_the_history_counts_and_so_does_the_profile() -> None:
+    clicks, train = make_clicks(), _on_cpu()
+    logits = train(clicks.batch(np.arange(4)))[1][1]
+    for kind, table in (
+        ("target_4.embeddings", "t_item"),
+        ("profile.embedding_bags", "t_user"),
+    ):
+        parameter = train.get_parameter(f"embeddings.collections.{kind}.{table}.weight")
+        before = parameter.detach().clone()
+        with torch.no_grad():
+            parameter[7 if table == "t_user" else 9] += 1  # rows of samples 0 and 2 alone
+        changed = train(clicks.batch(np.arange(4)))[1][1] != logits
+        assert changed.tolist() == [True, False, True, False]
+        with torch.no_grad():
+            parameter.copy_(before)
+
+
+def test_the_seed_draws_the_dense_weights() -> None:
+    first, again, other = (build_din(make_clicks(), seed=seed) for seed in (0, 0, 1))
+    weights = [of.head.model.over_arch[0].weight for of in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert all(of.is_meta for of in first.embeddings.parameters())

@@ -1,0 +1,131 @@
+"""Every published model trains as stock TorchRec trains it, whole and in micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from tests.app.zoo.model_cases import CASES, NUM_ROWS, batch_of, build, group
+from tests.app.zoo.sharded_models import CPU, sharded
+from tests.train_pipeline.runs import run_to_the_end
+from torchrec_picasso import InterleavedTrainPipeline
+from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.zoo.click_model import ClickModel
+from torchrec_picasso.app.zoo.feature_groups import FeatureGroup, FeatureGroups
+from torchrec_picasso.app.zoo.models.can import CAN
+from torchrec_picasso.app.zoo.tables import tables_of
+from torchrec_picasso.errors import ConfigError
+
+STEPS = 4
+SCHEDULES = {"K=1": 1, "K=2": 2, "K=4": 4}
+
+
+def _on_cpu(name: str) -> ClickModel:
+    model = build(name)
+    for collection in model.embeddings.collections.values():
+        collection.to_empty(device=CPU)
+        for parameter in collection.parameters():
+            torch.nn.init.uniform_(parameter, -0.5, 0.5)
+    return model
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_loss_is_a_mean_over_samples_and_reaches_every_weight(name: str) -> None:
+    model, batch = _on_cpu(name), batch_of(name, 0)
+    loss, (same, logits, labels) = model(batch)
+    assert torch.equal(loss, same)
+    assert logits.shape == labels.shape == batch.labels.shape
+    loss.backward()
+    without = [key for key, of in model.named_parameters() if of.grad is None or not of.grad.any()]
+    assert not without
+    alone = []
+    for sample in range(4):
+        one = batch_of(name, 0, 24)
+        lengths = one.sparse_features.lengths().view(len(one.sparse_features.keys()), -1)
+        ends = one.sparse_features.lengths().cumsum(0).view_as(lengths)
+        ids = torch.cat(
+            [
+                one.sparse_features.values()[end - length : end]
+                for end, length in zip(ends[:, sample].tolist(), lengths[:, sample].tolist())
+            ]
+        )
+        one.sparse_features = type(one.sparse_features)(
+            keys=one.sparse_features.keys(), values=ids, lengths=lengths[:, sample].contiguous()
+        )
+        one.dense_features = one.dense_features[sample : sample + 1]
+        one.labels = one.labels[sample : sample + 1]
+        alone.append(model(one)[1][1])
+    torch.testing.assert_close(torch.cat(alone), logits[:4])
+
+
+def _train(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    batches = [batch_of(name, step * world_size + rank) for step in range(STEPS)]
+    model, optimizer = sharded(name, is_stock=True)
+    found = {"stock": run_to_the_end(TrainPipelineSparseDist(model, optimizer, CPU), iter(batches))}
+    for schedule, num_micro_batches in SCHEDULES.items():
+        model, optimizer = sharded(name, is_stock=False)
+        pipeline = InterleavedTrainPipeline(
+            model, optimizer, CPU, num_micro_batches=num_micro_batches, lookahead=True
+        )
+        found[schedule] = run_to_the_end(pipeline, iter(batches))
+        assert pipeline.num_micro_batches == num_micro_batches
+        lines = pipeline.summary().splitlines()[:-1]
+        assert all(": interleaved" in line for line in lines), lines
+    return found
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_it_trains_as_stock_trains_it(name: str) -> None:
+    for found in run_ranks(_train, 2, name, timeout_s=120):
+        assert len(found["stock"]) == STEPS
+        for schedule in SCHEDULES:
+            torch.testing.assert_close(found[schedule], found["stock"], rtol=2e-5, atol=2e-5)
+
+
+def test_groups_of_one_column_have_a_table_each_or_share_it() -> None:
+    groups = [
+        group("target", ("item",)),
+        group("history", ("item_history",), tables_of="target"),
+        group("wide", ("item",), 4),
+    ]
+    made = FeatureGroups(groups, NUM_ROWS)
+    assert [(table.name, table.dim, table.features) for table in tables_of(made)] == [
+        ("t_item", 8, ("item", "item_history")),
+        ("t_item_wide", 4, ("item",)),
+    ]
+    assert set(made.collections) == {"target_8", "wide"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([FeatureGroup(name="a", columns=("item",), dims=())], "1 columns and 0 dims"),
+        (
+            [group("a", ("item",)), group("b", ("item_history",), tables_of="c")],
+            "reads the tables of 'c'",
+        ),
+        (
+            [group("a", ("item",)), group("b", ("item_history",), 4, tables_of="a")],
+            "as many tables of its own",
+        ),
+        (
+            [
+                group("a", ("item",), kind="bag"),
+                group("b", ("item_history",), tables_of="a", kind="sequence"),
+            ],
+            "one as bags and one as sequences",
+        ),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(groups: list[FeatureGroup], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        FeatureGroups(groups, NUM_ROWS)
+
+
+def test_networks_of_another_width_are_refused() -> None:
+    groups = FeatureGroups(CASES["can"].groups, NUM_ROWS)
+    with pytest.raises(ConfigError, match=r"group 'network' has dims \[48, 48\].*need 160"):
+        CAN(groups, 3, (16, 8, 4))

@@ -1,0 +1,1 @@
+"""The application: runs, models, data, checkpoints, configuration and the command line."""

@@ -1,0 +1,83 @@
+"""Which checkpoints go once a newer one is whole, and how they go without looking whole half-way.
+
+A checkpoint loses its name first, then its files: ``step_00000100`` becomes
+``step_00000100.deleted``, which nobody resumes from. So a crash at any moment leaves whole
+checkpoints and folders that say they are not; the next deletion sweeps those up.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from torchrec_picasso.app.checkpoints.folder import (
+    UNFINISHED_SUFFIX,
+    is_whole,
+    step_of,
+    sync_folder,
+)
+
+__all__ = ["delete_old_checkpoints"]
+
+_DELETED_SUFFIX = ".deleted"
+
+
+def delete_old_checkpoints(newest: Path, keep_last: int | None) -> list[str]:
+    """Deletes checkpoints of a run that are older than the last few, and what was left half-done.
+
+    Not collective: one rank calls this, once ``newest`` is whole and while nothing is written.
+    Links, other folders and what is not a checkpoint stay, and count for nothing. A folder that
+    cannot be deleted ends no training.
+
+    Args:
+        newest: The checkpoint that was just written; it always stays.
+        keep_last: Checkpoints to keep, with ``newest``; ``None`` = delete nothing.
+
+    Returns:
+        A sentence for everything that could not be deleted.
+    """
+    if keep_last is None:
+        return []
+    newest_step = step_of(newest.name)
+    if newest_step is None or not is_whole(newest):
+        return [f"{newest} is not a whole checkpoint; nothing is deleted before it is"]
+    folders = [path for path in newest.parent.iterdir() if path.is_dir() and not path.is_symlink()]
+    problems: list[str] = []
+    for path in folders:
+        if _is_left_over(path.name, newest_step):
+            _try(shutil.rmtree, path, problems)
+    steps = {path: step_of(path.name) for path in folders if is_whole(path)}
+    older = [path for path, step in steps.items() if step is not None and step < newest_step]
+    older.sort(key=lambda path: steps[path] or 0)
+    for path in older[: max(0, len(older) + 1 - keep_last)]:
+        _try(_delete, path, problems)
+    return problems
+
+
+def _is_left_over(name: str, newest_step: int) -> bool:
+    """Whether a folder is one that a crash left while it was deleted or, until now, written."""
+    if name.endswith(_DELETED_SUFFIX):
+        return step_of(name.removesuffix(_DELETED_SUFFIX)) is not None
+    step = (
+        step_of(name.removesuffix(UNFINISHED_SUFFIX)) if name.endswith(UNFINISHED_SUFFIX) else None
+    )
+    return step is not None and step <= newest_step
+
+
+def _delete(path: Path) -> None:
+    nameless = path.with_name(path.name + _DELETED_SUFFIX)
+    os.replace(path, nameless)
+    sync_folder(path.parent)  # the name is gone on the disk too before the first file is
+    shutil.rmtree(nameless)
+
+
+def _try(delete: Callable[[Path], None], path: Path, problems: list[str]) -> None:
+    try:
+        delete(path)
+    except OSError as error:
+        problems.append(
+            f"could not delete {path}: {error.strerror or error}; training goes on, delete it by "
+            "hand"
+        )

@@ -1,0 +1,185 @@
+"""Whole checkpoints or none: written aside, renamed when every rank is done.
+
+The format is torch.distributed.checkpoint's, with SHA-256 sums of the files beside it. All ranks
+must see the same file system. What becomes of old ones is up to
+:mod:`torchrec_picasso.app.checkpoints.old`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import ChainMap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from torchrec_picasso.app.checkpoints.folder import (
+    UNFINISHED_SUFFIX,
+    folder_of_step,
+    sync_folder,
+    whole_name,
+)
+from torchrec_picasso.app.checkpoints.sums import sums_of_rank, write_sums
+from torchrec_picasso.errors import PicassoError
+
+__all__ = [
+    "Beside",
+    "CheckpointFiles",
+    "begin_checkpoint",
+    "complete_checkpoint",
+    "save_checkpoint",
+    "with_step",
+]
+
+Beside = Callable[[Path], None]
+"""Writes what else belongs into the folder of a checkpoint; called on rank 0."""
+
+
+def save_checkpoint(
+    folder: str | Path, step: int, state: dict[str, Any], beside: Beside | None = None
+) -> Path:
+    """Writes one checkpoint.
+
+    Collective: every rank of the default process group calls this, in the same order.
+
+    Args:
+        folder: Holds all checkpoints of a run; made if missing.
+        step: Steps trained so far.
+        state: State dicts, sharded as they are in the model.
+        beside: Writes what else belongs there.
+
+    Returns:
+        The folder of the finished checkpoint.
+
+    Raises:
+        PicassoError: On all ranks, if that step has a checkpoint already or one of them could not
+            write; what is there then stays unfinished.
+    """
+    unfinished = begin_checkpoint(folder, step, beside)
+    error: BaseException | None = None
+    try:
+        dcp.save(with_step(state, step), storage_writer=CheckpointFiles(unfinished))
+    except (Exception, dcp.CheckpointException) as caught:  # one rank's problem, told on all
+        error = caught
+    return complete_checkpoint(unfinished, error)
+
+
+def with_step(state: dict[str, Any], step: int) -> dict[str, Any]:
+    """What is written: state dicts, and the steps trained so far."""
+    return {**state, "step": torch.tensor(step)}
+
+
+class CheckpointFiles(dcp.FileSystemWriter):
+    """torch's writer of files; what went wrong first is what it raises.
+
+    Behind a full disk comes an error about the file that could not be closed.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:
+        """Writes this rank's files."""
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            first: BaseException = error
+            while (before := first.__cause__ or first.__context__) is not None:
+                first = before
+            if first is error:
+                raise
+            raise first from None
+
+
+def begin_checkpoint(folder: str | Path, step: int, beside: Beside | None = None) -> Path:
+    """Makes the folder that a checkpoint is written into, to be completed later. Collective.
+
+    Raises:
+        PicassoError: On all ranks, if that step has a checkpoint already or the folder cannot be
+            made.
+    """
+    final = folder_of_step(folder, step)
+    unfinished = final.with_name(final.name + UNFINISHED_SUFFIX)
+
+    def begin() -> str | None:
+        if final.exists():
+            return (
+                f"{final}: a checkpoint of step {step} exists already; choose another folder or "
+                "move it"
+            )
+        try:
+            shutil.rmtree(unfinished, ignore_errors=True)  # what an earlier run left half-written
+            unfinished.mkdir(parents=True)
+            if beside is not None:
+                beside(unfinished)
+        except OSError as error:
+            return _unwritten(unfinished, error)
+        return None
+
+    _refuse_on_all_ranks(begin)
+    return unfinished
+
+
+def complete_checkpoint(
+    unfinished: Path, error: BaseException | None, group: dist.ProcessGroup | None = None
+) -> Path:
+    """Gives a checkpoint its name, once every rank has written its files. Collective.
+
+    Args:
+        unfinished: Its folder.
+        error: Why this rank could not write.
+        group: Whose ranks wrote; ``None`` = the default process group.
+
+    Returns:
+        The folder under its name.
+
+    Raises:
+        PicassoError: On all ranks, if one of them could not write.
+    """
+    rank = dist.get_rank()
+    sums: dict[str, str] = {}
+    if error is None:
+        try:
+            sums = sums_of_rank(unfinished, rank)
+        except OSError as caught:
+            error = caught
+    told: list[Any] = [None] * dist.get_world_size()
+    problem = None if error is None else _unwritten(unfinished, error)
+    dist.all_gather_object(told, (problem, sums), group=group)
+
+    def complete() -> str | None:
+        problems = [problem for problem, _ in told if problem is not None]
+        if problems:
+            return str(problems[0])
+        try:
+            write_sums(unfinished, dict(ChainMap(*(of_rank for _, of_rank in told))))
+            sync_folder(unfinished)
+            os.replace(unfinished, whole_name(unfinished))
+            sync_folder(unfinished.parent)  # an older checkpoint may be deleted next
+        except OSError as error:
+            return _unwritten(unfinished, error)
+        return None
+
+    _refuse_on_all_ranks(complete, group)
+    return whole_name(unfinished)
+
+
+def _unwritten(unfinished: Path, error: BaseException) -> str:
+    reason = (str(error).strip().splitlines() or [repr(error)])[-1]
+    return (
+        f"{unfinished}: could not be written ({reason}); mend that and continue with --resume from "
+        "the checkpoint before"
+    )
+
+
+def _refuse_on_all_ranks(
+    act: Callable[[], str | None], group: dist.ProcessGroup | None = None
+) -> None:
+    """Rank 0 acts, and nobody goes on before it has; all raise what it gives. Collective."""
+    problem: list[Any] = [act() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(problem, src=0, group=group)
+    if problem[0] is not None:
+        raise PicassoError(problem[0])

@@ -1,0 +1,156 @@
+"""``torchrec-picasso calibrate``: measures what the cost model needs, where training will run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchrec_picasso.app.cli.launcher import run_on_ranks
+from torchrec_picasso.app.config import TrainConfig, load_config
+from torchrec_picasso.app.launch.progress import Progress
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.runs.dense_probe import measure_dense
+from torchrec_picasso.app.runs.local_probe import PROBES, measure_local_costs
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.curves import COLLECTIVES
+from torchrec_picasso.cost.local import PHASES
+from torchrec_picasso.cost.measure import num_points
+from torchrec_picasso.errors import ConfigError
+
+__all__ = ["calibrate_on_rank", "print_curves", "run"]
+
+_TIMEOUT_S = 1800.0
+_MIN_BYTES = 4 << 10
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the subcommand.
+
+    Raises:
+        PicassoError: If an argument or the output's folder cannot be used.
+        RankError: If a rank fails.
+    """
+    if args.max_mib * (1 << 20) < _MIN_BYTES:
+        raise ConfigError(f"--max-mib: expected at least 0.004 (4 KiB), got {args.max_mib:g}")
+    if not args.budget > 0:
+        raise ConfigError(f"--budget: expected more than 0 seconds, got {args.budget:g}")
+    out = Path(args.out)
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it or name another")
+    config = load_config(args.config) if args.config else None
+    curves = run_on_ranks(
+        calibrate_on_rank,
+        args,
+        int(args.max_mib * (1 << 20)),
+        args.seconds,
+        not args.no_local,
+        args.budget,
+        config,
+        timeout_s=_TIMEOUT_S,
+    )
+    if curves is None:  # another rank of torchrun writes
+        return
+    curves.to_json(out)
+    print_curves(curves)
+    print(f"wrote {out}")
+
+
+def calibrate_on_rank(
+    rank: int,
+    world_size: int,
+    max_bytes: int,
+    seconds_per_point: float,
+    with_local: bool,
+    budget_s: float = 30.0,
+    config: TrainConfig | None = None,
+) -> CommCurves:
+    """Measures curves and local costs. Collective: the main function of every rank.
+
+    Args:
+        rank: This rank.
+        world_size: Ranks in the default process group.
+        max_bytes: Largest buffer per rank.
+        seconds_per_point: About how long each size is repeated, at most.
+        with_local: Whether to measure local costs too.
+        budget_s: Seconds for the network in all.
+        config: A model whose dense part is measured too.
+    """
+    quiet_upstream()
+    pg = dist.group.WORLD
+    assert pg is not None, "init_process_group comes first"
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and "nccl" in dist.get_backend(pg):
+        device = torch.device("cuda", torch.cuda.current_device())
+    points = num_points(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), max_bytes)
+    points += len(PROBES) * with_local + (config is not None)
+    progress = Progress("calibrate", points, shown=rank == 0)
+
+    def advance(point: str) -> None:
+        progress.tell(point)
+        progress.advance()
+
+    curves = CommCurves.measure(
+        pg,
+        device=device,
+        max_bytes=max_bytes,
+        seconds_per_point=seconds_per_point,
+        budget_s=budget_s,
+        advance=advance,
+    )
+    if with_local:
+        progress.tell("local work")
+        local = measure_local_costs(device, progress.advance)
+        curves = dataclasses.replace(curves, local=local)
+    if config is not None:
+        advance("dense part")
+        curves = dataclasses.replace(curves, dense=measure_dense(config, device))
+    progress.close()
+    return curves
+
+
+def print_curves(curves: CommCurves) -> None:
+    """Prints the fits on stdout."""
+    facts = curves.measured_on
+    print(
+        f"\n{curves.world_size} ranks, {curves.ranks_per_host} per host, {curves.backend} on "
+        f"{curves.device} ({facts.get('hardware', '?')}), {facts.get('date_utc', '?')}"
+    )
+    print(
+        f"  {'collective':<20}{'latency ms':>12}{'GB/s':>9}{'fit error, median':>19}{'worst':>8}"
+        f"{'largest, MB':>13}"
+    )
+    levels = {"": curves.collectives, **curves.levels}
+    for level, of in levels.items():
+        for name in COLLECTIVES:
+            curve = of[name]
+            label = f"{name} ({level})" if level else name
+            print(
+                f"  {label:<20}{curve.latency_ms:>12.3f}{curve.gbytes_per_s:>9.3f}"
+                f"{curve.median_error:>19.0%}{curve.worst_error:>8.0%}"
+                f"{curve.sent_bytes[-1] / 1e6:>13.3f}"
+            )
+    local = curves.local
+    print(f"  local work per step ({'measured' if local.measured else 'assumed'}), ns per element:")
+    for side in ("hot_cold", "stock"):
+        costs = getattr(local, side)
+        cells = ", ".join(
+            f"{phase} {getattr(costs, phase).lookup_element_ns:.2f} per lookup "
+            f"{getattr(costs, phase).row_element_ns:.2f} per row"
+            for phase in PHASES[1:]
+        )
+        print(
+            f"    {side:<10}{cells}; input_dist {costs.input_dist.lookup_ns:.0f} ns per lookup; "
+            f"update {costs.backward.update_ns:.0f} ns per row"
+        )
+    measured = "measured" if curves.wire_core_ns is not None else "assumed"
+    print(f"  a byte on the wire takes {curves.core_ns_per_byte:.2f} ns of a core ({measured})")
+    if curves.dense is not None:
+        print(
+            f"  dense part: forward {curves.dense.forward_ms:.1f} ms, backward "
+            f"{curves.dense.backward_ms:.1f} ms for {curves.dense.batch_size:,} samples"
+        )

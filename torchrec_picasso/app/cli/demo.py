@@ -1,0 +1,88 @@
+"""``torchrec-picasso demo``: stock TorchRec and this package, side by side, on the same batches."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from torchrec_picasso.app.cli.report import (
+    Comparison,
+    draw_comparison,
+    print_comparison,
+    write_json,
+)
+from torchrec_picasso.app.config import (
+    DataConfig,
+    ModelConfig,
+    ShardingConfig,
+    TrainConfig,
+)
+from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.runs.compare import CompareSpec, compare_on_rank
+from torchrec_picasso.app.zoo.kinds import DLRM
+from torchrec_picasso.app.zoo.model_kinds import needs_clicks
+from torchrec_picasso.app.zoo.registry import check_run
+from torchrec_picasso.errors import ConfigError
+
+__all__ = ["run", "demo_spec"]
+
+_MIN_STEPS = 10  # warm-up, counted steps and one timed block
+_GENERATED_ROW_SCALE = 0.02  # 10 million rows become 200,000
+_TIMEOUT_S = 3600
+
+
+def demo_spec(args: argparse.Namespace) -> CompareSpec:
+    """The comparison that the arguments ask for.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+    """
+    if args.steps < _MIN_STEPS:
+        raise ConfigError(f"--steps: expected at least {_MIN_STEPS}, got {args.steps}")
+    config = TrainConfig(
+        steps=args.steps,
+        ranks=args.ranks,
+        seed=args.seed,
+        data=DataConfig(
+            kind="clicks" if needs_clicks(args.model) else "criteo",
+            path=args.data,
+            batch_size=args.batch_size,
+            row_scale=1.0 if args.data else _GENERATED_ROW_SCALE,
+            heldout_steps=2,
+        ),
+        model=_model(args.model, args.dim),
+        sharding=ShardingConfig(hot_rows=args.hot_rows),
+    )
+    spec = CompareSpec(config=config)
+    spare = config.steps - spec.num_steps  # steps that fill no whole block go to the warm-up
+    return CompareSpec(config=config, warmup_steps=spec.warmup_steps + spare)
+
+
+def _model(kind: str, dim: int) -> ModelConfig:
+    if kind == DLRM:
+        return ModelConfig(embedding_dim=dim, dense_layers=(64,), over_layers=(64,))
+    return ModelConfig(kind=kind, embedding_dim=dim)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the subcommand.
+
+    Raises:
+        PicassoError: If an argument, the data or the output folder cannot be used.
+        RankError: If a rank fails.
+    """
+    spec = demo_spec(args)
+    folder = Path(args.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {folder}: cannot make this folder ({error.strerror}); name another"
+        ) from error
+    check_run(spec.config, spec.config.ranks)
+    result = run_ranks(compare_on_rank, spec.config.ranks, spec, timeout_s=_TIMEOUT_S)[0]
+    comparison = Comparison(spec=spec, **result)
+    print_comparison(comparison)
+    write_json(comparison, folder / "demo.json")
+    draw_comparison(comparison, folder / "demo.png")
+    print(f"wrote {folder / 'demo.json'} and {folder / 'demo.png'}")

@@ -1,0 +1,80 @@
+"""``torchrec-picasso``: parses the command line and turns errors into one clear message."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from torchrec_picasso.app.cli.arguments import make_parser
+from torchrec_picasso.errors import PeerError, PicassoError
+from torchrec_picasso.version import __version__
+
+__all__ = ["main"]
+
+EXIT_BAD_INPUT = 2
+EXIT_FAILED = 1
+_EXIT_INTERRUPTED = 130
+_PACKAGES = {"yaml": "pyyaml", "tqdm": "tqdm", "matplotlib": "matplotlib"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand.
+
+    Args:
+        argv: Arguments without the program's name; ``None`` = those of this process.
+
+    Returns:
+        The exit code: 0, 2 for input that cannot be used, 1 for a rank that failed otherwise.
+    """
+    try:
+        try:
+            args = make_parser(__version__).parse_args(argv)
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by ranks, one worker each
+            return _run(args)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # as with `| head`; Python would flush once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return _say("interrupted", _EXIT_INTERRUPTED)
+
+
+def _run(args: argparse.Namespace) -> int:
+    # here, not above: PyTorch and TorchRec take seconds to import
+    from torchrec_picasso.app.launch.quiet import quiet_upstream
+    from torchrec_picasso.app.launch.run_ranks import RankError
+
+    quiet_upstream()
+    try:
+        import_module(f"torchrec_picasso.app.cli.{args.command}").run(args)
+    except ModuleNotFoundError as error:
+        if error.name not in _PACKAGES:
+            raise
+        return _say(
+            f"the package {_PACKAGES[error.name]} is not installed; "
+            "pip install 'torchrec_picasso[app]' has all that the command line needs",
+            EXIT_BAD_INPUT,
+        )
+    except PeerError as error:
+        return _say(str(error), EXIT_FAILED)
+    except PicassoError as error:
+        return _say(str(error), EXIT_BAD_INPUT)
+    except RankError as error:
+        cause = error.__cause__
+        if isinstance(cause, PicassoError) and not isinstance(cause, PeerError):
+            return _say(str(cause), EXIT_BAD_INPUT)
+        return _say(str(error), EXIT_FAILED)
+    return 0
+
+
+def _say(message: str, exit_code: int) -> int:
+    print(f"torchrec-picasso: error: {message}", file=sys.stderr)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""One comparison as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrec_picasso.app.config import TrainConfig
+from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.runs.compare import CompareSpec, SideResult
+
+__all__ = ["Comparison", "print_comparison", "write_json", "draw_comparison"]
+
+_STOCK_COLOR, _OURS_COLOR = "#9aa5b1", "#0b7285"
+_MB = 1e6
+_ROUNDING = 1e-6  # float32 losses that differ by more met such a switch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What a comparison was asked for and what came out.
+
+    Args:
+        spec: The question.
+        stock: The stock side.
+        ours: This package's side.
+        probe_ms: Step time of each stock placement that was probed.
+        pipeline: What trained this package's side; stock's is TorchRec's SparseDist.
+    """
+
+    spec: CompareSpec
+    stock: SideResult
+    ours: SideResult
+    probe_ms: Mapping[str, float]
+    pipeline: str
+
+    @property
+    def max_relative_loss_difference(self) -> float:
+        """Largest difference of the two losses of one step, relative to stock's."""
+        return max(
+            abs(ours - stock) / abs(stock)
+            for stock, ours in zip(self.stock.losses, self.ours.losses)
+        )
+
+    @property
+    def sent_bytes_ratio(self) -> float:
+        """How many times fewer bytes this package sends."""
+        return self.stock.sent_bytes_per_step / self.ours.sent_bytes_per_step
+
+    @property
+    def cpu_ratio(self) -> float:
+        """CPU seconds per step, this package's over stock's."""
+        return self.ours.cpu_s_per_step / self.stock.cpu_s_per_step
+
+
+def _in_words(kind: str, config: TrainConfig) -> str:
+    dim = config.model.embedding_dim
+    if config.data.kind == "criteo":
+        return f"{kind.upper()}, {config.data.num_tables} tables x {dim}"
+    if config.data.kind == "fields":
+        return f"{kind.upper()}, {config.data.num_tables} fields, dim {dim}"
+    return f"{kind.upper()}, clicks with histories, dim {dim}"
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """Prints the table on stdout."""
+    config = comparison.spec.config
+    stock, ours = comparison.stock, comparison.ours
+    print(
+        f"\n{_in_words(config.model.kind, config)}, {config.ranks} ranks x "
+        f"{config.data.batch_size} samples, {len(stock.losses)} steps, "
+        f"{config.data.path or 'generated samples'}"
+    )
+    if comparison.probe_ms:
+        probed = ", ".join(f"{name} {ms:.0f} ms" for name, ms in comparison.probe_ms.items())
+        print(f"stock plans probed: {probed}; compared with {stock.placement}")
+        if min(comparison.probe_ms, key=lambda name: comparison.probe_ms[name]) != stock.placement:
+            print(
+                "(column_wise keeps a row-wise Adagrad state per column shard: it trains another "
+                "model)"
+            )
+    print(f"pipelines: stock sparse_dist; hot_cold {comparison.pipeline}")
+    rows = [
+        ("", f"stock {stock.placement}", "hot_cold", ""),
+        ("loss, last step", f"{stock.losses[-1]:.7f}", f"{ours.losses[-1]:.7f}", ""),
+        ("largest loss difference", "", f"{comparison.max_relative_loss_difference:.1e}", "rel."),
+        _row("MB sent per rank, step", _megabytes(stock), _megabytes(ours), "{:.2f}", "fewer"),
+        _row(
+            "collectives per step",
+            stock.collectives_per_step,
+            ours.collectives_per_step,
+            "{:.1f}",
+            "fewer",
+        ),
+        _row("samples/s", stock.samples_per_s, ours.samples_per_s, "{:,.0f}", "more"),
+        _row("CPU s per step", stock.cpu_s_per_step, ours.cpu_s_per_step, "{:.3f}", "less"),
+        ("lookups served hot", "-", f"{ours.hot_share:.1%}", ""),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for index, (name, *cells) in enumerate(rows):
+        aligned = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:]))
+        print(f"  {name.ljust(widths[0])}  {aligned}".rstrip())
+        if index == 0:
+            print("  " + "-" * (sum(widths) + 6))
+    if comparison.max_relative_loss_difference > _ROUNDING:
+        print(
+            "  (sums in another order round differently; a ReLU whose input is that near 0 then\n"
+            "  switches, and from there the two runs drift apart like two seeds of rounding)"
+        )
+    print("  (times on ranks that share one machine; a network is slower, and there bytes count)")
+
+
+def _megabytes(side: SideResult) -> float:
+    return side.sent_bytes_per_step / _MB
+
+
+def _row(name: str, stock: float, ours: float, style: str, word: str) -> tuple[str, str, str, str]:
+    times = ours / stock if word == "more" else stock / ours
+    return name, style.format(stock), style.format(ours), f"{times:.2f} x {word}"
+
+
+def write_json(comparison: Comparison, path: Path) -> None:
+    """Writes everything that was measured, with what it was measured on; renamed when whole."""
+    document: dict[str, Any] = {
+        "environment": describe_environment(),
+        "spec": dataclasses.asdict(comparison.spec),
+        "probe_ms": dict(comparison.probe_ms),
+        "pipeline": comparison.pipeline,
+        "stock": dataclasses.asdict(comparison.stock),
+        "ours": dataclasses.asdict(comparison.ours),
+        "max_relative_loss_difference": comparison.max_relative_loss_difference,
+        "sent_bytes_ratio": comparison.sent_bytes_ratio,
+        "cpu_ratio": comparison.cpu_ratio,
+    }
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+def draw_comparison(comparison: Comparison, path: Path) -> None:
+    """Draws the losses on top of each other and the bytes side by side."""
+    import matplotlib  # here, because only a picture needs it and it is slow to import
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    stock, ours = comparison.stock, comparison.ours
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained"
+    )
+    steps = range(1, len(stock.losses) + 1)
+    left.plot(
+        steps, stock.losses, color=_STOCK_COLOR, linewidth=6, label=f"stock {stock.placement}"
+    )
+    left.plot(steps, ours.losses, color=_OURS_COLOR, linewidth=1.6, label="hot_cold")
+    left.set(
+        xlabel="step",
+        ylabel="loss (mean over ranks)",
+        title="Training loss, largest relative difference "
+        f"{comparison.max_relative_loss_difference:.0e}",
+    )
+    left.legend(frameon=False)
+    sides = [(f"stock\n{stock.placement}", stock, _STOCK_COLOR), ("hot_cold", ours, _OURS_COLOR)]
+    bars = right.bar(
+        [name for name, _, _ in sides],
+        [_megabytes(side) for _, side, _ in sides],
+        color=[color for _, _, color in sides],
+        width=0.55,
+    )
+    right.bar_label(bars, fmt="%.1f MB", padding=3)
+    right.margins(y=0.12)
+    right.set(
+        ylabel="MB sent per rank and step",
+        title=f"{comparison.sent_bytes_ratio:.1f} times fewer bytes",
+    )
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+        axes.set_axisbelow(True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

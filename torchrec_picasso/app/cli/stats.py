@@ -1,0 +1,342 @@
+"""``torchrec-picasso stats``: counts the ids of data files; how skewed and stable they are."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torchrec.datasets.utils import Batch
+
+from torchrec_picasso.app.cli.outputs import check_outputs, new_picture, save_picture
+from torchrec_picasso.app.config import DataConfig, TrainConfig, load_config
+from torchrec_picasso.app.launch.progress import Progress
+from torchrec_picasso.app.zoo.data.criteo import hash_ids, log_dense
+from torchrec_picasso.app.zoo.data.criteo_files import MISSING_ID, read_criteo
+from torchrec_picasso.app.zoo.data.source import make_batch
+from torchrec_picasso.app.zoo.registry import build_model, make_source
+from torchrec_picasso.app.zoo.tables import table_specs
+from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_rows
+from torchrec_picasso.frequency.collect import count_lookups, model_tables
+from torchrec_picasso.frequency.decay import decayed_stats
+from torchrec_picasso.frequency.drift import DriftReport, drift_of_windows
+from torchrec_picasso.frequency.files import CHUNK_ROWS, Reading, num_samples_of
+from torchrec_picasso.frequency.windows import TimedIds, read_windows
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["run"]
+
+_PARQUET_MAGIC = b"PAR1"
+_TEXT_BYTES_PER_CHUNK = 16 << 20  # about, for the progress bar
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SHOWN_AGES = (1, 2, 3, 6, 12, 24, 48)
+_MAX_LEGEND = 12
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the subcommand.
+
+    Raises:
+        PicassoError: If an argument, a file or the output cannot be used.
+    """
+    _check_arguments(args)
+    config = load_config(args.config) if args.config else None
+    if config is not None and args.files:
+        config = replace(config, data=replace(config.data, path=args.files[0]))
+    batch_size = args.batch_size or (config.data.batch_size if config is not None else 4096)
+    if config is None:
+        tables = _tables_of(args)
+        reading = Reading(hash_ids=args.hash)
+        stats = _count_parquet(args, args.files, tables, reading)
+    else:
+        tables = model_tables(build_model(config, make_source(config.data, config.seed)))
+        reading = Reading(hash_ids=True, missing_id=MISSING_ID)
+        files = args.files or ([config.data.path] if config.data.path is not None else [])
+        if files and config.data.kind == "criteo" and all(_is_parquet(file) for file in files):
+            stats = _count_parquet(args, files, tables, reading)
+        else:
+            stats = _count_batches(args, files, config, tables)
+        args.files = files
+    tables = [  # sizes that were found while counting
+        replace(table, num_embeddings=stats.tables[table.name].num_embeddings) for table in tables
+    ]
+    window_s = _seconds("--window", args.window or "1h")
+    if args.half_life:
+        stats = decayed_stats(
+            _windows(args, tables, reading, window_s, "decay"),
+            tables,
+            _seconds("--half-life", args.half_life) / window_s,
+            max_rows_counted=args.max_rows_counted,
+        )
+    stats.to_parquet(args.out)  # hours of counting are not lost to what follows
+    _print_tables(stats.summary(batch_size), batch_size)
+    if args.hot_rows:
+        _print_hot_set(stats, args.hot_rows, batch_size)
+    if args.time_column:
+        num_hot = args.hot_rows or max(1, sum(map(stats.num_distinct, stats.tables)) // 100)
+        windows = _windows(args, tables, reading, window_s, "drift")
+        _print_drift(drift_of_windows(windows, 1.0, num_hot), window_s)
+    if args.plot:
+        draw_coverage(stats, Path(args.plot))
+    print("wrote " + " and ".join(filter(None, (args.out, args.plot))))
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Everything that can be refused before hours of counting."""
+    for flag in ("batch_size", "batches", "hot_rows", "max_rows_counted"):
+        value = getattr(args, flag)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')}: expected at least 1, got {value}")
+    check_outputs(args, "out", "plot")
+    if args.config and (args.rows or args.hash):
+        raise ConfigError("--rows and --hash: the tables and ids are those of --config; leave out")
+    if args.features and not args.files:
+        raise ConfigError("FILES: expected at least one Parquet file, got none")
+    if args.hash and not args.rows:
+        raise ConfigError("--hash: expected --rows, which ids are taken modulo of; add --rows")
+    for flag in ("window", "half_life", "time_unit"):
+        if getattr(args, flag) and not args.time_column:
+            raise ConfigError(
+                f"--{flag.replace('_', '-')}: expected --time-column, the column of the time; add "
+                "it"
+            )
+    if args.window:
+        _seconds("--window", args.window)
+    if args.half_life:
+        _seconds("--half-life", args.half_life)
+
+
+def _tables_of(args: argparse.Namespace) -> list[ModelTable]:
+    """One table per feature."""
+    features = [name.strip() for name in args.features.split(",") if name.strip()]
+    if not features:
+        raise ConfigError(f"--features {args.features!r}: expected column names, such as c1,c2")
+    rows = _rows_of(args.rows, features)
+    return [
+        ModelTable(name=name, num_embeddings=rows.get(name), feature_names=(name,))
+        for name in dict.fromkeys(features)
+    ]
+
+
+def _rows_of(text: str | None, features: list[str]) -> Mapping[str, int]:
+    """Rows by feature, of ``1000`` or ``c1=1000,c2=5000``."""
+    if text is None:
+        return {}
+    pairs = [part.rpartition("=")[::2] for part in text.split(",")]
+    if len(pairs) == 1 and not pairs[0][0]:
+        pairs = [(name, pairs[0][1]) for name in features]
+    rows = {}
+    for name, number in pairs:
+        if not number.strip().replace("_", "").isdigit() or int(number) < 1:
+            raise ConfigError(f"--rows {text}: expected N or c1=N,c2=N with whole numbers above 0")
+        if name.strip() not in features:
+            raise ConfigError(
+                f"--rows {text}: {name.strip()!r} is not among --features {', '.join(features)}"
+            )
+        rows[name.strip()] = int(number)
+    return rows
+
+
+def _count_parquet(
+    args: argparse.Namespace, files: list[str], tables: list[ModelTable], reading: Reading
+) -> FrequencyStats:
+    if reading.hash_ids and any(table.num_embeddings is None for table in tables):
+        names = [table.name for table in tables if table.num_embeddings is None]
+        raise ConfigError(f"--hash: expected --rows for every feature, none for {', '.join(names)}")
+    progress = _progress("count", files)
+    stats = FrequencyStats.from_files(
+        files,
+        tables,
+        hash_ids=reading.hash_ids,
+        missing_id=reading.missing_id,
+        max_rows_counted=args.max_rows_counted,
+        progress=lambda _: progress.advance(),
+    )
+    progress.close()
+    return stats
+
+
+def _count_batches(
+    args: argparse.Namespace,
+    files: list[str],
+    config: TrainConfig,
+    tables: list[ModelTable],
+) -> FrequencyStats:
+    """Criteo's text; clicks, whose histories no file has as columns; or generated samples."""
+    if args.time_column:
+        raise ConfigError("--time-column: expected Parquet files, which have columns by name")
+    batches: Iterator[Batch]
+    is_text = bool(files) and config.data.kind == "criteo"
+    if is_text:
+        num_bytes = sum(Path(file).stat().st_size for file in files if Path(file).is_file())
+        progress = Progress("count", -(-num_bytes // _TEXT_BYTES_PER_CHUNK))
+        batches = itertools.chain.from_iterable(_text_batches(file, config.data) for file in files)
+    else:
+        progress = Progress("count", args.batches)
+        source = make_source(config.data, config.seed)
+        batches = itertools.islice(source.batches(rank=0, world_size=1), args.batches)
+
+    def counted() -> Iterator[Batch]:
+        for batch in batches:
+            yield batch
+            progress.advance()
+
+    counts, num_batches, num_samples = count_lookups(counted(), tables, None, args.max_rows_counted)
+    progress.close()
+    return FrequencyStats(
+        tables=counts, num_batches=0 if is_text else num_batches, num_samples=num_samples
+    )
+
+
+def _text_batches(file: str, data: DataConfig) -> Iterator[Batch]:
+    """A Criteo file's samples, mapped to rows as training maps them."""
+    columns = table_specs(data)
+    rows_F = np.array([column.num_embeddings for column in columns], dtype=np.int64)
+    names = [column.feature for column in columns]
+    for chunk in read_criteo(file):
+        ids_BF = hash_ids(chunk.ids_NF, rows_F)
+        yield make_batch(chunk.labels_N, log_dense(chunk.dense_NI), ids_BF, names)
+
+
+def _windows(
+    args: argparse.Namespace,
+    tables: list[ModelTable],
+    reading: Reading,
+    window_s: float,
+    label: str,
+) -> Iterator[TimedIds]:
+    progress = _progress(label, args.files)
+    yield from read_windows(
+        args.files,
+        tables,
+        args.time_column,
+        window_s,
+        time_unit=args.time_unit,
+        reading=reading,
+        progress=lambda _: progress.advance(),
+    )
+    progress.close()
+
+
+def _progress(label: str, files: list[str]) -> Progress:
+    return Progress(label, sum(-(-num_samples_of(file) // CHUNK_ROWS) for file in files))
+
+
+def _is_parquet(file: str) -> bool:
+    if not Path(file).is_file():
+        return False
+    with open(file, "rb") as opened:
+        return opened.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
+
+
+def _seconds(flag: str, text: str) -> float:
+    """``1h``, ``30m``, ``2d`` in seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)(ms|s|m|h|d)", text.strip())
+    if found is None or not float(found[1]):
+        raise ConfigError(f"{flag} {text}: expected a time such as 30s, 15m, 1h or 2d")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def _print_tables(summary: pd.DataFrame, batch_size: int) -> None:
+    """Prints one line per table."""
+    shown = {
+        "table": summary["table"],
+        "rows": summary["rows"].map("{:,}".format),
+        "lookups": summary["lookups"].map("{:,.0f}".format),
+        "per sample": summary["pooling_factor"].map("{:.2f}".format),
+        "distinct": summary["distinct"].map("{:,}".format),
+        "unseen": summary["unseen_mass"].map("{:.2%}".format),
+        "unique": summary["unique_per_batch"].map("{:,.0f}".format),
+        "rows for 50 %": summary["rows_for_50"].map("{:,}".format),
+        "80 %": summary["rows_for_80"].map("{:,}".format),
+        "90 %": summary["rows_for_90"].map("{:,}".format),
+        "lacks at most": summary["max_undercount"].map("{:g}".format),
+    }
+    print()
+    widths = {name: max(map(len, [name, *column])) for name, column in shown.items()}
+    for line in ([*shown], *zip(*shown.values())):
+        first, *cells = [
+            cell.ljust(width) if name == "table" else cell.rjust(width)
+            for (name, width), cell in zip(widths.items(), line)
+        ]
+        print("  " + "  ".join([first, *cells]).rstrip())
+    lookups = float((summary["pooling_factor"] * batch_size).sum())
+    unique = float(summary["unique_per_batch"].sum())
+    share = f", {unique / lookups:.0%}" if lookups else ""
+    print(
+        f"  a batch of {batch_size:,} samples has {lookups:,.0f} lookups and {unique:,.0f} distinct"
+        f" rows (unique{share}); unseen: share of lookups that go to rows never seen"
+    )
+
+
+def _print_hot_set(stats: FrequencyStats, num_hot: int, batch_size: int) -> None:
+    rows = {name: counts.num_embeddings for name, counts in stats.tables.items()}
+    hot = select_hot_rows(rows, num_hot, stats)
+    served = total = cold = 0.0
+    for name, counts in stats.tables.items():
+        served += stats.coverage(name, hot[name].numel()) * counts.num_lookups
+        total += counts.num_lookups
+        per_sample = counts.num_lookups / stats.num_samples if stats.num_samples else 0.0
+        cold += stats.expected_unique_cold(name, round(batch_size * per_sample), hot[name].numel())
+    print(
+        f"  the {num_hot:,} most frequent rows took {served / max(total, 1):.1%} of the lookups; "
+        f"a batch has {cold:,.0f} distinct rows beside them"
+    )
+
+
+def _print_drift(drift: DriftReport, window_s: float) -> None:
+    """Prints coverage by age."""
+    print(
+        f"\n  {drift.num_hot:,} hot rows chosen in a window of {_time(window_s)} cover, later:\n"
+        f"  {'age':>8}{'coverage':>11}{'of fresh':>11}"
+    )
+    for age in _SHOWN_AGES:
+        if age <= len(drift.coverage):
+            of, fresh = drift.coverage[age - 1], drift.coverage_fresh[age - 1]
+            kept = f"{of / fresh:.0%}" if fresh else "-"
+            print(f"  {_time(age * window_s):>8}{of:>11.1%}{kept:>11}")
+    if drift.half_life is None:
+        print(f"  more than half is left after {_time(len(drift.coverage) * window_s)}")
+    else:
+        half_life = _time(drift.half_life * window_s)
+        print(f"  half of the fresh coverage is gone after {half_life}: refresh hot sets as often")
+
+
+def _time(seconds: float) -> str:
+    unit = next((u for u in ("d", "h", "m", "s") if seconds >= _SECONDS[u]), "s")
+    return f"{seconds / _SECONDS[unit]:.3g} {unit}"
+
+
+def draw_coverage(stats: FrequencyStats, path: Path) -> None:
+    """Draws the share of lookups over the share of rows, the most frequent first.
+
+    Args:
+        stats: The statistics.
+        path: Picture to write; its name says the format.
+    """
+    from matplotlib import colormaps  # here, because only a picture needs it; slow to import
+
+    figure, axes = new_picture(7.5, 4.8)
+    spectra = {name: counts.spectrum() for name, counts in stats.tables.items()}
+    spectra = {name: spectrum for name, spectrum in spectra.items() if spectrum.num_lookups}
+    for index, (name, spectrum) in enumerate(spectra.items()):
+        rows_K, share_K = spectrum.coverage_curve()
+        label = name if len(spectra) <= _MAX_LEGEND else None
+        color = colormaps["viridis"](0.95 * index / max(1, len(spectra) - 1))
+        axes.plot(rows_K / spectrum.num_embeddings, share_K, label=label, color=color)
+    axes.set(
+        xscale="log",
+        xlabel="share of the table's rows, most frequent first",
+        ylabel="share of the lookups",
+        ylim=(0, 1.02),
+        title="Coverage",
+    )
+    save_picture(figure, axes, path)

@@ -1,0 +1,34 @@
+"""Settings as frozen dataclasses, and YAML files checked into them with every problem at once."""
+
+from torchrec_picasso.app.config.load import load_config, parse_config
+from torchrec_picasso.app.config.schema import (
+    CARDINALITY_NAMES,
+    PIPELINES,
+    PLACEMENTS,
+    CheckpointConfig,
+    DataConfig,
+    FeatureConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    ShardingConfig,
+    TrainConfig,
+)
+from torchrec_picasso.app.config.watch import WatchConfig
+
+__all__ = [
+    "TrainConfig",
+    "DataConfig",
+    "FeatureConfig",
+    "ModelConfig",
+    "ShardingConfig",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "CheckpointConfig",
+    "WatchConfig",
+    "load_config",
+    "parse_config",
+    "PLACEMENTS",
+    "PIPELINES",
+    "CARDINALITY_NAMES",
+]

@@ -1,0 +1,157 @@
+"""What happens inside one rank of ``run_ranks``: join the group, call the function, answer.
+
+A rank answers through its pipe *before* it leaves the process group, so that the launcher hears a
+failure earlier than the peers can feel it, and it leaves only when told that all ranks answered, so
+that a quick rank never tears the connections of a slow one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchrec_picasso.app.launch.torn_connection import tells_of_torn_connection
+
+__all__ = ["RankFailure", "STACK_SIGNAL", "rank_main", "stack_file"]
+
+STACK_SIGNAL = signal.SIGUSR1
+"""A rank that gets it writes its Python stack to :func:`stack_file`, even inside a collective."""
+
+_GLOO_SLACK_S = 60.0  # gloo times out after the launcher's deadline, so that the launcher speaks
+
+
+@dataclasses.dataclass(frozen=True)
+class RankFailure:
+    """How and when a rank failed.
+
+    Args:
+        rank: The rank.
+        what: One line that follows "rank R".
+        time_s: ``time.monotonic()``, one clock for all processes of a machine.
+        traceback: The rank's traceback; empty if it died without one.
+        pickled_error: Its exception, empty where it cannot be pickled.
+    """
+
+    rank: int
+    what: str
+    time_s: float
+    traceback: str = ""
+    pickled_error: bytes = b""
+
+    @property
+    def is_torn_connection(self) -> bool:
+        """Whether it only felt that another rank ended."""
+        return tells_of_torn_connection(self.traceback)
+
+
+def stack_file(folder: str | Path, rank: int) -> Path:
+    """Where a rank writes its stack on :data:`STACK_SIGNAL`; exists once the rank listens."""
+    return Path(folder, f"stack_{rank}")
+
+
+def rank_main(
+    connection: Connection,
+    call: bytes,
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout_s: float,
+    threads_per_rank: int,
+) -> None:
+    """Runs the pickled ``call`` of the launcher; sends "returned" or "raised", then content."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the launcher ends the ranks
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    with open(stack_file(folder, rank), "w") as file:
+        faulthandler.register(STACK_SIGNAL, file, all_threads=False)
+        try:
+            environment, fn, args, on_start = pickle.loads(call)
+            os.environ.clear()  # the fork server may be older than the launcher's variables
+            os.environ.update(environment)
+            _join_group(rank, world_size, folder, timeout_s, threads_per_rank, on_start)
+            content = _pickled_result(fn(rank, world_size, *args))
+        except BaseException as error:
+            _answer(connection, b"raised", pickle.dumps(_described(rank, error)))
+            os._exit(1)  # at once: a group with a broken collective may not shut down
+        _answer(connection, b"returned", content)
+        with contextlib.suppress(EOFError, OSError):
+            connection.recv_bytes()  # until every rank has answered
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _join_group(
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout_s: float,
+    threads_per_rank: int,
+    on_start: Callable[[int], None] | None,
+) -> None:
+    # What torchrun would set; OMP_NUM_THREADS for libraries that start their own pools.
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+        OMP_NUM_THREADS=str(threads_per_rank),
+    )
+    if on_start is not None:
+        on_start(rank)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(threads_per_rank)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(Path(folder, "store")), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s + _GLOO_SLACK_S),
+    )
+
+
+def _pickled_result(result: object) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"the rank's result, a {type(result).__name__}, cannot be sent back: {error}; "
+            "return plain data or CPU tensors"
+        ) from error
+
+
+def _described(rank: int, error: BaseException) -> RankFailure:
+    time_s = time.monotonic()
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = b""
+    what = f"raised {type(error).__name__}: {error}"
+    return RankFailure(rank, what, time_s, traceback.format_exc(), pickled)
+
+
+def _answer(connection: Connection, kind: bytes, content: bytes) -> None:
+    with contextlib.suppress(OSError):  # the launcher is gone; nobody to tell
+        connection.send_bytes(kind)
+        connection.send_bytes(content)
+
+
+def _end_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        wait([launcher.sentinel])
+        os._exit(1)

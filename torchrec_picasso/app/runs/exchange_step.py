@@ -1,0 +1,157 @@
+"""Only the embedding part of a step: ids out, pooled rows in, gradients out, update. No towers.
+
+What calibration and the cost model's check measure: a sharded EmbeddingBagCollection fed with ready
+batches and a fixed gradient of its output, phase by phase.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedTensor, ShardingEnv
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_picasso.app.runs.placements import Placement
+
+__all__ = ["ExchangeStep", "PhaseTimes", "bag_collection", "one_hot_batch"]
+
+_LEARNING_RATE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseTimes:
+    """Milliseconds of one step on this rank."""
+
+    input_dist_ms: float
+    forward_ms: float
+    backward_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        """The whole step."""
+        return self.input_dist_ms + self.forward_ms + self.backward_ms
+
+
+def bag_collection(rows_T: Sequence[int], dims_T: Sequence[int]) -> EmbeddingBagCollection:
+    """Tables ``t_c1, t_c2, ...`` on the meta device, one feature each, row-wise Adagrad fused in.
+
+    Args:
+        rows_T: Rows of each table.
+        dims_T: Columns of each.
+    """
+    collection = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=f"t_c{index + 1}",
+                embedding_dim=dim,
+                num_embeddings=rows,
+                feature_names=[f"c{index + 1}"],
+            )
+            for index, (rows, dim) in enumerate(zip(rows_T, dims_T))
+        ],
+        device=torch.device("meta"),
+    )
+    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": _LEARNING_RATE})
+    return collection
+
+
+def one_hot_batch(ids_TB: Tensor) -> KeyedJaggedTensor:
+    """A batch with one id per sample and feature ``c1, c2, ...``.
+
+    Args:
+        ids_TB: Row ids, int64, shape ``(T, B)``.
+    """
+    num_tables, batch_size = ids_TB.shape
+    return KeyedJaggedTensor.from_lengths_sync(
+        keys=[f"c{index + 1}" for index in range(num_tables)],
+        values=ids_TB.reshape(-1),
+        lengths=torch.ones(num_tables * batch_size, dtype=torch.int32, device=ids_TB.device),
+    )
+
+
+class ExchangeStep:
+    """A sharded EmbeddingBagCollection whose steps are timed phase by phase.
+
+    Collective: every rank of ``pg`` makes one and runs its steps, in the same order.
+
+    Args:
+        collection: Unsharded tables.
+        placement: Their plan and sharders.
+        pg: Process group.
+        device: Where the tables go.
+        clock: Seconds; ``time.thread_time`` leaves out waiting for the wire.
+    """
+
+    def __init__(
+        self,
+        collection: EmbeddingBagCollection,
+        placement: Placement,
+        pg: dist.ProcessGroup,
+        device: torch.device | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._device = device or torch.device("cpu")
+        self._clock = clock
+        self._module: Any = DistributedModelParallel(
+            module=collection,
+            env=ShardingEnv.from_process_group(pg),
+            device=self._device,
+            plan=placement.plan,
+            sharders=placement.sharders,
+        ).module
+        self._grad: Tensor | None = None
+        for state in _local_tensors(self._module.fused_optimizer.state_dict()["state"]):
+            state.mul_(1)  # memory that no step has touched yet would be paid for by the first ones
+
+    def run(self, batch: KeyedJaggedTensor) -> PhaseTimes:
+        """Takes one step. Collective.
+
+        Args:
+            batch: This rank's batch.
+
+        Returns:
+            The time of each phase on this rank.
+        """
+        started_s = self._now_s()
+        ctx = self._module.create_context()
+        dist_input = self._module.input_dist(ctx, batch).wait().wait()
+        at_home_s = self._now_s()
+        pooled = self._module.compute_and_output_dist(ctx, dist_input).wait().values()
+        pooled_s = self._now_s()
+        if self._grad is None or self._grad.shape != pooled.shape:
+            self._grad = torch.full_like(pooled, 1e-3)
+        before_s = self._now_s()
+        pooled.backward(self._grad)
+        end_s = self._now_s()
+        return PhaseTimes(
+            input_dist_ms=(at_home_s - started_s) * 1e3,
+            forward_ms=(pooled_s - at_home_s) * 1e3,
+            backward_ms=(end_s - before_s) * 1e3,
+        )
+
+    def _now_s(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._clock()
+
+
+def _local_tensors(state: Any) -> Iterator[Tensor]:
+    """This rank's part of every tensor in a nested state dict."""
+    if isinstance(state, dict):
+        for value in state.values():
+            yield from _local_tensors(value)
+    elif isinstance(state, ShardedTensor):
+        yield from (shard.tensor for shard in state.local_shards())
+    elif isinstance(state, Tensor):
+        yield state

@@ -1,0 +1,172 @@
+"""Measures what a step does on the rank itself, with the real sharded modules on the real group.
+
+On the CPU the clock is the CPU time of the thread that trains, which does not run while the wire
+does; ranks that share a core get as much less of it as a busy loop on all of them at once says. An
+accelerator has no such clock: there each rank probes alone, in a group of one rank that sends
+nothing. The shapes span tables, batch, columns and repetition, so that each term of
+:class:`LocalWork` shows.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from torchrec_picasso.app.runs.exchange_step import ExchangeStep, bag_collection, one_hot_batch
+from torchrec_picasso.app.runs.placements import make_placement
+from torchrec_picasso.cost.local import PHASES, LocalCosts, LocalWork, PhaseCost, SideCosts
+
+__all__ = ["PROBES", "measure_local_costs"]
+
+_WARMUP_STEPS, _TIMED_STEPS = 2, 5
+_WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW = 1, 2
+_SLOW_STEP_S = 1.0
+"""A step that the wire makes last longer is taken less often: it adds waiting, no knowledge."""
+_BUSY_S = 0.3
+_TABLES_BYTES = 1 << 29  # far beyond what caches and their page tables reach
+_ELEMENT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Probe:
+    tables: int
+    batch_size: int
+    dim: int
+    rows_per_sample: float
+    """Rows in use of each table over the batch size: many = few repeated ids."""
+
+
+PROBES = (
+    _Probe(tables=4, batch_size=256, dim=16, rows_per_sample=1),
+    _Probe(tables=100, batch_size=256, dim=16, rows_per_sample=1),
+    _Probe(tables=26, batch_size=4096, dim=16, rows_per_sample=4),
+    _Probe(tables=26, batch_size=4096, dim=16, rows_per_sample=1 / 8),
+    _Probe(tables=26, batch_size=512, dim=128, rows_per_sample=4),
+    _Probe(tables=26, batch_size=4096, dim=64, rows_per_sample=1),
+    _Probe(tables=26, batch_size=2048, dim=128, rows_per_sample=1 / 8),
+    _Probe(tables=26, batch_size=4096, dim=128, rows_per_sample=4),
+    _Probe(tables=26, batch_size=4096, dim=128, rows_per_sample=1 / 2),
+    _Probe(tables=26, batch_size=4096, dim=128, rows_per_sample=1 / 8),
+    _Probe(tables=8, batch_size=8192, dim=64, rows_per_sample=1 / 4),
+    _Probe(tables=8, batch_size=2048, dim=128, rows_per_sample=1),
+    _Probe(tables=60, batch_size=1024, dim=32, rows_per_sample=2),
+)
+
+
+def measure_local_costs(
+    device: torch.device | None = None, advance: Callable[[], None] = lambda: None
+) -> LocalCosts:
+    """Fits the local costs of both kinds of sharding.
+
+    Collective: every rank of the default process group calls this, in the same order.
+
+    Args:
+        device: Where the tables go; CPU if ``None``.
+        advance: Called after each probe.
+
+    Returns:
+        The same costs on every rank: those of the slowest.
+    """
+    device = device or torch.device("cpu")
+    if device.type == "cpu":
+        pg, clock, slowdown = dist.group.WORLD, time.thread_time, _slowdown_by_sharing()
+        assert pg is not None, "init_process_group comes first"
+    else:
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        pg, clock, slowdown = groups[dist.get_rank()], time.perf_counter, 1.0
+    works = {"hot_cold": [], "table_wise": []}  # type: dict[str, list[LocalWork]]
+    ms = {side: {phase: [] for phase in PHASES} for side in works}  # type: dict[str, dict[str, list[float]]]
+    for probe in PROBES:
+        for side in works:
+            work, times = _probe(side, probe, pg, device, clock)
+            works[side].append(work)
+            for phase in PHASES:
+                ms[side][phase].append(times[phase] * slowdown)
+        advance()
+    fitted = {
+        side: SideCosts(**{p: PhaseCost.fit(works[side], ms[side][p]) for p in PHASES})
+        for side in works
+    }
+    return LocalCosts(hot_cold=fitted["hot_cold"], stock=fitted["table_wise"], measured=True)
+
+
+def _slowdown_by_sharing() -> float:
+    """Wall over CPU time of work that all ranks do at once: 1 on cores of their own. Collective."""
+    numbers = torch.rand(1 << 18)
+    numbers.sort()
+    dist.barrier()
+    wall_s, cpu_s = time.perf_counter(), time.thread_time()
+    while time.thread_time() - cpu_s < _BUSY_S:
+        numbers.sort()
+    ratio = torch.tensor((time.perf_counter() - wall_s) / (time.thread_time() - cpu_s))
+    dist.all_reduce(ratio, dist.ReduceOp.SUM)
+    return max(1.0, float(ratio) / dist.get_world_size())
+
+
+def _on_any_rank(is_here: bool) -> bool:
+    """Whether something holds on any rank. Collective."""
+    anywhere = torch.tensor(is_here, dtype=torch.int32)
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+    return bool(anywhere)
+
+
+def _probe(
+    side: str,
+    probe: _Probe,
+    pg: dist.ProcessGroup,
+    device: torch.device,
+    clock: Callable[[], float],
+) -> tuple[LocalWork, dict[str, float]]:
+    """One shape: its work, and the median over steps of the slowest rank's time of each phase."""
+    used = max(1, round(probe.batch_size * probe.rows_per_sample))
+    rows = max(used, _TABLES_BYTES // (probe.tables * probe.dim * _ELEMENT_BYTES))
+    collection = bag_collection([rows] * probe.tables, [probe.dim] * probe.tables)
+    placement = make_placement(
+        side, collection, pg, device_type=device.type, batch_size=probe.batch_size
+    )
+    step = ExchangeStep(collection, placement, pg, device, clock)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    times: list[list[float]] = []
+    unique = 0.0
+    num_warmup, num_timed = _WARMUP_STEPS, _TIMED_STEPS
+    index = 0
+    while index < num_warmup + num_timed:
+        ids_TB = torch.randint(used, (probe.tables, probe.batch_size), generator=generator)
+        ids_TB *= rows // used  # rows in use lie scattered, as real ones do
+        dist.barrier()
+        start_s = time.perf_counter()
+        taken = step.run(one_hot_batch(ids_TB).to(device))
+        if index == 0 and _on_any_rank(time.perf_counter() - start_s > _SLOW_STEP_S):
+            num_warmup, num_timed = _WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW
+        if index >= num_warmup:
+            times.append([getattr(taken, f"{phase}_ms") for phase in PHASES])
+            unique += sum(ids_B.unique().numel() for ids_B in ids_TB) / num_timed
+        index += 1
+    del step
+    gc.collect()
+    lookups = float(probe.tables * probe.batch_size)
+    work = LocalWork(
+        features=probe.tables,
+        lookups=lookups,
+        rows=unique,
+        lookup_elements=lookups * probe.dim,
+        row_elements=unique * probe.dim,
+        buffer_elements=(2 * lookups if side != "hot_cold" else lookups + 2 * unique) * probe.dim,
+        updated=_updated_rows(probe, used, pg.size()),
+    )
+    slowest = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return work, {phase: median(slowest[:, i].tolist()) for i, phase in enumerate(PHASES)}
+
+
+def _updated_rows(probe: _Probe, used: int, world_size: int) -> float:
+    """Distinct rows over the batches of all ranks, per rank that updates them; expected."""
+    return (
+        probe.tables * used * (1 - (1 - 1 / used) ** (probe.batch_size * world_size)) / world_size
+    )

@@ -1,0 +1,181 @@
+"""Quality checks: a model trains as stock trains it, or learns more than another one.
+
+Two models are compared on the same held-out samples, so an interval of the difference of their
+areas under the ROC curve is drawn by a paired bootstrap: samples are drawn with replacement, and
+both models are judged on the same draw. Of several tasks figures are means over the tasks.
+
+Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13: percentiles.
+
+Shape letters: F folds, N held-out samples, T tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from torchrec_picasso.app.config import PipelineConfig, TrainConfig
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.runs.trainer import Trainer
+from torchrec_picasso.app.zoo.registry import make_source
+
+__all__ = [
+    "Interval",
+    "Scores",
+    "area_under_curve",
+    "as_hot_cold",
+    "as_stock",
+    "mean_auc",
+    "paired_bootstrap",
+    "score_on_rank",
+]
+
+_DRAWS = 400
+_PERCENTILES = (2.5, 97.5)
+_LEAST_CHANCE = 1e-7  # of a label, so that one sample cannot make a mean infinite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a training gave.
+
+    Args:
+        losses: Of every global batch.
+        labels_NT: Of the held-out samples of all ranks.
+        scores_NT: Their predicted probabilities.
+    """
+
+    losses: list[float]
+    labels_NT: NDArray[np.float32]
+    scores_NT: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.labels_NT)
+
+    @property
+    def aucs(self) -> list[float]:
+        """Area under the ROC curve of each task."""
+        return [area_under_curve(*of) for of in zip(self.labels_NT.T, self.scores_NT.T)]
+
+    @property
+    def auc(self) -> float:
+        """Mean of :attr:`aucs`."""
+        return float(np.mean(self.aucs))
+
+    @property
+    def log_loss(self) -> float:
+        """Cross-entropy, a mean over samples and tasks."""
+        chances_NT = np.clip(self.scores_NT.astype(np.float64), _LEAST_CHANCE, 1 - _LEAST_CHANCE)
+        is_one_NT = self.labels_NT > 0.5
+        return float(-np.log(np.where(is_one_NT, chances_NT, 1 - chances_NT)).mean())
+
+    def of(self, samples_n: NDArray[np.int64]) -> Scores:
+        """Those of some samples."""
+        return dataclasses.replace(
+            self, labels_NT=self.labels_NT[samples_n], scores_NT=self.scores_NT[samples_n]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A difference, and where it is by 95 %."""
+
+    difference: float
+    low: float
+    high: float
+
+
+def as_hot_cold(config: TrainConfig, hot_rows: int, num_micro_batches: int) -> TrainConfig:
+    """The same training with every table hot/cold, in micro-batches, with lookahead.
+
+    Args:
+        config: What is trained.
+        hot_rows: Over all tables.
+        num_micro_batches: Of a batch.
+    """
+    return dataclasses.replace(
+        config,
+        sharding=dataclasses.replace(config.sharding, placement="hot_cold", hot_rows=hot_rows),
+        pipeline=PipelineConfig(num_micro_batches=num_micro_batches, lookahead=True),
+    )
+
+
+def as_stock(config: TrainConfig) -> TrainConfig:
+    """The same training by stock TorchRec: whole tables under ``TrainPipelineSparseDist``."""
+    sharding = dataclasses.replace(config.sharding, placement="table_wise")
+    return dataclasses.replace(
+        config, sharding=sharding, pipeline=PipelineConfig(kind="sparse_dist")
+    )
+
+
+def score_on_rank(rank: int, world_size: int, config: TrainConfig) -> Scores:
+    """Trains and predicts the held-out samples. Collective: the main function of every rank.
+
+    Args:
+        rank: This rank.
+        world_size: Ranks in the default process group.
+        config: What is trained; checkpoints are not written.
+    """
+    quiet_upstream()
+    source = make_source(config.data, config.seed)
+    trainer = Trainer(config, source)
+    losses = trainer.train(source.batches(rank, world_size), config.steps)
+    found = list(trainer.predict(source.heldout(rank, world_size)))
+    mine = [torch.cat([of[place].reshape(len(of[place]), -1) for of in found]) for place in (0, 1)]
+    gathered: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+    dist.all_gather_object(gathered, mine)
+    scores_NT, labels_NT = (torch.cat(of).numpy() for of in zip(*gathered))
+    return Scores(losses=trainer.mean_over_ranks(losses), labels_NT=labels_NT, scores_NT=scores_NT)
+
+
+def area_under_curve(labels_N: NDArray[np.float32], scores_N: NDArray[np.float32]) -> float:
+    """Chance that a sample with label 1 scores higher than one with label 0; ties count half.
+
+    Returns:
+        0.5 where one class is missing.
+    """
+    rank_N = pd.Series(scores_N).rank().to_numpy()  # from 1 on, equal scores their mean rank
+    is_one_N = labels_N > 0.5
+    num_ones = int(is_one_N.sum())
+    num_zeros = len(labels_N) - num_ones
+    if not num_ones or not num_zeros:
+        return 0.5
+    above = rank_N[is_one_N].sum() - num_ones * (num_ones + 1) / 2
+    return float(above / (num_ones * num_zeros))
+
+
+def paired_bootstrap(
+    ours_F: Sequence[Scores], other_F: Sequence[Scores], seed: int = 0
+) -> Interval:
+    """The difference of two models' areas under the curve, a mean over folds, with its interval.
+
+    Samples are drawn within their fold: those of two folds were judged by different trainings.
+
+    Args:
+        ours_F: One model's, of each fold's training.
+        other_F: The other's, of the same samples.
+        seed: Draws.
+    """
+    rng = np.random.default_rng(seed)
+    differences = []
+    for _ in range(_DRAWS):
+        draws_F = [rng.integers(len(ours), size=len(ours)) for ours in ours_F]
+        differences.append(
+            mean_auc([ours.of(draw_N) for ours, draw_N in zip(ours_F, draws_F)])
+            - mean_auc([other.of(draw_N) for other, draw_N in zip(other_F, draws_F)])
+        )
+    low, high = np.percentile(differences, _PERCENTILES)
+    difference = mean_auc(ours_F) - mean_auc(other_F)
+    return Interval(difference=difference, low=float(low), high=float(high))
+
+
+def mean_auc(scores_F: Sequence[Scores]) -> float:
+    """Area under the curve, a mean over folds."""
+    return float(np.mean([scores.auc for scores in scores_F]))

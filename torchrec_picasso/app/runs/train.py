@@ -1,0 +1,208 @@
+"""A whole training run: train, checkpoint, resume, and tell the held-out AUC at the end.
+
+Batches depend on the step alone, so a resumed run sees what the uninterrupted one would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.types import ShardingPlan
+
+from torchrec_picasso.app.checkpoints.folder import newest_checkpoint, refuse_used_folder
+from torchrec_picasso.app.checkpoints.hot_rows import (
+    adopt_hot_rows,
+    read_hot_rows,
+    read_uses,
+    write_hot_rows,
+    write_uses,
+)
+from torchrec_picasso.app.checkpoints.load import load_checkpoint, newest_undamaged
+from torchrec_picasso.app.checkpoints.setting import read_setting, write_setting
+from torchrec_picasso.app.checkpoints.writer import CheckpointWriter
+from torchrec_picasso.app.config import TrainConfig
+from torchrec_picasso.app.launch.progress import Progress
+from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.runs.evaluate import evaluate_auc
+from torchrec_picasso.app.runs.pipelines import describe_pipeline, is_settled, pipeline_maker
+from torchrec_picasso.app.runs.profiling import ProfileRequest, StepProfiler, Stretch, steps_at_once
+from torchrec_picasso.app.runs.trainer import Trainer
+from torchrec_picasso.app.runs.watching import RunWatch
+from torchrec_picasso.app.zoo.registry import make_source
+from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.exchange.peers import Peers
+from torchrec_picasso.refresh.saved_uses import SavedUses
+
+__all__ = ["check_checkpoint_folder", "train_on_rank"]
+
+
+def check_checkpoint_folder(config: TrainConfig, resume: bool) -> None:
+    """Refuses a run whose checkpoints could not be read or would mix with another run's.
+
+    Args:
+        config: Names the folder.
+        resume: Whether the run continues an earlier one.
+
+    Raises:
+        ConfigError: If ``resume`` is asked for without a folder.
+        PicassoError: If the folder does not fit.
+    """
+    folder = config.checkpoint.folder
+    if folder is None:
+        if resume:
+            raise ConfigError(
+                "--resume: the configuration names no checkpoint.folder to resume from; set it"
+            )
+    elif resume:
+        newest_checkpoint(folder)
+    else:
+        refuse_used_folder(folder)
+
+
+def train_on_rank(
+    rank: int,
+    world_size: int,
+    config: TrainConfig,
+    resume: bool,
+    device: torch.device | None = None,
+    profile: ProfileRequest | None = None,
+) -> dict[str, Any]:
+    """Runs the training. Collective: the main function of every rank.
+
+    Args:
+        rank: This rank; rank 0 prints.
+        world_size: Ranks in the default process group.
+        config: The run.
+        resume: Start from the newest whole checkpoint.
+        device: Where to train, CPU if ``None``.
+        profile: Steps to draw, if any.
+
+    Returns:
+        ``first_step``, the ``losses`` of the steps trained here, the held-out ``auc`` of the first
+        task and the ``aucs`` of all.
+
+    Raises:
+        PicassoError: If the input or the checkpoint cannot be used.
+        PeerError: If another rank failed, with its message, or does not answer.
+    """
+    quiet_upstream()
+    pg = dist.group.WORLD
+    assert pg is not None, "init_process_group comes first"
+    with Peers(pg).hear_of_failures(lambda: "the run"):
+        return _train(rank, world_size, config, resume, device, profile)
+
+
+def _train(
+    rank: int,
+    world_size: int,
+    config: TrainConfig,
+    resume: bool,
+    device: torch.device | None,
+    profile: ProfileRequest | None,
+) -> dict[str, Any]:
+    source = make_source(config.data, config.seed)
+    progress = Progress("train", config.steps, shown=rank == 0)
+    folder = config.checkpoint.folder
+    found = newest_undamaged(folder, progress.say) if resume and folder is not None else None
+    watch = RunWatch(config.watch, config.data.batch_size * world_size)
+    trainer = Trainer(
+        config,
+        source,
+        device=device,
+        make_pipeline=pipeline_maker(config.pipeline, watch.on_step),
+        change_plan=_adopting(found, progress),
+    )
+    first_step = 0 if found is None else _resume(trainer, found, config, world_size, progress)
+    progress.advance(first_step)
+    writer = CheckpointWriter(config.checkpoint, progress.say)
+    profiler = StepProfiler(profile, config, first_step, trainer.pipeline, writer.finish)
+    batches = source.batches(rank, world_size, start_step=first_step)
+    watch.begin(first_step)
+    losses: list[float] = []
+    step, is_described = first_step, False
+    while step < config.steps:
+        stretch = Stretch(batches, step, step + steps_at_once(config, step))
+        for loss in trainer.steps(stretch):
+            step += 1
+            losses += trainer.mean_over_ranks(loss.reshape(1))
+            progress.advance()
+            progress.tell(f"loss {losses[-1]:.5f}")
+            if step % config.log_every == 0:
+                progress.say(f"step {step} of {config.steps}: loss {losses[-1]:.5f}")
+            if not is_described and (is_settled(trainer.pipeline) or step == config.steps):
+                is_described = True
+                progress.say(
+                    f"step {step}: pipeline\n{_indented(describe_pipeline(trainer.pipeline))}"
+                )
+            watch.after_step(step, losses[-1])
+            profiler.after_step(step, stretch)
+        if drawn := profiler.after_stretch():
+            progress.say(drawn)
+        is_due = step == config.steps or step % config.checkpoint.every_steps == 0
+        if folder is not None and is_due:
+            writer.save(step, trainer.state, _beside(trainer, config, world_size))
+    writer.finish()
+    progress.close()
+    num_heldout = config.data.heldout_steps * config.data.batch_size * world_size
+    aucs = evaluate_auc(trainer, source.heldout(rank, world_size), num_heldout)
+    in_words = ", ".join(f"{auc:.5f}" for auc in aucs)
+    watch.end(step, aucs)
+    progress.say(f"AUC {in_words} on {num_heldout} held-out samples")
+    return {"first_step": first_step, "losses": losses, "auc": aucs[0], "aucs": aucs}
+
+
+def _beside(trainer: Trainer, config: TrainConfig, ranks: int) -> Callable[[Path], None]:
+    """What writes the hot set, what was counted and what was chosen. Collective."""
+    hot_rows, uses = trainer.hot_rows(), trainer.saved_uses()
+    setting = None if config.pipeline.num_micro_batches else trainer.setting
+
+    def write(path: Path) -> None:
+        write_hot_rows(path, hot_rows)
+        if uses is not None:
+            write_uses(path, uses.num_batches, uses.of_tables)
+        if setting is not None:
+            write_setting(path, setting, ranks, config.data.batch_size)
+
+    return write
+
+
+def _indented(lines: str) -> str:
+    return "\n".join(f"  {line}" for line in lines.splitlines())
+
+
+def _adopting(found: Path | None, progress: Progress) -> Callable[[ShardingPlan], None] | None:
+    """What puts the hot rows of a checkpoint into the plan, and says whether it did."""
+    hot_rows = None if found is None else read_hot_rows(found)
+    if hot_rows is None:
+        return None
+    num_hot = sum(map(len, hot_rows.values()))
+
+    def adopt(plan: ShardingPlan) -> None:
+        if adopt_hot_rows(plan, hot_rows):
+            progress.say(f"{num_hot} hot rows are those of {found}")
+        else:
+            progress.say(f"hot rows were chosen anew: those of {found} are of another plan")
+
+    return adopt
+
+
+def _resume(
+    trainer: Trainer, path: Path, config: TrainConfig, ranks: int, progress: Progress
+) -> int:
+    step = load_checkpoint(path, trainer.state(), trainer.load_state, is_checked=True)
+    if step > config.steps:
+        raise ConfigError(
+            f"steps: {config.steps}, but {path} has trained {step} already; raise steps"
+        )
+    uses = read_uses(path)
+    if uses is not None:
+        trainer.go_on_with(SavedUses(num_batches=uses[0], of_tables=uses[1]))
+    setting = read_setting(path, ranks, config.data.batch_size)
+    if setting is not None:
+        trainer.settle_on(setting)
+    progress.say(f"resumed from {path} at step {step}")
+    return step

@@ -1,0 +1,75 @@
+"""Globo.com's news clicks: the next article a user clicks, after those clicked before.
+
+Each click is a sample, followed by one of an article that was not clicked but is as popular
+(:func:`.samples_of_log`). The history is the user's latest clicks, over all sessions. Of a long log
+some clicks are read at a time, and as many before them as history.
+
+Source: Globo.com / CHAMELEON, *News Portal User Interactions*; de Souza Pereira Moreira et al.,
+CHAMELEON, DLRS 2018.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchrec_picasso.app.zoo.data.click_log import samples_of_log
+from torchrec_picasso.app.zoo.data.clicks import Clicks
+from torchrec_picasso.errors import InputError
+
+__all__ = ["COLUMNS", "read_globo"]
+
+_PROFILES = ("user", "environment", "device", "os", "country", "region", "referrer")
+_TIME, _ARTICLE = "ts_ms", "article"
+_ROWS_PER_BATCH = 1 << 16
+COLUMNS = (_TIME, _ARTICLE, *_PROFILES)
+
+
+def read_globo(path: str | Path, rows: range | None = None) -> Clicks:
+    """Reads a Parquet file.
+
+    Args:
+        path: With :data:`COLUMNS`. Ids count from 1 afterwards.
+        rows: Which of the file's rows become samples; ``None`` = all, which are sorted by time.
+
+    Raises:
+        InputError: If the file has less than 2 clicks, or those of some rows are not in time order.
+    """
+    first = 0
+    if rows is None:
+        frame = pd.read_parquet(path, columns=list(COLUMNS)).sort_values(_TIME, kind="stable")
+    else:
+        before = min(len(rows), rows.start)
+        frame, first = _read_rows(path, range(rows.start - before, rows.stop)), before
+        if not frame[_TIME].is_monotonic_increasing:
+            raise InputError(
+                f"{path}: rows {rows.start:,} to {rows.stop:,} are not in order of {_TIME}, and "
+                "there are too many rows to sort them in memory; sort the file"
+            )
+    log = {column: frame[column].to_numpy(np.int64) + 1 for column in (_ARTICLE, *_PROFILES)}
+    try:
+        return samples_of_log(log, user="user", targets=[_ARTICLE], profiles=_PROFILES, first=first)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _read_rows(path: str | Path, rows: range) -> pd.DataFrame:
+    """Some rows of a file, without those before or behind them in memory."""
+    with pq.ParquetFile(path) as file:
+        found, place = [], 0
+        for group in range(file.num_row_groups):
+            num_rows = file.metadata.row_group(group).num_rows
+            if place < rows.stop and place + num_rows > rows.start:
+                batches = file.iter_batches(_ROWS_PER_BATCH, [group], columns=list(COLUMNS))
+                for batch in batches:
+                    wanted = range(max(rows.start, place), min(rows.stop, place + len(batch)))
+                    if wanted:
+                        found.append(batch.slice(wanted.start - place, len(wanted)))
+                    place += len(batch)
+            else:
+                place += num_rows
+    return pa.Table.from_batches(found).to_pandas()

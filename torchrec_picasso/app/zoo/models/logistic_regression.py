@@ -1,0 +1,34 @@
+"""Logistic regression: a weight for each id, what every other model has to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_picasso.app.zoo.feature_groups import FeatureGroups, Found, Reads
+
+__all__ = ["LogisticRegression"]
+
+
+class LogisticRegression(nn.Module):
+    """Reads the group ``wide``.
+
+    A weight is the sum of its table's columns: FBGEMM has no table of one.
+
+    Args:
+        embeddings: Not needed: every model is made alike.
+        num_dense: Dense features.
+    """
+
+    reads: ClassVar[Mapping[str, Reads]] = {"wide": Reads("fields", dim=4)}
+
+    def __init__(self, embeddings: FeatureGroups, num_dense: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(num_dense, 1)
+
+    def forward(self, found: Found, dense_BI: Tensor) -> Tensor:
+        """Gives the logits, shape ``(B,)``."""
+        return torch.cat(found["wide"], dim=1).sum(dim=1) + self.linear(dense_BI).squeeze(1)

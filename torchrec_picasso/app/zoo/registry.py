@@ -1,0 +1,96 @@
+"""From a configuration to samples and model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torchrec_picasso.app.config import DataConfig, TrainConfig
+from torchrec_picasso.app.zoo.click_model import ClickModel
+from torchrec_picasso.app.zoo.data.click_source import ClickSource
+from torchrec_picasso.app.zoo.data.criteo import CriteoSource
+from torchrec_picasso.app.zoo.data.field_specs import draw_fields
+from torchrec_picasso.app.zoo.data.fields import FieldsSource
+from torchrec_picasso.app.zoo.data.generated import GeneratedSource
+from torchrec_picasso.app.zoo.data.source import BatchSource
+from torchrec_picasso.app.zoo.dlrm import build_dlrm
+from torchrec_picasso.app.zoo.feature_groups import FeatureGroups
+from torchrec_picasso.app.zoo.kinds import DLRM
+from torchrec_picasso.app.zoo.model_kinds import groups_of, make_head
+from torchrec_picasso.errors import ConfigError
+
+__all__ = ["build_model", "check_run", "check_source", "make_source"]
+
+
+def make_source(data: DataConfig, seed: int) -> BatchSource:
+    """The samples of a run: read where ``data.path`` names a file, generated otherwise.
+
+    Args:
+        data: Kind, path, batch size and table sizes.
+        seed: Seed of what is drawn; a Criteo file ignores it.
+
+    Raises:
+        PicassoError: If a file of clicks cannot be used, or tables of fields have too few rows.
+    """
+    if data.kind == "clicks":
+        return ClickSource(data, seed)
+    if data.kind == "fields":
+        fields = draw_fields(data.num_tables, data.max_rows, seed)
+        return FieldsSource(fields, data.batch_size, data.heldout_steps, seed)
+    return GeneratedSource(data, seed) if data.path is None else CriteoSource(data)
+
+
+def build_model(config: TrainConfig, source: BatchSource) -> nn.Module:
+    """The model of a run before sharding; its forward takes a batch and gives the loss first.
+
+    Args:
+        config: Model, features and seed.
+        source: Tells columns and their rows.
+
+    Returns:
+        Tables on the meta device, the rest initialised from the seed.
+
+    Raises:
+        ConfigError: If the model is unknown, or does not fit the data.
+    """
+    if config.model.kind == DLRM:
+        if not isinstance(source, (CriteoSource, GeneratedSource)) or source.num_tasks > 1:
+            raise ConfigError(
+                "model.kind: a dlrm reads Criteo's columns and learns one label; choose another "
+                "model, or set data.kind to criteo and data.num_tasks to 1"
+            )
+        return build_dlrm(config.model, source.tables, config.seed)
+    groups = groups_of(config.model, config.features or {}, source, config.data.max_history)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        embeddings = FeatureGroups(groups, source.num_rows)
+        return ClickModel(embeddings, make_head(config.model, embeddings, source))
+
+
+def check_source(source: BatchSource, world_size: int) -> None:
+    """Makes one held-out and one training batch, so that bad input ends a run before ranks start.
+
+    Args:
+        source: The samples of the run.
+        world_size: Ranks that will share a global batch.
+
+    Raises:
+        PicassoError: If the file is missing, empty, malformed at its head, or too short.
+    """
+    for batches in (source.heldout(0, world_size), source.batches(0, world_size)):
+        next(iter(batches))
+
+
+def check_run(config: TrainConfig, world_size: int) -> None:
+    """Makes samples and model once, so that what cannot be used ends a run before ranks start.
+
+    Args:
+        config: The run.
+        world_size: Its ranks.
+
+    Raises:
+        PicassoError: If the data or the model cannot be used.
+    """
+    source = make_source(config.data, config.seed)
+    check_source(source, world_size)
+    build_model(config, source)

@@ -1,0 +1,138 @@
+"""Tables: those of any model, and the published sizes of Criteo's, scaled and capped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from torchrec_picasso.app.config import DataConfig
+
+__all__ = [
+    "CARDINALITIES",
+    "NUM_DENSE",
+    "Table",
+    "TableSpec",
+    "collections_of",
+    "table_specs",
+    "tables_of",
+]
+
+NUM_DENSE = 13
+"""Dense features of a Criteo sample."""
+
+# Rows per categorical column, as published:
+# - criteo_kaggle: hpcaitech/CachedEmbedding recsys/datasets/criteo.py and facebookresearch/dlrm
+#   tools/visualize.py (Criteo Display Advertising Challenge).
+# - criteo_terabyte_10m: facebookresearch/dlrm tools/visualize.py (ids taken modulo 10,000,000).
+# - criteo_terabyte_40m: NVIDIA-Merlin/HugeCTR SOK_DLRM_Benchmark/README.md and
+#   facebookresearch/dlrm tools/visualize.py (modulo 40,000,000; the table sizes of MLPerf DLRM v1).
+# fmt: off
+CARDINALITIES: dict[str, tuple[int, ...]] = {
+    "criteo_kaggle": (
+        1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
+        27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+    ),
+    "criteo_terabyte_10m": (
+        9980333, 36084, 17217, 7378, 20134, 3, 7112, 1442, 61, 9758201, 1333352, 313829, 10,
+        2208, 11156, 122, 4, 970, 14, 9994222, 7267859, 9946608, 415421, 12420, 101, 36,
+    ),
+    "criteo_terabyte_40m": (
+        39884406, 39043, 17289, 7420, 20263, 3, 7120, 1543, 63, 38532951, 2953546, 403346, 10,
+        2208, 11938, 155, 4, 976, 14, 39979771, 25641295, 39664984, 585935, 12972, 108, 36,
+    ),
+}
+# fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of a model.
+
+    Args:
+        name: ``t_<column>``; ``t_<column>_<group>`` where another group of columns has that.
+        num_embeddings: Rows.
+        dim: Columns.
+        features: That read it.
+    """
+
+    name: str
+    num_embeddings: int
+    dim: int
+    features: tuple[str, ...]
+
+
+def tables_of(model: nn.Module) -> list[Table]:
+    """The tables of an unsharded model, module by module.
+
+    Args:
+        model: Holds EmbeddingBagCollections or EmbeddingCollections at any depth.
+    """
+    return [
+        Table(
+            name=config.name,
+            num_embeddings=config.num_embeddings,
+            dim=config.embedding_dim,
+            features=tuple(config.feature_names),
+        )
+        for _, module in collections_of(model)
+        for config in _configs(module)
+    ]
+
+
+def collections_of(
+    model: nn.Module,
+) -> Iterator[tuple[str, EmbeddingBagCollection | EmbeddingCollection]]:
+    """The modules of an unsharded model that hold its tables, with their paths."""
+    for path, module in model.named_modules():
+        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+            yield path, module
+
+
+def _configs(
+    module: EmbeddingBagCollection | EmbeddingCollection,
+) -> Sequence[EmbeddingBagConfig | EmbeddingConfig]:
+    is_pooled = isinstance(module, EmbeddingBagCollection)
+    return module.embedding_bag_configs() if is_pooled else module.embedding_configs()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """One embedding table and the one feature that looks it up.
+
+    Args:
+        name: Table name, ``t_c1`` for the feature ``c1``.
+        feature: Feature name.
+        num_embeddings: Rows.
+    """
+
+    name: str
+    feature: str
+    num_embeddings: int
+
+
+def table_specs(data: DataConfig) -> tuple[TableSpec, ...]:
+    """The tables of a run: published sizes, scaled by ``row_scale``, capped at ``max_rows``.
+
+    Args:
+        data: Names the published sizes; more than 26 tables repeat them from the start.
+
+    Returns:
+        One spec per table, ``c1`` first.
+    """
+    published = CARDINALITIES[data.cardinalities]
+    return tuple(
+        TableSpec(
+            name=f"t_c{index + 1}",
+            feature=f"c{index + 1}",
+            num_embeddings=_scaled(published[index % len(published)], data),
+        )
+        for index in range(data.num_tables)
+    )
+
+
+def _scaled(num_rows: int, data: DataConfig) -> int:
+    return min(data.max_rows, max(1, round(num_rows * data.row_scale)))
