@@ -32,9 +32,16 @@ class Block:
     """What follows the marker: a reason, or arguments."""
 
     @property
+    def source(self) -> str:
+        """The program; of a diff, what it becomes."""
+        if self.language != "diff":
+            return self.text
+        return "\n".join("" if line[:1] == "-" else line[1:] for line in self.text.splitlines())
+
+    @property
     def kind(self) -> str:
         """``python``, ``shell``, or ``other`` for what is only shown."""
-        if self.language in ("python", "py"):
+        if self.language in ("python", "py", "diff"):
             return "python"
         return "shell" if self.language in _SHELLS else "other"
 

@@ -1,4 +1,4 @@
-"""Every command and every line of Python in README.md runs, made short where it would take long.
+"""Every command and every line of Python in README.md and docs/usage.md runs, made short.
 
 Shell commands run literally, one after the other, in a folder of their own that holds what they
 name: the repository's configuration with few steps, and files of samples. Changed are only:
@@ -37,7 +37,11 @@ from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 CHECKOUT = Path(__file__).parents[2]
-BLOCKS = blocks_of((CHECKOUT / "README.md").read_text())
+BLOCKS = [
+    block
+    for page in ("README.md", "docs/usage.md")
+    for block in blocks_of((CHECKOUT / page).read_text())
+]
 FEWEST_BLOCKS, FEWEST_PYTHON, FEWEST_COMMANDS = 5, 1, 6
 """The walk must see at least these; a walk that sees nothing finds nothing."""
 TIMEOUT_S = 120
@@ -247,7 +251,7 @@ def _exec(rank: int, world_size: int, blocks: list[Block], folder: str) -> list[
     for block in blocks:
         exec(AFTER_SHARDING, names)
         # lines of errors are those of the file
-        source = "\n" * block.line + block.text
+        source = "\n" * block.line + block.source
         exec(compile(source, "README.md", "exec"), names)
     return sorted(names)
 
