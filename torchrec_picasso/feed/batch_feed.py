@@ -57,7 +57,7 @@ class BatchFeed:
         id_stream: IdStream,
     ) -> None:
         self._copy_batch = fetch
-        self._create_context = create_context
+        self.create_context = create_context
         self._device = device
         self._split = split
         self._execute_all_batches = execute_all_batches
@@ -93,7 +93,7 @@ class BatchFeed:
         if batch is not None:
             self._id_stream.take_batch(batch)
         empty = share_empty_batch(pg, self._device, census.first_with_data, batch, self._split)
-        return mine or Fetched(empty, self._create_context(), has_data=False)
+        return mine or Fetched(empty, self.create_context(), has_data=False)
 
     def following(self, pg: dist.ProcessGroup, batches: Iterator[Any], last: Any) -> Fetched | None:
         """The batch after one in flight. Collective unless all batches are to be executed.
@@ -125,7 +125,7 @@ class BatchFeed:
                 return None
         if mine is not None or pg.size() == 1:
             return mine
-        context = self._create_context()
+        context = self.create_context()
         try:
             return Fetched(empty_batch(last, self._split), context, has_data=False)
         except CompatError as error:  # matters only if another rank has data

@@ -7,10 +7,7 @@ loop: every row is updated once per batch, from the sum of its gradients.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,24 +15,19 @@ from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchrec_picasso._torchrec import BackwardHookWork, InjectionSite, TrainPipelineContext
-from torchrec_picasso.errors import CompatError, ConfigError, PicassoError
-from torchrec_picasso.exchange.agreement import Agreement, Flags
+from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.exchange.peers import Peers
-from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
+from torchrec_picasso.feed.batch_feed import BatchFeed
 from torchrec_picasso.feed.end_of_data import SplitBatch
 from torchrec_picasso.feed.id_stream import IdStream
 from torchrec_picasso.options.refresh import Refresh
-from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.refresh.refresher import Refreshed
 from torchrec_picasso.refresh.saved_uses import SavedUses
 from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
-    Op,
     Schedule,
     Setting,
     evaluation_schedule,
-    first_batch_schedule,
-    second_batch_schedule,
     training_schedule,
 )
 from torchrec_picasso.schedule.step_clock import StepClock
@@ -47,20 +39,21 @@ from torchrec_picasso.train_pipeline.data_parallel import counts_gradients
 from torchrec_picasso.train_pipeline.evidence import CutEvidence
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.hot_sets import HotSets
+from torchrec_picasso.train_pipeline.in_flight import InFlight
 from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.model_parts import (
     inner_model,
     process_group_of,
 )
 from torchrec_picasso.train_pipeline.operations import Operations, Program
+from torchrec_picasso.train_pipeline.options import PipelineOptions
 from torchrec_picasso.train_pipeline.parent_options import (
     refuse_backward_hook,
     refuse_model,
     refuse_options,
 )
-from torchrec_picasso.train_pipeline.pieces import Cut
 from torchrec_picasso.train_pipeline.pipelined_model import FirstLook, PipelinedModel
-from torchrec_picasso.train_pipeline.ranges import op_range, step_range
+from torchrec_picasso.train_pipeline.ranges import step_range
 from torchrec_picasso.train_pipeline.regroup import Regroups
 from torchrec_picasso.train_pipeline.step_report import OnStep, StepWatch
 
@@ -110,25 +103,14 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         free_features_storage_early: Refused.
         clear_data_dist_inputs: Refused.
         async_inplace_copy: Refused.
-        num_micro_batches: Pieces K that a batch is cut into; 1 still overlaps with the next batch.
-            ``None`` = chosen by trying some on the first steps, 1 where batches cannot be cut.
-        lookahead: Whether rows of the next batch that this one does not update are fetched early.
-            ``None`` = chosen likewise.
-        split_batch: Cuts a batch into parts of given sizes, ``(batch, sizes) -> parts``; ``None``
-            knows tensors, KeyedJaggedTensors, dataclasses and containers of them. Sizes may be 0.
-            On an accelerator it runs on the stream of input dists.
-        join_outputs: Joins the parts' outputs, ``(outputs, sizes) -> output``; ``None`` knows the
-            same types.
-        loss_reduction: Whether the model's losses are a ``"mean"`` over samples, a ``"sum"``, or a
-            ``"ratio"`` of two sums, such as weighted losses over weights: then the model returns
-            ``((numerators, denominators), output)``. A sum or ratio within the model's output needs
-            ``join_outputs``.
-        refresh: How the hot rows of interleaved tables follow what is looked up; ``None`` = they
-            stay the plan's. Results are the same either way.
-        verify_every: Training steps between two comparisons of all replicas with their homes, to
-            the bit; ``None`` = none. A comparison sends all hot rows to all ranks.
-        on_step: Called on every rank with a report of each training step, after it, or several such
-            in turn; if one raises, the step's output is lost and the next call goes on.
+        num_micro_batches: These and the following are explained in :class:`.PipelineOptions`.
+        lookahead: Rows of the next batch are fetched early.
+        split_batch: Cuts a batch.
+        join_outputs: Joins outputs.
+        loss_reduction: What the model's losses are.
+        refresh: How hot rows follow what is looked up.
+        verify_every: Steps between two checks of replicas.
+        on_step: Takes a report of each step.
 
     Raises:
         ConfigError: If ``num_micro_batches`` or ``verify_every`` is less than 1, or the reduction
@@ -166,13 +148,16 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         verify_every: int | None = None,
         on_step: OnStep | None = None,
     ) -> None:
-        losses = Losses(loss_reduction)
-        for name, number in (
-            ("num_micro_batches", num_micro_batches),
-            ("verify_every", verify_every),
-        ):
-            if number is not None and number < 1:
-                raise ConfigError(f"{name} is {number}, expected at least 1")
+        self._options = PipelineOptions(
+            num_micro_batches=num_micro_batches,
+            lookahead=lookahead,
+            split_batch=split_batch,
+            join_outputs=join_outputs,
+            loss_reduction=loss_reduction,
+            refresh=refresh,
+            verify_every=verify_every,
+            on_step=on_step,
+        )
         refuse_options(
             {
                 "apply_jit": apply_jit,
@@ -194,10 +179,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             dmp_collection_sync_interval_batches=dmp_collection_sync_interval_batches,
             enable_inplace_copy_batch=enable_inplace_copy_batch,
         )
-        self._custom_forward, self._losses = custom_model_fwd, losses
-        own = {"custom_model_fwd": custom_model_fwd, "split_batch": split_batch}
-        own["join_outputs"] = join_outputs
-        self._own_parts = [name for name, function in own.items() if function is not None]
+        self._custom_forward = custom_model_fwd
         self._id_stream = IdStream(self._data_dist_stream, self._memcpy_stream)
         self._boarding = Boarding(split_batch, join_outputs, self._id_stream)
         fetch = self.copy_batch_to_gpu
@@ -211,23 +193,23 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             execute_all_batches,
             self._id_stream,
         )
-        self._flights: deque[Flight] = deque()
-        self._is_halfway = False
+        self._begin_with(model)
         # whether the next training step is whole: the first is, and one after forwards without
         # backwards, which leave the wrapper waiting
         self._expects_gradients = True
-        self._op: Op | None = None
-        self._peers: Peers | None = None
-        self._asked, self._lookahead = num_micro_batches, lookahead
-        self._cuts = Cuts(num_micro_batches, lookahead)
         self._injected: list[str] = []
         self._clock = StepClock(device)
-        self._taken: PipelinedModel | None = None
         self._regroups = Regroups()
         self._look = FirstLook()
         self._hot_sets = HotSets(refresh, verify_every)
-        self._agreement: Agreement | None = None  # of a step that has not begun
         self._watch = StepWatch(on_step, device)
+
+    def _begin_with(self, model: nn.Module) -> None:
+        """Begins with a model: nothing of it is known, and no batch is in flight."""
+        self._cuts = Cuts(self._options.num_micro_batches, self._options.lookahead)
+        self._in_flight = InFlight(model, self._feed, self._boarding, self._cuts, self._device)
+        self._taken: PipelinedModel | None = None
+        self._peers: Peers | None = None
 
     @property
     def num_micro_batches(self) -> int:
@@ -310,33 +292,34 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _doing(self) -> str:
         """What a step was at when it failed."""
-        return f"step {self._batch_count}, {self._op if self._is_halfway else 'next batch'}"
+        return f"step {self._batch_count}, {self._in_flight.doing}"
 
     def _take_step(self, dataloader_iter: Iterator[In]) -> Flight:
         """Takes one step; gives the batch that it was of. Collective."""
-        if self._is_halfway:
+        in_flight = self._in_flight
+        if in_flight.is_halfway:
             raise PicassoError(
                 "the step before raised and did not end; call reset() on all ranks, which forgets "
                 "its batches, then go on"
             )
         if not self._model_attached:
             self.attach(self._model)
-        if not self._flights:
-            self._take_off(dataloader_iter)
+        if not in_flight:
+            fetched = in_flight.fetch_first(dataloader_iter)
+            if self._taken is None:
+                self._take_over(fetched.batch, fetched.context)
+            in_flight.begin(fetched)
         begin_batch(self._model)
-        flight = self._flights[0]
         attached_again = self._taken is None
         if attached_again:
-            self._rewrite(flight.batch, flight.context)
+            self._take_over(in_flight.first.batch, in_flight.first.context)
         if self._hot_sets.have_changed():  # those in flight were laid out by others
             self._id_stream.take_over(self._hot_sets.tensors())
-            self._board_again()
-            flight = self._flights[0]
-        self._ask()
-        while len(self._flights) < NUM_BATCHES and self._follow(dataloader_iter):
-            if len(self._flights) == 2:  # the first step
-                self._walk(second_batch_schedule(self._flights[1].setting))
-        told = self._agreed()
+            in_flight.prepare_again()
+        in_flight.ask()
+        in_flight.fill(dataloader_iter)
+        told = in_flight.agreed()
+        flight = in_flight.first
         if attached_again or told.homes_written:  # it may have been trained while detached
             for rows in flight.rows:
                 rows.fetch_again()
@@ -344,12 +327,10 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._train(flight, told.model_changed)
         else:
             flight.is_whole = self._expects_gradients = True
-            settings = [each.setting for each in self._flights]
             with step_range(self._batch_count):
-                self._walk(evaluation_schedule(*settings, num_waves=self._num_waves))
-        self._flights.popleft()
+                in_flight.run(evaluation_schedule(*in_flight.settings, num_waves=self._num_waves))
         self._batch_count += 1
-        return flight
+        return in_flight.end_step()
 
     def _train(self, flight: Flight, has_changed: bool) -> None:
         """Takes a training step, of a model that may be another one than was proved. Collective."""
@@ -360,10 +341,10 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._cuts.look(flight, has_changed, pg, self._device)
         flight.is_whole |= self._cuts.is_whole
         self._expects_gradients = False
-        settings = [each.setting for each in self._flights]
+        settings = self._in_flight.settings
         start = self._clock.stamp()
         with step_range(self._batch_count):
-            self._walk(training_schedule(*settings, num_waves=self._num_waves))
+            self._in_flight.run(training_schedule(*settings, num_waves=self._num_waves))
         span = start, self._clock.stamp()
         if len(settings) == NUM_BATCHES:
             self._cuts.choice.note_step(settings, span, self._clock, pg, self._device)
@@ -403,8 +384,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """Takes over the model's sharded modules again; another model forgets batches in flight."""
         if model is not None and model is not self._model:
             self.reset()
-            self._cuts = Cuts(self._asked, self._lookahead)
-            self._peers = None
+            self._begin_with(model)
         self._regroups.give_back()
         super().attach(model, sparse_dist)
         self._taken = None
@@ -419,130 +399,10 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         Messages on the wire end by themselves, so all ranks must have failed at the same operation.
         """
         super().reset()
-        for flight in self._flights:
-            flight.forget()
-        self._flights.clear()
-        self._feed.forget()
-        self._is_halfway, self._agreement = False, None
+        self._in_flight.clear()
 
-    def _take_off(self, dataloader_iter: Iterator[In]) -> None:
-        """Prepares the first batch."""
-        fetched = self._feed.first(process_group_of(self._model), dataloader_iter)
-        if self._taken is None:
-            self._rewrite(fetched.batch, fetched.context)
-        flight = self._board(fetched)
-        self._flights.append(flight)
-        try:
-            self._fetch_first(flight)
-        except BaseException:  # no step has begun: the next call starts anew
-            self.reset()
-            raise
-
-    def _fetch_first(self, flight: Flight) -> None:
-        """Brings the rows of a batch that no step comes before. Collective."""
-        assert self._taken is not None
-        self._ask()
-        if self._agreed().homes_written:
-            for group in self._taken.groups:
-                group.rows.take_writes()
-        self._walk(first_batch_schedule(flight.setting, num_waves=self._num_waves))
-
-    def _flags(self) -> Flags:
-        """What this rank has to say before a step."""
-        assert self._taken is not None
-        batch = self._flights[0].batch
-        return Flags(
-            homes_written=any(group.rows.was_written() for group in self._taken.groups),
-            model_changed=self._model.training and self._cuts.has_changed(batch),
-        )
-
-    def _ask(self) -> None:
-        """Starts to ask all ranks what they have to say, once a step. Collective.
-
-        Raises:
-            PicassoError: If this rank says something else than before, in a step that an exception
-                of its data iterator left unbegun: the others may be in it.
-        """
-        flags = self._flags()
-        if self._agreement is None:
-            self._agreement = Agreement(process_group_of(self._model), self._device, flags)
-        elif self._agreement.mine != flags:
-            raise PicassoError(
-                "tables or the model were changed after an exception in the data iterator, and "
-                "other ranks may have begun the step; change them between steps, or call reset() "
-                "on all ranks"
-            )
-
-    def _agreed(self) -> Flags:
-        """What all ranks say, before the step begins."""
-        assert self._agreement is not None
-        asked, self._agreement = self._agreement, None
-        return asked.wait()
-
-    def _follow(self, dataloader_iter: Iterator[In]) -> bool:
-        """Boards the batch after the last in flight, unless every rank's data has ended."""
-        if self._feed.has_ended:
-            return False
-        pg = process_group_of(self._model)
-        try:
-            fetched = self._feed.following(pg, dataloader_iter, self._flights[-1].batch)
-        except StopIteration:  # on all ranks: the step that was asked about does not begin
-            self._agreed()
-            raise
-        if fetched is None:
-            return False
-        self._flights.append(self._board(fetched))
-        return True
-
-    def _board_again(self) -> None:
-        """Prepares the batches in flight anew, by the settings of now. Collective."""
-        before = list(self._flights)
-        self._flights.clear()
-        for flight in before:
-            context = self._create_context()
-            context.postproc_fwd_results = flight.context.postproc_fwd_results
-            again = self._board(replace(flight.fetched, context=context))
-            again.wholes = flight.wholes
-            self._flights.append(again)
-            if len(self._flights) == 1:
-                self._fetch_first(again)
-            elif len(self._flights) == 2:
-                self._walk(second_batch_schedule(again.setting))
-
-    def _walk(self, schedule: Schedule) -> None:
-        """Runs the operations on those batches that there are."""
-        self._is_halfway = True
-        for op in schedule:
-            if op.batch < len(self._flights):
-                self._op = op
-                with op_range(op), self._postprocs_in(op):
-                    self._operations.run(op, self._flights)
-                if self._flights[-1].is_end:  # what else the schedule has for it is left out
-                    self._feed.end()
-                    self._flights.pop()
-        self._is_halfway = False
-
-    def _postprocs_in(self, op: Op) -> AbstractContextManager[None]:
-        """What modules that run ahead of the model work with in an operation."""
-        assert self._taken is not None
-        flight = self._flights[op.batch]
-        if op.kind == "request":
-            return self._taken.postprocs.of_batch(flight.context)
-        if op.kind == "forward" and op.index in flight.run_indices:
-            run, cut = flight.run_indices.index(op.index), Cut.in_order(flight.run_sizes)
-            return self._taken.postprocs.of_part(flight.context, cut, run)
-        return nullcontext()
-
-    def _board(self, fetched: Fetched) -> Flight:
-        """Cuts a batch into micro-batches, by the setting of now."""
-        assert self._taken is not None
-        setting = self._cuts.choice.current
-        if not self._model.training:  # evaluation is never cut
-            setting = replace(setting, num_micro_batches=1)
-        return self._boarding.board(fetched, setting, self._taken)
-
-    def _rewrite(self, batch: In, context: TrainPipelineContext) -> None:
-        """Takes over the model. Collective."""
+    def _take_over(self, batch: In, context: TrainPipelineContext) -> None:
+        """Takes over the sharded modules of the model. Collective."""
         pg = process_group_of(self._model)
         found = PipelinedModel(
             self._model,
@@ -555,17 +415,26 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._pipelined_modules = found.pipelined
         self._original_forwards = found.original_forwards
         self._pipelined_postprocs = found.postproc_modules
-        if not self._flights:  # else those in flight were boarded as the first batch told
+        if not self._in_flight:  # else those in flight were boarded as the first batch told
             with self._id_stream.working():
                 self._id_stream.take_batch(batch)
                 self._look = found.look_at(batch, context, pg, self._device)
         found.join_exchanges(self._look.weighted, self._look.odd)
         program = self._program_of()
+        check = CutCheck(
+            program,
+            found,
+            split=self._boarding.split,
+            join=self._boarding.join,
+            pg=pg,
+            device=self._device,
+        )
+        own = self._options.own_functions + ["custom_model_fwd"] * bool(self._custom_forward)
         try:
             self._cuts.begin(
-                self._evidence_of(program, found),
+                CutEvidence(program, type(self), self._injected, found, check, own),
                 self._look.why_whole or found.why_whole_batches(),
-                planned=_planned_micro_batches(found.interleaved.values()),
+                planned=found.planned_micro_batches,
                 num_samples=self._look.num_samples,
                 is_interleaved=bool(found.interleaved),
             )
@@ -576,7 +445,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._hot_sets.take(found.groups)
         self._id_stream.take_over(self._hot_sets.tensors())
         self._feed.asks_ahead = found.has_stock_means
-        self._operations = Operations(
+        operations = Operations(
             pg,
             self._device,
             program,
@@ -586,6 +455,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             start_plain=found.start_plain,
             wait_plain=self.wait_sparse_data_dist,
         )
+        self._in_flight.work_with(found, operations)
         self._taken, self._regroups = found, Regroups.of(found.inner, self._device)
 
     def _program_of(self) -> Program:
@@ -595,20 +465,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             forward=self._custom_forward or (lambda batch: self._model(batch)),
             backward=lambda losses: self._backward(losses),
             step=lambda: self._optimizer_step(),
-            losses=self._losses,
+            losses=Losses(self._options.loss_reduction),
         )
-
-    def _evidence_of(self, program: Program, taken: PipelinedModel) -> CutEvidence:
-        """What speaks for and against micro-batches of the model."""
-        check = CutCheck(
-            program,
-            taken,
-            split=self._boarding.split,
-            join=self._boarding.join,
-            pg=process_group_of(self._model),
-            device=self._device,
-        )
-        return CutEvidence(program, type(self), self._injected, taken, check, self._own_parts)
 
     def summary(self) -> str:
         """How each sharded module is run, with the reason if it is not interleaved; after a step.
@@ -618,12 +476,3 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """
         lines = [] if self._taken is None else self._taken.lines()
         return "\n".join([*lines, str(self._cuts)])
-
-
-def _planned_micro_batches(modules: Iterable[nn.Module]) -> int | None:
-    """Micro-batches that the plan of some sharded modules was priced for, if it says so."""
-    for module in modules:
-        for placed in getattr(module, "module_sharding_plan", {}).values():
-            if isinstance(placed.cache_params, HotColdParams):
-                return placed.cache_params.num_micro_batches
-    return None

@@ -19,6 +19,7 @@ from torchrec_picasso._torchrec import (
 from torchrec_picasso.batches.split import SPLIT_ADVICE, num_samples
 from torchrec_picasso.comparison.model_memory import without_a_trace
 from torchrec_picasso.errors import InputError
+from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward
@@ -142,6 +143,15 @@ class PipelinedModel:
     def num_waves(self) -> int:
         """Waves that the plan cut the packs into."""
         return max((group.num_waves for group in self.groups), default=1)
+
+    @property
+    def planned_micro_batches(self) -> int | None:
+        """Micro-batches that the plan was priced for, if it says so."""
+        for module in self.interleaved.values():
+            for placed in getattr(module, "module_sharding_plan", {}).values():
+                if isinstance(placed.cache_params, HotColdParams):
+                    return placed.cache_params.num_micro_batches
+        return None
 
     @property
     def has_stock_means(self) -> bool:
