@@ -7,6 +7,7 @@ learned what it would have learned otherwise.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +24,8 @@ from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.storage.row_uses import RowUses
 
 __all__ = ["Refreshed", "Refresher"]
+
+_log = logging.getLogger(__name__)
 
 
 _SAVED_A_SLOT = 4
@@ -146,7 +149,7 @@ class Refresher:
             moved_bytes += of_group_bytes
         self._begin_window()
         self._looked_at, self._is_first_check = self._step, True
-        return Refreshed(
+        refreshed = Refreshed(
             step=self._step,
             num_hot=self.num_hot,
             num_moved=num_moved,
@@ -154,6 +157,8 @@ class Refresher:
             coverage=found if coverage is None else coverage,
             home_uses_W=home_uses_W,
         )
+        _log.info("hot set refreshed: %s", refreshed)
+        return refreshed
 
     def _look_at(self, group: RowGroup, packs: Sequence[int]) -> tuple[int, int]:
         """Changes the hot rows of one module. Collective.

@@ -8,6 +8,7 @@ give the numbers to repeat a run bit for bit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.schedule.setting_trial import Trial
 
 __all__ = ["Clock", "SettingChoice", "candidates", "pieces_for"]
+
+_log = logging.getLogger(__name__)
 
 _NUM_MICRO_BATCHES = (1, 2, 4, 8, 16)
 _FEWEST_SAMPLES = 64
@@ -164,5 +167,6 @@ class SettingChoice:
         self._is_settled = turn is None
         if turn is None:
             self._current = self._trial.chosen
+            _log.info("setting chosen: %s", self)
         else:
             self._current, self._batches_left = turn.setting, turn.num_batches

@@ -8,6 +8,7 @@ compared with the whole batch where nothing is proved (:mod:`.cut_check`). Ranks
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates, 
 from torchrec_picasso.train_pipeline.flight import Flight
 
 __all__ = ["Cuts", "Evidence", "is_due"]
+
+_log = logging.getLogger(__name__)
 
 _MOST_PROOFS = 3
 """Proofs of one model; a model whose state changes more often is trained in whole batches."""
@@ -218,6 +221,8 @@ class Cuts:
 
     def _settle_whole(self, why_whole: str | None) -> None:
         self._why_whole, self._is_open = why_whole, False
+        if why_whole is not None:
+            _log.info("batches are trained whole: %s", why_whole)
         self._choose_among(candidates(1, self._lookahead))
 
     def _choose_among(self, allowed: Sequence[Setting]) -> None:
