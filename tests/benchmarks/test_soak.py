@@ -66,7 +66,8 @@ def test_a_short_soak_is_as_it_should_be() -> None:
         assert ours[name] == stock[name] > 0, name
     assert ours["steps"] == STEPS
     assert found["losses"]["compared"] > 0.9 * STEPS
-    assert 0 < found["losses"]["largest_difference"] < 2e-5  # sums over ranks are DDP's own
+    # micro-batches add up gradients in another order, and 80 steps amplify that rounding: 1.6e-5
+    assert 0 < found["losses"]["largest_difference"] < 2e-5
     assert found["losses"]["last"] < found["losses"]["first"]
     assert ours["refreshes"] >= 2
     assert ours["moved_rows"] > 10
