@@ -73,11 +73,12 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     modules in one exchange; others, in the same module or not, are trained as by TorchRec's
     pipeline and listed by :meth:`summary`, with the reason.
 
-    How a batch is interleaved is chosen by trying on the first training steps, beginning with what
-    the plan was priced for: some 12 steps, 28 at most. Before a model is
-    trained in micro-batches, and again in steps 2, 4, 8, ..., it is compared whether they give what
-    the whole batch gives (:mod:`.cut_check`). If not, batches are not cut any more, with a warning
-    if some were; where micro-batches were asked for, all ranks raise instead.
+    The number of micro-batches is chosen by trying some on the first 12 training steps or so,
+    beginning with what the plan was priced for. A batch is cut only if it is proved that its
+    micro-batches train what the batch trains (:mod:`torchrec_picasso.proof`); else batches are
+    whole, and :meth:`summary` names the line of the model that stands in the way. A number that is
+    asked for without a proof is compared with the whole batch in steps 1, 2, 4, 8, ... and refused
+    on all ranks where it differs (:mod:`.cut_check`).
 
     Ranks may have different numbers of batches. One whose data has ended goes on with empty batches
     until all have ended, as in a plain loop that is given them, except that its loss counts
