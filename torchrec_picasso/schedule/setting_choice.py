@@ -127,7 +127,7 @@ class SettingChoice:
     def note_step(
         self,
         settings: Sequence[Setting],
-        span: tuple[Any, Any],
+        span: tuple[Any, Any] | None,
         clock: Clock,
         pg: dist.ProcessGroup,
         device: torch.device,
@@ -136,14 +136,15 @@ class SettingChoice:
 
         Args:
             settings: Of the batches that the step worked on.
-            span: Stamps of ``clock``.
+            span: Stamps of ``clock``; ``None`` = the step had other work than training. The same on
+                all ranks.
             clock: Reads them.
             pg: Process group.
             device: Where collectives of ``pg`` run.
         """
         if self._is_settled:
             return
-        if len(set(settings[:2])) == 1:
+        if span is not None and len(set(settings[:2])) == 1:
             self._spans.append((settings[0], span))
         self._batches_left -= 1
         if not self._batches_left:

@@ -162,7 +162,7 @@ class Cuts:
 
     def look(
         self, flight: Flight, has_changed: bool, pg: dist.ProcessGroup, device: torch.device
-    ) -> None:
+    ) -> bool:
         """Decides before a training step, where there is something to decide. Collective.
 
         Args:
@@ -171,25 +171,31 @@ class Cuts:
             pg: Process group.
             device: Where collectives of ``pg`` run.
 
+        Returns:
+            Whether the model was followed or run for it; the same on all ranks.
+
         Raises:
             CompatError: On all ranks, if micro-batches were asked for that do not train what the
                 batch trains. The step has not begun.
         """
         self._num_steps += 1
         if self._asked == 1 or self._why_whole is not None:
-            return
+            return False
         assert self._evidence is not None
-        if self._num_steps == 1 or has_changed:
+        has_looked = self._num_steps == 1 or has_changed
+        if has_looked:
             self._prove(flight, pg, device)
         if self._asked is None or self._proof is not None:
-            return
+            return has_looked
         if has_changed or is_due(self._num_steps):
+            has_looked = True
             reason = agree_on(pg, device, self._evidence.objection())
             reason = reason or self._evidence.compare(flight)
             if reason is not None:
                 raise CompatError(reason)
             if self._guard is not None:
                 self._guard = self._guard.again(flight.batch)
+        return has_looked
 
     def _prove(self, flight: Flight, pg: dist.ProcessGroup, device: torch.device) -> None:
         """Proves that batches may be cut, or finds what stands in the way."""

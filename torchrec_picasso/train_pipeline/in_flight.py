@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 from torchrec_picasso.train_pipeline.ranges import op_range
 
 __all__ = ["InFlight"]
+
+_LEADING = ("lay_out", "request")
 
 
 class InFlight:
@@ -64,6 +67,7 @@ class InFlight:
         self._operations: Operations | None = None
         self._agreement: Agreement | None = None  # of a step that has not begun
         self._op: Op | None = None
+        self._led: set[Op] = set()  # operations that ran ahead of a step that has not begun
         self.is_halfway = False
         """Whether a schedule has begun and not ended: an exception ended it."""
 
@@ -137,6 +141,7 @@ class InFlight:
         """Prepares all batches once more, by the hot set and the setting of now. Collective."""
         before = list(self._flights)
         self._flights.clear()
+        self._led.clear()
         for flight in before:
             context = self._feed.create_context()
             context.postproc_fwd_results = flight.context.postproc_fwd_results
@@ -150,6 +155,7 @@ class InFlight:
 
     def end_step(self) -> Flight:
         """Takes the batch of this step out."""
+        self._led.clear()
         return self._flights.popleft()
 
     def clear(self) -> None:
@@ -158,6 +164,7 @@ class InFlight:
             flight.forget()
         self._flights.clear()
         self._feed.forget()
+        self._led.clear()
         self.is_halfway, self._agreement = False, None
 
     def ask(self) -> None:
@@ -187,12 +194,23 @@ class InFlight:
         asked, self._agreement = self._agreement, None
         return asked.wait()
 
+    def lead(self, schedule: Schedule) -> None:
+        """Runs the first operations of a schedule, those of later batches alone. Collective.
+
+        They need no answer of other ranks and change nothing of this batch or the model, so they
+        run while the answer to :meth:`ask` and the rows of this batch travel.
+        """
+        ahead = takewhile(lambda op: op.kind in _LEADING, schedule)
+        missing = Schedule(tuple(op for op in ahead if op not in self._led))
+        self.run(missing)
+        self._led.update(missing)
+
     def run(self, schedule: Schedule) -> None:
         """Runs the operations of a schedule on those of its batches that there are. Collective."""
         assert self._operations is not None
         self.is_halfway = True
         for op in schedule:
-            if op.batch < len(self._flights):
+            if op.batch < len(self._flights) and op not in self._led:
                 self._op = op
                 with op_range(op), self._postprocs_in(op):
                     self._operations.run(op, self._flights)

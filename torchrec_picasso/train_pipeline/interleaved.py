@@ -319,34 +319,41 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             in_flight.prepare_again()
         in_flight.ask()
         in_flight.fill(dataloader_iter)
+        schedule, start = self._schedule_of_step(), self._clock.stamp()
+        in_flight.lead(schedule)
         told = in_flight.agreed()
         flight = in_flight.first
         if attached_again or told.homes_written:  # it may have been trained while detached
             for rows in flight.rows:
                 rows.fetch_again()
         if self._model.training:
-            self._train(flight, told.model_changed)
+            self._train(flight, schedule, start, told.model_changed)
         else:
             flight.is_whole = self._expects_gradients = True
             with step_range(self._batch_count):
-                in_flight.run(evaluation_schedule(*in_flight.settings, num_waves=self._num_waves))
+                in_flight.run(schedule)
         self._batch_count += 1
         return in_flight.end_step()
 
-    def _train(self, flight: Flight, has_changed: bool) -> None:
+    def _schedule_of_step(self) -> Schedule:
+        """The operations of this step, by the settings of its batches."""
+        make = training_schedule if self._model.training else evaluation_schedule
+        return make(*self._in_flight.settings, num_waves=self._num_waves)
+
+    def _train(self, flight: Flight, schedule: Schedule, start: Any, has_changed: bool) -> None:
         """Takes a training step, of a model that may be another one than was proved. Collective."""
         pg = process_group_of(self._model)
         self._optimizer.zero_grad()  # first of all: it hands learning rates to FBGEMM
         # before any look: then all of its graph is in one backward
         flight.is_whole = self._expects_gradients or counts_gradients(self._model)
-        self._cuts.look(flight, has_changed, pg, self._device)
+        has_looked = self._cuts.look(flight, has_changed, pg, self._device)
         flight.is_whole |= self._cuts.is_whole
         self._expects_gradients = False
         settings = self._in_flight.settings
-        start = self._clock.stamp()
         with step_range(self._batch_count):
-            self._in_flight.run(training_schedule(*settings, num_waves=self._num_waves))
-        span = start, self._clock.stamp()
+            self._in_flight.run(schedule)
+        # from before the wait for other ranks, in which rows of this batch travel
+        span = None if has_looked else (start, self._clock.stamp())
         if len(settings) == NUM_BATCHES:
             self._cuts.choice.note_step(settings, span, self._clock, pg, self._device)
         self._hot_sets.end_step()
