@@ -141,8 +141,11 @@ def _waves(waves: tuple[slice, ...], bag_packs: Sequence[slice]) -> tuple[slice,
 
 
 def _runs(properties: Sequence[tuple[int, Any]]) -> tuple[slice, ...]:
-    """Finds runs of neighbouring packs with equal properties, from (pack, property) of each
-    table."""
+    """Finds runs of neighbouring packs with equal properties.
+
+    Args:
+        properties: Pack and property of each table.
+    """
     # The set removes duplicates from tables of one pack; sorting restores pack order.
     value_P = [value for _, value in sorted(set(properties))]
     # Every pack has exactly one property.
