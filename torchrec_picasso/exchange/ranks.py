@@ -46,9 +46,9 @@ class Ranks:
         self.rank, self.size = pg.rank(), pg.size()
         row_codecs = (codecs or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
         self.row_codec = None if row_codecs is None else _checked(row_codecs.forward)
-        """Wire precision of rows, ``None`` = their own."""
+        """Wire precision of rows; ``None`` = float32, without a codec."""
         self.gradient_codec = None if row_codecs is None else _checked(row_codecs.backward)
-        """Wire precision of gradients, ``None`` = their own."""
+        """Wire precision of gradients; ``None`` = float32, without a codec."""
 
     @property
     def wire(self) -> tuple[torch.dtype, torch.dtype]:
