@@ -177,7 +177,7 @@ def why_not_exact(
         )
     if device_type == "cpu" and (refusal := _why_not_on_cpu(fused_params, data_type)) is not None:
         return refusal
-    # From here on: settings that see gradients before the sum per row, or counts of lookups.
+    # The settings below depend on single gradients or on counts of lookups, or they round values.
     if fused_params.get("gradient_clipping"):
         return Refusal(
             what="gradient_clipping clips each lookup's gradient before they are summed",

@@ -255,8 +255,7 @@ class RowStorage(nn.Module):
         return self._was_written
 
     def fill_replicas(self) -> None:
-        """Copies every hot row from its home rank to all replicas, and clears the written flag.
-        Collective."""
+        """Refills all replicas from the home rows and clears the written flag. Collective."""
         with self._writing():
             for rows in self._tables.per_row() if self.num_hot_rows else ():
                 self._hot_homes.broadcast(rows.homes, rows.replicas, self._ranks)

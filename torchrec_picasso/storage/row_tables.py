@@ -42,7 +42,7 @@ __all__ = ["HomesAndReplicas", "RowTables"]
 
 @dataclass(frozen=True)
 class HomesAndReplicas:
-    """Home rows and replicas in one per-row tensor (weights or a state): views of the TBE's
+    """Home rows and replicas of one per-row tensor, weights or a state: views of the TBE's
     memory."""
 
     homes: Tensor
@@ -204,7 +204,7 @@ class RowTables(nn.Module):
         return [rows.homes for rows in self.per_row()]
 
     def _two_offsets(self, num_home: int, num_hot: int) -> Tensor:
-        """Offsets of the bags of two tables, padded with empty bags at the end: int64,
+        """Offsets of the bags of two tables, padded with empty bags: int64, shape
         ``(2 S + 1,)``."""
         counting_S1 = self._count(max(num_home, num_hot))
         # 0, 1, .., num_home, num_home, ..: a bag per row, then empty bags; the second table
