@@ -31,7 +31,7 @@ class Pending(Protocol):
     """An operation in progress that can be waited for."""
 
     def wait(self) -> object:
-        """Returns when the operation is done; on an accelerator, orders the current stream after
+        """Returns when the operation is done; an accelerator's current stream is ordered after
         it."""
 
 

@@ -54,8 +54,7 @@ class HeaderWords:
     looks_up_nothing: bool = False
     """Whether this rank's batch has no lookup; such a batch may have no samples."""
     bag_words_WX: Tensor | None = None
-    """Words for the home rank of each owner-pooled bag, int64; ``None`` = no owner-pooled
-    tables."""
+    """Words for the home rank of owner-pooled bags, int64; ``None`` = no owner-pooled tables."""
 
     def to_send(self, world_size: int) -> Tensor:
         """Builds the message to each rank.
@@ -102,16 +101,13 @@ class Header:
     bad_lengths_W: list[bool]
     """Whether lengths do not sum to the number of values, by rank."""
     any_data: bool
-    """Whether any rank's batch contains data, rather than a placeholder after the end of the
-    data."""
+    """Whether any rank's batch contains data, rather than a placeholder after the data's end."""
     any_looks_up_nothing: bool
     """Whether any rank's batch has no lookup."""
     touched_P: list[Tensor]
-    """Hot slots that any rank touches, by pack, counted from 0 in the pack, ascending, on the
-    device."""
+    """Hot slots that any rank touches, ascending, by pack, counted from 0 in it, on the device."""
     bag_words_WX: list[list[int]]
-    """Words of each rank about the bags that it requests here; empty without owner-pooled
-    tables."""
+    """Words of each rank about the bags requested here; empty without owner-pooled tables."""
 
 
 class HeaderExchange:

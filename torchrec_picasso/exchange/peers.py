@@ -73,17 +73,17 @@ class Peers:
         until_s = time.monotonic() + _GRACE_S
         while True:
             # Poll until all peers have an entry, one of them failed, or the grace period is over.
-            told = self._told()
-            for rank, (text, has_failed) in told.items():
+            entries = self._told()
+            for rank, (text, has_failed) in entries.items():
                 if has_failed:
                     return f"rank {rank} failed in {text}"
-            silent = sorted(set(range(self._size)) - {self._rank, *told})
+            silent = sorted(set(range(self._size)) - {self._rank, *entries})
             if not silent or time.monotonic() > until_s:
                 break
             time.sleep(_POLL_S)
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         found = [f"rank {self._rank} waited in vain in {doing} ({reason})"]
-        found += [f"rank {rank} waited in {text}" for rank, (text, _) in sorted(told.items())]
+        found += [f"rank {rank} waited in {text}" for rank, (text, _) in sorted(entries.items())]
         found += [f"rank {rank} said nothing: it hangs or was ended" for rank in silent]
         if not silent:
             found.append("a link between them is down, or they are not in the same step")

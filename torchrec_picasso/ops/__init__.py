@@ -1,4 +1,4 @@
 """Pure functions on tensors: no process group, no module state, no TorchRec type.
 
-docs/glossary.md defines the shape letters of this package and of the packages that build on it.
+Shape letters, here and in the packages that build on this one, are those of docs/glossary.md.
 """

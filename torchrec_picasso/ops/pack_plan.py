@@ -42,7 +42,7 @@ class PackPlan:
     features_M: tuple[int, ...]
     """Number of features of each matrix."""
     mean_MF: tuple[Tensor | None, ...]
-    """Whether a feature of a matrix is averaged, bool; ``None`` = none, or the home rank
+    """Whether a feature is averaged, bool, by matrix; ``None`` = none, or the home rank
     averages."""
     modules: tuple[tuple[int, ...], ...]
     """The matrices of each module, in the order of the module's columns."""

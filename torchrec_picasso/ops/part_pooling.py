@@ -38,7 +38,7 @@ class PartPooling:
     """Lookups of the micro-batch, a slice of the whole batch in bag order."""
     gradient_place_U: Tensor | None
     """Position in the matrix's gradients of each row that the micro-batch uses, int64; ``None``
-    = the micro-batch uses all rows of the matrix, in request order."""
+    if it uses all rows of the matrix, in request order."""
     index: PoolingIndex
 
     def tensors(self) -> Iterator[Tensor]:

@@ -33,8 +33,7 @@ class LocatedRows:
     """The unique rows of a batch in request order."""
 
     target_U: Tensor
-    """Source of each row, int64: its hot slot, or its row in the home rank's storage of the
-    pack."""
+    """Source of each row, int64: hot slot, or row in the home rank's storage of the pack."""
     counts_PQ: Tensor
     """Rows by pack and place (the replicas, then home ranks by chunk): int64, ``(P, 1 + K W)``."""
     order_U: Tensor

@@ -99,8 +99,7 @@ class AskedRows:
         return self.rows_n
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
-        """Reads the rows of an exchange; a row that several ranks requested is read several
-        times."""
+        """Reads the rows of an exchange; rows that several ranks requested are read repeatedly."""
         return storage.gather(self.rows_by_fetch_n[self.by_fetch.rows(exchange)])
 
     def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:

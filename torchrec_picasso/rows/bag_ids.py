@@ -5,7 +5,7 @@ are neither sorted nor made unique: a home rank pools all lookups.
 
 Shape letters: A packs of bags, F features, K parts, W ranks, S bags, N lookups, X words.
 
-Host syncs per batch on CUDA: where the lookups of each home begin.
+Host syncs per batch on CUDA: one, for the first lookup of each home rank.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class BagIds:
         """
         weights_N = features.weights_or_none()
         if weights_N is not None and weights_N.numel() != features.values().numel():
-            weights_N = torch.zeros_like(features.values(), dtype=torch.float32)  # refused later
+            # Malformed, refused after the header: zeros of the right size until then.
+            weights_N = torch.zeros_like(features.values(), dtype=torch.float32)
         num_samples = features.stride()
         features_AW = [num for pack in packs for num in pack.features_W]
         first_bag = (len(features.keys()) - sum(features_AW)) * num_samples
@@ -82,6 +83,7 @@ class BagIds:
         # Bags of a feature are consecutive: (F, B) lengths sum to (F,) lookups.
         lookups_F = lengths_S.view(limit_F.numel(), num_samples).sum(1)
         ids_N = features.values()[low:high]
+        # Row of the table plus the table's first row in the home rank's storage, shape (N,).
         rows_N, num_outside = shift_rows(ids_N, lookups_F, first_row_F, limit_F, torch.int64)
         return BagIds(
             rows_A=rows_N.split(lookups_A),

@@ -90,8 +90,8 @@ class BatchGradients:
         packs, layouts = self._of_wave(wave)
         if not layouts:
             return
-        # Outgoing rows of the chunk are a slice of the sums, incoming ones a slice of the home
-        # matrix: both are in request order, so nothing is copied.
+        # Outgoing gradients of the chunk are a slice of the sums, incoming ones a slice of the home
+        # matrix: both are in request order, so no reordering is needed.
         exchange = PackedAllToAll(
             self._group.ranks,
             [self._sums_of(pack)[pack.cold_place][pack.mine.rows(chunk)] for pack in layouts],

@@ -284,7 +284,7 @@ class PartRows:
 
     @property
     def own_sizes(self) -> Sequence[int] | None:
-        """Samples of each feature, if features were padded to a common batch size; otherwise
+        """Samples of each feature if features were padded to a common batch size, otherwise
         ``None``."""
         features = self.rows.layout.features_of[self.module]
         is_filled_up = self.batch_size is not None and features.variable_stride_per_key()

@@ -84,15 +84,13 @@ class RowLayout:
     """Number of rows of each matrix that this rank uses."""
     pooling_KM: Sequence[Sequence[PartPooling | PartBags]]
     lookups_MKJ: Sequence[Sequence[Sequence[int]]]
-    """Number of lookups by matrix, micro-batch and run; sequence matrices have a run per
-    feature."""
+    """Number of lookups by matrix, micro-batch and run (in a sequence matrix, feature)."""
     source_N: Tensor | None
     """KeyedJaggedTensor position of each lookup in bag order; ``None`` without weights."""
     weights_N: Tensor | None
     """Per-sample weights of the input batch, in KeyedJaggedTensor order."""
     weights_left: bool = False
-    """Whether weights were sent to home ranks that pool bags, so that they must not change any
-    more."""
+    """Whether weights were sent to home ranks that pool bags; later changes would be lost."""
 
     def part_features(self, part: int, module: int, matrix: int) -> KeyedJaggedTensor:
         """Returns the features of one micro-batch of a sequence module, lengths known on the host.

@@ -109,7 +109,7 @@ class RowRequest:
 
     @property
     def any_looks_up_nothing(self) -> bool:
-        """Whether any rank's batch has no lookup; equal on all ranks, known after
+        """Whether any rank's batch has no lookup, equal on all ranks; valid after
         :meth:`send_ids`."""
         return self._header.any_looks_up_nothing
 

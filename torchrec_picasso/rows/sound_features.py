@@ -31,8 +31,7 @@ class MendedFeatures(KeyedJaggedTensor):
     given: KeyedJaggedTensor
     """The input features."""
     is_bad: Tensor | bool
-    """Whether the lengths of the input are malformed; 0-d bool on the device, or known on the
-    host."""
+    """Whether the input's lengths are malformed; 0-d bool on the device, or known on the host."""
 
     @staticmethod
     def of(given: KeyedJaggedTensor) -> MendedFeatures:

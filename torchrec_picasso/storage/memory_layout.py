@@ -58,8 +58,8 @@ class MemoryLayout:
 
     @property
     def tables(self) -> list[tuple[int, EmbeddingLocation]]:
-        """Rows and memory of each table. FBGEMM requires at least one row per table, so none is
-        empty."""
+        """Rows and memory of each table. No table is empty, because FBGEMM requires a row per
+        table."""
         if not self.in_two_tables:
             return [(max(1, self.num_home_rows + self.num_hot_rows), self.homes)]
         return [(max(1, self.num_home_rows), self.homes), (self.num_hot_rows, self.replicas)]

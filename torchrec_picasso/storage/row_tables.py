@@ -42,8 +42,7 @@ __all__ = ["HomesAndReplicas", "RowTables"]
 
 @dataclass(frozen=True)
 class HomesAndReplicas:
-    """Home rows and replicas of one per-row tensor, weights or a state: views of the TBE's
-    memory."""
+    """Home rows and replicas in a tensor of weights or of a state: views of the TBE's memory."""
 
     homes: Tensor
     """Entries of the home rows, shape ``(num_home_rows, ...)``."""
@@ -133,8 +132,7 @@ class RowTables(nn.Module):
         return [self.weights, *self.row_states.values()]
 
     def flat_homes(self) -> Tensor:
-        """Returns the TBE's buffer that begins with the weights of the home rows,
-        one-dimensional."""
+        """Returns the TBE's one-dimensional buffer that begins with the home rows' weights."""
         if self.layout.homes == EmbeddingLocation.HOST:
             return self.tbe.weights_host
         on_device = self.layout.homes == EmbeddingLocation.DEVICE
@@ -204,8 +202,7 @@ class RowTables(nn.Module):
         return [rows.homes for rows in self.per_row()]
 
     def _two_offsets(self, num_home: int, num_hot: int) -> Tensor:
-        """Offsets of the bags of two tables, padded with empty bags: int64, shape
-        ``(2 S + 1,)``."""
+        """Offsets of the bags of two tables, padded with empty bags: int64, ``(2 S + 1,)``."""
         counting_S1 = self._count(max(num_home, num_hot))
         # 0, 1, .., num_home, num_home, ..: a bag per row, then empty bags; the second table
         # continues.
