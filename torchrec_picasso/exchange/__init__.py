@@ -1,5 +1,5 @@
-"""What crosses the wire: headers, ids, rows, gradients, and how many bytes that is.
+"""Communication between ranks: headers, ids, rows and gradients, with the number of bytes sent.
 
-Every function here is collective unless it says otherwise: all ranks of the group call it, in the
-same order. Handles start the exchange when they are made and finish it in ``wait()``.
+Every function here is collective unless its docstring says otherwise: all ranks of the group call
+it, in the same order. A handle starts its exchange at construction and finishes it in ``wait()``.
 """

@@ -1,12 +1,12 @@
-"""What all ranks must know of each other before a collective that only some states ask for.
+"""Agreement of all ranks on flags, before a collective that only some states require.
 
-A rank that decides by itself whether something collective follows, say from its own tensors'
-version counters, leaves the others waiting. So every rank says its flags, and each gets the largest
-of all ranks'.
+A rank that decides alone whether a collective follows, for example from its own tensors' version
+counters, leaves the other ranks waiting. So every rank contributes its flags, and each rank
+receives the maximum over all ranks.
 
-The flags have a gloo group of their own. In the group of the rows they would wait behind all rows
-on their way: 49 ms behind 5 MB on 1 Gbit/s between 2 ranks, where 11 ms are enough on connections
-of their own. On an accelerator the answer comes to the host without a sync of the device.
+The flags have their own gloo group. In the group of the rows they would wait behind all rows in
+flight: 49 ms behind 5 MB on 1 Gbit/s between 2 ranks, against 11 ms on separate connections. On an
+accelerator the result reaches the host without a device sync.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ __all__ = ["Agreement", "Flags"]
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What one rank says, and what comes of all ranks'."""
+    """The flags of one rank, or the maximum over all ranks."""
 
     homes_written: bool = False
-    """Whether home rows were written from outside, so that copies of them are outdated."""
+    """Whether home rows were written from outside, so that copies of these rows are outdated."""
     model_changed: bool = False
-    """Whether the model is another one than was proved to give the same in micro-batches."""
+    """Whether the model differs from the model proved to give equal results in micro-batches."""
 
 
 class Agreement:
-    """Asks all ranks for their flags; starts at construction.
+    """Computes the maximum of all ranks' flags; starts at construction.
 
-    Collective: every rank of ``pg`` makes and waits for it in the same order; the first one of a
-    group also makes the group of the flags.
+    Collective: every rank of ``pg`` creates the object and waits for it in the same order; the
+    first object of a process group also creates the group of the flags.
 
     Args:
         pg: Process group of W ranks.
-        device: Where its collectives run.
-        flags: Of this rank.
+        device: Device on which the collectives of ``pg`` run.
+        flags: Flags of this rank.
 
     Cost:
-        An all-reduce of 8 bytes a flag over gloo; nothing with one rank.
+        An all-reduce of 8 bytes per flag over gloo; nothing with one rank.
     """
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device, flags: Flags) -> None:
@@ -55,6 +55,7 @@ class Agreement:
         if pg.size() == 1:
             return
         self._agreed = None
+        # One int64 per flag, on the CPU: gloo reduces host memory.
         self._largest = torch.tensor(list(vars(flags).values()), dtype=torch.int64, device="cpu")
         if is_watched():
             note_sent(2 * (pg.size() - 1) * self._largest.nbytes // pg.size())
@@ -63,11 +64,12 @@ class Agreement:
         )
 
     def wait(self) -> Flags:
-        """The largest of each flag over all ranks, the same on all of them."""
+        """Returns the maximum of each flag over all ranks; equal on all ranks."""
         if self._agreed is None:
             wait_for(self._work)
+            # Convert the integers back to the type of each field.
             found = zip(vars(self.mine).items(), self._largest.tolist())
-            self._agreed = Flags(**{name: type(mine)(most) for (name, mine), most in found})
+            self._agreed = Flags(**{name: type(own)(largest) for (name, own), largest in found})
         return self._agreed
 
 
@@ -75,13 +77,13 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def _group_of_flags(pg: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """The gloo group of a group's flags, of the same ranks and timeout."""
+    """Returns the gloo group for the flags of a process group, with equal ranks and timeout."""
     if pg not in _groups:
         _groups[pg] = dist.new_group(
             dist.get_process_group_ranks(pg),
             timeout=pg._get_backend(device).options._timeout,
             backend="gloo",
-            use_local_synchronization=True,  # ranks of other groups are not here
+            use_local_synchronization=True,  # ranks of other groups do not call this
         )
         let_training_go_first()
     return _groups[pg]

@@ -1,12 +1,11 @@
-"""An all-to-all of uneven blocks that keeps the wire busy in both directions.
+"""An all-to-all of uneven blocks that uses the link in both directions at once.
 
-gloo's own all-to-all posts its sends before its receives. A rank that comes late therefore writes
-its data ahead of the notice that it is ready to receive, on the same connection, and its peer's
-data waits until all of that is through: the link carries one direction at a time. Ranks of a real
-step never come at the same time. Messages between pairs of ranks, receives posted first, do not
-have the problem: 110 instead of 60 MB/s per direction between 2 ranks on 1 Gbit/s, 110 instead of
-80 among 3 (``benchmarks/cluster``, 8 MB a pair). Other backends have an all-to-all that needs no
-such help.
+gloo's own all-to-all posts its sends before its receives. A late rank therefore writes its data
+ahead of the notice that it is ready to receive, on the same connection, and its peer's data waits
+until all of that is through: the link carries one direction at a time. Ranks of a real step never
+arrive at the same time. Messages between pairs of ranks, with receives posted first, avoid the
+problem: 110 instead of 60 MB/s per direction between 2 ranks on 1 Gbit/s, 110 instead of 80 among 3
+(``benchmarks/cluster``, 8 MB a pair). The all-to-all of other backends does not have this problem.
 
 Shape letters: n elements sent, m received, W ranks.
 """
@@ -29,10 +28,11 @@ __all__ = ["Pending", "start_all_to_all"]
 
 
 class Pending(Protocol):
-    """Something that has been started and can be waited for."""
+    """An operation in progress that can be waited for."""
 
     def wait(self) -> object:
-        """Returns when it is done; on an accelerator, orders the current stream after it."""
+        """Returns when the operation is done; an accelerator's current stream is ordered after
+        it."""
 
 
 def start_all_to_all(
@@ -46,13 +46,13 @@ def start_all_to_all(
 
     Args:
         pg: Process group.
-        output_m: Contiguous vector; block ``w`` comes from rank ``w``.
-        input_n: Contiguous vector, alive and unchanged until the wait is over.
+        output_m: Contiguous vector; block ``w`` is received from rank ``w``.
+        input_n: Contiguous vector; must stay alive and unchanged until the wait returns.
         receive_W: Elements of each output block, summing to m.
         send_W: Elements of each input block, summing to n.
 
     Returns:
-        To wait for; the output is filled after that.
+        A handle; the output is complete after its ``wait``.
 
     Cost:
         One collective, or ``W - 1`` messages each way on gloo.
@@ -72,15 +72,15 @@ def _backend_name(pg: dist.ProcessGroup) -> str:
     return name
 
 
-# Far from the small numbers that users' own messages have.
+# A range far from the small tags of users' own messages.
 _FIRST_TAG, _NUM_TAGS = 1 << 28, 1 << 20
 
 
 class _Traffic:
-    """Exchanges of one process group that have been started and not waited for, in order."""
+    """Exchanges of one process group in progress, in start order."""
 
     def __init__(self) -> None:
-        let_training_go_first()  # the group's threads are there by now
+        let_training_go_first()  # the group's threads exist by now
         self.num_started = 0
         self.in_flight: deque[_Messages] = deque()
 
@@ -91,7 +91,7 @@ class _Traffic:
 
     @property
     def next_tag(self) -> int:
-        """A tag that no other exchange in flight has; the same on all ranks."""
+        """A tag that no other exchange in progress has; equal on all ranks."""
         return _FIRST_TAG + self.num_started % _NUM_TAGS
 
 
@@ -105,11 +105,11 @@ def _traffic_of(pg: dist.ProcessGroup) -> _Traffic:
 
 
 class _Messages:
-    """One message to and from every other rank; a block of no elements is no message.
+    """One message to and one from every other rank; empty blocks send no message.
 
     gloo loses track of a pair of ranks when a message is dropped before it is done, and TorchRec's
-    pipelines do drop an exchange now and then. So the traffic holds on to it until it or a later
-    one has been waited for: between two ranks, messages arrive in the order they were started.
+    pipelines do drop an exchange occasionally. So ``_Traffic`` keeps the object alive until it or a
+    later one has been waited for: between two ranks, messages arrive in start order.
     """
 
     def __init__(
@@ -124,7 +124,8 @@ class _Messages:
         rank, world_size, tag = pg.rank(), pg.size(), self._traffic.next_tag
         received_W = output_m.split(list(receive_W))
         sent_W = input_n.split(list(send_W))
-        # each rank starts with another peer, so that no link gets all messages at once
+        # Each rank starts with a different peer, so that no link gets all messages at once.
+        # Receives are posted in reverse order, which is the order in which peers send to this rank.
         others = [(rank + distance) % world_size for distance in range(1, world_size)]
         works = [
             dist.irecv(received_W[peer], group=pg, group_src=peer, tag=tag)
@@ -138,12 +139,14 @@ class _Messages:
         ]
         self._works = [work for work in works if work is not None]
         self._traffic.add(self)
+        # The rank's own block needs no message.
         received_W[rank].copy_(sent_W[rank])
 
     def wait(self) -> None:
-        """Returns when all messages have come and gone, and all that were started before them."""
+        """Returns when all messages of this exchange, and of all earlier exchanges, are done."""
         in_flight = self._traffic.in_flight
         while self._works:
+            # Exchanges complete in start order, also dropped ones; this releases their memory.
             earliest = in_flight[0]
             for work in earliest._works:
                 work.wait()

@@ -1,8 +1,8 @@
-"""Summing hot rows' gradients over ranks, touched rows only.
+"""Sums the gradients of hot rows over ranks, for touched rows only.
 
-The header already told every rank which hot rows anybody touched, so the all-reduce carries just
-those: never more bytes than reducing the whole hot set, and equal to it when all are touched.
-Untouched rows are not in the sum, hence not updated, whatever the optimizer's decay.
+The header already reports to every rank which hot rows any rank touched, so the all-reduce carries
+only those: never more bytes than a reduction of the whole hot set. Untouched rows are not in the
+sum, hence not updated, whatever the optimizer's decay.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ __all__ = ["HotReduction"]
 class HotReduction:
     """Sums gradients of hot rows over all ranks; starts at construction.
 
-    Collective: every one of the ranks makes and waits for it in the same order.
+    Collective: all ranks create the object and wait for it in the same order.
 
     Args:
-        ranks: Who sums.
-        grads_P: Gradients of the hot rows this rank touched, per pack, ``(h_p, D_p)``.
-        positions_P: Their places among the rows that any rank touched, ``(h_p,)``.
-        outputs_P: Where the sums go, per pack, ``(t_p, D_p)`` contiguous; the same shapes on all
-            ranks. Every rank gets the same bits.
+        ranks: This rank and its peers.
+        grads_P: Gradients of the hot rows that this rank touched, by pack, ``(h_p, D_p)``.
+        positions_P: Position of each of these rows among the rows that any rank touched,
+            ``(h_p,)``.
+        outputs_P: Contiguous tensors for the sums, by pack, ``(t_p, D_p)``; the shapes, and
+            afterwards the values, are equal on all ranks.
 
     Cost:
         An all-reduce of the outputs; none when they are empty. One copy with several packs.
@@ -42,9 +43,11 @@ class HotReduction:
         outputs_P: Sequence[Tensor],
     ) -> None:
         self._outputs_P = outputs_P
+        # Scatter (h, D) into (t, D): rows that only other ranks touched contribute zero.
         for output, positions, grads in zip(outputs_P, positions_P, grads_P):
             output.zero_()
             output[positions] = grads
+        # One all-reduce for all packs; with one pack the output itself is the buffer.
         if len(outputs_P) == 1:
             self._flat = outputs_P[0].view(-1)
         else:
@@ -52,7 +55,7 @@ class HotReduction:
         self._work = ranks.start_sum(self._flat) if self._flat.numel() else None
 
     def wait(self) -> Sequence[Tensor]:
-        """Finishes the sum; once is enough, and more does nothing.
+        """Finishes the sum; further calls have no effect.
 
         Returns:
             The outputs given at construction, filled.

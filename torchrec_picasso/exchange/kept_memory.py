@@ -1,9 +1,9 @@
-"""Keeps memory that one stream allocated until another stream is done with it.
+"""Keeps memory that one stream allocated until another stream no longer uses it.
 
-The allocator gives freed memory back to the stream that it was made on. Where another stream may
-still use it, as when TorchRec's pipelines look up on one stream and compute on another, it must be
-recorded for that stream. On the CPU there is one order of everything, and nothing here does
-anything.
+The allocator returns freed memory to the stream that allocated it. If another stream may still use
+the memory, as when TorchRec's pipelines look up on one stream and compute on another, the tensor
+must be recorded for that stream. The CPU has a single order of operations, so the functions here do
+nothing there.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _Optional = TypeVar("_Optional", Tensor, Tensor | None)
 
 
 def keep_for_current_stream(tensor: _Optional) -> _Optional:
-    """Keeps a tensor's memory until what the current stream has queued by its end is done.
+    """Keeps a tensor's memory until the work that the current stream has queued is done.
 
     Args:
-        tensor: Any; ``None`` = nothing to keep.
+        tensor: Any tensor; ``None`` = nothing to keep.
 
     Returns:
         The tensor.
@@ -33,7 +33,7 @@ def keep_for_current_stream(tensor: _Optional) -> _Optional:
 
 
 def _current_stream(device: torch.device) -> torch.Stream | None:
-    """``None`` = the device has no streams."""
+    """Returns the current stream; ``None`` if the device has no streams."""
     if device.type == "cpu":
         return None
     stream: torch.Stream = torch.get_device_module(device).current_stream()

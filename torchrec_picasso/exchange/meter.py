@@ -1,8 +1,8 @@
-"""Counts collectives and the bytes this rank sends, the same way for every sharding.
+"""Counts collectives and the bytes that this rank sends, independent of the sharding type.
 
-The meter listens where all of them pass: the ``c10d`` operators of the PyTorch dispatcher, which
-Python calls, autograd and DDP's C++ reducer go through alike. It sees every tensor operation on the
-way, which costs time, so do not time the steps that you count.
+The meter intercepts the ``c10d`` operators of the PyTorch dispatcher, which Python calls, autograd
+and DDP's C++ reducer all use. It intercepts every tensor operation on the way, which costs time, so
+do not time the steps that you count.
 
 Bytes follow the usual bandwidth-optimal algorithm of each collective, not the backend's own choice;
 protocol headers are not counted. W = world size, r = this rank, all sizes in bytes.
@@ -24,12 +24,12 @@ __all__ = ["WireCount", "WireMeter"]
 
 @dataclass(frozen=True, kw_only=True)
 class WireCount:
-    """What one rank sent.
+    """The communication of one rank.
 
     Args:
-        num_collectives: Calls that move tensor data; barriers are not among them. A message to one
-            rank is a call, so an all-to-all made of messages counts ``W - 1``.
-        sent_bytes: Bytes for other ranks.
+        num_collectives: Calls that move tensor data, without barriers. A message to one rank is a
+            call, so an all-to-all made of messages counts ``W - 1``.
+        sent_bytes: Bytes sent to other ranks.
         calls_by_kind: Calls per operator, such as ``alltoall_base_``.
         bytes_by_kind: Bytes sent per operator.
     """
@@ -43,12 +43,12 @@ class WireCount:
 class WireMeter(TorchDispatchMode):
     """Counts the collectives issued inside ``with WireMeter() as meter:``.
 
-    Collectives of every process group count; groups of one rank send nothing and are left out.
-    Work that another thread issues is seen only if that thread inherited the caller's dispatch
-    modes, as autograd's threads do.
+    Collectives of every process group count; groups of one rank send nothing and are skipped. Work
+    that another thread issues is seen only if that thread inherited the caller's dispatch modes, as
+    autograd's threads do.
 
     Raises:
-        NotImplementedError: When a collective is met whose bytes it cannot tell.
+        NotImplementedError: If a collective has no known byte count.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class WireMeter(TorchDispatchMode):
 
     @property
     def count(self) -> WireCount:
-        """Everything counted so far."""
+        """The calls and bytes counted so far."""
         return WireCount(
             num_collectives=sum(self._calls.values()),
             sent_bytes=sum(self._bytes.values()),
@@ -76,6 +76,7 @@ class WireMeter(TorchDispatchMode):
         """Counts ``func`` if it is a collective, then runs it."""
         if func.namespace == "c10d":
             self._record(func, args, kwargs or {})
+        # Compiled graphs use functional collectives, which have other arguments.
         elif func.namespace == "_c10d_functional" and "wait" not in func._schema.name:
             raise NotImplementedError(
                 f"WireMeter does not see into functional collectives, got {func._schema.name!r}; "
@@ -92,6 +93,7 @@ class WireMeter(TorchDispatchMode):
                 f"WireMeter cannot tell the bytes of the collective {kind!r}; it knows "
                 f"{', '.join(sorted(_SENT_BYTES))}"
             )
+        # Arguments by their name in the operator's schema, as the table of byte counts reads them.
         named = {arg.name: value for arg, value in zip(func._schema.arguments, args)} | kwargs
         group = dist.ProcessGroup.unbox(named["process_group"])
         if group.size() == 1:
@@ -107,9 +109,10 @@ def _nbytes(tensors: Tensor | Iterable[Any]) -> int:
 
 
 def _all_to_all_single(call: dict[str, Any], world_size: int, rank: int) -> int:
-    """Everything but the block addressed to this rank itself."""
+    """Bytes of all blocks except the block addressed to this rank itself."""
     source = call["input"]
     splits = call["input_split_sizes"]
+    # Without splits all blocks are equal; otherwise splits count rows of the first dimension.
     if not splits:
         return _nbytes(source) * (world_size - 1) // world_size
     num_rows = sum(splits)
@@ -121,12 +124,12 @@ def _all_to_all_list(call: dict[str, Any], world_size: int, rank: int) -> int:
 
 
 def _all_reduce(call: dict[str, Any], world_size: int, rank: int) -> int:
-    """A ring: reduce-scatter, then all-gather, 2 (W-1)/W n."""
+    """Bytes of a ring: reduce-scatter, then all-gather, 2 (W-1)/W n."""
     return 2 * (world_size - 1) * _nbytes(call["tensors"]) // world_size
 
 
 def _reduce_scatter(source: str) -> Callable[[dict[str, Any], int, int], int]:
-    """A ring: (W-1)/W of the whole input."""
+    """Bytes of a ring: (W-1)/W of the whole input."""
 
     def sent_bytes(call: dict[str, Any], world_size: int, rank: int) -> int:
         return (world_size - 1) * _nbytes(call[source]) // world_size
@@ -135,7 +138,7 @@ def _reduce_scatter(source: str) -> Callable[[dict[str, Any], int, int], int]:
 
 
 def _all_gather(source: str) -> Callable[[dict[str, Any], int, int], int]:
-    """A ring: (W-1)/W of the whole output, which is W inputs."""
+    """Bytes of a ring: (W-1)/W of the whole output, which is W inputs."""
 
     def sent_bytes(call: dict[str, Any], world_size: int, rank: int) -> int:
         return (world_size - 1) * _nbytes(call[source])
@@ -144,12 +147,12 @@ def _all_gather(source: str) -> Callable[[dict[str, Any], int, int], int]:
 
 
 def _broadcast(call: dict[str, Any], world_size: int, rank: int) -> int:
-    """The root sends the data once; a chain of ranks passes it on."""
+    """Bytes of the root, which sends the data once; a chain of ranks forwards it."""
     return _nbytes(call["tensors"]) if rank == call["root_rank"] else 0
 
 
 def _reduce(call: dict[str, Any], world_size: int, rank: int) -> int:
-    """Each rank but the root passes one copy on."""
+    """Bytes of each rank except the root, which forwards one copy."""
     return 0 if rank == call["root_rank"] else _nbytes(call["tensors"])
 
 

@@ -1,9 +1,9 @@
-"""One all-to-all for all packs: ids, rows or gradients, mixed dims in one flat buffer.
+"""One all-to-all for all packs: ids, rows or gradients, with mixed dims in one flat buffer.
 
-Callers keep one matrix per pack, its rows grouped by rank. The wire wants the opposite nesting:
-one buffer, for each rank all packs. With one pack the two are the same memory and nothing is
-copied; with several, segments are joined before and cut after, one pass over the exchanged
-elements.
+Callers keep one matrix per pack, its rows grouped by rank. The wire requires the opposite nesting:
+one buffer, grouped by rank and then by pack. With one pack both layouts are the same memory and
+nothing is copied. With several packs, segments are joined before the exchange and split after it,
+one pass over the exchanged elements each.
 
 Source: TorchRec ``distributed/comm_ops.py`` (sequence all-to-all, its codecs); PICASSO's Shuffle.
 """
@@ -27,19 +27,19 @@ Counts = Sequence[Sequence[int]]
 
 
 class PackedAllToAll:
-    """Sends matrix rows to the ranks they are grouped by; starts at construction.
+    """Sends matrix rows to the ranks that they are grouped by; starts at construction.
 
-    Collective: every one of the ranks makes and waits for it in the same order.
+    Collective: all ranks create the object and wait for it in the same order.
 
     Args:
-        ranks: Who exchanges.
+        ranks: This rank and its peers.
         inputs_P: One contiguous matrix ``(n_p, D_p)`` per pack, rows grouped by destination rank. A
             vector counts as ``(n_p, 1)``.
         send_PW: Rows of each pack to each rank; row ``p`` sums to ``n_p``.
-        outputs_P: Where the received rows go, ``(m_p, D_p)`` contiguous, grouped by source rank;
+        outputs_P: Contiguous tensors for the received rows, ``(m_p, D_p)``, grouped by source rank;
             may be slices of larger matrices.
         receive_PW: Rows of each pack from each rank; row ``p`` sums to ``m_p``.
-        codec: Wire precision, or ``None`` for the inputs' own.
+        codec: Wire precision, or ``None`` for the precision of the inputs.
 
     Cost:
         ``(n_p - own) * D_p`` elements sent per pack; one copy each way with several packs.
@@ -61,11 +61,13 @@ class PackedAllToAll:
         send_W = _elements_per_rank(send_PW, dims_P)
         receive_W = _elements_per_rank(receive_PW, dims_P)
         wire_in = _join_by_rank(inputs_P, send_PW)
+        # A codec changes the number of elements on the wire, so the splits follow it.
         if codec is not None:
             self._codec_ctx = codec.create_context()
             wire_in = codec.encode(wire_in, self._codec_ctx)
             send_W = [codec.calc_quantized_size(n, self._codec_ctx) for n in send_W]
             receive_W = [codec.calc_quantized_size(n, self._codec_ctx) for n in receive_W]
+        # One pack without a codec: receive directly into the output.
         in_place = codec is None and len(outputs_P) == 1
         self._wire_out = outputs_P[0].view(-1) if in_place else wire_in.new_empty(sum(receive_W))
         self._in_place = in_place
@@ -74,7 +76,7 @@ class PackedAllToAll:
         self._work = ranks.start_all_to_all(self._wire_out, wire_in, receive_W, send_W)
 
     def wait(self) -> Sequence[Tensor]:
-        """Finishes the exchange; once is enough, and more does nothing.
+        """Finishes the exchange; further calls have no effect.
 
         Returns:
             The output matrices given at construction, filled.
@@ -82,7 +84,8 @@ class PackedAllToAll:
         if self._has_ended:
             return self._outputs_P
         wait_for(self._work)
-        # a pipeline may have started it on another stream, which does not wait for it
+        # A pipeline may have started the exchange on another stream, whose allocator does not know
+        # that the current stream uses this memory.
         keep_for_current_stream(self._wire_in)
         if not self._in_place:
             for memory in (self._wire_out, *self._outputs_P):
@@ -96,12 +99,14 @@ class PackedAllToAll:
 
 
 def _elements_per_rank(counts_PW: Counts, dims_P: Sequence[int]) -> list[int]:
+    """Elements to or from each rank: rows times dim, summed over packs."""
     return [
         sum(count * dim for count, dim in zip(counts_P, dims_P)) for counts_P in zip(*counts_PW)
     ]
 
 
 def _join_by_rank(matrices_P: Sequence[Tensor], counts_PW: Counts) -> Tensor:
+    """Joins matrices grouped by rank into one vector grouped by rank, then pack."""
     if len(matrices_P) == 1:
         return matrices_P[0].reshape(-1)
     segments_PW = [matrix.split(list(counts)) for matrix, counts in zip(matrices_P, counts_PW)]
@@ -109,6 +114,8 @@ def _join_by_rank(matrices_P: Sequence[Tensor], counts_PW: Counts) -> Tensor:
 
 
 def _cut_by_rank(flat: Tensor, matrices_P: Sequence[Tensor], counts_PW: Counts) -> None:
+    # Segments are views of the output matrices, so the copies below fill these.
+    """Splits a vector grouped by rank, then pack, into matrices grouped by rank."""
     segments_PW = [matrix.split(list(counts)) for matrix, counts in zip(matrices_P, counts_PW)]
     start = 0
     for by_pack in zip(*segments_PW):

@@ -1,8 +1,8 @@
-"""Why a peer does not answer: what a rank that fails leaves in the process group's store.
+"""Reports to each rank why a peer does not answer, through the process group's store.
 
-A rank whose peer has failed only feels a torn connection, or nothing until a timeout. So a rank
-that fails writes its own message into the store before it ends, and one that waited in vain writes
-where; whoever is left over without a word is the one that hangs, or was ended from outside.
+A rank whose peer has failed only sees a broken connection, or nothing until a timeout. So a rank
+that fails writes its error message into the store before it ends, and a rank whose exchange broke
+writes the operation that it waited in. A rank without an entry hangs, or was ended from outside.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torchrec_picasso.errors import PeerError
 __all__ = ["Peers"]
 
 _PREFIX = "picasso/failed/"
-_GRACE_S = 1.0  # for peers that wait as well to say so
+_GRACE_S = 1.0  # for entries of peers whose exchanges broke as well
 _POLL_S = 0.02
-# gloo has no type of its own for errors. Most begin with their place in its source.
+# gloo has no exception type of its own. Most messages begin with their place in its source.
 _OF_GLOO = re.compile(
     r"\[\S.*\bgloo/\S+\.(cc|h):\d+\]"
     "|Application timeout caused pair closure|Connection closed by peer"
@@ -30,10 +30,10 @@ _OF_GLOO = re.compile(
 
 
 class Peers:
-    """The other ranks of a process group, when something fails.
+    """The other ranks of a process group, in case of a failure.
 
     Args:
-        pg: Process group; one without a store still has its waits named.
+        pg: Process group; for a group without a store, errors only name this rank's wait.
     """
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
@@ -45,58 +45,62 @@ class Peers:
 
     @contextmanager
     def hear_of_failures(self, doing: Callable[[], str]) -> Iterator[None]:
-        """Around what all ranks do together.
+        """Context of a collective operation: an error inside names the rank that caused it.
 
         Args:
-            doing: Says what this rank was at.
+            doing: Returns a description of this rank's current operation.
 
         Raises:
-            PeerError: Where another rank failed, with its message, or does not answer.
+            PeerError: If another rank failed, with its message, or does not answer.
         """
-        if self._has_told:  # and goes on: what it told is over
+        if self._has_told:  # this rank continued, so its entry is outdated
             self._forget()
         try:
             yield
         except (PeerError, StopIteration):
             raise
         except Exception as error:
+            # A broken exchange is a symptom: look for its cause. Any other error is a cause: report
+            # it.
             if _is_of_transport(error):
                 raise PeerError(self._why(doing(), error)) from error
             self._tell(f"{doing()}: {type(error).__name__}: {error}", has_failed=True)
             raise
 
     def _why(self, doing: str, error: Exception) -> str:
-        """What is known of the peers once an exchange broke."""
+        """Describes what is known of the peers after an exchange broke."""
         self._tell(doing, has_failed=False)
         until_s = time.monotonic() + _GRACE_S
         while True:
-            told = self._told()
-            for rank, (text, has_failed) in told.items():
+            # Poll until all peers have an entry, one of them failed, or the grace period is over.
+            entries = self._told()
+            for rank, (text, has_failed) in entries.items():
                 if has_failed:
                     return f"rank {rank} failed in {text}"
-            silent = sorted(set(range(self._size)) - {self._rank, *told})
+            silent = sorted(set(range(self._size)) - {self._rank, *entries})
             if not silent or time.monotonic() > until_s:
                 break
             time.sleep(_POLL_S)
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         found = [f"rank {self._rank} waited in vain in {doing} ({reason})"]
-        found += [f"rank {rank} waited in {text}" for rank, (text, _) in sorted(told.items())]
+        found += [f"rank {rank} waited in {text}" for rank, (text, _) in sorted(entries.items())]
         found += [f"rank {rank} said nothing: it hangs or was ended" for rank in silent]
         if not silent:
             found.append("a link between them is down, or they are not in the same step")
         return "; ".join(found)
 
     def _tell(self, text: str, has_failed: bool) -> None:
+        """Writes this rank's entry into the store, unless it already has one."""
         self._has_told = True
         key = f"{_PREFIX}{self._rank}"
         try:
             if self._store is not None and not self._store.check([key]):
                 self._store.set(key, json.dumps([text, has_failed]))
         except (dist.DistError, RuntimeError):
-            self._store = None  # it ended with the rank that held it
+            self._store = None  # the store ended with the rank that hosted it
 
     def _told(self) -> dict[int, tuple[str, bool]]:
-        """What the others told."""
+        """Reads the entries of the other ranks: text, and whether the rank failed."""
         found: dict[int, tuple[str, bool]] = {}
         try:
             for rank in range(self._size):
@@ -109,13 +113,14 @@ class Peers:
         return found
 
     def _forget(self) -> None:
+        """Removes this rank's entry from the store."""
         self._has_told = False
         if self._store is not None:
             self._store.delete_key(f"{_PREFIX}{self._rank}")
 
 
 def _is_of_transport(error: Exception) -> bool:
-    """Whether an exchange broke, rather than what this rank does with it."""
+    """Whether an exchange broke, rather than this rank's own computation."""
     if isinstance(error, dist.DistError):
         return True
     return type(error) is RuntimeError and _OF_GLOO.match(str(error)) is not None

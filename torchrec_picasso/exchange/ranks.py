@@ -1,8 +1,8 @@
-"""The ranks that tables are sharded over: who we are, how many there are, what reaches the others.
+"""The ranks that tables are sharded over: rank number, world size and the collectives.
 
-All that is exchanged passes here, so what carries it is decided in one place: a process group, and
-the precision of rows and gradients on the wire. Rows and gradients take TorchRec's codecs of
-``SEQUENCE_EMBEDDINGS_ALL_TO_ALL``; ids and sums are never coded.
+All communication passes through this class, so the process group and the precision of rows and
+gradients on the wire are chosen in one place. Rows and gradients use TorchRec's codecs of
+``SEQUENCE_EMBEDDINGS_ALL_TO_ALL``; ids and sums are never encoded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Ranks:
 
     Args:
         pg: Process group of W ranks.
-        codecs: TorchRec's registry of wire precisions; ``None`` = everything as it is.
+        codecs: TorchRec's registry of wire precisions; ``None`` = no codecs.
 
     Raises:
         CompatError: If a precision is not FP32, FP16 or BF16.
@@ -44,11 +44,11 @@ class Ranks:
     ) -> None:
         self.pg = pg
         self.rank, self.size = pg.rank(), pg.size()
-        of_rows = (codecs or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
-        self.row_codec = None if of_rows is None else _checked(of_rows.forward)
-        """Wire precision of rows, ``None`` = their own."""
-        self.gradient_codec = None if of_rows is None else _checked(of_rows.backward)
-        """Wire precision of gradients, ``None`` = their own."""
+        row_codecs = (codecs or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
+        self.row_codec = None if row_codecs is None else _checked(row_codecs.forward)
+        """Wire precision of rows; ``None`` = float32, without a codec."""
+        self.gradient_codec = None if row_codecs is None else _checked(row_codecs.backward)
+        """Wire precision of gradients; ``None`` = float32, without a codec."""
 
     @property
     def wire(self) -> tuple[torch.dtype, torch.dtype]:
@@ -59,7 +59,7 @@ class Ranks:
 
     @property
     def gradient_divisor(self) -> int:
-        """What sums of gradients over ranks are divided by: TorchRec trains with their mean."""
+        """Divisor of gradient sums over ranks: TorchRec trains with their mean."""
         return self.size if get_gradient_division() else 1
 
     def start_all_to_all(
@@ -76,13 +76,13 @@ class Ranks:
         return start_sum(self.pg, values)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Brings the values of all ranks together. Collective.
+        """Gathers the values of all ranks. Collective.
 
         Args:
-            values: Of this rank, of one shape on all.
+            values: Values of this rank; the shape is equal on all ranks.
 
         Returns:
-            Shape ``(W, ...)``.
+            Values by rank, shape ``(W, ...)``.
         """
         gathered = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(gathered, values.contiguous(), group=self.pg)

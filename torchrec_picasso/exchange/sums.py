@@ -1,4 +1,4 @@
-"""The one place where a sum over ranks starts."""
+"""Starts sums over ranks; the only place in this package that does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def start_sum(pg: dist.ProcessGroup, values: Tensor) -> Pending:
 
     Args:
         pg: Process group of W ranks.
-        values: Of this rank.
+        values: Values of this rank.
 
     Cost:
         A ring sends ``2 (W - 1) / W`` of the values.

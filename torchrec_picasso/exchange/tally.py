@@ -1,7 +1,8 @@
-"""What exchanges cost this rank, counted while somebody watches: bytes sent, and time waited.
+"""Communication of this rank, counted inside :func:`tallied`: bytes sent, and time waited.
 
-Bytes are those of the exchanges of this package, by the bandwidth-optimal algorithm of each, as
-:mod:`.meter` counts those of anybody. While nobody watches, a note costs one look at a list.
+Only exchanges of this package are counted, by the bandwidth-optimal algorithm of each;
+:mod:`.meter` counts all collectives the same way. Outside :func:`tallied` a note costs one check of
+a list.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ __all__ = ["WireTally", "is_watched", "note_sent", "note_waited", "tallied"]
 
 @dataclass
 class WireTally:
-    """Counts of one rank."""
+    """Communication counts of one rank."""
 
     sent_bytes: int = 0
-    """Bytes for other ranks."""
+    """Bytes sent to other ranks."""
     waited_s: float = 0.0
-    """Seconds that the host waited for exchanges; what an accelerator waits is not among them."""
+    """Seconds that the host waited for exchanges, without the waiting time of an accelerator."""
 
 
 _watching: list[WireTally] = []
@@ -28,7 +29,7 @@ _watching: list[WireTally] = []
 
 @contextmanager
 def tallied() -> Iterator[WireTally]:
-    """Within it, what is sent and waited for is counted."""
+    """Context in which sent bytes and waiting time are counted."""
     tally = WireTally()
     _watching.append(tally)
     try:
@@ -38,17 +39,17 @@ def tallied() -> Iterator[WireTally]:
 
 
 def is_watched() -> bool:
-    """Whether anybody counts."""
+    """Whether any :func:`tallied` context is active."""
     return bool(_watching)
 
 
 def note_sent(num_bytes: int) -> None:
-    """Counts bytes for other ranks."""
+    """Adds bytes sent to other ranks."""
     for tally in _watching:
         tally.sent_bytes += num_bytes
 
 
 def note_waited(seconds: float) -> None:
-    """Counts seconds of waiting."""
+    """Adds seconds of waiting."""
     for tally in _watching:
         tally.waited_s += seconds

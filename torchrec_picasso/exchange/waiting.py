@@ -1,7 +1,7 @@
-"""The one place where a rank waits for an exchange, so that a profile shows what is exposed.
+"""Waits for exchanges; the only place that does, so a profile shows exposed communication.
 
-The profiler sees when a message was posted but not when Python blocks on it; a named range around
-the wait does. While no profiler runs, a range costs one look at a flag.
+The profiler records when a message was posted but not when Python blocks on it; a named range
+around the wait records that. Without a running profiler, a range costs one check of a flag.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torchrec_picasso.exchange.tally import is_watched, note_waited
 __all__ = ["WAIT_RANGE", "named_range", "wait_for"]
 
 WAIT_RANGE = "picasso wait"
-"""Name of the ranges in which a rank waits."""
+"""Name of the profiler ranges in which a rank waits."""
 
 _NO_RANGE: AbstractContextManager[object] = nullcontext()
 
 
 def named_range(name: object) -> AbstractContextManager[object]:
-    """A range of a profile.
+    """Returns a profiler range.
 
     Args:
-        name: Its ``str`` names the range; made only while a profiler runs.
+        name: Object whose ``str`` names the range; converted only while a profiler runs.
     """
     if not autograd_profiler._is_profiler_enabled:  # a range costs 11 us
         return _NO_RANGE
@@ -35,7 +35,7 @@ def named_range(name: object) -> AbstractContextManager[object]:
 
 
 def wait_for(pending: Pending) -> None:
-    """Waits for something that was started, under a name of its own in a profile."""
+    """Waits for an operation in progress, inside a named profiler range."""
     with named_range(WAIT_RANGE):
         if not is_watched():
             pending.wait()

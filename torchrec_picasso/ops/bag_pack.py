@@ -1,13 +1,14 @@
-"""Tables whose bags travel: which rank pools which feature, and in which order bags lie there.
+"""Owner-pooled tables: the rank that pools each feature, and the order of the pooled bags.
 
-Each table has one home, which pools the bags of all ranks and sends one vector for each. A rank
-gets its bags part by part and home by home; in a home's block they lie sample by sample, so that
-the block is already a piece of the pooled output's columns:
+Each owner-pooled table ("its bags travel") is stored whole on one home rank. The home rank pools
+the bags of all ranks and sends one vector per bag. A rank receives its bags grouped by micro-batch
+("part") and, within a micro-batch, by home rank. The block of one home rank is ordered by sample,
+so the block already is a slice of the pooled output's columns:
 
     one part of a pack's matrix:   | home 0: (n, F_0 D) | home 1: (n, F_1 D) | ...
 
-A home keeps what it is asked for part by part, in each rank by rank, sample by sample and feature
-by feature: the vectors of a part are then one slice, in the order in which they are sent.
+A home rank stores the incoming bags by micro-batch, then rank, sample and feature. The vectors of
+one micro-batch are therefore one slice, already in send order.
 
 Shape letters: F features, K parts, W ranks, S bags, N lookups, n samples of a part, D dim.
 """
@@ -28,33 +29,35 @@ __all__ = ["BagPack", "PartBags", "asked_bag_order"]
 
 @dataclass(frozen=True, kw_only=True)
 class BagPack:
-    """Tables of one dim whose bags travel, as all ranks see them; features by home."""
+    """Owner-pooled tables of one dim, as all ranks see them; features are ordered by home rank."""
 
     dim: int
     features_W: tuple[int, ...]
-    """Features that each rank pools."""
+    """Number of features that each rank pools."""
     rows_F: Tensor
-    """Rows of each feature's table, int64."""
+    """Number of rows of each feature's table, int64."""
     first_row_F: Tensor
-    """First row of each feature's table in its home's storage of the pack, int64."""
+    """First row of each feature's table in the home rank's storage of the pack, int64."""
     mean_F: Tensor | None
-    """Which features are averaged, bool; ``None`` = none."""
+    """Whether a feature is averaged instead of summed, bool; ``None`` = all are summed."""
     most_home_rows: int
-    """Rows of the largest home."""
+    """Rows of the home rank that stores the most rows."""
 
     @staticmethod
     def build(tables: Sequence[PackedTable], device: torch.device) -> BagPack:
-        """Lays the tables out at their homes.
+        """Assigns each table a row range in its home rank's storage.
 
         Args:
-            tables: Of one pack, homes ascending.
-            device: Where the lookup tensors go.
+            tables: Tables of one pack, ordered by home rank.
+            device: Device of the lookup tensors.
         """
         homes = [table.only_home for table in tables]
         assert homes == sorted(homes), "tables of one home must be side by side"
         features_W = [0] * len(tables[0].block_rows_W)
         rows_W = [0] * len(features_W)
         first_rows, rows, means = [], [], []
+        # A home rank stores its tables one after the other, so the first row of the next table is
+        # the number of rows seen so far. Features of one table share its rows.
         for table, home in zip(tables, homes):
             num_features = len(table.feature_names)
             features_W[home] += num_features
@@ -73,16 +76,21 @@ class BagPack:
 
     @property
     def num_features(self) -> int:
-        """Features of all homes."""
+        """Number of features of all home ranks."""
         return sum(self.features_W)
 
     def features_at(self, home: int) -> slice:
-        """Which features a rank pools."""
+        """Range of the features that a rank pools."""
         starts = [0, *accumulate(self.features_W)]
         return slice(starts[home], starts[home + 1])
 
     def parts(self, sizes_K: Sequence[int]) -> list[PartBags]:
-        """Where the bags of each part lie in the matrix of a rank of these samples."""
+        """Position of each micro-batch's bags in the matrix of this rank.
+
+        Args:
+            sizes_K: Samples of each micro-batch.
+        """
+        # One vector per (sample, feature): a micro-batch of n samples takes n F rows of the matrix.
         edges = [size * self.num_features for size in accumulate(sizes_K, initial=0)]
         return [
             PartBags(pack=self, vectors=slice(start, end), size=size)
@@ -90,49 +98,56 @@ class BagPack:
         ]
 
     def bags_by_home(self, sizes_K: Sequence[int]) -> list[list[int]]:
-        """Bags of each part that a rank of these samples asks of each home."""
+        """Number of bags that this rank requests, by micro-batch and home rank.
+
+        Args:
+            sizes_K: Samples of each micro-batch.
+        """
         return [[size * features for features in self.features_W] for size in sizes_K]
 
 
 @dataclass(frozen=True)
 class PartBags:
-    """The bags of one part of a batch in their matrix."""
+    """The bags of one micro-batch in their matrix."""
 
     pack: BagPack
     vectors: slice
     size: int
-    """Samples of the part."""
+    """Samples of the micro-batch."""
 
     def columns(self, matrix_SD: Tensor) -> list[Tensor]:
-        """The part's columns of the pooled output.
+        """Returns the columns of the pooled output for this micro-batch.
 
         Args:
-            matrix_SD: Bags of all parts.
+            matrix_SD: Pooled bags of all micro-batches, shape ``(S, D)``.
 
         Returns:
-            A view for each home that has features, ``(n, F_w D)``.
+            One view per home rank that pools features, shape ``(n, F_w D)``.
         """
         return self._blocks(matrix_SD[self.vectors])
 
     def gradients(self, grads: Sequence[Tensor]) -> Tensor:
-        """The gradients of the part's vectors.
+        """Concatenates the gradients of the columns into one gradient per bag.
 
         Args:
-            grads: Of the columns.
+            grads: Gradients of the views that :meth:`columns` returned, in the same order.
 
         Returns:
-            In the order of the matrix, ``(n F, D)``.
+            Gradients in the order of the matrix, float32, shape ``(n F, D)``.
         """
         num_bags = self.vectors.stop - self.vectors.start
         grads_SD = torch.empty(
             num_bags, self.pack.dim, dtype=torch.float32, device=self.pack.rows_F.device
         )
+        # Each block is a view of grads_SD, shape (n, F_w D), so the copies fill grads_SD.
         for block, grad in zip(self._blocks(grads_SD), grads):
             block.copy_(grad)
         return grads_SD
 
     def _blocks(self, vectors_SD: Tensor) -> list[Tensor]:
         features_W, dim = self.pack.features_W, self.pack.dim
+        # (n F, D) is the concatenation of one (n F_w, D) block per home rank. A block is ordered by
+        # sample, then feature, so it reshapes to (n, F_w D) without a copy.
         edges = [self.size * features for features in accumulate(features_W, initial=0)]
         return [
             vectors_SD[start:end].view(self.size, features * dim)
@@ -144,22 +159,26 @@ class PartBags:
 def asked_bag_order(
     num_features: int, samples_WK: Sequence[Sequence[int]], device: torch.device
 ) -> Tensor:
-    """The order of bags at their home.
+    """Computes the permutation of incoming bags at their home rank.
+
+    Incoming bags are ordered by rank, then feature, then sample, as in a KeyedJaggedTensor.
 
     Args:
-        num_features: Features that this home pools.
-        samples_WK: Samples of each rank by part.
-        device: Where the order goes.
+        num_features: Number of features that this home rank pools.
+        samples_WK: Samples of each rank by micro-batch.
+        device: Device of the permutation.
 
     Returns:
-        For each bag, part by part, rank by rank, sample by sample and feature by feature, its place
-        where they come rank by rank and feature by feature: int32, shape ``(S,)``.
+        The incoming position of each bag, bags ordered by micro-batch, rank, sample and feature:
+        int32, shape ``(S,)``.
     """
     pieces_WK, start = [], 0
     for sizes_K in samples_WK:
         num_bags = num_features * sum(sizes_K)
         bags_S = torch.arange(start, start + num_bags, dtype=torch.int32, device=device)
+        # Bags of one rank, from (feature, sample) order to (sample, feature) order.
         by_sample = bags_S.view(num_features, sum(sizes_K)).t()
         pieces_WK.append(by_sample.split(list(sizes_K)))
         start += num_bags
-    return torch.cat([piece.reshape(-1) for of_part in zip(*pieces_WK) for piece in of_part])
+    # zip swaps (rank, micro-batch) to (micro-batch, rank).
+    return torch.cat([piece.reshape(-1) for blocks_W in zip(*pieces_WK) for piece in blocks_W])

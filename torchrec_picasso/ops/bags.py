@@ -1,10 +1,10 @@
-"""The order of bags: from KeyedJaggedTensor order to the order pooled embeddings are stored in.
+"""Reorders bags from KeyedJaggedTensor order to the order in which pooled embeddings are stored.
 
-A KeyedJaggedTensor keeps bags feature by feature; a pooled output ``(B, F * D)`` keeps them sample
-by sample. Reordering the lookups (integers) before the gather costs 1 ms where transposing the
-pooled rows (B * F * D floats) would cost a pass over 54 MB at B=4,096, F=26, D=128. With a
-different batch size per feature the output is flat and feature-major, so the order stays. Sequences
-stay feature by feature as well, in each part of a batch that is cut.
+A KeyedJaggedTensor stores bags by feature; a pooled output ``(B, F * D)`` stores them by sample.
+Reordering the lookups (integers) before the gather costs 1 ms; transposing the pooled rows (B * F *
+D floats) would cost a pass over 54 MB at B=4,096, F=26, D=128. With a different batch size per
+feature the output is flat and feature-major, so the order does not change. Sequences also remain in
+feature order, within each micro-batch ("part").
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Bags:
     offsets_S1: Tensor
     """First lookup of each bag, and N: int64, shape ``(S + 1,)``."""
     source_N: Tensor | None
-    """Index in KeyedJaggedTensor order of each lookup, int64; ``None`` when nobody needs it."""
+    """KeyedJaggedTensor position of each lookup, int64; ``None`` when no caller needs it."""
 
 
 def bag_order(
@@ -36,18 +36,18 @@ def bag_order(
     sizes_K: Sequence[int],
     device: torch.device,
 ) -> Tensor:
-    """Gives the permutation from feature-major bags to matrix-major ones, in each sample-major.
+    """Computes the permutation of bags from feature-major to matrix-major, sample-major order.
 
-    Those of a matrix of sequences are part-major, then feature-major.
+    Bags of a sequence matrix are ordered by micro-batch, then feature, then sample.
 
     Args:
         features_M: Number of features of each matrix, in feature order.
-        is_sequence_M: Which matrices are of sequences.
-        sizes_K: Samples of each part.
-        device: Where the permutation goes.
+        is_sequence_M: Whether a matrix is of sequences.
+        sizes_K: Samples of each micro-batch.
+        device: Device of the permutation.
 
     Returns:
-        For each bag in the new order its old index, int32, shape ``(F * B,)``.
+        The old index of each bag, bags in the new order: int32, shape ``(F * B,)``.
     """
     num_features, sizes = sum(features_M), list(sizes_K)
     order_FB = torch.arange(num_features * sum(sizes), dtype=torch.int32, device=device)
@@ -55,6 +55,9 @@ def bag_order(
     for bags_FB, is_sequence in zip(
         order_FB.view(num_features, -1).split(list(features_M)), is_sequence_M
     ):
+        # bags_FB is (F_m, B). Pooled bags: transpose to (B, F_m). The micro-batches are then
+        # consecutive sample ranges. Sequences: split B first, so each micro-batch is (F_m, B_k),
+        # feature by feature.
         pieces = bags_FB.split(sizes, dim=1) if is_sequence else [bags_FB.t()]
         ordered += [piece.reshape(-1) for piece in pieces]
     return torch.cat(ordered)
@@ -67,15 +70,18 @@ def reorder_bags(
 
     Args:
         ids_N: Packed ids in KeyedJaggedTensor order, shape ``(N,)``.
-        lengths_S: Lookups of each bag in that order, shape ``(S,)``.
+        lengths_S: Lookups of each bag in KeyedJaggedTensor order, shape ``(S,)``.
         order_S: Result of :func:`bag_order`, or ``None`` to keep the order.
-        keep_source: Whether to remember where each lookup came from (per-sample weights need it).
+        keep_source: Whether to record where each lookup came from (required for per-sample
+            weights).
     """
     source_N = torch.arange(ids_N.numel(), device=ids_N.device) if keep_source else None
     if order_S is not None:
         permute = torch.ops.fbgemm.permute_1D_sparse_data
         old_lengths_S = lengths_S
+        # Segments of ids_N move as units: bag s of the result is bag order_S[s] of the input.
         lengths_S, ids_N, _ = permute(order_S, old_lengths_S, ids_N, None, ids_N.numel())
+        # The same permutation, applied to 0 .. N - 1, gives the source of each lookup.
         if source_N is not None:
             _, source_N, _ = permute(order_S, old_lengths_S, source_N, None, source_N.numel())
     offsets_S1 = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_S.to(torch.int64))

@@ -1,12 +1,12 @@
-"""The order in which the cold rows of a batch travel to the rank that asked for them.
+"""The order in which the cold rows of a batch are sent to the rank that requested them.
 
-Rows come in *request order*: chunk by chunk, in a chunk by rank. Those that the batch before does
-not update are *clean* and may be fetched while it computes, the others are *dirty* and wait for its
-update. In *fetch order* all clean rows come first, by rank: they travel a step ahead, in one
-exchange. The dirty rows follow, chunk by chunk, in a chunk by rank: an exchange for each chunk,
-since the first micro-batch waits for the first. So each exchange fills one slice of a matrix. The
-rank that asks and the home that is asked order alike, because both know the same counts and the
-same marks.
+Rows are requested in *request order*: by chunk, then by rank. Rows that the batch before does not
+update are *clean* and may be fetched while that batch computes. The other rows are *dirty* and wait
+for its update. In *fetch order* all clean rows come first, by rank: one exchange sends them a step
+ahead. The dirty rows follow by chunk, then by rank. Each chunk has its own exchange, because the
+first micro-batch waits for the first chunk only. So each exchange fills one slice of a matrix. The
+requesting rank and the home rank compute the same order, because both have the same counts and the
+same dirty mask.
 
 Shape letters: n rows, K chunks, W ranks, E exchanges (1 + K).
 """
@@ -25,17 +25,17 @@ from torchrec_picasso.ops.order import stable_order
 __all__ = ["CLEAN", "Exchanges", "FetchOrder", "dirty_exchange", "find_fetch_order"]
 
 CLEAN = 0
-"""The exchange of all clean rows."""
+"""Index of the exchange of all clean rows."""
 
 
 def dirty_exchange(chunk: int) -> int:
-    """The exchange of a chunk's dirty rows."""
+    """Returns the index of the exchange of a chunk's dirty rows."""
     return 1 + chunk
 
 
 @dataclass(frozen=True)
 class Exchanges:
-    """Rows of one pack, those of one exchange after those of the other.
+    """Rows of one pack, ordered by exchange.
 
     Args:
         counts_EW: Rows by exchange and rank, on the host.
@@ -49,11 +49,11 @@ class Exchanges:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all exchanges."""
+        """Number of rows of all exchanges."""
         return self._ends[-1]
 
     def rows(self, exchange: int) -> slice:
-        """Where the rows of an exchange are."""
+        """Position of the rows of one exchange."""
         return slice(self._ends[exchange], self._ends[exchange + 1])
 
 
@@ -63,7 +63,8 @@ class FetchOrder(Exchanges):
 
     Args:
         counts_EW: Rows by exchange and rank, on the host.
-        order_n: Place in request order of each row in fetch order, int64; ``None`` = the same.
+        order_n: Position in request order of each row in fetch order, int64; ``None`` = both orders
+            are equal.
     """
 
     order_n: Tensor | None
@@ -73,33 +74,39 @@ class FetchOrder(Exchanges):
         return values_n if self.order_n is None else values_n.index_select(0, self.order_n)
 
     def places(self, device: torch.device) -> Tensor:
-        """Place in fetch order of each row in request order, int64, shape ``(n,)``."""
+        """Position in fetch order of each row in request order, int64, shape ``(n,)``."""
         in_order = torch.arange(self.num_rows, device=device)
         if self.order_n is None:
             return in_order
+        # Inverse permutation: scatter the new position i to the old position order_n[i].
         return torch.empty_like(in_order).scatter_(0, self.order_n, in_order)
 
 
 def find_fetch_order(counts_KW: list[list[int]], dirty_n: Tensor | None) -> FetchOrder:
-    """Puts rows in fetch order.
+    """Computes the fetch order of rows.
 
     Args:
         counts_KW: Rows by chunk and rank, on the host.
-        dirty_n: Which rows are dirty, in request order, bool, on the CPU or a device; ``None`` =
-            all are.
+        dirty_n: Dirty mask in request order, bool, on the CPU or a device; ``None`` = all rows are
+            dirty.
 
     Cost:
-        One stable sort of n small integers and a host sync on CUDA; nothing without marks.
+        One stable sort of n small integers and a host sync on CUDA; nothing without a dirty mask.
     """
     num_chunks, world_size = len(counts_KW), len(counts_KW[0])
     if dirty_n is None:
         return FetchOrder([[0] * world_size, *counts_KW], order_n=None)
+    # pair_n, shape (n,): the number chunk * W + rank of each row in request order. output_size is
+    # known, so repeat_interleave does not sync the host.
     counts = torch.tensor(counts_KW).view(-1).to(dirty_n.device, non_blocking=True)
     pairs = torch.arange(counts.numel(), device=dirty_n.device)  # (chunk, rank)
     pair_n = torch.repeat_interleave(pairs, counts, output_size=dirty_n.numel())
+    # bucket_n, shape (n,): the number exchange * W + rank. A dirty row of chunk k belongs to
+    # exchange 1 + k. A clean row of any chunk belongs to exchange 0, hence "pair modulo W".
     bucket_n = torch.where(dirty_n, pair_n + world_size, pair_n % world_size)  # (exchange, rank)
     num_buckets = (1 + num_chunks) * world_size
     order_n = stable_order(bucket_n, num_buckets)
     edges = torch.arange(num_buckets + 1, device=dirty_n.device)
+    # Rows per bucket, shape ((1 + K) W,): differences of the bucket edges in the sorted buckets.
     found = torch.diff(torch.searchsorted(bucket_n.index_select(0, order_n), edges))
     return FetchOrder(found.view(-1, world_size).tolist(), order_n)

@@ -1,7 +1,8 @@
-"""Which rows have a replica on every rank, and its slot: the part of the id space that may change.
+"""Hot rows and their slots: the part of the id space that a refresh may change.
 
-Slots follow the packed ids of the hot rows, so those of a pack are side by side. A batch that was
-located with one hot set must be served by replicas of the same, hence the epoch.
+A hot row has a replica on every rank. Its *slot* is its index among the packed ids of all hot rows,
+so the slots of one pack are consecutive. A batch whose rows were located with one hot set must be
+served by replicas of the same hot set; the *epoch* identifies the hot set.
 """
 
 from __future__ import annotations
@@ -23,21 +24,22 @@ class HotSlots:
     """The hot rows of all tables of a sharded module."""
 
     ids_H: Tensor
-    """Packed ids of the hot rows, ascending, int64, shape ``(H,)``; its index is the hot slot."""
+    """Packed ids of the hot rows, ascending, int64, shape ``(H,)``; the index is the hot slot."""
     start_P1: tuple[int, ...]
-    """First hot slot of each pack, and the number of hot rows at the end."""
+    """First hot slot of each pack; the last entry is the number of hot rows."""
     epoch: int = 0
-    """Which hot set of the module it is, counted from 0."""
+    """Number of the module's hot set, counted from 0."""
 
     @staticmethod
     def build(tables: Sequence[PackedTable], device: torch.device, epoch: int = 0) -> HotSlots:
         """Collects the hot rows of tables in the order of their packed ids.
 
         Args:
-            tables: As for :meth:`IdSpace.build`.
-            device: Where the ids go.
-            epoch: Which hot set of the module it is.
+            tables: Tables as for :meth:`IdSpace.build`.
+            device: Device of the ids.
+            epoch: Number of the module's hot set.
         """
+        # Owner-pooled tables have neither packed ids nor replicas.
         tables = [table for table in tables if not table.as_bags]
         bases = [0, *accumulate(table.num_embeddings for table in tables)]
         hot_P = [0] * (tables[-1].pack + 1 if tables else 0)
@@ -49,21 +51,23 @@ class HotSlots:
 
     @property
     def num_rows(self) -> int:
-        """Hot rows of all tables together, H."""
+        """Number of hot rows of all tables, H."""
         return self.start_P1[-1]
 
     def find(self, ids_U: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of some distinct rows are hot. Only where there are hot rows.
+        """Finds which rows are hot. Requires at least one hot row in the module.
 
         Args:
-            ids_U: Packed ids, int64, shape ``(U,)``.
+            ids_U: Distinct packed ids, int64, shape ``(U,)``.
 
         Returns:
-            Slot of each hot row, anything for others, int64, and a mask of the hot ones, ``(U,)``.
+            Slot of each hot row, int64, undefined for cold rows, and the mask of the hot rows,
+            bool, both of shape ``(U,)``.
 
         Cost:
             O(U log H) time, no host sync.
         """
         slot_U = torch.searchsorted(self.ids_H, ids_U)
+        # An id above all hot ids gets slot H; the clamp keeps the comparison below in bounds.
         candidate_U = slot_U.clamp(max=self.num_rows - 1)
         return slot_U, self.ids_H.index_select(0, candidate_U) == ids_U

@@ -1,9 +1,9 @@
-"""The packed id space: all tables of a sharded module behind one range of integers.
+"""The packed id space: all tables of a sharded module as one range of integers.
 
-``packed_id = table_base + row``, with tables of one pack side by side. Which pack and which home
-rank a row has, and which row it is there, follows from its packed id by one binary search over the
-``T * W`` block starts, so no step grows with a Python loop over tables. Homes may be uneven; empty
-blocks (fewer rows than ranks) are ordinary.
+``packed_id = table_base + row``, with the tables of one pack side by side. The pack of a row, its
+home rank and its row number there follow from the packed id by one binary search over the ``T * W``
+block starts, so no step contains a Python loop over tables. Home ranks may store different numbers
+of rows; empty blocks (fewer rows than ranks) are valid.
 
 Source: PICASSO (arXiv 2204.04903), D-Packing: one operator for many tables.
 """
@@ -24,20 +24,24 @@ __all__ = ["IdSpace", "PackedTable"]
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTable:
-    """One table as the packed id space sees it.
+    """A table in the packed id space.
 
     Args:
         name: Table name, for messages.
-        pack: Index of the pack that holds the table; tables come in ascending pack order.
-        dim: Columns, the same for all tables of a pack.
-        wave: Which wave the pack travels in; ascending with the packs, gaps allowed.
-        block_rows_W: Rows of the table at home on each rank, ``W`` numbers that sum to the table's.
+        pack: Index of the pack that holds the table; tables are in ascending pack order.
+        dim: Columns, equal for all tables of a pack.
+        wave: Index of the wave (pack group) that the pack is exchanged in; ascending with the
+            packs, gaps allowed.
+        block_rows_W: Rows of the table that each home rank stores, ``W`` numbers that sum to the
+            rows of the table.
         hot_rows_H: Rows with a replica on every rank, ascending int64, shape ``(H_t,)``.
         feature_names: Features that look up this table, in lookup order.
         mean: Whether bags are averaged instead of summed.
-        is_sequence: Whether every lookup is an output of its own, and nothing is pooled.
-        module: Which module has the table, where several share an exchange; ascending.
-        as_bags: Whether its bags travel, pooled at the only home that it has, instead of its rows.
+        is_sequence: Whether every lookup is a separate output, without pooling.
+        module: Index of the module that has the table, where several modules share an exchange;
+            ascending.
+        as_bags: Whether the table is owner-pooled: its only home rank sends pooled bags instead of
+            rows.
     """
 
     name: str
@@ -54,26 +58,26 @@ class PackedTable:
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the whole table."""
+        """Number of rows of the whole table."""
         return sum(self.block_rows_W)
 
     @property
     def only_home(self) -> int:
-        """The rank that has all its rows, of a table whose bags travel."""
+        """Home rank of an owner-pooled table; that rank stores all rows of the table."""
         assert self.as_bags, "rows have homes on many ranks"
         return max(range(len(self.block_rows_W)), key=self.block_rows_W.__getitem__)
 
 
 @dataclass(frozen=True)
 class IdSpace:
-    """Where every packed id has its home; built once by :meth:`build`, then only read."""
+    """Home rank and row number of every packed id; built by :meth:`build` and immutable."""
 
     world_size: int
     num_packs: int
     num_rows: int
     """Rows of all tables together: packed ids are ``0 .. num_rows - 1``."""
     home_rows_PW: tuple[tuple[int, ...], ...]
-    """Home rows of each pack on each rank."""
+    """Rows of each pack that each home rank stores."""
     feature_base_F: Tensor
     """First packed id of each feature's table, int64, shape ``(F,)``."""
     feature_rows_F: Tensor
@@ -85,16 +89,16 @@ class IdSpace:
     block_rank_TW: Tensor
     """Home rank of each block, int64."""
     block_shift_TW: Tensor
-    """What to add to a packed id to get its row in the home rank's storage of the pack."""
+    """Offset from a packed id to the row in the home rank's storage of the pack, int64."""
 
     @staticmethod
     def build(tables: Sequence[PackedTable], device: torch.device) -> IdSpace:
-        """Lays the tables out in the order given; those whose bags travel have no packed ids.
+        """Assigns packed ids to tables in the given order; owner-pooled tables have no packed ids.
 
         Args:
-            tables: At least one table, packs ascending, all with the same world size, those whose
-                bags travel last.
-            device: Where the lookup tensors go.
+            tables: At least one table, packs ascending, all with the same world size, owner-pooled
+                tables last.
+            device: Device of the lookup tensors.
         """
         world_size = len(tables[0].block_rows_W)
         tables = [table for table in tables if not table.as_bags]
@@ -104,6 +108,9 @@ class IdSpace:
         bases = [0, *accumulate(table.num_embeddings for table in tables)]
         starts, shifts = [], []
         home_rows = [[0] * world_size for _ in range(packs[-1] + 1 if packs else 0)]
+        # A table is W consecutive blocks of packed ids, one per home rank. A home rank stores its
+        # blocks of one pack one after the other, so a block's first row there is the number of rows
+        # that the rank stored before; shift = first row - first packed id.
         for table, base in zip(tables, bases):
             start = base
             for rank, rows in enumerate(table.block_rows_W):
@@ -130,16 +137,16 @@ class IdSpace:
         )
 
     def pack_ids(self, rows_N: Tensor, lookups_F: Tensor) -> tuple[Tensor, Tensor]:
-        """Turns rows of tables into packed ids.
+        """Converts rows of tables to packed ids.
 
         Args:
-            rows_N: Row of its table for each lookup, any integer type, shape ``(N,)``, feature by
-                feature.
+            rows_N: Row of each lookup in its table, any integer type, shape ``(N,)``, by feature.
             lookups_F: Number of lookups of each feature, int64, shape ``(F,)``, summing to N.
 
         Returns:
-            Packed ids ``(N,)`` (int32 when the space allows: sorting is half the work) and the
-            number of lookups whose row lies outside the table, which are packed as 0.
+            Packed ids, shape ``(N,)`` (int32 when the space allows, which halves the cost of
+            sorting), and the number of lookups whose row lies outside its table; these are packed
+            as 0.
 
         Cost:
             O(N) time, no host sync.
@@ -148,23 +155,25 @@ class IdSpace:
         return shift_rows(rows_N, lookups_F, base_F, limit_F, self.id_dtype)
 
     def find_blocks(self, ids_n: Tensor) -> tuple[Tensor, Tensor]:
-        """Where rows are at home.
+        """Finds the (table, home rank) block and the home row of packed ids.
 
         Args:
             ids_n: Packed ids, int64, shape ``(n,)``.
 
         Returns:
-            Their blocks, and their rows in the home's storage of the pack, both int64, ``(n,)``.
+            The block of each id and the row in the home rank's storage of the pack, both int64,
+            shape ``(n,)``.
 
         Cost:
             O(n log(T W)) time, no host sync.
         """
+        # right=True skips empty blocks: the last block that starts at or below the id contains it.
         block_n = torch.searchsorted(self.block_start_TW, ids_n, right=True).sub_(1)
         return block_n, self.block_shift_TW.index_select(0, block_n).add_(ids_n)
 
     @property
     def home_row_dtype(self) -> torch.dtype:
-        """The smallest integer type that holds every row of every home."""
+        """The smallest integer type that holds every row number of every home rank."""
         largest = max((rows for rows_W in self.home_rows_PW for rows in rows_W), default=0)
         return torch.int32 if largest < 2**31 else torch.int64
 

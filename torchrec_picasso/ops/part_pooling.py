@@ -1,10 +1,11 @@
-"""How the bags of each part of a batch sum rows, cut out of the maps of the whole batch.
+"""Splits the pooling of a batch into the pooling of its micro-batches ("parts").
 
-Bags are in the order of parts, so a part's lookups are one slice of each matrix's: forward only has
-to cut. Backward wants them grouped by row. The batch was sorted by id already. Of one part, the
-groups are put in request order, which is the order that gradients travel in. Of several, lookups by
-row are dealt out to the parts by one stable sort of small integers, where each part sorting its own
-rows would cost K comparison sorts.
+Bags are ordered by micro-batch, so the lookups of a micro-batch are one slice of each matrix's
+lookups, and forward only slices. Backward needs the lookups grouped by row. The batch is already
+sorted by id. With one micro-batch, the groups are put in request order, the order in which
+gradients are sent. With several micro-batches, one stable sort of small integers distributes the
+lookups, already grouped by row, over the micro-batches; sorting the rows of each micro-batch would
+cost K comparison sorts.
 
 Shape letters: K parts, M matrices, N lookups, S bags, U unique rows, G (part, row) pairs.
 """
@@ -31,13 +32,13 @@ Counts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class PartPooling:
-    """One part of one matrix."""
+    """The pooling of one micro-batch of one matrix."""
 
     lookups: slice
-    """Its lookups, in bag order of the whole batch."""
+    """Lookups of the micro-batch, a slice of the whole batch in bag order."""
     gradient_place_U: Tensor | None
-    """Where the gradients of the rows that it uses belong in the matrix's, in their order, int64;
-    ``None`` = it uses all of them, in their order."""
+    """Position in the matrix's gradients of each row that the micro-batch uses, int64; ``None``
+    if it uses all rows of the matrix, in request order."""
     index: PoolingIndex
 
     def tensors(self) -> Iterator[Tensor]:
@@ -48,30 +49,30 @@ class PartPooling:
 
 
 def count_lookups(bags: Bags, bags_J: Sequence[int]) -> Tensor:
-    """Lookups of each run of bags.
+    """Counts the lookups of each run of bags.
 
     Args:
         bags: Lookups of the whole batch in bag order.
-        bags_J: Bags of each run, one after the other, J runs in all.
+        bags_J: Number of bags of each of J consecutive runs.
 
     Returns:
-        int64, shape ``(J,)``, on the device of the batch.
+        Lookups of each run, int64, shape ``(J,)``, on the device of the batch.
     """
-    # copied without a host sync
+    # The edges are copied to the device without a host sync.
     edges = torch.tensor([0, *accumulate(bags_J)]).to(bags.ids_N.device, non_blocking=True)
     return torch.diff(bags.offsets_S1.index_select(0, edges))
 
 
 def part_of_lookup(lookups_J: Tensor, part_J: Sequence[int], num_lookups: int) -> Tensor:
-    """Part of each lookup in bag order.
+    """Returns the micro-batch of each lookup in bag order.
 
     Args:
         lookups_J: Result of :func:`count_lookups`.
-        part_J: Part of each run.
+        part_J: Micro-batch of each run.
         num_lookups: Lookups of the whole batch, N.
 
     Returns:
-        int64, shape ``(N,)``.
+        Micro-batch of each lookup, int64, shape ``(N,)``.
     """
     parts = torch.tensor(part_J, dtype=torch.int64).to(lookups_J.device, non_blocking=True)
     return torch.repeat_interleave(parts, lookups_J, output_size=num_lookups)
@@ -90,29 +91,32 @@ def cut_pooling(
     mean_MK: Sequence[Sequence[Tensor | None]],
     is_sequence_M: Sequence[bool],
 ) -> list[list[PartPooling]]:
-    """Cuts the pooling of a batch into that of its parts.
+    """Splits the pooling of a batch into the pooling of its micro-batches.
 
     Args:
         bags: Lookups of the whole batch in bag order.
-        rows: Its unique rows, matrix by matrix.
-        located: The same in request order.
-        row_place_U: Where each unique row is among the fetched rows, int64.
-        part_N: Result of :func:`part_of_lookup`; ``None`` where there is one part.
-        bags_MK: Bags of each part of each matrix.
-        lookups_MK: Lookups of each part of each matrix, on the host.
-        rows_M: Rows of each matrix.
-        mean_MK: Which bags of each part of each matrix are averaged, bool; ``None`` = none.
-        is_sequence_M: Which matrices are of sequences.
+        rows: Unique rows of the batch, by matrix.
+        located: The unique rows in request order.
+        row_place_U: Position of each unique row among the fetched rows, int64, shape ``(U,)``.
+        part_N: Result of :func:`part_of_lookup`; ``None`` for one micro-batch.
+        bags_MK: Number of bags by matrix and micro-batch.
+        lookups_MK: Number of lookups by matrix and micro-batch, on the host.
+        rows_M: Number of rows of each matrix.
+        mean_MK: Whether a bag is averaged, by matrix and micro-batch, bool; ``None`` = all are
+            summed.
+        is_sequence_M: Whether a matrix is of sequences.
 
     Returns:
-        By part and matrix.
+        The pooling by micro-batch and matrix.
 
     Cost:
-        O(N) for one part. For several one stable sort of N small integers, and two host syncs on
-        CUDA: for G, and for where each group begins.
+        O(N) for one micro-batch. For several one stable sort of N small integers, and two host
+        syncs on CUDA: for G, and for where each group begins.
     """
     offsets_S1 = bags.offsets_S1
+    # Shape (N,), in bag order: the fetched row of each lookup, counted over all matrices.
     row_of_lookup_N = row_place_U.index_select(0, rows.row_of_lookup_N)
+    # groups_KM: number of distinct rows, starts_KM: number of lookups, by micro-batch and matrix.
     if part_N is None:
         grouped = _group_whole(rows, located)
         groups_KM, starts_KM = [list(rows_M)], [[count for (count,) in lookups_MK]]
@@ -120,6 +124,8 @@ def cut_pooling(
         starts_KM = [list(counts) for counts in zip(*lookups_MK)]
         grouped, groups_KM = _group_by_part(rows, located, part_N, starts_KM)
     bags_by_row_N = None if all(is_sequence_M) else _bags_of(grouped.lookups_N, offsets_S1)
+    # Bags and lookups are ordered by (matrix, micro-batch), groups and their lookups by
+    # (micro-batch, matrix): hence two index computations in cut().
     bag_at, lookup_at = _edges(bags_MK), _edges(lookups_MK)
     row_at = [0, *accumulate(rows_M)]
     group_at, grouped_at = _edges(groups_KM), _edges(starts_KM)
@@ -132,11 +138,14 @@ def cut_pooling(
         place = part * num_matrices + matrix
         by_row = slice(*grouped_at[place : place + 2])
         groups = slice(*group_at[place : place + 2])
+        # All slices below count from the start of the batch; _shift makes them count from the start
+        # of the matrix (rows) or of the micro-batch (lookups, bags).
         offsets_U1 = grouped.offsets_G1[groups.start : groups.stop + 1]
         gradient_place_U = None
         if grouped.gradient_place_G is not None:
             gradient_place_U = _shift(grouped.gradient_place_G[groups], row_at[matrix])
         lookups_by_row_N = _shift(grouped.lookups_N[by_row], low)
+        # In a sequence matrix every lookup is its own bag.
         bag_offsets_S1, part_bags_by_row_N = None, lookups_by_row_N
         if not is_sequence_M[matrix]:
             assert bags_by_row_N is not None
@@ -159,22 +168,23 @@ def cut_pooling(
 
 
 def _bags_of(lookups_n: Tensor, offsets_S1: Tensor) -> Tensor:
-    """The bag of each of some lookups, N in all."""
+    """Returns the bag of each lookup of a permutation of all N lookups, shape ``(N,)``."""
     return bag_of_lookup(offsets_S1, lookups_n.numel()).index_select(0, lookups_n)
 
 
 @dataclass(frozen=True)
 class _Grouped:
-    """Lookups grouped by row, of one part after the other and in each matrix by matrix."""
+    """Lookups grouped by row; groups are ordered by micro-batch, then matrix."""
 
     lookups_N: Tensor
     offsets_G1: Tensor
-    """First entry of each group, and N."""
+    """First lookup of each group; the last entry is N."""
     gradient_place_G: Tensor | None
-    """Place in request order of each group's row; ``None`` = they are in request order."""
+    """Position in request order of each group's row; ``None`` = the groups are in request order."""
 
 
 def _group_whole(rows: UniqueRows, located: LocatedRows) -> _Grouped:
+    # Move whole segments (the lookups of one row) from ascending id order to request order.
     lookups_U, lookups_N, _ = torch.ops.fbgemm.permute_1D_sparse_data(
         located.order_U.to(torch.int32),
         rows.lookups_U,
@@ -189,12 +199,16 @@ def _group_whole(rows: UniqueRows, located: LocatedRows) -> _Grouped:
 def _group_by_part(
     rows: UniqueRows, located: LocatedRows, part_N: Tensor, lookups_KM: Counts
 ) -> tuple[_Grouped, list[list[int]]]:
-    """Lookups grouped by row in each part, and the groups of each (part, matrix)."""
+    """Groups lookups by row in each micro-batch; counts groups by (micro-batch, matrix)."""
     edges = torch.tensor(_edges(lookups_KM)).to(part_N.device, non_blocking=True)
+    # lookups_by_row_N is grouped by row. A stable sort by micro-batch keeps this grouping within
+    # each micro-batch, so N keys below K suffice.
     order_N = stable_order(part_N.index_select(0, rows.lookups_by_row_N), len(lookups_KM))
     lookups_N = rows.lookups_by_row_N.index_select(0, order_N)
     row_N = rows.row_of_lookup_N.index_select(0, lookups_N)
+    # Shape (G,): a group starts where the row changes or a new (micro-batch, matrix) begins.
     start_G = _group_starts(row_N, edges)
+    # The only host copy: G_km = number of group starts between neighbouring edges.
     groups_KM = torch.diff(torch.searchsorted(start_G, edges)).view(len(lookups_KM), -1).tolist()
     row_G = row_N.index_select(0, start_G)
     grouped = _Grouped(
@@ -206,7 +220,7 @@ def _group_by_part(
 
 
 def _edges(counts: Counts) -> list[int]:
-    """Where each of some counted things begins, one after the other, and where the last ends."""
+    """Returns the start of each counted range in a concatenation, and the end of the last range."""
     return [0, *accumulate(count for row in counts for count in row)]
 
 
@@ -215,7 +229,8 @@ def _shift(values: Tensor, start: int) -> Tensor:
 
 
 def _group_starts(row_n: Tensor, edges: Tensor) -> Tensor:
-    """First entry of every run of equal rows; a run ends at an edge too."""
+    """Returns the first entry of every run of equal rows; a run also ends at an edge."""
+    # One entry more than rows, so that the last edge (= n) is a valid index.
     first_n1 = torch.ones(row_n.numel() + 1, dtype=torch.bool, device=row_n.device)
     torch.ne(row_n[1:], row_n[:-1], out=first_n1[1:-1])
     first_n1.index_fill_(0, edges, True)

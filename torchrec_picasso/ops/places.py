@@ -1,11 +1,11 @@
-"""Where each unique row of a batch lies: in the request, among the fetched rows, in its matrix.
+"""The position of each unique row of a batch: in the request, the fetched rows and the matrix.
 
-Rows are put in *request order*, the order in which homes are asked for them and gradients travel:
-pack by pack, first hot rows, then cold rows, chunk by chunk and in a chunk by home rank. Within a
-(pack, chunk, home) segment they ascend, so homes read their storage forward. Chunk j holds the rows
-that part j of the batch is the first to use: forward then needs chunks up to j before part j, and
-with backward running from the last part to the first, the gradients of chunk j are complete right
-after part j. Every row still travels once.
+Rows are put in *request order*, the order in which rows are requested from their home ranks and
+gradients are sent: by pack, hot rows first, then cold rows by chunk and by home rank. Rows ascend
+within a (pack, chunk, home rank) segment, so home ranks read their storage forward. Chunk j holds
+the rows that micro-batch ("part") j is the first to use. Forward of micro-batch j therefore needs
+the chunks up to j. Backward runs from the last micro-batch to the first, so the gradients of chunk
+j are complete right after micro-batch j. Every row is still sent once.
 
 Source: PICASSO (arXiv 2204.04903), Unique&Partition.
 """
@@ -33,28 +33,29 @@ class LocatedRows:
     """The unique rows of a batch in request order."""
 
     target_U: Tensor
-    """Where to read each row: its hot slot, or its row in the home's storage of the pack."""
+    """Source of each row, int64: hot slot, or row in the home rank's storage of the pack."""
     counts_PQ: Tensor
-    """Rows of each pack at the replicas, then by chunk and home: int64, ``(P, 1 + K W)``."""
+    """Rows by pack and place (the replicas, then home ranks by chunk): int64, ``(P, 1 + K W)``."""
     order_U: Tensor
     """Index among the ascending ids of each row in request order, int64, shape ``(U,)``."""
     position_U: Tensor
-    """The inverse: place in request order of each ascending id, int64, shape ``(U,)``."""
+    """Inverse of ``order_U``: request position of each ascending id, int64, shape ``(U,)``."""
     touched_H: Tensor
-    """Which hot slots the batch uses, bool, shape ``(H,)``."""
+    """Whether the batch uses a hot slot, bool, shape ``(H,)``."""
 
 
 def first_use_chunks(rows: UniqueRows, part_N: Tensor, num_parts: int) -> Tensor:
-    """Chunk of every row: the first part that looks it up.
+    """Computes the chunk of every row: the first micro-batch that looks the row up.
 
     Args:
         rows: Unique rows of the whole batch.
-        part_N: Part of each lookup, int64, shape ``(N,)``.
-        num_parts: Parts K of the batch.
+        part_N: Micro-batch of each lookup, int64, shape ``(N,)``.
+        num_parts: Number of micro-batches, K.
 
     Returns:
-        int64, shape ``(U,)``.
+        Chunk of each row, int64, shape ``(U,)``.
     """
+    # Minimum of the micro-batch over the lookups of each row, starting from the largest value.
     chunk_U = torch.full_like(rows.ids_U, num_parts - 1, dtype=torch.int64)
     return chunk_U.scatter_reduce_(0, rows.row_of_lookup_N, part_N, "amin")
 
@@ -70,34 +71,39 @@ def locate_rows(
 
     Args:
         ids_U: Distinct packed ids, ascending, integer, shape ``(U,)``.
-        space: Where packed ids have their homes.
-        hot: Which of them are hot.
-        chunk_U: Chunk of each row, int64, shape ``(U,)``; ``None`` = all in the first.
-        num_chunks: Chunks K.
+        space: Home ranks of packed ids.
+        hot: Hot rows and their slots.
+        chunk_U: Chunk of each row, int64, shape ``(U,)``; ``None`` = all rows are in chunk 0.
+        num_chunks: Number of chunks, K.
 
     Cost:
         O(U log(T W) + U log H) time, no host sync.
     """
     ids_U = ids_U.to(torch.int64)
     block_U, target_U = space.find_blocks(ids_U)
-    # a place is where a row is served from in a chunk: of each pack the replicas, then the homes
+    # A place is what serves a row in a chunk. Each pack has 1 + K W places: the replicas, then the
+    # home ranks of chunk 0, of chunk 1, ... So place = pack * (1 + K W) + 1 + chunk * W + home
+    # rank, and pack * (1 + K W) alone for a hot row.
     per_pack = 1 + num_chunks * space.world_size
     replicas_TW = space.block_pack_TW * per_pack
     place_U = (space.block_rank_TW + 1).add_(replicas_TW).index_select(0, block_U)
     if chunk_U is not None:
         place_U.add_(chunk_U, alpha=space.world_size)
+    # One slot more than H: all cold rows write to it, so the scatter below needs no host sync.
     touched_H1 = torch.zeros(hot.num_rows + 1, dtype=torch.bool, device=ids_U.device)
     if hot.num_rows:
         slot_U, is_hot_U = hot.find(ids_U)
         place_U = torch.where(is_hot_U, replicas_TW.index_select(0, block_U), place_U)
         target_U = torch.where(is_hot_U, slot_U, target_U)
         touched_H1[torch.where(is_hot_U, slot_U, hot.num_rows)] = True
-    # Tables of one pack are side by side and, for one home, ascend: a stable sort is enough.
+    # Rows ascend within a place because tables of one pack are side by side and ascend at each home
+    # rank; the sort by place must therefore be stable.
     num_places = space.num_packs * per_pack
     order_U = stable_order(place_U, num_places)
     edges = torch.arange(num_places + 1, device=ids_U.device)
-    # bincount would sync the host
+    # Rows per place, shape (P (1 + K W),); bincount would sync the host.
     counts_Q = torch.diff(torch.searchsorted(place_U.index_select(0, order_U), edges))
+    # Inverse permutation of order_U.
     position_U = torch.empty_like(order_U)
     position_U.scatter_(0, order_U, torch.arange(order_U.numel(), device=order_U.device))
     return LocatedRows(
@@ -112,19 +118,23 @@ def locate_rows(
 def fetch_places(
     located: LocatedRows, hot_P: Sequence[int], cold_P: Sequence[FetchOrder]
 ) -> Tensor:
-    """Where each unique row is among the fetched rows: of a pack hot ones, then cold ones.
+    """Computes the position of each unique row among the fetched rows.
+
+    In each pack, hot rows come first, then cold rows.
 
     Args:
         located: Rows in request order.
-        hot_P: Hot rows of each pack.
+        hot_P: Number of hot rows of each pack.
         cold_P: Fetch order of the cold rows of each pack.
 
     Returns:
-        Places by ascending id, packs following each other, int64, shape ``(U,)``.
+        Positions by ascending id, consecutive over packs, int64, shape ``(U,)``.
     """
     if all(order.order_n is None for order in cold_P):
         return located.position_U
     device = located.position_U.device
+    # places: fetch position of each row in request order, shape (U,). Hot rows are read locally and
+    # keep their order; cold rows move to their place in fetch order.
     starts_P = [0, *accumulate(hot + cold.num_rows for hot, cold in zip(hot_P, cold_P))]
     places = []
     for start, hot, cold in zip(starts_P, hot_P, cold_P):
@@ -132,4 +142,5 @@ def fetch_places(
             torch.arange(start, start + hot, device=device),
             cold.places(device).add_(start + hot),
         ]
+    # From request order to ascending id.
     return torch.cat(places).index_select(0, located.position_U)

@@ -1,8 +1,8 @@
-"""Pooling of fetched rows into bags, and its gradient: both are gathers, neither scatters.
+"""Pooling of fetched rows into bags, and its gradient: both are gathers, neither is a scatter.
 
-Forward walks bags and gathers rows; backward walks rows and gathers bags over the transposed map,
-so every row's gradient is summed once, in a fixed order (bit-equal between runs), without atomics
-and without sorting again.
+Forward iterates over bags and gathers rows. Backward iterates over rows and gathers bags with the
+transposed map, so every row's gradient is summed once, in a fixed order (bitwise identical between
+runs), without atomics and without another sort.
 
 Source: PICASSO (arXiv 2204.04903), SegmentReduction.
 """
@@ -32,30 +32,30 @@ __all__ = [
 
 _LARGEST_INT32 = 2**31 - 1
 _MEAN_EPS = 1e-6
-"""Added to a weighted mean's divisor, as TorchRec's row-wise mean pooling does."""
+"""Added to the divisor of a weighted mean, as in TorchRec's row-wise mean pooling."""
 
 
 @dataclass(frozen=True)
 class PoolingIndex:
-    """Which rows each bag sums, and which bags each row is summed into, of one matrix.
+    """The rows that each bag of one matrix sums, and the bags that each row is summed into.
 
-    Bags read rows of a matrix of R rows; gradients are those of the U rows that some bag reads.
-    Of sequences every lookup is a bag, so S is N.
+    Bags read rows of a matrix of R rows; gradients are computed for the U rows that some bag reads.
+    In a sequence matrix every lookup is a bag, so S is N.
     """
 
     row_of_lookup_N: Tensor
-    """Row of the matrix of each lookup, lookups in bag order, int64, shape ``(N,)``."""
+    """Row of the matrix for each lookup, lookups in bag order, int64, shape ``(N,)``."""
     bag_offsets_S1: Tensor | None
     """First lookup of each bag, and N, int64, shape ``(S + 1,)``; ``None`` = sequences."""
     bags_by_row_N: Tensor
     """Bag of each lookup, lookups grouped by row, int64, shape ``(N,)``."""
     lookups_by_row_N: Tensor
-    """Lookup in bag order, lookups grouped by row, int64, shape ``(N,)``."""
+    """Bag-order index of each lookup, lookups grouped by row, int64, shape ``(N,)``."""
     row_offsets_U1: Tensor
-    """First entry of each row in the two above, and N, int64, shape ``(U + 1,)``."""
+    """First entry of each row in the two tensors above, and N, int64, shape ``(U + 1,)``."""
 
     mean_S: Tensor | None
-    """Which bags are averaged, bool, shape ``(S,)``; ``None`` when all are summed."""
+    """Whether a bag is averaged, bool, shape ``(S,)``; ``None`` when all bags are summed."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
@@ -63,17 +63,17 @@ class PoolingIndex:
 
     @property
     def num_lookups(self) -> int:
-        """Lookups N."""
+        """Number of lookups, N."""
         return self.row_of_lookup_N.numel()
 
     @property
     def has_bags(self) -> bool:
-        """Whether anything is pooled; else these are sequences."""
+        """Whether lookups are pooled; if not, the matrix is of sequences."""
         return self.bag_offsets_S1 is not None
 
     @property
     def lookups_per_bag(self) -> Tensor:
-        """Lookups of each bag; there are bags."""
+        """Number of lookups of each bag, shape ``(S,)``; not defined for sequences."""
         assert self.bag_offsets_S1 is not None, "sequences have no bags"
         return torch.diff(self.bag_offsets_S1)
 
@@ -81,20 +81,20 @@ class PoolingIndex:
 def mean_weights(
     weights_N: Tensor | None, offsets_S1: Tensor | None, mean_S: Tensor | None, num_lookups: int
 ) -> Tensor | None:
-    """Turns averages into weighted sums: divides the weights of averaged bags.
+    """Converts averages to weighted sums: divides the weights of averaged bags.
 
-    An average divides by the number of lookups or, with per-sample weights, by their sum, which is
-    what stock row-wise TorchRec does (stock table-wise divides by the number there too, on the CPU
-    in forward alone).
+    An average divides by the number of lookups or, with per-sample weights, by their sum, as stock
+    row-wise TorchRec does. (Stock table-wise TorchRec divides by the number there as well, on the
+    CPU in forward only.)
 
     Args:
         weights_N: Weight of each lookup in bag order, float32, or ``None`` for ones.
-        offsets_S1: First lookup of each bag, and N, counted from any number; ``None`` = sequences.
-        mean_S: Which bags are averaged, bool; ``None`` = none.
-        num_lookups: Lookups N.
+        offsets_S1: First lookup of each bag, and N, with any first value; ``None`` = sequences.
+        mean_S: Whether a bag is averaged, bool; ``None`` = all bags are summed.
+        num_lookups: Number of lookups, N.
 
     Returns:
-        Weights for :func:`pool_rows`.
+        Weights for :func:`pool_rows`, float32, shape ``(N,)``, or ``None`` for ones.
     """
     if mean_S is None:
         return weights_N
@@ -104,29 +104,31 @@ def mean_weights(
         divisor_S = lookups_S.float()
     else:
         bag_N = bag_of_lookup(offsets_S1, num_lookups)
+        # detach: the divisor is a constant in the gradient of the weights.
         sums_S = weights_N.new_zeros(lookups_S.numel()).index_add_(0, bag_N, weights_N.detach())
         divisor_S = sums_S + _MEAN_EPS
     scale_S = mean_scale(divisor_S, mean_S)
+    # From one factor per bag, shape (S,), to one per lookup, shape (N,).
     scale_N = torch.repeat_interleave(scale_S, lookups_S, output_size=num_lookups)
     return scale_N if weights_N is None else weights_N * scale_N
 
 
 def bag_of_lookup(offsets_S1: Tensor, num_lookups: int) -> Tensor:
-    """The bag of each lookup, int64, shape ``(N,)``.
+    """Returns the bag of each lookup, int64, shape ``(N,)``.
 
     Args:
-        offsets_S1: First lookup of each bag, and the end, counted from any number.
-        num_lookups: Lookups N of all bags.
+        offsets_S1: First lookup of each bag, and the end, with any first value.
+        num_lookups: Number of lookups of all bags, N.
     """
     return torch.repeat_interleave(torch.diff(offsets_S1), output_size=num_lookups)
 
 
 def mean_scale(divisor_S: Tensor, mean_S: Tensor) -> Tensor:
-    """What sums are multiplied by to be averages, where they are: float32, shape ``(S,)``.
+    """Returns the factor that converts each bag's sum to its output: float32, shape ``(S,)``.
 
     Args:
-        divisor_S: What averages are divided by, float32; an empty bag's sum of zero stays.
-        mean_S: Which bags are averaged, bool.
+        divisor_S: Divisor of each average, float32; 0 for an empty bag, whose sum of zero is kept.
+        mean_S: Whether a bag is averaged, bool; the factor of a summed bag is 1.
     """
     return torch.where(mean_S & (divisor_S != 0), 1.0 / divisor_S, 1.0)
 
@@ -137,10 +139,11 @@ def pool_rows(rows_RD: Tensor, weights_N: Tensor | None, index: PoolingIndex) ->
     Args:
         rows_RD: Rows, float, shape ``(R, D)``.
         weights_N: Weight of each lookup in bag order, shape ``(N,)``, or ``None`` for ones.
-        index: Which rows each bag sums.
+        index: Map from bags to rows.
 
     Returns:
-        Sums, shape ``(S, D)``; zero for an empty bag. Of sequences the row of each lookup.
+        Sums, shape ``(S, D)``, zero for an empty bag; for sequences the row of each lookup, shape
+        ``(N, D)``.
 
     Cost:
         Reads N * D and writes S * D floats.
@@ -151,12 +154,12 @@ def pool_rows(rows_RD: Tensor, weights_N: Tensor | None, index: PoolingIndex) ->
 
 
 def gradient_of_rows(grad_SD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:
-    """The gradient of :func:`pool_rows` by the rows that bags read.
+    """Computes the gradient of :func:`pool_rows` with respect to the rows that bags read.
 
     Args:
-        grad_SD: Gradient of the sums.
-        weights_N: As in forward.
-        index: As in forward.
+        grad_SD: Gradient of the sums, shape ``(S, D)``.
+        weights_N: Weights as in forward.
+        index: Map as in forward.
 
     Returns:
         Gradients, shape ``(U, D)``, in the order of ``index.row_offsets_U1``.
@@ -166,6 +169,7 @@ def gradient_of_rows(grad_SD: Tensor, weights_N: Tensor | None, index: PoolingIn
     """
     weights_by_row_N = None
     if weights_N is not None:
+        # Weights from bag order to lookups grouped by row, as bags_by_row_N.
         weights_by_row_N = weights_N.index_select(0, index.lookups_by_row_N)
     return gather_sum(
         grad_SD.contiguous(), index.bags_by_row_N, index.row_offsets_U1, weights_by_row_N
@@ -173,17 +177,20 @@ def gradient_of_rows(grad_SD: Tensor, weights_N: Tensor | None, index: PoolingIn
 
 
 def gradient_of_weights(grad_SD: Tensor, rows_RD: Tensor, index: PoolingIndex) -> Tensor:
-    """The gradient of :func:`pool_rows` by the weights: each row times its bag's gradient.
+    """Computes the gradient of :func:`pool_rows` with respect to the weights.
+
+    The gradient of a weight is the dot product of the lookup's row and its bag's gradient.
 
     Args:
-        grad_SD: Gradient of the sums.
-        rows_RD: As in forward.
-        index: As in forward.
+        grad_SD: Gradient of the sums, shape ``(S, D)``.
+        rows_RD: Rows as in forward.
+        index: Map as in forward.
 
     Returns:
         Gradients, shape ``(N,)``, in bag order.
     """
     num_lookups = index.row_of_lookup_N.numel()
+    # Expand (S, D) to (N, D): each lookup gets its bag's gradient.
     grad_ND = torch.repeat_interleave(grad_SD, index.lookups_per_bag, 0, output_size=num_lookups)
     return (rows_RD.index_select(0, index.row_of_lookup_N) * grad_ND).sum(1)
 
@@ -191,13 +198,24 @@ def gradient_of_weights(grad_SD: Tensor, rows_RD: Tensor, index: PoolingIndex) -
 def gather_sum(
     rows: Tensor, indices: Tensor | None, offsets: Tensor, weights: Tensor | None
 ) -> Tensor:
-    """Sums ``weights[i] * rows[indices[i]]`` over each segment of ``offsets``; ``None`` = all rows,
-    as they are."""
+    """Sums ``weights[i] * rows[indices[i]]`` over each segment of ``offsets``.
+
+    Args:
+        rows: Rows, float, shape ``(R, D)``.
+        indices: Row of each summand, int64, shape ``(N,)``; ``None`` = all rows in their order.
+        offsets: First summand of each segment, and N, int64, shape ``(S + 1,)``.
+        weights: Weight of each summand, shape ``(N,)``; ``None`` = ones.
+
+    Returns:
+        Sums, shape ``(S, D)``.
+    """
     num_segments = offsets.numel() - 1
     if indices is None:
         indices = torch.arange(len(rows), device=rows.device)
     if num_segments == 0 or indices.numel() == 0:
         return rows.new_zeros(num_segments, rows.size(1))
+    # Positional arguments: scale_grad_by_freq=False, mode 0 = sum, sparse=False, per-sample
+    # weights.
     return torch.embedding_bag(
         rows, indices, offsets, False, 0, False, weights, include_last_offset=True
     )[0]
@@ -214,28 +232,32 @@ def sum_by_row(
 
     Args:
         rows_N: Row of each lookup, integer, shape ``(N,)``.
-        grads_SD: Gradient of each bag of lookups, float32.
-        num_rows: Rows that there are; fewer than 2^31 are sorted in half the time.
+        grads_SD: Gradient of each bag of lookups, float32, shape ``(S, D)``.
+        num_rows: Number of rows of the table; below 2^31 the sort takes half the time.
         offsets_S1: First lookup of each bag, and N; ``None`` = every lookup is a bag.
         weights_N: Weight of each lookup, float32; ``None`` = ones.
 
     Returns:
-        Distinct rows, ascending int64, shape ``(U,)``, and their gradients, ``(U, D)``; where every
-        lookup is a bag and none repeats a row, rows and gradients as they came.
+        Distinct rows, ascending int64, shape ``(U,)``, and their gradients, shape ``(U, D)``. If
+        every lookup is a bag and no row repeats, rows and gradients are returned in their input
+        order.
 
     Cost:
         One sort of N; reads N * D and writes U * D floats.
     """
     short = torch.int32 if num_rows <= _LARGEST_INT32 else torch.int64
     bags_N = None if offsets_S1 is None else bag_of_lookup(offsets_S1, rows_N.numel())
-    # of weighted lookups the lookup is carried along, of others the bag at once
+    # Without weights the sort carries the bag of each lookup, which saves one gather. With weights
+    # the sort carries the lookup, which also indexes the weights.
     carried_N = bags_N if weights_N is None else None
     sorted_N, by_row_N = sort_with_tags(rows_N.to(short), carried_N)
     start_U = places_of(first_of_runs(sorted_N))
+    # No repeats: there is nothing to sum.
     if bags_N is None and weights_N is None and start_U.numel() == rows_N.numel():
         return rows_N.to(torch.int64), grads_SD
     offsets_U1 = torch.cat([start_U, start_U.new_full((1,), rows_N.numel())])
     bags_by_row_N = by_row_N
+    # Weights, and then bags, from lookup order to lookups sorted by row, shape (N,).
     if weights_N is not None:
         weights_N = weights_N.index_select(0, by_row_N)
         if bags_N is not None:

@@ -1,9 +1,9 @@
 """Unique rows of a batch, with both directions of the lookup-to-row map.
 
-One sort gives everything: distinct ids, the row of every lookup (forward gather) and the lookups
-of every row (backward reduction). ``torch.unique`` sorts too but throws the second map away, and
-the backward then pays for another sort or for scattered adds: on one core, 106,496 Criteo lookups
-of D=128 took 23 ms by ``index_add_``, 10 ms by the gather over this map.
+One sort gives all results: the distinct ids, the row of every lookup (forward gather) and the
+lookups of every row (backward reduction). ``torch.unique`` sorts too but discards the second map,
+and backward then needs another sort or scattered adds: on one core, 106,496 Criteo lookups of D=128
+took 23 ms by ``index_add_`` and 10 ms by the gather over this map.
 
 Source: PICASSO (arXiv 2204.04903), Unique&Partition.
 """
@@ -25,20 +25,20 @@ class UniqueRows:
     """Distinct ids of a batch and the maps between lookups and rows."""
 
     ids_U: Tensor
-    """Distinct ids, ascending, shape ``(U,)``, in the type they came in."""
+    """Distinct ids, ascending, shape ``(U,)``, in the input's type."""
     row_of_lookup_N: Tensor
     """Index into ``ids_U`` of each lookup, int64, shape ``(N,)``."""
     lookups_by_row_N: Tensor
     """Lookups grouped by row: a permutation of ``0..N-1``, int64, shape ``(N,)``."""
     lookups_U: Tensor
-    """How often each row is looked up, int64, shape ``(U,)``; sums to N."""
+    """Number of lookups of each row, int64, shape ``(U,)``; sums to N."""
 
 
 def first_of_runs(sorted_N: Tensor) -> Tensor:
-    """Which entries are the first of their value: bool, shape ``(N,)``.
+    """Marks the first entry of each run of equal values: bool, shape ``(N,)``.
 
     Args:
-        sorted_N: Equal ones side by side.
+        sorted_N: Values, equal values side by side, shape ``(N,)``.
     """
     first_N = torch.ones_like(sorted_N, dtype=torch.bool)
     torch.ne(sorted_N[1:], sorted_N[:-1], out=first_N[1:])
@@ -52,11 +52,13 @@ def unique_rows(ids_N: Tensor) -> UniqueRows:
         ids_N: Packed ids, int32 or int64, none below 0, shape ``(N,)``; may be empty.
 
     Cost:
-        One sort of N, O(N) else; one host sync on CUDA for U.
+        One sort of N, O(N) otherwise; one host sync on CUDA for U.
     """
     sorted_N, lookups_by_row_N = sort_with_tags(ids_N)
     first_N = first_of_runs(sorted_N)
     start_U = places_of(first_N)
+    # row_N: index of the row for each lookup in sorted order, shape (N,). The scatter moves it back
+    # to the input order of the lookups.
     row_N = first_N.cumsum(0).sub_(1)
     row_of_lookup_N = torch.empty_like(row_N).scatter_(0, lookups_by_row_N, row_N)
     end = start_U.new_full((1,), ids_N.numel())

@@ -1,5 +1,5 @@
-"""One batch's life, from its features to the update of its rows; knows no kind of module.
+"""The rows of one batch, from its features to the update of its rows; independent of module kinds.
 
-What drives it decides when each piece runs: TorchRec's forward and the engine's backward
+A driver decides when each operation runs: TorchRec's forward and the engine's backward
 (``sharding/in_backward.py``), or a schedule (``train_pipeline/``).
 """

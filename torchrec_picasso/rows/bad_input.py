@@ -1,4 +1,4 @@
-"""The one error for a batch that cannot be served, raised on every rank at once."""
+"""Raises one error on every rank when any rank's batch is malformed."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ __all__ = ["raise_on_bad_input"]
 def raise_on_bad_input(
     header: Header, tables: Sequence[PackedTable], batch: BatchIds, rank: int
 ) -> None:
-    """Raises if any rank's batch is jagged wrongly or holds a bad id or weight.
+    """Raises if any rank's batch has malformed lengths or holds an invalid id or weight.
 
     Args:
-        header: What all ranks know of the batch.
-        tables: Those that the features look up, in their order.
-        batch: This rank's, for the details.
+        header: Header of the batch, with the error counts of all ranks.
+        tables: Tables that the features look up, in feature order.
+        batch: This rank's batch, for the details of the message.
         rank: This rank.
 
     Raises:
-        InputError: On every rank; the rank at fault names feature, table, value and range.
+        InputError: On every rank; the rank with the error names feature, table, value and range.
     """
     for counts_W, describe, what in (
         (header.bad_lengths_W, _describe_lengths, "lengths that do not fit its values"),
         (header.outside_ids_W, _describe_outside_id, "ids outside their tables"),
         (header.bad_weights_W, _describe_bad_weight, "per-sample weights that are not finite"),
     ):
+        # The rank with the error describes its own values; the other ranks name that rank.
         if counts_W[rank]:
             raise InputError(describe(tables, batch, counts_W[rank]))
         for other, count in enumerate(counts_W):
@@ -47,7 +48,7 @@ def raise_on_bad_input(
 
 
 def _describe_lengths(tables: Sequence[PackedTable], batch: BatchIds, count: int) -> str:
-    given = [of.given for of in batch.sound if isinstance(of, MendedFeatures)]
+    given = [mended.given for mended in batch.sound if isinstance(mended, MendedFeatures)]
     return next(filter(None, map(complaint_of, given)))
 
 
@@ -57,8 +58,8 @@ def _feature_of_lookup(features: KeyedJaggedTensor) -> torch.Tensor:
 
 
 def _table_of_feature(tables: Sequence[PackedTable]) -> list[tuple[str, str, int]]:
-    """Feature name, table name and table rows, in lookup order."""
-    return [(f, of.name, of.num_embeddings) for of in tables for f in of.feature_names]
+    """Returns feature name, table name and table rows of each feature, in lookup order."""
+    return [(f, t.name, t.num_embeddings) for t in tables for f in t.feature_names]
 
 
 def _describe_outside_id(tables: Sequence[PackedTable], batch: BatchIds, count: int) -> str:
@@ -66,6 +67,7 @@ def _describe_outside_id(tables: Sequence[PackedTable], batch: BatchIds, count: 
     feature_N = _feature_of_lookup(features)
     rows_F = torch.tensor([rows for *_, rows in _table_of_feature(tables)])
     ids_N = features.values().cpu()
+    # Repeats the check of shift_rows on the host, to find the first invalid lookup.
     first = int(((ids_N < 0) | (ids_N >= rows_F[feature_N])).nonzero()[0])
     feature, table, rows = _table_of_feature(tables)[int(feature_N[first])]
     return (

@@ -1,8 +1,8 @@
-"""The gradients of one batch's rows: summed over its parts, sent home, applied once.
+"""The gradients of one batch's rows: summed over micro-batches, sent to home ranks, applied once.
 
-Parts run backward from the last to the first, so the gradients of a chunk are complete right after
-its part. What arrives at home, and what was summed for the replicas, is kept until the update,
-which takes every row once.
+Backward runs from the last micro-batch ("part") to the first, so the gradients of a chunk are
+complete right after its micro-batch. Gradients that arrive at the home rank, and the sums for the
+replicas, are kept until the update, which applies each row's gradient once.
 
 Shape letters: K parts and chunks, M matrices, P packs; n and m rows of an exchange, t touched hot
 rows, D dim.
@@ -30,12 +30,12 @@ __all__ = ["BatchGradients", "update_rows"]
 class BatchGradients:
     """Gradients of one batch in one backward.
 
-    Collective where it says so: on all ranks in the same order. Where a method takes a wave, it is
-    for the packs of that wave, none if the module has fewer waves; ``None`` = for all packs.
+    Methods marked as collective must run on all ranks in the same order. A ``wave`` argument
+    selects the packs of that wave, no packs if the module has fewer waves; ``None`` = all packs.
 
     Args:
         group: The tables.
-        layout: Of the batch.
+        layout: Layout of the batch.
     """
 
     def __init__(self, group: RowGroup, layout: RowLayout) -> None:
@@ -43,7 +43,8 @@ class BatchGradients:
         self._layout = layout
         self._sums: Matrices | None = None
         self._sums_M: list[Tensor | None] = [None] * len(layout.rows_M)
-        # one matrix per pack: gradients of home rows, then sums for touched replicas, (m + t, D)
+        # One matrix per pack, shape (m + t, D): gradients of home rows, then sums for touched
+        # replicas.
         buffers_P = [group.buffers_M[pack.matrix] for pack in layout.packs]
         rows_P = [pack.asked.num_rows + pack.touched.slots_t.numel() for pack in layout.packs]
         self._at_home = Matrices(buffers_P, rows_P)
@@ -51,9 +52,15 @@ class BatchGradients:
         self._packs_left = set(range(len(layout.packs)))
 
     def add(self, part: int, grads_M: Sequence[Tensor], module: int = 0) -> None:
-        """Adds the gradients of the rows that a part uses, ``(n, D_m)`` by matrix of a module."""
+        """Adds the gradients of the rows that a micro-batch uses.
+
+        Args:
+            part: Index of the micro-batch.
+            grads_M: Gradients by matrix of the module, each ``(n, D_m)``.
+            module: Index of the module.
+        """
         matrices = self._group.plan.modules[module]
-        if len(self._layout.sizes_K) == 1:  # they are in request order
+        if len(self._layout.sizes_K) == 1:  # gradients are in request order
             for matrix, grads in zip(matrices, grads_M):
                 self._sums_M[matrix] = grads
             return
@@ -64,19 +71,27 @@ class BatchGradients:
             sums, pooling = self._sums_M[matrix], self._layout.pooling_KM[part][matrix]
             assert sums is not None
             if isinstance(pooling, PartBags):
+                # Bags of different micro-batches are disjoint slices, so they need no sum.
                 sums[pooling.vectors] = grads
                 continue
             assert pooling.gradient_place_U is not None
+            # A row that several micro-batches use is summed here, at its place in request order.
             sums.index_add_(0, pooling.gradient_place_U, grads)
 
     def send(self, chunk: int, wave: int | None = None) -> None:
-        """Starts sending the gradients of a chunk home. Collective.
+        """Starts sending the gradients of a chunk to the home ranks. Collective.
 
-        Its part has run backward, and so have all later ones.
+        Requires that the micro-batch of the chunk, and all later micro-batches, have run backward.
+
+        Args:
+            chunk: Index of the chunk.
+            wave: Wave of packs; ``None`` = all packs.
         """
         packs, layouts = self._of_wave(wave)
         if not layouts:
             return
+        # Outgoing gradients of the chunk are a slice of the sums, incoming ones a slice of the home
+        # matrix: both are in request order, so no reordering is needed.
         exchange = PackedAllToAll(
             self._group.ranks,
             [self._sums_of(pack)[pack.cold_place][pack.mine.rows(chunk)] for pack in layouts],
@@ -92,10 +107,16 @@ class BatchGradients:
             pending.append(exchange)
 
     def reduce_hot(self, wave: int | None = None) -> None:
-        """Starts summing the gradients of touched replicas over ranks. Collective."""
+        """Starts summing the gradients of touched replicas over all ranks. Collective.
+
+        Args:
+            wave: Wave of packs; ``None`` = all packs.
+        """
         packs, layouts = self._of_wave(wave)
         if not layouts:
             return
+        # This rank's h hot rows are a subset of the t touched rows of all ranks; searchsorted gives
+        # their positions among the touched rows.
         reduction = HotReduction(
             self._group.ranks,
             [self._sums_of(pack)[pack.hot_place] for pack in layouts],
@@ -113,7 +134,7 @@ class BatchGradients:
         return packs, self._layout.packs[packs]
 
     def _sums_of(self, pack: PackLayout) -> Tensor:
-        """The sums of the pack's matrix; zero where no part ran backward."""
+        """Returns the sums of the pack's matrix; zeros if no micro-batch ran backward."""
         sums = self._sums_M[pack.matrix]
         if sums is None:
             shape = self._layout.rows_M[pack.matrix], self._group.plan.dim_M[pack.matrix]
@@ -123,10 +144,13 @@ class BatchGradients:
         return sums
 
     def arrived(self, pack: int) -> tuple[Asked, TouchedHot, Tensor]:
-        """Waits for all that belongs to a pack.
+        """Waits for all gradients of a pack.
+
+        Args:
+            pack: Index of the pack.
 
         Returns:
-            What was asked of the home, touched hot rows and gradients of both ``(m + t, D)``.
+            The incoming requests, the touched hot rows, and the gradients of both, ``(m + t, D)``.
         """
         assert self._pending_P[pack], "gradients are sent and reduced before the update"
         for pending in self._pending_P[pack]:
@@ -136,21 +160,21 @@ class BatchGradients:
         return layout.source, layout.touched, self._at_home.tensors[pack]
 
     def update(self, wave: int | None = None, untrained: Collection[int] = ()) -> bool:
-        """Updates every row that the batch used; see :func:`update_rows`."""
+        """Updates every row that the batch used, as :func:`update_rows`."""
         return update_rows(self._group, [self], wave, untrained)
 
     def count_uses(self, pack: int) -> None:
-        """Counts which rows of a pack the batch used, where somebody wants to know."""
+        """Adds the batch's rows of a pack to the access counts, if these are kept."""
         uses = self._group.storages[pack].uses
         if uses is not None:
             layout = self._layout.packs[pack]
             layout.source.count_uses(uses, layout.hot_slots)
 
     def end(self, pack: int) -> bool:
-        """Ends the use of a pack's gradients; with the last one their memory is given back.
+        """Marks the gradients of a pack as used; after the last pack their memory is released.
 
         Returns:
-            Whether it was the last.
+            Whether the pack was the last one.
         """
         self._packs_left.discard(pack)
         if self._packs_left:
@@ -168,13 +192,13 @@ def update_rows(
     wave: int | None = None,
     untrained: Collection[int] = (),
 ) -> bool:
-    """Waits for gradients and updates every row once, at home and at the replicas.
+    """Waits for gradients and updates every row once, on home ranks and in replicas.
 
     Args:
         group: The tables.
-        gradients: Of one batch, or of all lookups of one backward.
-        wave: For its packs only; ``None`` = for all.
-        untrained: Modules whose rows stay as they are.
+        gradients: Gradients of one batch, or of all lookups of one backward.
+        wave: Wave whose packs are updated; ``None`` = all packs.
+        untrained: Modules whose rows are not updated.
 
     Returns:
         Whether all packs are updated now.
@@ -182,23 +206,26 @@ def update_rows(
     divisor = group.ranks.gradient_divisor
     packs, are_updated = group.plan.packs_of(wave), False
     for pack in range(packs.start, packs.stop):
-        arrived = [of_batch.arrived(pack) for of_batch in gradients]
+        arrived = [batch.arrived(pack) for batch in gradients]
         if group.module_of_pack(pack) not in untrained:
             asked, touched, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
+            # Ranks sent sums; TorchRec trains with their mean.
             if divisor > 1:
                 grads.div_(divisor)
             asked.update(group.storages[pack], touched, grads)
-        for of_batch in gradients:
-            of_batch.count_uses(pack)
-            are_updated = of_batch.end(pack)
+        # Rows of untrained modules are counted and released as well.
+        for batch in gradients:
+            batch.count_uses(pack)
+            are_updated = batch.end(pack)
     return are_updated
 
 
 def _joined(
     arrived: Sequence[tuple[Asked, TouchedHot, Tensor]],
 ) -> tuple[Asked, TouchedHot, Tensor]:
-    """What several batches asked, then hot rows of all of them, as the gradients are."""
+    """Merges the requests, hot rows and gradients of several batches, home rows before hot rows."""
     asked, touched, grads = zip(*arrived)
-    home = [grad[: of_batch.by_fetch.num_rows] for grad, of_batch in zip(grads, asked)]
-    hot = [grad[of_batch.by_fetch.num_rows :] for grad, of_batch in zip(grads, asked)]
+    # Each gradient is (m + t, D): the first m rows belong to home rows, the rest to hot rows.
+    home = [grad[: batch.by_fetch.num_rows] for grad, batch in zip(grads, asked)]
+    hot = [grad[batch.by_fetch.num_rows :] for grad, batch in zip(grads, asked)]
     return type(asked[0]).joined(asked), TouchedHot.joined(touched), torch.cat([*home, *hot])

@@ -1,7 +1,7 @@
-"""From a batch's features to its unique rows and what the header says of them. Sends nothing.
+"""Computes a batch's unique rows and header words from its features. Sends nothing.
 
-Bad input is counted here and made harmless, so that every rank reaches the header, in which all
-learn of it.
+Invalid input is counted and replaced by harmless values, so that every rank reaches the header,
+which reports the error to all ranks.
 
 Shape letters: F features, K parts, N lookups, J runs of bags, S bags, U unique rows.
 
@@ -33,30 +33,30 @@ __all__ = ["BatchIds"]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchIds:
-    """A batch made unique, in request order."""
+    """The unique rows of a batch, in request order."""
 
     features: KeyedJaggedTensor
-    """Of all modules, in the order of the group's tables."""
+    """Features of all modules, in the order of the group's tables."""
     features_of: Sequence[KeyedJaggedTensor]
-    """Those of each module."""
+    """Features of each module."""
     sound: Sequence[KeyedJaggedTensor]
-    """What :func:`.sound_features` made of the batch."""
+    """Validated features, as returned by :func:`.sound_features`."""
     weights_N: Tensor | None
-    """Per-sample weights of the whole batch, where anything is pooled."""
+    """Per-sample weights of the whole batch; ``None`` if the batch has none or no table pools."""
     cut: BatchCut
     bags: Bags
     rows: UniqueRows
-    """Its rows in the order of their ids."""
+    """Unique rows in ascending order of their ids."""
     part_N: Tensor | None
-    """Part of each lookup in bag order; ``None`` where there is one part."""
+    """Micro-batch of each lookup in bag order; ``None`` for one micro-batch."""
     located: LocatedRows
-    """Its rows by pack, chunk and home; hot rows of a pack before its chunks."""
+    """Unique rows by pack; in each pack hot rows, then cold rows by chunk and home rank."""
     hot_epoch: int
-    """Which hot set they were located with."""
+    """Epoch of the hot set that the rows were located with."""
     words: HeaderWords
     bag_ids: BagIds | None
-    """What tables are asked for whose bags travel; all above but features and weights is of those
-    whose rows do."""
+    """Requests for owner-pooled tables; the fields above, except features and weights, describe
+    row-exchanged tables only."""
 
     @staticmethod
     def read(
@@ -66,27 +66,29 @@ class BatchIds:
         has_data: bool = True,
         sound: Sequence[KeyedJaggedTensor] = (),
     ) -> BatchIds:
-        """Makes a batch unique.
+        """Computes the unique rows of a batch.
 
         Args:
-            features_of: Of the whole batch, for each module of the group, in its lookup order, with
-                lengths that fit.
-            group: The tables that they look up.
-            sizes_K: Samples of each part; ``None`` = one part.
-            has_data: Whether the batch comes from this rank's data; else it stands in for data
-                that has ended.
-            sound: What :func:`.sound_features` made of the batch, in any order; the header tells
-                whether lengths did not fit.
+            features_of: The whole batch for each module of the group, in its lookup order, with
+                valid lengths.
+            group: The tables that the features look up.
+            sizes_K: Samples of each micro-batch; ``None`` = one micro-batch.
+            has_data: Whether the batch comes from this rank's data; otherwise it is a placeholder
+                after the end of the data.
+            sound: Results of :func:`.sound_features` for the batch, in any order; the header
+                reports malformed lengths.
 
         Raises:
-            CompatError: If bags are to travel that cannot.
+            CompatError: If owner-pooled features have weights that require gradients.
         """
         space, hot, plan = group.space, group.hot, group.plan
         if plan.bag_packs:
-            for of_module in features_of:
-                check_bags_can_travel(of_module)
+            for module_features in features_of:
+                check_bags_can_travel(module_features)
         features = group.in_one(features_of)
         if plan.bag_packs and features.variable_stride_per_key():
+            # Home ranks get one number of samples per rank, so all features need the same batch
+            # size.
             features = filled_up(features)
         cut = BatchCut.of(features, plan, sizes_K)
         weights_N = features.weights_or_none() if plan.takes_weights else None
@@ -94,9 +96,13 @@ class BatchIds:
         values_N, bag_ids = features.values(), None
         if plan.bag_packs:
             bag_ids = BagIds.read(features, lengths_S, offsets_S1, plan.bag_packs)
+            # Owner-pooled features come last: the rest of this function sees only the features
+            # before.
             values_N = values_N[: bag_ids.first_lookup]
             lengths_S = lengths_S[: bag_ids.first_bag]
             offsets_S1 = offsets_S1[: bag_ids.first_bag + 1]
+        # Steps for row-exchanged tables: packed ids (N,) -> bag order (N,) -> unique rows (U,) ->
+        # request order (U,).
         lookups_F = _lookups_per_feature(features, offsets_S1, space.feature_base_F.numel())
         packed_N, num_outside = space.pack_ids(values_N, lookups_F)
         bags = reorder_bags(
@@ -108,6 +114,7 @@ class BatchIds:
         rows = unique_rows(bags.ids_N)
         lookups_J = count_lookups(bags, cut.bags_by_run)
         part_N = chunk_U = None
+        # With one micro-batch all rows are in chunk 0, so no chunk has to be computed.
         if cut.num_parts > 1:
             part_N = part_of_lookup(lookups_J, cut.part_by_run, packed_N.numel())
             chunk_U = first_use_chunks(rows, part_N, cut.num_parts)
@@ -142,7 +149,8 @@ class BatchIds:
 def _lookups_per_feature(
     features: KeyedJaggedTensor, offsets_S1: Tensor, num_features: int
 ) -> Tensor:
-    """Lookups of each of the first features, int64, shape ``(F,)``; no host sync."""
+    """Number of lookups of each of the first features, int64, shape ``(F,)``; no host sync."""
+    # The first bag of each feature follows from the strides, which are known on the host.
     edges_F1 = torch.tensor([0, *accumulate(features.stride_per_key()[:num_features])])
     edges_F1 = edges_F1.to(offsets_S1.device, non_blocking=True)
     return torch.diff(offsets_S1.index_select(0, edges_F1).to(torch.int64))

@@ -1,10 +1,11 @@
-"""The rows of one batch: fetched from homes, read from replicas, handed out to be pooled.
+"""The rows of one batch: fetched from home ranks, read from replicas, provided for pooling.
 
-Chunk j holds the rows that part j of the batch is the first to use, so forward needs chunks up to j
-before part j. Clean rows, which the batch before does not update, may be fetched before its update.
+Chunk j holds the rows that micro-batch ("part") j is the first to use, so forward needs the chunks
+up to j before micro-batch j. Clean rows, which the batch before does not update, may be fetched
+before its update.
 
-Packs may also be cut into waves, by the plan. What no computing hides is then staggered: a wave is
-on the wire while another is gathered or updated (PICASSO's K-Interleaving).
+The plan may also split packs into waves. Communication that no computation hides is then staggered:
+one wave is on the wire while another is gathered or updated (PICASSO's K-Interleaving).
 
 Shape letters: K parts and chunks, M matrices, P packs, N lookups.
 """
@@ -38,18 +39,18 @@ _WEIGHTS_LEFT = (
 )
 
 GradientSink = Callable[[Sequence[Tensor]], None]
-"""Takes the gradients of a part's rows, per matrix; must not hold those rows."""
+"""Receives the gradients of a micro-batch's rows, by matrix; must not keep those rows alive."""
 
 
 class BatchRows:
-    """The rows of one batch, whose every row has its place.
+    """The rows of one batch whose layout is complete.
 
-    Collective where it says so: on all ranks in the same order. Where a method takes a wave, it is
-    for the packs of that wave, none if the module has fewer waves; ``None`` = for all packs.
+    Methods marked as collective must run on all ranks in the same order. A ``wave`` argument
+    selects the packs of that wave, no packs if the module has fewer waves; ``None`` = all packs.
 
     Args:
         group: The tables.
-        layout: Of the batch.
+        layout: Layout of the batch.
     """
 
     def __init__(self, group: RowGroup, layout: RowLayout) -> None:
@@ -62,31 +63,40 @@ class BatchRows:
         self._seen: set[str] = set()
 
     def looked_up(self, storage: RowStorage) -> Tensor:
-        """Which rows of a pack that are at home here any rank's batch looks up, hot or cold.
+        """Returns the home rows of a pack on this rank that any rank's batch looks up, hot or cold.
 
         Args:
-            storage: The pack's.
+            storage: Storage of the pack.
 
         Returns:
-            Home rows, ascending, each once, int64, shape ``(n,)``. A host sync on CUDA.
+            Distinct home rows, ascending, int64, shape ``(n,)``. One host sync on CUDA.
         """
         pack = self.layout.packs[self._group.storages.index(storage)]
         rows = [pack.source.home_rows.to(torch.int64), pack.touched.own_rows_o]
         return torch.cat(rows).unique()
 
     def is_first_time(self, what: str) -> bool:
-        """Whether something is done with this batch for the first time, in whichever part."""
+        """Whether an action runs for the first time for this batch, in any micro-batch.
+
+        Args:
+            what: Name of the action.
+        """
         is_first = what not in self._seen
         self._seen.add(what)
         return is_first
 
     def fetch_clean(self) -> None:
         """Starts fetching the rows that the batch before does not update. Collective."""
-        if self._group.plan.num_row_matrices:  # bags are never clean
+        if self._group.plan.num_row_matrices:  # pooled bags are never clean
             self._fetch(CLEAN)
 
     def fetch_dirty(self, chunk: int, wave: int | None = None) -> None:
-        """Starts fetching the other rows of a chunk. Collective."""
+        """Starts fetching the dirty rows of a chunk. Collective.
+
+        Args:
+            chunk: Index of the chunk.
+            wave: Wave of packs; ``None`` = all packs.
+        """
         self._fetch(dirty_exchange(chunk), wave)
 
     def _fetch(self, exchange: int, wave: int | None = None) -> None:
@@ -96,6 +106,8 @@ class BatchRows:
             return
         matrices_M = self._matrices.tensors
         with torch.no_grad():
+            # Home ranks gather (n, D) in fetch order; incoming rows land directly in their slice of
+            # the matrix, also in fetch order.
             arrival = PackedAllToAll(
                 self._group.ranks,
                 [
@@ -113,15 +125,16 @@ class BatchRows:
         self._arrivals.append(_Arrival(exchange, packs, arrival))
 
     def read_hot(self) -> None:
-        """Reads the replicas."""
+        """Reads the replicas of this batch's hot rows into its matrices."""
         with torch.no_grad():
             for storage, pack in zip(self._group.storages, self.layout.packs):
                 rows = self._matrices.tensors[pack.matrix][pack.hot_place]
                 storage.gather_hot(pack.hot_slots, out_hD=rows)
 
     def fetch_again(self) -> None:
-        """Fetches all rows again, where any rank's homes were written since. Collective."""
+        """Fetches all rows again after a write to home rows of any rank. Collective."""
         num_chunks = len(self.layout.sizes_K)
+        # Finish the exchanges in progress first: they write into the same matrices.
         for matrix in range(len(self._group.plan.matrices)):
             self._arrive(num_chunks - 1, matrix)
         self._group.take_writes()
@@ -131,25 +144,26 @@ class BatchRows:
         self.read_hot()
 
     def arrive(self, part: int, module: int) -> Iterator[Tensor]:
-        """Waits for the chunks up to a part's, matrix by matrix.
+        """Waits for the chunks that a micro-batch needs, matrix by matrix.
 
         Args:
-            part: Which.
-            module: Whose matrices.
+            part: Index of the micro-batch.
+            module: Index of the module.
 
         Yields:
-            All rows of a matrix ``(U_m, D_m)``; dirty ones of later chunks are not filled yet.
+            All rows of a matrix, ``(U_m, D_m)``; dirty rows of later chunks are not filled yet.
         """
         for matrix in self._group.plan.modules[module]:
             yield self._arrive(part, matrix)
 
     def _arrive(self, part: int, matrix: int) -> Tensor:
         self._wait_for(dirty_exchange(part), self._group.plan.matrices[matrix])
-        # a pipeline may have fetched on another stream
+        # A pipeline may have started the fetch on another stream.
         return keep_for_current_stream(self._matrices.tensors[matrix])
 
     def _wait_for(self, exchange: int, packs: slice) -> None:
-        """Waits for what brings rows of some packs, up to an exchange."""
+        """Waits for all exchanges up to an index that bring rows of the given packs."""
+        # Exchanges of later chunks and of other packs stay in progress.
         waited = [
             arrival
             for arrival in self._arrivals
@@ -167,18 +181,18 @@ class BatchRows:
         once: bool = False,
         module: int = 0,
     ) -> PartRows:
-        """What one part of the batch uses: a lookup result for the output dist.
+        """Returns the rows of one micro-batch: a lookup result for the output dist.
 
         Args:
-            part: Which.
-            sink: Takes the rows' gradients.
+            part: Index of the micro-batch.
+            sink: Receives the gradients of the rows.
             weights_N: Per-sample weights in KeyedJaggedTensor order, with their graph; ``None`` =
-                those that the batch came with.
-            once: Whether the module is done with the rows when the part is pooled.
-            module: Which module of the group pools them.
+                the weights of the batch.
+            once: Whether the module needs the rows no more after this micro-batch.
+            module: Index of the module of the group that pools the rows.
 
         Raises:
-            CompatError: If weights changed that homes pool bags with.
+            CompatError: If the weights changed after home ranks received them for pooling.
         """
         matrices = self._group.plan.modules[module]
         are_others = weights_N is not None and weights_N is not self.layout.weights_N
@@ -197,18 +211,19 @@ class BatchRows:
         )
 
     def _has_bags(self, module: int) -> bool:
-        """Whether bags travel for a module."""
+        """Whether a module has owner-pooled tables."""
         plan = self._group.plan
         return any(matrix >= plan.num_row_matrices for matrix in plan.modules[module])
 
     def _weights_of(
         self, pooling_M: Sequence[PartPooling | PartBags], weights_N: Tensor | None
     ) -> list[Tensor | None]:
-        """Weights of the rows that are pooled here, in bag order."""
+        """Returns the weights of the lookups that this rank pools, in bag order."""
         weights_N = self.layout.weights_N if weights_N is None else weights_N
         if weights_N is None:
             return [None] * len(pooling_M)
         return [
+            # Pooled bags already include their weights, and sequences have none.
             None
             if isinstance(pooling, PartBags) or not pooling.index.has_bags
             else weights_N.float().index_select(0, self._sources(pooling))
@@ -220,11 +235,11 @@ class BatchRows:
         return self.layout.source_N[pooling.lookups]
 
     def part_features(self, part: int, module: int) -> KeyedJaggedTensor:
-        """The features of one part of a module of sequences."""
+        """Returns the features of one micro-batch of a sequence module."""
         return self.layout.part_features(part, module, self._group.plan.modules[module][0])
 
     def end_module(self) -> None:
-        """Ends the use by one module; the last one's gives the memory back."""
+        """Ends the use by one module; after the last module the memory is released."""
         self._modules_left -= 1
         if not self._modules_left:
             self.release()
@@ -236,7 +251,7 @@ class BatchRows:
 
 @dataclass(frozen=True, eq=False)
 class _Arrival:
-    """Rows of some packs on their way."""
+    """An exchange in progress that brings rows of some packs."""
 
     exchange: int
     packs: slice
@@ -249,41 +264,42 @@ def _overlap(one: slice, other: slice) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PartRows:
-    """The rows that one part of a batch uses, of one module."""
+    """The rows that one micro-batch of one module uses."""
 
     rows: BatchRows
     part: int
     module: int
     pooling_M: Sequence[PartPooling | PartBags]
-    """Which rows each bag sums, or where bags lie that came pooled."""
+    """The rows that each bag sums, or the position of bags that arrived pooled."""
     weights_M: Sequence[Tensor | None]
-    """Per-sample weights in bag order."""
+    """Per-sample weights of each lookup, in bag order."""
     batch_size: int | None
     """Samples per feature, or ``None`` when each feature has its own."""
     sink: GradientSink
     once: bool
 
     def view(self, *_: int) -> PartRows:
-        """The rows, where TorchRec shapes what a lookup gives; they arrive as matrices."""
+        """Returns the rows themselves: TorchRec reshapes lookup results, but these are matrices."""
         return self
 
     @property
     def own_sizes(self) -> Sequence[int] | None:
-        """Samples of each feature, where features were filled up to one number of them."""
+        """Samples of each feature if features were padded to a common batch size, otherwise
+        ``None``."""
         features = self.rows.layout.features_of[self.module]
         is_filled_up = self.batch_size is not None and features.variable_stride_per_key()
         return features.stride_per_key() if is_filled_up else None
 
     @property
     def features(self) -> KeyedJaggedTensor:
-        """The part's own features, in the order of the tables; all of sequences."""
+        """Features of the micro-batch, in the order of the tables; sequence modules only."""
         return self.rows.part_features(self.part, self.module)
 
     def arrive(self) -> Iterator[Tensor]:
-        """Waits for the rows; gives those of one matrix after the other."""
+        """Waits for the rows; yields the rows of one matrix at a time."""
         return self.rows.arrive(self.part, self.module)
 
     def end(self) -> None:
-        """Ends the use of the rows, if no other part of the module needs them."""
+        """Ends the use of the rows, if no other micro-batch of the module needs them."""
         if self.once:
             self.rows.end_module()

@@ -1,4 +1,4 @@
-"""What outlives a batch: where ids live, who holds their rows, and memory that steps use again."""
+"""State that outlives a batch: the id space, the storages and reused memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class RowGroup:
     """Tables whose rows are exchanged together.
 
     Args:
-        tables: They, packs ascending, those whose bags travel last.
-        storages: Homes and replicas of each pack on this rank.
-        ranks: Who exchanges.
-        device: Where rows are.
+        tables: Tables of the group, ordered by pack; owner-pooled tables come last.
+        storages: Home rows and replicas of each pack on this rank.
+        ranks: This rank and its peers.
+        device: Device of the rows.
     """
 
     def __init__(
@@ -58,23 +58,25 @@ class RowGroup:
 
     @staticmethod
     def of_several(groups: Sequence[RowGroup]) -> RowGroup:
-        """The tables of several modules in one exchange, over the same rows.
+        """Merges the groups of several modules into one exchange, over the same storages.
 
         Args:
-            groups: One per module, each with one wave of rows at most, all with equal ranks and
-                wire.
+            groups: One group per module, each with at most one wave of rows, all with equal ranks
+                and wire precision.
         """
         if len(groups) == 1:
             return groups[0]
         assert all(group.plan.num_row_waves <= 1 for group in groups), "waves are of one module"
         tables: list[PackedTable] = []
         storages: list[RowStorage] = []
+        # All row packs come before all owner-pooled packs, so packs are renumbered: row packs of
+        # every module first, then owner-pooled packs of every module.
         for as_bags in (False, True):
             for module, group in enumerate(groups):
-                of_form = [table for table in group.tables if table.as_bags == as_bags]
-                for old_pack, of_pack in groupby(of_form, lambda table: table.pack):
+                form_tables = [table for table in group.tables if table.as_bags == as_bags]
+                for old_pack, pack_tables in groupby(form_tables, lambda table: table.pack):
                     pack = len(storages)
-                    tables += [replace(of, module=module, pack=pack, wave=0) for of in of_pack]
+                    tables += [replace(t, module=module, pack=pack, wave=0) for t in pack_tables]
                     storages.append(group.storages[old_pack])
         joined = RowGroup(tables, storages, groups[0].ranks, groups[0].device)
         joined._joined = groups
@@ -83,13 +85,15 @@ class RowGroup:
 
     @property
     def _joined_epoch(self) -> int:
+        # Epochs only grow, so the sum changes whenever one group's hot set changes.
         return sum(group.hot.epoch for group in self._joined)
 
     def change_hot_rows(self, hot_rows_T: Sequence[Tensor]) -> None:
-        """Says which rows are hot from now on; those who keep replicas are told elsewhere.
+        """Sets the hot rows from now on; the storages update the replicas elsewhere.
 
         Args:
-            hot_rows_T: Of each table, ascending int64; of each pack as many as before.
+            hot_rows_T: Hot rows of each table, ascending int64; each pack keeps its number of hot
+                rows.
         """
         self.tables = [
             replace(table, hot_rows_H=rows) for table, rows in zip(self.tables, hot_rows_T)
@@ -100,42 +104,44 @@ class RowGroup:
         self.hot = hot
 
     def follow_hot_rows(self) -> None:
-        """Takes over the hot rows of the groups that it joins, where these were changed."""
+        """Adopts the hot rows of the merged groups, if these have changed."""
         if not self._joined or self.hot.epoch == self._joined_epoch:
             return
-        of_table = {
+        rows_by_table = {
             (module, table.name): table.hot_rows_H
             for module, group in enumerate(self._joined)
             for table in group.tables
         }
-        self.change_hot_rows([of_table[table.module, table.name] for table in self.tables])
+        self.change_hot_rows([rows_by_table[table.module, table.name] for table in self.tables])
 
     def tensors_of_hot_set(self) -> Iterator[Tensor]:
-        """What requests read of the hot set, for stream bookkeeping."""
+        """Yields the tensors of the hot set that requests read, for stream bookkeeping."""
         yield self.hot.ids_H
         yield from (storage.own_row_by_slot() for storage in self.row_storages)
 
     @property
     def row_storages(self) -> Sequence[RowStorage]:
-        """Those of packs whose rows travel."""
+        """Storages of the row packs, without owner-pooled packs."""
         return self.storages[: self.space.num_packs]
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """The smallest integer type that holds every row of every home."""
+        """The smallest integer type that holds every row number of every home rank."""
         fits = all(pack.most_home_rows < 2**31 for pack in self.plan.bag_packs)
         return self.space.home_row_dtype if fits else torch.int64
 
     def in_one(self, features_of: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """The features of all modules in the order of the tables.
+        """Concatenates the features of all modules in the order of the tables.
 
         Args:
-            features_of: Of each module, in the order of its own tables.
+            features_of: Features of each module, in the order of its own tables.
         """
         if len(features_of) == 1:
             return features_of[0]
         if not self.plan.bag_packs:
             return KeyedJaggedTensor.concat(list(features_of))
+        # Each module has row features, then owner-pooled features; the group needs the row features
+        # of all modules first.
         halves = [
             features.split([len(features.keys()) - num_last, num_last])
             for num_last, features in zip(
@@ -143,39 +149,49 @@ class RowGroup:
             )
         ]
         return KeyedJaggedTensor.concat(
-            [half for of_form in zip(*halves) for half in of_form if half.keys()]
+            [half for form_halves in zip(*halves) for half in form_halves if half.keys()]
         )
 
     def module_of_pack(self, pack: int) -> int:
-        """Which module a pack is of."""
+        """Index of the module that has a pack."""
         return self._module_P[pack]
 
     def bag_order(self, sizes_K: Sequence[int | None]) -> Tensor | None:
-        """The order of bags by matrix and sample, as :func:`bag_order` gives it.
+        """Returns the permutation of bags to matrix-major order; see :func:`bag_order`.
+
+        The result is cached until the sizes change.
 
         Args:
-            sizes_K: Samples of each part; ``None`` where every feature has its own number.
+            sizes_K: Samples of each micro-batch; ``None`` if every feature has its own batch size.
 
         Returns:
-            ``None`` where bags stay as they come.
+            The permutation, int32, or ``None`` if bags keep their order.
         """
         sizes = tuple(size for size in sizes_K if size is not None)
-        plan, of_rows = self.plan, slice(self.plan.num_row_matrices)
-        if not sizes or not plan.features_M[of_rows] or (not plan.pools_rows and len(sizes) == 1):
+        plan, row_matrices = self.plan, slice(self.plan.num_row_matrices)
+        if (
+            not sizes
+            or not plan.features_M[row_matrices]
+            or (not plan.pools_rows and len(sizes) == 1)
+        ):
             return None
         if not any(plan.is_sequence_M):
-            sizes = (sum(sizes),)  # pooled bags are in the same order however the batch is cut
+            sizes = (sum(sizes),)  # the order of pooled bags does not depend on the split
         if self._order_of_sizes is None or self._order_of_sizes[0] != sizes:
-            order_S = bag_order(plan.features_M[of_rows], plan.is_sequence_M, sizes, self.device)
+            order_S = bag_order(
+                plan.features_M[row_matrices], plan.is_sequence_M, sizes, self.device
+            )
             self._order_of_sizes = (sizes, order_S)
         return self._order_of_sizes[1]
 
     def asked_bag_order(self, num_features: int, samples_WK: Sequence[Sequence[int]]) -> Tensor:
-        """The order of bags at this home, as :func:`asked_bag_order` gives it.
+        """Returns the permutation of incoming bags; see :func:`asked_bag_order`.
+
+        The result is cached until the samples change.
 
         Args:
-            num_features: Features of a pack that this rank pools.
-            samples_WK: Samples of each rank by part.
+            num_features: Number of features of a pack that this rank pools.
+            samples_WK: Samples of each rank by micro-batch.
         """
         known = self._asked_orders.get(num_features)
         if known is None or known[0] != samples_WK:
@@ -184,10 +200,10 @@ class RowGroup:
         return known[1]
 
     def was_written(self) -> bool:
-        """Whether somebody wrote into rows on this rank since :meth:`take_writes`."""
+        """Whether rows on this rank were written from outside since :meth:`take_writes`."""
         return any(storage.was_written() for storage in self.storages)
 
     def take_writes(self) -> None:
-        """Copies every hot row from its home to all ranks. Collective."""
+        """Broadcasts every hot row from its home rank to all replicas. Collective."""
         for storage in self.storages:
             storage.fill_replicas()

@@ -1,4 +1,4 @@
-"""Builds a KeyedJaggedTensor like another one, some of its tensors replaced."""
+"""Builds a KeyedJaggedTensor from another one, with some tensors replaced."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def like(
     lengths_S: Tensor,
     offsets_S1: Tensor | None,
 ) -> _Kind:
-    """Builds features with the keys, batch sizes and inverse indices of others; no copy.
+    """Builds features with the keys, batch sizes and inverse indices of another object; no copy.
 
     Args:
-        features: The others. Counts that they have worked out on the host are left behind.
+        features: The original features. Counts that they cached on the host are not taken over.
         kind: Type of the result.
         values_N: Ids, shape ``(N,)``.
         weights_N: Per-sample weights, shape ``(N,)``; ``None`` = none.
         lengths_S: Lookups of each bag, shape ``(S,)``.
-        offsets_S1: First lookup of each bag, and N, shape ``(S + 1,)``; ``None`` = worked out from
-            the lengths where needed.
+        offsets_S1: First lookup of each bag, and N, shape ``(S + 1,)``; ``None`` = computed from
+            the lengths on demand.
     """
     variable = features.variable_stride_per_key()
     return kind(

@@ -1,8 +1,9 @@
-"""Where every row of a batch lies: on the rank that uses it, on those that keep it.
+"""Positions of a batch's rows: on the rank that uses them and on the ranks that store them.
 
-*Mine* are the cold rows that this rank asks for, *asked* those that others ask of it. Ids and
-gradients of both are in request order, an exchange for each chunk; rows are in fetch order. Where
-bags travel, each is a cold row here: the row that its home makes of it.
+*Mine* (outgoing) are the cold rows that this rank requests, *asked* (incoming) the rows that other
+ranks request from this rank. Ids and gradients of both are in request order, one exchange per
+chunk; rows are in fetch order. A bag of an owner-pooled table counts as a cold row: the vector that
+its home rank computes.
 
 Shape letters: K parts and chunks, M matrices, P packs, N lookups.
 """
@@ -30,80 +31,84 @@ class PackLayout:
     """The rows of one pack."""
 
     matrix: int
-    """Which matrix the pack is in."""
+    """Index of the matrix that contains the pack."""
     start: int
-    """Its first row there: hot rows are followed by cold ones."""
+    """First row of the pack in the matrix; hot rows come before cold rows."""
     hot_slots: Tensor
     """Hot slots that this rank's batch uses, counted from 0 in the pack."""
     touched: TouchedHot
     """Hot rows that any rank's batch uses, by slots counted from 0 in the pack."""
     mine: Exchanges
+    """Outgoing cold rows in request order, by chunk and home rank."""
     mine_by_fetch: FetchOrder
+    """Outgoing cold rows in fetch order."""
     asked: Exchanges
+    """Incoming cold rows in request order, by chunk and requesting rank."""
     source: Asked
-    """What is asked of this rank."""
+    """Incoming requests at this home rank."""
 
     @property
     def is_of_bags(self) -> bool:
-        """Whether its bags travel."""
+        """Whether the pack is owner-pooled."""
         return isinstance(self.source, AskedBags)
 
     @property
     def num_rows(self) -> int:
-        """Its rows there."""
+        """Number of rows of the pack in the matrix."""
         return self.hot_slots.numel() + self.mine.num_rows
 
     @property
     def hot_place(self) -> slice:
-        """Where the hot rows that this rank uses are in its matrix, and their gradients."""
+        """Position in the matrix of the hot rows that this rank uses, and of their gradients."""
         return slice(self.start, self.start + self.hot_slots.numel())
 
     @property
     def cold_place(self) -> slice:
-        """Where the cold rows are that it uses."""
+        """Position in the matrix of the cold rows that this rank uses."""
         start = self.hot_place.stop
         return slice(start, start + self.mine.num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """The rows of a batch."""
+    """The layout of a batch's rows."""
 
     features_of: Sequence[KeyedJaggedTensor]
-    """The batch as each module looks it up, in the order of its tables."""
+    """The batch's features by module, in the order of the module's tables."""
     sizes_K: Sequence[int | None]
-    """Samples of each part, ``None`` where every feature has its own number."""
+    """Samples of each micro-batch; ``None`` if every feature has its own batch size."""
     hot_epoch: int
-    """Which hot set the slots are of."""
+    """Epoch of the hot set that the slots belong to."""
     packs: Sequence[PackLayout]
     rows_M: Sequence[int]
-    """Rows of each matrix that this rank uses."""
+    """Number of rows of each matrix that this rank uses."""
     pooling_KM: Sequence[Sequence[PartPooling | PartBags]]
     lookups_MKJ: Sequence[Sequence[Sequence[int]]]
-    """Lookups of each part of each matrix; where it is of sequences, of each feature."""
+    """Number of lookups by matrix, micro-batch and run (in a sequence matrix, feature)."""
     source_N: Tensor | None
-    """KeyedJaggedTensor position of each lookup in bag order, where there are weights."""
+    """KeyedJaggedTensor position of each lookup in bag order; ``None`` without weights."""
     weights_N: Tensor | None
-    """Per-sample weights as the batch came with them, in KeyedJaggedTensor order."""
+    """Per-sample weights of the input batch, in KeyedJaggedTensor order."""
     weights_left: bool = False
-    """Whether weights have left for homes that pool bags, so that they cannot change any more."""
+    """Whether weights were sent to home ranks that pool bags; later changes would be lost."""
 
     def part_features(self, part: int, module: int, matrix: int) -> KeyedJaggedTensor:
-        """The features of one part of a module of sequences, lengths known on the host.
+        """Returns the features of one micro-batch of a sequence module, lengths known on the host.
 
         Args:
-            part: Which.
-            module: Which module.
-            matrix: Its only matrix.
+            part: Index of the micro-batch.
+            module: Index of the module.
+            matrix: Index of the module's only matrix.
         """
         sizes_K = [size for size in self.sizes_K if size is not None]
         assert sizes_K, "sequences have one batch size"
         features, lookups_KF = self.features_of[module], self.lookups_MKJ[matrix]
         low, batch_size = sum(sizes_K[:part]), sizes_K[part]
         lengths_FB = features.lengths().view(len(lookups_KF[part]), sum(sizes_K))
-        # feature by feature, part by part in each
+        # Values are ordered by feature, then micro-batch: F K pieces, of which every K-th from
+        # index `part` belongs to this micro-batch.
         by_part = list(zip(*lookups_KF))
-        pieces = features.values().split([n for of_feature in by_part for n in of_feature])
+        pieces = features.values().split([n for lookups_K in by_part for n in lookups_K])
         return KeyedJaggedTensor(
             keys=features.keys(),
             values=torch.cat(pieces[part :: len(sizes_K)]),

@@ -1,4 +1,4 @@
-"""Memory for what a batch needs between two of its operations, by matrix; given back in one place.
+"""Memory that a batch holds between two of its operations, by matrix; released in one place.
 
 Shape letters: M matrices, P packs, D dim.
 """
@@ -15,11 +15,11 @@ __all__ = ["Matrices"]
 
 
 class Matrices:
-    """One matrix of rows, or of their gradients, per matrix of the plan.
+    """One buffer of rows, or of gradients, for each entry of a list of matrices.
 
     Args:
-        buffers_M: Where memory comes from.
-        rows_M: Rows of each.
+        buffers_M: Allocator of each matrix.
+        rows_M: Number of rows of each matrix.
     """
 
     def __init__(self, buffers_M: Sequence[RowBuffers], rows_M: Sequence[int]) -> None:
@@ -29,13 +29,13 @@ class Matrices:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """The matrices ``(U_m, D_m)``, with anything in them at first."""
+        """The matrices, ``(U_m, D_m)``, allocated at first access and not initialized."""
         if not self._taken_M:
             self._taken_M = [b.take(n) for b, n in zip(self._buffers_M, self._rows_M)]
         return self._taken_M
 
     def release(self) -> None:
-        """Ends their use: nobody reads or writes them any more. Once is enough."""
+        """Releases the memory; no reader or writer may be left. Further calls have no effect."""
         for buffers, matrix in zip(self._buffers_M, self._taken_M):
             buffers.give_back(matrix)
         self._taken_M = []

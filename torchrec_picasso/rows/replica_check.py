@@ -1,7 +1,7 @@
-"""Whether replicas are what their homes are, to the bit: a check that training can afford seldom.
+"""Checks that replicas are bitwise identical to their home rows; too expensive for every step.
 
-They are by construction. What else could part them is memory that fails, a device that computes
-otherwise than another, or somebody's write past torch's version counters (``home_views.py``).
+Replicas are equal by construction. A mismatch means faulty memory, a nondeterministic device, or a
+write that bypassed torch's version counters (``home_views.py``).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _NONE = -1
 
 
 def check_replicas(group: RowGroup) -> None:
-    """Compares the replicas on all ranks with the homes. Collective: between steps.
+    """Compares the replicas on all ranks with the home rows. Collective: between steps.
+
+    The check is skipped if home rows were written since the replicas were filled.
 
     Args:
         group: The tables of one module, or of several.
 
-    Where a home was written since the replicas were filled, there is nothing to compare.
-
     Raises:
-        PicassoError: On all ranks; names table, row and ranks of the first that differs.
+        PicassoError: On all ranks; names table, row and ranks of the first mismatch.
 
     Cost:
         Every rank receives all hot rows, weights and optimizer state.
@@ -37,12 +37,15 @@ def check_replicas(group: RowGroup) -> None:
     unlike_P = [storage.unlike_homes() for storage in group.row_storages if storage.num_hot_rows]
     unlike_h = group.hot.ids_H[torch.cat(unlike_P)]
     first = int(unlike_h[0]) if len(unlike_h) else _NONE
-    mine = unlike_h.new_tensor([len(unlike_h), first, group.was_written()])
-    count_W, first_W, written_W = group.ranks.gather(mine).t().tolist()
+    # Three numbers per rank: count of mismatches, packed id of the first one, written or not. All
+    # ranks receive (W, 3), so all return or raise together.
+    own = unlike_h.new_tensor([len(unlike_h), first, group.was_written()])
+    count_W, first_W, written_W = group.ranks.gather(own).t().tolist()
     if any(written_W) or not any(count_W):
         return
     rank = next(rank for rank, count in enumerate(count_W) if count)
     table, row = _row_of(group, first_W[rank])
+    # The message names the home rank too, because either copy may be the faulty one.
     block, _ = group.space.find_blocks(torch.tensor([first_W[rank]], device=group.device))
     home = int(group.space.block_rank_TW[block])
     counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(count_W) if count)
@@ -54,11 +57,11 @@ def check_replicas(group: RowGroup) -> None:
 
 
 def _row_of(group: RowGroup, packed_id: int) -> tuple[str, int]:
-    """Table and row of a packed id."""
-    of_rows = [table for table in group.tables if not table.as_bags]
-    bases = accumulate((table.num_embeddings for table in of_rows), initial=0)
+    """Returns table and row of a packed id."""
+    row_tables = [table for table in group.tables if not table.as_bags]
+    bases = accumulate((table.num_embeddings for table in row_tables), initial=0)
     return next(
         (table.name, packed_id - start)
-        for table, (start, end) in zip(of_rows, pairwise(bases))
+        for table, (start, end) in zip(row_tables, pairwise(bases))
         if start <= packed_id < end
     )

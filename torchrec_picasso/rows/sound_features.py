@@ -1,11 +1,11 @@
-"""Features whose lengths fit their values, before anything is done by these lengths.
+"""Validates lengths before any use, and replaces malformed lengths by valid ones.
 
-To reorder lookups by lengths that are not theirs reads and writes beyond the tensors, and the
-result of a reorder fits its own lengths whatever they were, so nobody can tell afterwards. A rank
-that raises alone leaves the others waiting. So lengths that do not fit are mended first, and the
-header tells all ranks that they did not fit. On an accelerator a look at lengths is a host sync:
-there lengths are mended in any case, and whether that changed them stays on the device until the
-header.
+Reordering lookups by malformed lengths reads and writes beyond the tensors, and the reordered
+result is consistent with any lengths, so the error cannot be detected afterwards. A rank that
+raises alone leaves the other ranks waiting. Malformed lengths are therefore repaired first, and the
+header reports the error to all ranks. On an accelerator a check of lengths is a host sync: there
+lengths are always repaired, and the flag whether the repair changed them stays on the device until
+the header.
 
 Shape letters: N lookups, S bags.
 """
@@ -26,21 +26,22 @@ __all__ = ["MendedFeatures", "are_bad", "complaint_of", "sound_features"]
 
 
 class MendedFeatures(KeyedJaggedTensor):
-    """Features whose lengths fit, in place of some whose lengths may not."""
+    """Features with valid lengths, in place of features whose lengths may be malformed."""
 
     given: KeyedJaggedTensor
-    """The features as the batch has them."""
+    """The input features."""
     is_bad: Tensor | bool
-    """Whether the lengths of these do not fit; 0-d bool on the device, or known on the host."""
+    """Whether the input's lengths are malformed; 0-d bool on the device, or known on the host."""
 
     @staticmethod
     def of(given: KeyedJaggedTensor) -> MendedFeatures:
-        """Makes lengths fit; those that do stay the same. No host sync.
+        """Repairs lengths; valid lengths are not changed. No host sync.
 
-        Each bag keeps its length as far as there are values; the last one gets those left over.
+        Each bag keeps its length as long as there are values; the last bag gets the remaining
+        values.
 
         Args:
-            given: As the batch has them.
+            given: Features of the input batch.
 
         Cost:
             8 launches on integers of S bags.
@@ -52,10 +53,11 @@ class MendedFeatures(KeyedJaggedTensor):
         num_lookups = min(counts) if num_bags else 0
         lengths_S = given_S if given_S.numel() == num_bags else given_S.new_zeros(num_bags)
         offsets_S1 = lengths_S.new_zeros(num_bags + 1, dtype=torch.int64)
-        # none below 0, so the sums ascend; none above N, so that no sum overflows
+        # Clamped lengths are at least 0, so the sums ascend, and at most N, so no sum overflows.
         torch.cumsum(lengths_S.clamp(0, num_lookups), 0, out=offsets_S1[1:])
         offsets_S1.clamp_(max=num_lookups)[-1:] = num_lookups
         offsets_S1 = offsets_S1.to(given_S.dtype)
+        # Differences of clamped offsets, shape (S,): the sum is N by construction.
         mended_S = torch.diff(offsets_S1)
         weights_N = None if weights_N is None else weights_N[:num_lookups]
         mended = like(
@@ -68,7 +70,7 @@ class MendedFeatures(KeyedJaggedTensor):
 
     @staticmethod
     def with_weights(mended: MendedFeatures, weights_N: Tensor | None) -> MendedFeatures:
-        """The same features with other per-sample weights; no copy."""
+        """Returns the same features with other per-sample weights; no copy."""
         lengths_S, offsets_S1 = mended.lengths(), mended.offsets_or_none()
         other = like(mended, MendedFeatures, mended.values(), weights_N, lengths_S, offsets_S1)
         other.given, other.is_bad = mended.given, mended.is_bad
@@ -76,10 +78,10 @@ class MendedFeatures(KeyedJaggedTensor):
 
 
 def sound_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Features whose lengths fit: those given if it is known that they do, else mended ones.
+    """Returns features with valid lengths: the input if known to be valid, else repaired ones.
 
     Args:
-        features: As the batch has them.
+        features: Features of the input batch.
 
     Cost:
         O(S) time; no host sync on an accelerator.
@@ -92,10 +94,10 @@ def sound_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def are_bad(sound: Iterable[KeyedJaggedTensor]) -> Tensor | bool:
-    """Whether any lengths did not fit before :func:`sound_features`.
+    """Whether any lengths were malformed before :func:`sound_features`.
 
     Args:
-        sound: What it returned.
+        sound: Results of :func:`sound_features`.
 
     Returns:
         0-d bool on the device, or a ``bool`` known on the host.
@@ -105,7 +107,7 @@ def are_bad(sound: Iterable[KeyedJaggedTensor]) -> Tensor | bool:
 
 
 def complaint_of(features: KeyedJaggedTensor) -> str | None:
-    """What is wrong with lengths, one sentence; ``None`` = nothing."""
+    """Describes malformed lengths in one sentence; ``None`` = the lengths are valid."""
     lengths_S, num_values = features.lengths(), features.values().numel()
     weights_N, num_bags = features.weights_or_none(), sum(features.stride_per_key())
     whose = f"the KeyedJaggedTensor of features {', '.join(features.keys())} has"
@@ -120,8 +122,9 @@ def complaint_of(features: KeyedJaggedTensor) -> str | None:
         )
     if not num_bags:
         return None
+    # A negative length can be compensated by a larger one, so the sum is no proof.
     lowest, highest = map(int, lengths_S.aminmax())
-    if lowest < 0 or highest > num_values:  # or the sum overflowed
+    if lowest < 0 or highest > num_values:  # the sum may have overflowed
         wrong = lowest if lowest < 0 else highest
         return f"{whose} a length of {wrong}; expected 0 to {num_values}, the number of its values"
     return None

@@ -1,1 +1,1 @@
-"""The operations of a step as data, and which of its settings is the fastest."""
+"""The operations of a step as data, and the choice of the fastest setting."""

@@ -1,7 +1,7 @@
-"""The operations of a schedule and their kinds: does one send, on which stream, after what.
+"""The operations of a schedule and their kinds: collective or not, stream, dependencies.
 
-All that a schedule, its check and the walk of it know of an operation is here; what it does is the
-method of the same name in ``operations.py``.
+This file contains everything that a schedule, its check and its executor know of an operation; the
+method of the same name in ``operations.py`` runs it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ OF_BATCH = ("", " of the next batch", " of the batch after")
 
 @dataclass(frozen=True)
 class Op:
-    """One operation.
+    """One operation of a step.
 
     Args:
-        kind: What runs, one of :data:`KINDS`.
-        batch: 0 = the batch of this step, 1 = the next, 2 = the one after that.
-        index: Micro-batch or chunk; ``None`` where the whole batch is meant.
-        wave: Wave of packs; ``None`` where all packs are meant.
+        kind: Kind of the operation, one of :data:`KINDS`.
+        batch: 0 = the batch of this step, 1 = the next, 2 = the batch after that.
+        index: Index of the micro-batch or chunk; ``None`` = the whole batch.
+        wave: Wave of packs; ``None`` = all packs.
 
     Raises:
         PlanError: If there is no such kind.
@@ -48,17 +48,18 @@ class Op:
 
 
 _Pick = Callable[[Op, Op], bool]
-"""From an operation and another one of its schedule to whether it needs the other first."""
+"""Whether an operation requires another operation of its schedule to run first."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Operations that have to run before one, where they are in the same schedule.
+    """Operations that must run before an operation, if they are in the same schedule.
 
     Args:
-        kind: Their kind.
-        pick: Which of that kind.
-        required: Whether the schedule must have one; else another schedule may have run it.
+        kind: Kind of the required operations.
+        pick: Selects the required operations of that kind.
+        required: Whether the schedule must contain one; otherwise an earlier schedule may have run
+            it.
     """
 
     kind: str
@@ -71,9 +72,9 @@ class Kind:
     """One kind of operation.
 
     Args:
-        sends: Whether it starts a collective: all ranks reach it in the same order.
-        on_id_stream: Whether it works on ids only, ahead of the step, beside what computes.
-        needs: What has to run before it.
+        sends: Whether the operation starts a collective; all ranks reach it in the same order.
+        on_id_stream: Whether the operation works on ids only, on a stream beside the computation.
+        needs: Operations that must run before it.
     """
 
     sends: bool = False
@@ -82,35 +83,44 @@ class Kind:
 
 
 def _share_packs(op: Op, other: Op) -> bool:
+    """Whether two operations have a pack in common; without a wave, an operation has all packs."""
     return op.wave is None or other.wave is None or op.wave == other.wave
 
 
 def _of_batch(op: Op, other: Op) -> bool:
-    """Of the same batch, and of packs that both are for."""
+    """Whether another operation concerns the same batch and a common pack."""
     return op.batch == other.batch and _share_packs(op, other)
 
 
 def _of_part(op: Op, other: Op) -> bool:
+    """Whether another operation concerns the same micro-batch."""
     return op.batch == other.batch and op.index == other.index
 
 
 def _before(op: Op, other: Op) -> bool:
+    """Whether another operation concerns an earlier micro-batch of the same batch."""
     return op.batch == other.batch and (other.index or 0) < (op.index or 0)
 
 
 def _later(op: Op, other: Op) -> bool:
+    """Whether another operation concerns a later micro-batch of the same batch."""
     return op.batch == other.batch and (other.index or 0) > (op.index or 0)
 
 
 def _of_batch_before(op: Op, other: Op) -> bool:
-    """Of an earlier batch in flight; the first one's is over before the schedule begins."""
+    """Whether another operation concerns an earlier in-flight batch and a common pack.
+
+    The first batch of a schedule has no such operation: its predecessor ended before the schedule.
+    """
     return op.batch > other.batch and _share_packs(op, other)
 
 
 def _all(*kinds: str) -> tuple[Need, ...]:
+    """Returns needs for operations of some kinds on the same batch."""
     return tuple(Need(kind, _of_batch) for kind in kinds)
 
 
+# Dirty rows and replicas may be read only after the update of the batch before.
 _ROWS = (*_all("lay_out"), Need("update", _of_batch_before))
 
 KINDS: Mapping[str, Kind] = {
@@ -122,11 +132,14 @@ KINDS: Mapping[str, Kind] = {
     "fetch_clean": Kind(sends=True, needs=_all("lay_out")),
     "fetch_dirty": Kind(sends=True, needs=_ROWS),
     "read_hot": Kind(sends=True, needs=_ROWS),
+    # Micro-batches run forward in ascending order and backward in descending order, so that the
+    # gradients of chunk k are complete after backward k.
     "forward": Kind(needs=(Need("forward", _before),)),
     "backward": Kind(sends=True, needs=(*_all("forward"), Need("backward", _later))),
     "send_gradients": Kind(sends=True, needs=(Need("backward", _of_part, required=True),)),
     "reduce_hot": Kind(sends=True, needs=_all("backward")),
     "update": Kind(needs=_all("send_gradients", "reduce_hot")),
+    # DDP reduces dense gradients in backward; the optimizer of dense layers runs last.
     "dense_step": Kind(needs=_all("backward", "update")),
 }
-"""Every kind, in the order in which a batch comes to it."""
+"""Every kind, in the order in which a batch passes through the kinds."""

@@ -1,12 +1,14 @@
-"""The schedule of a step as data: which piece of which batch runs when.
+"""The schedule of a step as data: the order of operations on the in-flight batches.
 
-A step trains one batch, fetches the rows of the next, and exchanges the ids of the one after. Its
-schedule is an ordered list of operations, the same on all ranks, so collectives meet in the same
-order everywhere. It can be printed, checked and drawn; the pipeline only walks it.
+A step trains one batch, fetches the rows of the next batch, and exchanges the ids of the batch
+after that. Its schedule is an ordered list of operations, equal on all ranks, so all ranks start
+collectives in the same order. A schedule can be printed, checked and drawn; the pipeline only
+executes it.
 
-Where one step meets the next, no computing hides the first chunk's exchanges: its gradients come
-last and its rows are needed first. There, and only there, waves of packs are staggered: one is
-updated and fetched again while the gradients of the next are on the wire.
+At the boundary between two steps no computation hides the exchanges of the first chunk: its
+gradients come last and its rows are needed first. There, and only there, waves of packs are
+staggered: one wave is updated and fetched again while the gradients of the next wave are on the
+wire.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ __all__ = [
 ]
 
 NUM_BATCHES = len(OF_BATCH)
-"""Batches that a step works on."""
+"""Number of batches that a step works on."""
 
 COLLECTIVES = frozenset(name for name, kind in KINDS.items() if kind.sends)
-"""Operations that send: all ranks reach them in the same order."""
+"""Kinds of operations that start a collective; all ranks reach them in the same order."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,19 @@ class Setting:
     """How a batch is interleaved.
 
     Args:
-        num_micro_batches: Pieces K that it is cut into.
-        lookahead: Whether those of its rows that the batch before does not update are fetched
-            before that one's update.
+        num_micro_batches: Number of micro-batches, K.
+        lookahead: Whether clean rows, which the batch before does not update, are fetched before
+            the update of that batch.
     """
 
     num_micro_batches: int
     lookahead: bool
 
     def __str__(self) -> str:
-        pieces = f"{self.num_micro_batches} micro-batches"
+        text = f"{self.num_micro_batches} micro-batches"
         if self.num_micro_batches == 1:
-            pieces = "1 micro-batch"
-        return f"{pieces} {'with' if self.lookahead else 'without'} lookahead"
+            text = "1 micro-batch"
+        return f"{text} {'with' if self.lookahead else 'without'} lookahead"
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Schedule:
         return "\n".join(map(str, self.ops))
 
     def to_frame(self) -> pd.DataFrame:
-        """A pandas DataFrame with columns ``op, batch, index, wave, collective``, a line per op."""
+        """Returns a DataFrame ``op, batch, index, wave, collective`` with one row per operation."""
         import pandas as pd
 
         return pd.DataFrame(
@@ -84,15 +86,17 @@ class Schedule:
         ).astype({"index": "Int64", "wave": "Int64"})
 
     def check(self) -> None:
-        """Refuses an order in which something would be used before it is there.
+        """Refuses a schedule in which an operation runs before its dependencies.
 
         Raises:
-            PlanError: Names the operation and what has to come first.
+            PlanError: Names the operation and the operation that must run first.
         """
         done: set[Op] = set()
         for op in self.ops:
             if op in done:
                 raise PlanError(f"the schedule runs {op} twice; each operation runs once")
+            # Only operations of this schedule count: earlier schedules may have run other
+            # dependencies.
             for need in KINDS[op.kind].needs:
                 found = [o for o in self.ops if o.kind == need.kind and need.pick(op, o)]
                 if need.required and not found:
@@ -113,32 +117,37 @@ def training_schedule(
     *,
     num_waves: int = 1,
 ) -> Schedule:
-    """The schedule of a training step.
+    """Returns the schedule of a training step.
 
-    What no update waits for is on the wire first and needed last: the clean rows of the next batch
-    follow the dirty rows of this one, so the wire works while forward does; ids are a step ahead.
-    Where no clean rows are fetched, the next batch is laid out while the last gradients travel.
+    Exchanges that wait for no update start first and are needed last: the clean rows of the next
+    batch follow the dirty rows of this batch, so the wire is busy during forward; ids are exchanged
+    a step ahead. Without clean rows, the layout of the next batch is built while the last gradients
+    are on the wire.
 
     Args:
-        this: How the batch of the step is interleaved.
-        following: How the next is; ``None`` = likewise.
-        after: How the one after that is; ``None`` = likewise.
-        num_waves: Waves of packs.
+        this: Setting of the batch of the step.
+        following: Setting of the next batch; ``None`` = the setting of this batch.
+        after: Setting of the batch after the next; ``None`` = the setting of the next batch.
+        num_waves: Number of waves of packs.
     """
     following = following or this
     waves = _waves(num_waves)
     ahead = _look_ahead(following)
+    # With lookahead the layout must come before fetch_clean; otherwise it can wait.
     laid_out_late = [] if following.lookahead else [ahead.pop(0)]
     ops = [*ahead, *_of_chunks("forward", THIS, this)]
     ops.append(Op("send_ids", AFTER))
+    # Chunk k's gradients are sent while backward of the micro-batches below k computes.
     for index in reversed(range(1, this.num_micro_batches)):
         ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
-    ops.append(Op("backward", THIS, 0))  # in which dense gradients are reduced
+    ops.append(Op("backward", THIS, 0))  # also reduces dense gradients
     for wave in waves:
         ops += [Op("send_gradients", THIS, 0, wave), Op("reduce_hot", THIS, wave=wave)]
     ops += [*laid_out_late, *_ids_arrive(AFTER, after or following)]
     for wave in waves:
+        # Wave w's dirty rows are fetched while wave w + 1 waits for its gradients.
         ops += [Op("update", THIS, wave=wave), Op("fetch_dirty", NEXT, 0, wave)]
+    # Later chunks arrive during forward of the first micro-batches of the next step.
     ops += _of_chunks("fetch_dirty", NEXT, following, first=1)
     ops += [Op("read_hot", NEXT), Op("dense_step")]
     return _checked(ops)
@@ -152,13 +161,13 @@ def evaluation_schedule(
     *,
     num_waves: int = 1,
 ) -> Schedule:
-    """The schedule of a step without backward; training steps may come before and after it.
+    """Returns the schedule of a step without backward; training steps may precede and follow it.
 
     Args:
-        this: How the batch of the step is interleaved.
-        following: How the next is; ``None`` = likewise.
-        after: How the one after that is; ``None`` = likewise.
-        num_waves: Waves of packs.
+        this: Setting of the batch of the step.
+        following: Setting of the next batch; ``None`` = the setting of this batch.
+        after: Setting of the batch after the next; ``None`` = the setting of the next batch.
+        num_waves: Number of waves of packs.
     """
     following = following or this
     ops = _look_ahead(following)
@@ -170,14 +179,23 @@ def evaluation_schedule(
 
 @cache
 def first_batch_schedule(this: Setting, *, num_waves: int = 1) -> Schedule:
-    """How the first batch comes to its rows, before the first step."""
+    """Returns the schedule that fetches the rows of the first batch, before the first step.
+
+    Args:
+        this: Setting of the first batch.
+        num_waves: Number of waves of packs.
+    """
     ops = [Op(kind, THIS) for kind in ("request", "send_ids", "receive_ids", "lay_out")]
     return _checked([*ops, *_fetch_dirty(THIS, this, num_waves), Op("read_hot", THIS)])
 
 
 @cache
 def second_batch_schedule(following: Setting) -> Schedule:
-    """How the second batch's ids come to their homes, before the first step."""
+    """Returns the schedule that sends the second batch's ids to home ranks, before the first step.
+
+    Args:
+        following: Setting of the second batch.
+    """
     return _checked([Op("request", NEXT), Op("send_ids", NEXT), *_ids_arrive(NEXT, following)])
 
 
@@ -186,7 +204,7 @@ def _of_chunks(kind: str, batch: int, setting: Setting, first: int = 0) -> list[
 
 
 def _waves(num_waves: int) -> Sequence[int | None]:
-    """Every wave; all packs at once where there is but one."""
+    """Returns every wave, or ``None`` (all packs) if there is only one wave."""
     return range(num_waves) if num_waves > 1 else [None]
 
 
@@ -196,18 +214,18 @@ def _fetch_dirty(batch: int, setting: Setting, num_waves: int) -> list[Op]:
 
 
 def _look_ahead(following: Setting) -> list[Op]:
-    """What no update has to come before: the clean rows of one batch, the header of another.
+    """Returns operations that wait for no update: the next batch's layout and clean rows, a header.
 
-    The layout is first: what its host syncs wait for was sent in the step before. The header is
-    small and goes ahead of the rows.
+    The layout is first, because the exchanges that its host syncs wait for started a step earlier.
+    The header is small and goes ahead of the rows.
     """
     clean = [Op("fetch_clean", NEXT)] if following.lookahead else []
     return [Op("lay_out", NEXT), Op("request", AFTER), *clean]
 
 
 def _ids_arrive(batch: int, setting: Setting) -> list[Op]:
-    marks = [Op("send_marks", batch)] if setting.lookahead else []
-    return [Op("receive_ids", batch), *marks]
+    mask = [Op("send_marks", batch)] if setting.lookahead else []
+    return [Op("receive_ids", batch), *mask]
 
 
 def _checked(ops: list[Op]) -> Schedule:

@@ -1,9 +1,9 @@
-"""How a batch is interleaved, chosen by trying on the first training steps.
+"""The setting of each batch, chosen by timing settings on the first training steps.
 
-Every setting trains the same model, so a trial costs no step: the first ones simply run under one
-setting after another (:mod:`.setting_trial`). A step lasts as long as on its slowest rank, so ranks
-compare the same times and choose alike. Times are measured, so another run may choose differently;
-give the numbers to repeat a run bit for bit.
+Every setting trains the same model, so autotuning costs no step: the first steps simply run with
+one setting after another (:mod:`.setting_trial`). A step lasts as long as on its slowest rank, so
+ranks compare the same times and choose the same setting. Times are measured, so another run may
+choose differently; set the numbers explicitly to repeat a run bit for bit.
 """
 
 from __future__ import annotations
@@ -24,42 +24,43 @@ _log = logging.getLogger(__name__)
 
 _NUM_MICRO_BATCHES = (1, 2, 4, 8, 16)
 _FEWEST_SAMPLES = 64
-"""A smaller micro-batch keeps no core busy for longer than its operators take to start."""
+"""Smaller micro-batches keep no core busy for longer than their operators take to start."""
 
 
 def pieces_for(num_samples: int) -> tuple[int, ...]:
-    """Numbers of micro-batches that may win, for batches of a size; the fewest first.
+    """Returns the numbers of micro-batches that may be fastest for a batch size, ascending.
 
     Args:
-        num_samples: Of the largest batch of a rank.
+        num_samples: Samples of the largest batch of a rank.
     """
     return tuple(k for k in _NUM_MICRO_BATCHES if k == 1 or num_samples >= _FEWEST_SAMPLES * k)
 
 
 class Clock(Protocol):
-    """What reads stamps; :class:`.step_clock.StepClock`."""
+    """Reads timestamps, see :class:`.step_clock.StepClock`."""
 
     def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
-        """Seconds of each span."""
+        """Returns the seconds of each span, a pair of timestamps."""
 
 
 def candidates(num_micro_batches: int | None, lookahead: bool | None) -> list[Setting]:
-    """The settings that are allowed, the plainest first; ``None`` = any that may win."""
-    pieces = _NUM_MICRO_BATCHES if num_micro_batches is None else (num_micro_batches,)
+    """Returns the allowed settings, simplest first; ``None`` = all values that may be fastest."""
+    numbers = _NUM_MICRO_BATCHES if num_micro_batches is None else (num_micro_batches,)
     if lookahead is not None:
-        return [Setting(k, lookahead) for k in pieces]
-    return [Setting(k, look) for k in pieces for look in ((True, False) if k == 1 else (True,))]
+        return [Setting(k, lookahead) for k in numbers]
+    # Lookahead is tried both ways for whole batches only, see setting_trial.py.
+    return [Setting(k, ahead) for k in numbers for ahead in ((True, False) if k == 1 else (True,))]
 
 
 class SettingChoice:
-    """Gives every batch its setting, and settles on the fastest one.
+    """Assigns a setting to every batch, and finally the fastest one.
 
-    A step counts for a setting when its batch and the next have it: what belongs to the one after
-    is small.
+    A step counts for a setting if its batch and the next batch have that setting; the operations of
+    the batch after that are small.
 
     Args:
-        allowed: Candidates, the plainest first.
-        first: Micro-batches to begin the trial with, if they are among the candidates.
+        allowed: Candidates, the simplest first.
+        first: Number of micro-batches at the start of the trial, if it is among the candidates.
     """
 
     def __init__(self, allowed: Sequence[Setting], first: int | None = None) -> None:
@@ -71,6 +72,7 @@ class SettingChoice:
     def _start(self) -> None:
         self._trial = Trial(self._allowed, self._first)
         self._spans: list[tuple[Setting, tuple[Any, Any]]] = []
+        # A setting of an earlier run, or a single candidate, needs no trial.
         known = [setting for setting in self._allowed if setting == self._known]
         self._current = (known or self._allowed)[0]
         self._is_settled = bool(known) or len(self._allowed) == 1
@@ -97,31 +99,35 @@ class SettingChoice:
         return f"{self._current}; the fastest of {times}"
 
     def settle_on(self, setting: Setting | None) -> None:
-        """Takes what an earlier run chose, and tries nothing.
+        """Adopts the setting of an earlier run, without a trial.
 
         Args:
-            setting: ``None``, or one that is not a candidate, changes nothing.
+            setting: Setting of the earlier run; ``None``, or a setting that is no candidate, has no
+                effect.
         """
         if setting in self._allowed:
             self._known = setting
             self._start()
 
     def narrow(self, num_samples: int, is_interleaved: bool) -> None:
-        """Leaves out what cannot win, unless it is the only candidate. Ranks give the same.
+        """Removes candidates that cannot be fastest, unless none would be left.
+
+        All ranks must pass equal arguments.
 
         Args:
-            num_samples: Of the largest batch of a rank.
-            is_interleaved: Whether any module is; else there is nothing to hide.
+            num_samples: Samples of the largest batch of a rank.
+            is_interleaved: Whether any module is interleaved; if not, there is nothing to hide.
         """
-        left = [
+        remaining = [
             setting
             for setting in self._allowed
             if setting.num_micro_batches == 1
             or (is_interleaved and num_samples >= _FEWEST_SAMPLES * setting.num_micro_batches)
         ]
-        left = left if is_interleaved else left[:1]
-        if left and left != self._allowed:
-            self._allowed = left
+        remaining = remaining if is_interleaved else remaining[:1]
+        # Other candidates: the trial starts over.
+        if remaining and remaining != self._allowed:
+            self._allowed = remaining
             self._start()
 
     def note_step(
@@ -132,15 +138,15 @@ class SettingChoice:
         pg: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Takes a training step's beginning and end. Collective where a turn ends.
+        """Records a training step. Collective at the end of a turn.
 
         Args:
-            settings: Of the batches that the step worked on.
-            span: Stamps of ``clock``; ``None`` = the step had other work than training. The same on
-                all ranks.
-            clock: Reads them.
+            settings: Settings of the batches that the step worked on.
+            span: Timestamps of ``clock`` at the beginning and the end of the step; ``None`` = the
+                step did other work than training. The same on all ranks.
+            clock: Reads the timestamps.
             pg: Process group.
-            device: Where collectives of ``pg`` run.
+            device: Device on which the collectives of ``pg`` run.
         """
         if self._is_settled:
             return
@@ -152,10 +158,11 @@ class SettingChoice:
             self._take_turn()
 
     def _read_times(self, clock: Clock, pg: dist.ProcessGroup, device: torch.device) -> None:
-        """Notes how long steps took on their slowest ranks."""
+        """Records the time of each step on its slowest rank. Collective."""
         if not self._spans:
             return
         times_s = torch.tensor(clock.seconds([span for _, span in self._spans]))
+        # One maximum over ranks for all steps of the turn, so all ranks compare equal times.
         if pg.size() > 1:
             times_s = times_s.to(device)
             dist.all_reduce(times_s, dist.ReduceOp.MAX, group=pg)

@@ -1,8 +1,8 @@
-"""Times steps without holding the device up.
+"""Times steps without blocking the device.
 
-On the CPU a step has ended when it returns. On a device the host runs ahead: asking for the time
-there would wait for the device after every step, and another setting would win than without asking.
-So events are left in the stream, and read once a turn of several steps has ended.
+On the CPU a step has ended when its call returns. On a device the host runs ahead: reading the time
+at every step would wait for the device, and a different setting would win. So events are recorded
+on the stream, and read after a turn of several steps.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["StepClock"]
 
 
 class StepClock:
-    """Gives stamps, and the seconds between them.
+    """Records timestamps and computes the seconds between them.
 
     Args:
-        device: Where steps run.
+        device: Device that runs the steps.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def stamp(self) -> Any:
-        """Marks this moment."""
+        """Returns a timestamp of the current moment on the host (CPU) or the current stream."""
         if self._device.type == "cpu":
             return perf_counter()
         event = torch.Event(self._device, enable_timing=True)
@@ -35,9 +35,10 @@ class StepClock:
         return event
 
     def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
-        """Seconds of each span from a stamp to a later one; waits for the last of them."""
+        """Returns the seconds of each span, a pair of timestamps; waits for the last span."""
         if self._device.type == "cpu":
             return [end - start for start, end in spans]
+        # Spans ascend in time, so all earlier events are complete as well.
         if spans:
             spans[-1][1].synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in spans]

@@ -1,1 +1,1 @@
-"""Where rows live on a rank: homes, replicas, and the one update per row and step."""
+"""Storage of rows on a rank: home rows, replicas, and the single update per row and step."""

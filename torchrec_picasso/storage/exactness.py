@@ -1,9 +1,9 @@
-"""Which optimizer and kernel settings train through homes and replicas as in stock TorchRec.
+"""Optimizer and kernel settings for which hot/cold training is exact, i.e. equals stock TorchRec.
 
-The home receives one gradient per row and step, already summed over a rank's lookups. Settings
-that look at gradients before that sum, at counts of lookups, or at random numbers would silently
-differ, so they are refused by name: by the sharder, and beforehand by the planner, which asks the
-same functions.
+The home rank receives one gradient per row and step, already summed over a rank's lookups. A
+setting that depends on gradients before that sum, on counts of lookups, or on random numbers would
+silently differ, so it is refused by name: by the sharder, and earlier by the planner, which calls
+the same functions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CPU_OPTIMIZERS = (
     EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     *ONLY_HERE,
 )
-"""Optimizers with a CPU kernel in FBGEMM 1.8, and those that are updated here."""
+"""Optimizers with a CPU kernel in FBGEMM 1.8, and optimizers that this package updates."""
 
 _DECAY_MODES = ("L2", "DECOUPLE")
 _LOOKUP_COUNTING_DECAY = ("COUNTER", "COWCLIP", "DECOUPLE_GLOBAL")
@@ -53,12 +53,12 @@ _LOOKUP_COUNTING_DECAY = ("COUNTER", "COWCLIP", "DECOUPLE_GLOBAL")
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Why a table cannot be hot/cold, or have hot rows.
+    """The reason why a table cannot be hot/cold, or cannot have hot rows.
 
     Args:
-        what: The setting, and what it would do.
-        instead: What to set.
-        stock_trains: Whether TorchRec trains such a table.
+        what: The setting, and its effect.
+        instead: The setting to use instead.
+        stock_trains: Whether stock TorchRec trains such a table.
     """
 
     what: str
@@ -66,10 +66,11 @@ class Refusal:
     stock_trains: bool = True
 
     def advice(self, stock: str) -> str:
-        """What to do.
+        """Returns the advice for the user.
 
         Args:
-            stock: How the table is left to TorchRec, said where that helps.
+            stock: How to place the table as a stock TorchRec table; added if stock TorchRec trains
+                it.
         """
         return f"{self.instead}, or {stock}" if self.stock_trains else self.instead
 
@@ -88,7 +89,7 @@ _OF_ROWS: Mapping[str, Refusal] = {
         instead="leave the flag out (kernel fused_uvm keeps homes in host memory)",
     ),
 }
-"""Flags of a table's configuration by which others own its rows."""
+"""Flags of a table's configuration that conflict with this package's ownership of its rows."""
 
 
 def check_exact(
@@ -99,14 +100,14 @@ def check_exact(
     device: torch.device,
     num_hot_rows: int,
 ) -> None:
-    """Refuses what cannot be trained exactly.
+    """Refuses settings that cannot be trained exactly.
 
     Args:
         fused_params: TBE arguments of one pack, FBGEMM types.
-        tables: Names of its tables, for the message.
+        tables: Names of the pack's tables, for the message.
         data_type: Type of the weights.
-        device: Where the tables are.
-        num_hot_rows: Replicated rows of the pack.
+        device: Device of the tables.
+        num_hot_rows: Number of replicated rows of the pack.
 
     Raises:
         CompatError: Naming the tables, the setting and what to use instead.
@@ -122,13 +123,13 @@ def check_exact(
 
 
 def check_states(config: GroupedEmbeddingConfig) -> None:
-    """Refuses optimizer state to which TorchRec would give a wrong place in its state dict.
+    """Refuses optimizer state that TorchRec would place wrongly in its state dict.
 
-    TorchRec takes a state tensor of one number for the state of a whole shard. A partial row-wise
-    optimizer has such a tensor where a shard has one row.
+    TorchRec treats a state tensor with one element as the state of a whole shard. A partial
+    row-wise optimizer has such a tensor if a shard has one row.
 
     Args:
-        config: A pack's tables on this rank.
+        config: The pack's tables on this rank.
 
     Raises:
         CompatError: On all ranks, if one of several shards of a table has one row and the optimizer
@@ -137,6 +138,7 @@ def check_states(config: GroupedEmbeddingConfig) -> None:
     if (config.fused_params or {}).get("optimizer") not in PARTIAL:
         return
     for table in config.embedding_tables:
+        # The global metadata has the shards of all ranks, so all ranks raise.
         metadata = table.global_metadata
         rows = [] if metadata is None else [s.shard_sizes[0] for s in metadata.shards_metadata]
         if len(rows) > 1 and 1 in rows:
@@ -151,7 +153,7 @@ def check_states(config: GroupedEmbeddingConfig) -> None:
 def why_not_exact(
     fused_params: Mapping[str, Any], *, data_type: DataType, device_type: str
 ) -> Refusal | None:
-    """Why tables of these settings cannot be hot/cold, with or without hot rows.
+    """Returns why tables with these settings cannot be hot/cold, with or without hot rows.
 
     Args:
         fused_params: TBE arguments, FBGEMM types.
@@ -159,7 +161,7 @@ def why_not_exact(
         device_type: ``"cpu"`` or ``"cuda"``.
 
     Returns:
-        The first reason, or ``None`` if they can.
+        The first reason, or ``None`` if tables with these settings can be hot/cold.
     """
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     if device_type == "cpu" and optimizer not in _CPU_OPTIMIZERS:
@@ -175,6 +177,7 @@ def why_not_exact(
         )
     if device_type == "cpu" and (refusal := _why_not_on_cpu(fused_params, data_type)) is not None:
         return refusal
+    # The settings below depend on single gradients or on counts of lookups, or they round values.
     if fused_params.get("gradient_clipping"):
         return Refusal(
             what="gradient_clipping clips each lookup's gradient before they are summed",
@@ -201,20 +204,20 @@ def why_not_exact(
 
 
 def why_not_its_rows(config: Any) -> Refusal | None:
-    """Why a table cannot be hot/cold by what its configuration asks for.
+    """Returns why a table's own configuration prevents it from being hot/cold.
 
     Args:
-        config: TorchRec's configuration of the table, before sharding or after it.
+        config: TorchRec's configuration of the table, before or after sharding.
 
     Returns:
-        The first reason, or ``None`` if it can.
+        The first reason, or ``None`` if the table can be hot/cold.
     """
-    asked = [name for name in _OF_ROWS if getattr(config, name, False)]
-    return _OF_ROWS[asked[0]] if asked else None
+    flags = [name for name in _OF_ROWS if getattr(config, name, False)]
+    return _OF_ROWS[flags[0]] if flags else None
 
 
 def _why_not_on_cpu(fused_params: Mapping[str, Any], data_type: DataType) -> Refusal | None:
-    """Why neither FBGEMM's CPU kernels nor this package update exactly on a CPU, or ``None``."""
+    """Returns why neither FBGEMM nor this package updates exactly on a CPU, or ``None``."""
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     decay = fused_params.get("weight_decay_mode")
     if optimizer in ONLY_HERE:
@@ -243,15 +246,16 @@ def _why_not_on_cpu(fused_params: Mapping[str, Any], data_type: DataType) -> Ref
 
 
 def why_no_hot_rows(fused_params: Mapping[str, Any], *, data_type: DataType) -> Refusal | None:
-    """Why tables of these settings can be hot/cold only without hot rows.
+    """Returns why tables with these settings can be hot/cold only without hot rows.
 
     Args:
         fused_params: TBE arguments, FBGEMM types.
         data_type: Type of the weights.
 
     Returns:
-        The reason, or ``None`` if rows of theirs can be hot.
+        The reason, or ``None`` if the tables can have hot rows.
     """
+    # Each rank rounds its replica with its own random numbers.
     if data_type == DataType.FP16 and fused_params.get("stochastic_rounding", True):
         return Refusal(
             what="stochastic rounding would give every replica another value",
@@ -261,7 +265,7 @@ def why_no_hot_rows(fused_params: Mapping[str, Any], *, data_type: DataType) -> 
 
 
 def is_updated_only_here(fused_params: Mapping[str, Any], *, device_type: str) -> bool:
-    """Whether stock tables of these settings cannot be made, for want of a kernel in FBGEMM.
+    """Whether FBGEMM has no kernel for these settings, so tables must be hot/cold to be trained.
 
     Args:
         fused_params: TBE arguments, FBGEMM types.
@@ -271,14 +275,14 @@ def is_updated_only_here(fused_params: Mapping[str, Any], *, device_type: str) -
 
 
 def why_no_memory(kernel: str, dim: int) -> Refusal | None:
-    """Why rows cannot be kept as homes and replicas.
+    """Returns why rows cannot be stored as home rows and replicas.
 
     Args:
         kernel: Compute kernel.
         dim: Columns of the table.
 
     Returns:
-        The reason, or ``None`` if they can.
+        The reason, or ``None`` if the rows can be stored.
     """
     if kernel not in HOT_COLD_KERNELS:
         return Refusal(

@@ -1,11 +1,12 @@
-"""Home rows as users hold them: parameters and tensors whose ``.data`` counts writes as well.
+"""Home rows for users: parameters and tensors that count writes through ``.data`` as well.
 
-torch counts writes into a tensor and its views (its version). ``.data`` of a tensor is the same
-memory with a count of its own, so a write through it would show nowhere. Here it is a view of one
-tensor that the storage keeps and looks at, whenever it was taken and however long it is kept.
+torch counts writes into a tensor and its views in a version counter. ``.data`` of a tensor shares
+the memory but has its own counter, so a write through it would not be detected. Here ``.data`` is a
+view of one tensor that the storage keeps and whose counter it checks; the view may be taken at any
+time and kept for any time.
 
-``.data`` of what is made from these (``parameter.detach().data``), memory that numpy or a storage
-reaches, and ``.data`` of optimizer state stay unseen.
+Writes through ``.data`` of derived tensors (``parameter.detach().data``), through numpy or a
+storage, and through ``.data`` of optimizer state are not detected.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ __all__ = ["HomeParameter", "HomeRows", "HomeSlice"]
 
 
 class _CountedData:
-    """A tensor of home rows, beside the same rows as the storage sees them through ``.data``."""
+    """A tensor of home rows, paired with the view that its ``.data`` returns."""
 
     _data: Tensor
 
     def with_data(self, data: Tensor) -> Any:
-        """Gives this as ``.data``.
+        """Sets the view that ``.data`` returns.
 
         Args:
-            data: The same rows by another count of writes.
+            data: The same rows as a view whose version counter the storage checks.
         """
         self._data = data
         return self
@@ -41,22 +42,23 @@ class _CountedData:
         return self._data.detach()
 
     @data.setter
-    def data(self, value: Tensor) -> None:  # as nn.Module.to does with what it converted
+    def data(self, value: Tensor) -> None:  # nn.Module.to assigns converted tensors
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        # Other memory: the rows were moved, so the old view would describe the old memory.
         if value.data_ptr() != self._data.data_ptr():
             self._data = value.detach()
 
 
 class HomeSlice(_CountedData, TableBatchedEmbeddingSlice):
-    """TorchRec's slice of a TBE."""
+    """TorchRec's slice of a TBE, with counted ``.data``."""
 
 
 class HomeParameter(_CountedData, nn.Parameter):
-    """A parameter that is a view of the homes."""
+    """A parameter that is a view of the home rows."""
 
 
 class HomeRows(_CountedData, torch.Tensor):
-    """A tensor of a state dict. Whatever is made of it, copied or saved is a plain tensor."""
+    """A tensor of a state dict. Results of operations, copies and saved files are plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

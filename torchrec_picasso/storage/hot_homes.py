@@ -1,4 +1,4 @@
-"""Where the hot rows of one pack are at home, and the copies between homes and replicas."""
+"""Home ranks of one pack's hot rows, and the copies between home rows and replicas."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ __all__ = ["HotHomes", "TouchedHot"]
 
 @dataclass(frozen=True, kw_only=True)
 class TouchedHot:
-    """Hot rows that a step updates, and which of them are at home on this rank."""
+    """Hot rows that a step updates, and the subset whose home rank is this rank."""
 
     slots_t: Tensor
-    """Hot slots, the same on all ranks, int64, shape ``(t,)``."""
+    """Hot slots, equal on all ranks, int64, shape ``(t,)``."""
     own_slots_o: Tensor
-    """Those at home here, shape ``(o,)``."""
+    """The slots whose home rank is this rank, shape ``(o,)``."""
     own_rows_o: Tensor
-    """Their home rows in this rank's storage, int64, shape ``(o,)``."""
+    """Home rows of these slots in this rank's storage, int64, shape ``(o,)``."""
 
     @staticmethod
-    def joined(of_batches: Sequence[TouchedHot]) -> TouchedHot:
-        """Those of several batches, in the order of the batches."""
+    def joined(batches: Sequence[TouchedHot]) -> TouchedHot:
+        """Concatenates the hot rows of several batches, in the order of the batches."""
         return TouchedHot(
-            slots_t=torch.cat([each.slots_t for each in of_batches]),
-            own_slots_o=torch.cat([each.own_slots_o for each in of_batches]),
-            own_rows_o=torch.cat([each.own_rows_o for each in of_batches]),
+            slots_t=torch.cat([batch.slots_t for batch in batches]),
+            own_slots_o=torch.cat([batch.own_slots_o for batch in batches]),
+            own_rows_o=torch.cat([batch.own_rows_o for batch in batches]),
         )
 
     def copy_home(self, homes: Tensor, replicas: Tensor) -> None:
-        """Copies replicas to those home rows that are on this rank. Local.
+        """Copies replicas to the home rows on this rank. Local.
 
         Args:
-            homes: Per-row tensor of this rank's homes, shape ``(num_home_rows, ...)``.
-            replicas: The same of its replicas, shape ``(H_p, ...)``.
+            homes: Tensor with an entry per home row of this rank, shape ``(num_home_rows, ...)``.
+            replicas: Tensor with an entry per replica, shape ``(H_p, ...)``.
 
         Cost:
             Two passes over ``o`` rows: 0.6 to 1.6 ms of CPU for 3,000 to 6,000 rows of D=128.
@@ -60,34 +60,35 @@ class HotHomes:
     """Hot slots of one pack by home rank; slots count from 0 in the pack."""
 
     slots_by_home_H: Tensor
-    """Hot slots grouped by home rank, ascending within a home, int64, shape ``(H_p,)``."""
+    """Hot slots grouped by home rank, ascending within a home rank, int64, shape ``(H_p,)``."""
     slots_W: tuple[int, ...]
-    """How many hot rows each rank is home to."""
+    """Number of hot rows of each home rank."""
     own_rows_h: Tensor
-    """Home rows, in this rank's storage, of the slots that are at home here, shape ``(h,)``."""
+    """Home rows of the hot rows whose home rank is this rank, in its storage, shape ``(h,)``."""
     rank: int
 
     @property
     def num_hot_rows(self) -> int:
-        """Hot rows of the pack."""
+        """Number of hot rows of the pack."""
         return self.slots_by_home_H.numel()
 
     @staticmethod
     def of_packs(
         tables: Sequence[PackedTable], rank: int, device: torch.device
     ) -> Sequence[HotHomes]:
-        """Finds the homes of every pack's hot rows, as seen from ``rank``.
+        """Finds the home ranks of every pack's hot rows, as seen from ``rank``.
 
         Args:
-            tables: As for :meth:`IdSpace.build`.
-            rank: This one.
-            device: Where rows are.
+            tables: Tables as for :meth:`IdSpace.build`.
+            rank: This rank.
+            device: Device of the rows.
         """
         space, hot = IdSpace.build(tables, device), HotSlots.build(tables, device)
         block_H, row_H = space.find_blocks(hot.ids_H)
         home_H = space.block_rank_TW[block_H]
         homes = []
         for start, end in pairwise(hot.start_P1):
+            # Hot slots of a pack are consecutive; a stable sort by home rank keeps them ascending.
             home_h = home_H[start:end]
             homes.append(
                 HotHomes(
@@ -98,18 +99,20 @@ class HotHomes:
                 )
             )
         nothing = torch.empty(0, dtype=torch.int64, device=device)
-        for _ in range(len(homes), tables[-1].pack + 1):  # none is hot where bags travel
+        for _ in range(len(homes), tables[-1].pack + 1):  # no hot rows in owner-pooled packs
             homes.append(HotHomes(nothing, (0,) * space.world_size, nothing, rank))
         return homes
 
     def of_slots(self, is_wanted_H: Tensor) -> HotHomes:
-        """Some of the slots alone.
+        """Returns the subset of some slots.
 
         Args:
-            is_wanted_H: Which, bool, shape ``(H_p,)``.
+            is_wanted_H: Mask of the slots, bool, shape ``(H_p,)``.
         """
         wanted = is_wanted_H[self.slots_by_home_H]
         slots_W = torch.tensor(self.slots_W, device=wanted.device)
+        # Home rank of each slot in slots_by_home_H order, shape (H_p,), filtered to the wanted
+        # slots.
         home_H = torch.repeat_interleave(slots_W)[wanted]
         return HotHomes(
             slots_by_home_H=self.slots_by_home_H[wanted],
@@ -119,18 +122,18 @@ class HotHomes:
         )
 
     def own_slots(self) -> Tensor:
-        """Slots at home on this rank, in the order of ``own_rows_h``."""
+        """Returns the slots whose home rank is this rank, in the order of ``own_rows_h``."""
         return self.slots_by_home_H.split(list(self.slots_W))[self.rank]
 
     @cached_property
     def own_row_by_slot(self) -> Tensor:
-        """Home row of each slot, -1 where it is at home elsewhere, int64, shape ``(H_p,)``."""
+        """Home row of each slot, -1 if another rank is its home rank, int64, shape ``(H_p,)``."""
         own_row_H = torch.full_like(self.slots_by_home_H, -1)
         own_row_H[self.own_slots()] = self.own_rows_h
         return own_row_H
 
     def touched(self, slots_t: Tensor) -> TouchedHot:
-        """Finds which of some slots are at home on this rank; a host sync on an accelerator.
+        """Finds which slots have their home rank here; a host sync on an accelerator.
 
         Args:
             slots_t: Hot slots, int64, shape ``(t,)``.
@@ -142,19 +145,21 @@ class HotHomes:
         )
 
     def broadcast(self, homes: Tensor, replicas: Tensor, ranks: Ranks) -> None:
-        """Copies every hot row from its home to all ranks' replicas. Collective.
+        """Copies every hot row from its home rank to the replicas of all ranks. Collective.
 
         Args:
-            homes: Per-row tensor of this rank's homes, shape ``(num_home_rows, ...)``.
-            replicas: The same of its replicas, shape ``(H_p, ...)``.
-            ranks: Who exchanges.
+            homes: Tensor with an entry per home row of this rank, shape ``(num_home_rows, ...)``.
+            replicas: Tensor with an entry per replica, shape ``(H_p, ...)``.
+            ranks: This rank and its peers.
 
         Cost:
-            Every rank receives as many rows as these slots.
+            Every rank receives one row per slot.
         """
         own = homes[self.own_rows_h]
         world_size = len(self.slots_W)
         received = replicas.new_empty(self.num_hot_rows, *replicas.shape[1:])
+        # An all-gather of uneven blocks: each rank sends its h rows to all W ranks. Received rows
+        # are grouped by home rank, the order of slots_by_home_H.
         PackedAllToAll(
             ranks,
             [torch.cat([own] * world_size)],

@@ -1,12 +1,12 @@
-"""In which memory a pack's homes and replicas are, and in how many tables of its TBE.
+"""Memory of a pack's home rows and replicas, and the number of tables in its TBE.
 
     one table:    | homes | replicas |
     two tables:   | homes |            | replicas |
 
-A table has one memory. One table is the plainer and on the CPU the faster of the two, and is taken
-wherever homes and replicas belong in the same memory. Homes in managed memory (UVM) are read and
-written over the host's bus, and most lookups are of hot rows: their replicas are then a second
-table, in the device's own memory.
+A table lies in one memory. One table is simpler and faster on the CPU, and is used whenever home
+rows and replicas belong in the same memory. Home rows in managed memory (UVM) are read and written
+over the host's bus, and most lookups are of hot rows: the replicas are then a second table, in the
+device's own memory.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["MemoryLayout", "choose_memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLayout:
-    """Where the rows of one pack are on one rank.
+    """The memory of one pack's rows on one rank.
 
     Args:
-        num_home_rows: Rows at home on this rank.
-        num_hot_rows: Replicas, the same number on every rank.
-        homes: Memory of the homes.
-        replicas: Memory of the replicas; that of the homes if both are one table.
-        in_two_tables: Whether replicas are a table of their own.
+        num_home_rows: Number of home rows on this rank.
+        num_hot_rows: Number of replicas, equal on all ranks.
+        homes: Memory of the home rows.
+        replicas: Memory of the replicas; the memory of the home rows if both are one table.
+        in_two_tables: Whether replicas are a separate table.
     """
 
     num_home_rows: int
@@ -52,13 +52,14 @@ class MemoryLayout:
 
     @property
     def compute_device(self) -> ComputeDevice:
-        """Whose kernels read and write the rows."""
+        """The device whose kernels read and write the rows."""
         on_cpu = self.homes == EmbeddingLocation.HOST
         return ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
 
     @property
     def tables(self) -> list[tuple[int, EmbeddingLocation]]:
-        """Rows and memory of each table. FBGEMM wants a row in each, so none is empty."""
+        """Rows and memory of each table. No table is empty, because FBGEMM requires a row per
+        table."""
         if not self.in_two_tables:
             return [(max(1, self.num_home_rows + self.num_hot_rows), self.homes)]
         return [(max(1, self.num_home_rows), self.homes), (self.num_hot_rows, self.replicas)]
@@ -67,18 +68,18 @@ class MemoryLayout:
 def choose_memory(
     config: GroupedEmbeddingConfig, device: torch.device, num_hot_rows: int
 ) -> MemoryLayout:
-    """Chooses by compute kernel and device.
+    """Chooses the memory by compute kernel and device.
 
     Args:
-        config: The pack's tables on this rank, all of one compute kernel.
-        device: Where they go.
-        num_hot_rows: Replicas of the pack.
+        config: The pack's tables on this rank, all with one compute kernel.
+        device: Device of the tables.
+        num_hot_rows: Number of replicas of the pack.
 
     Returns:
-        Two tables for hot rows beside homes in managed memory, else one.
+        Two tables for hot rows with home rows in managed memory, otherwise one table.
 
     Raises:
-        CompatError: For a compute kernel or a dim that cannot be a hot/cold table's.
+        CompatError: If a hot/cold table cannot have the compute kernel or the dim.
     """
     for table in config.embedding_tables:
         refusal = why_no_memory(table.compute_kernel.value, table.local_cols)

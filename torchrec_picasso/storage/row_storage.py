@@ -1,14 +1,14 @@
-"""One pack's rows on one rank in training: homes, replicas as a cache of them, one update for both.
+"""One pack's rows on one rank in training: home rows, replicas as their cache, one common update.
 
-Homes are never behind: an update brings the hot rows that it touched home, those that are at home
-on this rank. So whoever reads a home, or writes into part of it, finds what training left there,
-whenever and through whatever view.
+Home rows are never outdated: an update copies the hot rows that it touched to their home rows, if
+this rank is their home rank. So a reader or writer of home rows always finds the trained values, at
+any time and through any view.
 
-Whoever writes into a home in place shows in the tensors' version counters. It is noted here, and
-nothing follows from it on this rank alone: between two steps ranks ask each other whether any of
-them was written, and then all fill their replicas and fetch again what they had fetched.
+An in-place write to home rows from outside shows in the tensors' version counters. The write is
+recorded here and has no other effect on this rank alone: between two steps the ranks agree whether
+any of them was written, and then all of them refill their replicas and repeat their fetches.
 
-Both are rows of one TBE, see ``row_tables.py``.
+Home rows and replicas are rows of one TBE, see ``row_tables.py``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = ["RowStorage"]
 
 
 class RowStorage(nn.Module):
-    """Homes and replicas of one pack on this rank.
+    """Home rows and replicas of one pack on this rank.
 
     Args:
         config: The pack's tables on this rank, of one dim, compute kernel and optimizer setting.
-        hot_homes: Where the hot rows of the pack are at home.
-        ranks: Who has the other homes and replicas.
-        device: Where the rows go.
+        hot_homes: Home ranks of the pack's hot rows.
+        ranks: This rank and its peers.
+        device: Device of the rows.
 
     Raises:
         CompatError: If the kernel, the optimizer or the dim cannot be trained exactly.
@@ -71,20 +71,20 @@ class RowStorage(nn.Module):
         self._order = WriteOrder(device)
         self._marked: Tensor | None = None  # all False between calls of which_are_among
         self.homes_data = self._homes.data
-        """The homes with another count of writes, for whoever takes ``.data`` of them."""
+        """Home rows with a separate version counter, for callers that take ``.data`` of them."""
         self._known_versions = self._versions()
         self._was_written = True  # replicas are not filled
         self.uses: RowUses | None = None
-        """Counts of uses, where somebody asked for them."""
+        """Access counts; ``None`` if not requested."""
 
     @property
     def tables(self) -> RowTables:
-        """Weights and optimizer state."""
+        """Weights and optimizer state of the pack."""
         return self._tables
 
     @property
     def num_hot_rows(self) -> int:
-        """Hot rows of the pack."""
+        """Number of hot rows of the pack."""
         return self._hot_homes.num_hot_rows
 
     # -- training ------------------------------------------------------------------------------
@@ -96,13 +96,13 @@ class RowStorage(nn.Module):
             rows_n: Home rows of this storage, integer, shape ``(n,)``, repeats allowed.
 
         Returns:
-            Their weights, float32, shape ``(n, D)``.
+            Weights of the rows, float32, shape ``(n, D)``.
         """
         self._order.before_reading()
         return self._homes.index_select(0, rows_n).float()
 
     def pool(self, rows_N: Tensor, offsets_S1: Tensor, weights_N: Tensor | None) -> Tensor:
-        """Sums home rows of bags.
+        """Sums the home rows of each bag.
 
         Args:
             rows_N: Home row of each lookup, int64, shape ``(N,)``.
@@ -112,13 +112,18 @@ class RowStorage(nn.Module):
         Returns:
             Sums, float32, shape ``(S, D)``; zero for an empty bag.
         """
-        if self._homes.dtype != torch.float32:  # else sums would be of few bits too
+        if self._homes.dtype != torch.float32:  # FP16 rows are summed in float32
             return gather_sum(self.gather(rows_N), None, offsets_S1, weights_N)
         self._order.before_reading()
         return gather_sum(self._homes, rows_N, offsets_S1, weights_N)
 
     def gather_hot(self, slots_h: Tensor, out_hD: Tensor) -> None:
-        """Reads replicas of ``slots_h``, counted from 0 in the pack, into float32 ``out_hD``."""
+        """Reads replicas.
+
+        Args:
+            slots_h: Hot slots, counted from 0 in the pack, int64, shape ``(h,)``.
+            out_hD: Output, float32, shape ``(h, D)``.
+        """
         self._order.before_reading()
         if self._replicas.dtype == torch.float32:
             torch.index_select(self._replicas, 0, slots_h, out=out_hD)
@@ -126,11 +131,23 @@ class RowStorage(nn.Module):
             out_hD.copy_(self._replicas.index_select(0, slots_h))
 
     def which_are_among(self, rows_n: Tensor, others_m: Tensor) -> Tensor:
-        """Which of some home rows are among others too: bool, shape ``(n,)``; O(n + m) time."""
+        """Whether each home row is contained in a second list of home rows.
+
+        Args:
+            rows_n: Home rows, integer, shape ``(n,)``.
+            others_m: The second list, integer, shape ``(m,)``.
+
+        Returns:
+            Mask, bool, shape ``(n,)``.
+
+        Cost:
+            O(n + m) time; one byte per home row of the storage is kept.
+        """
         if self._marked is None:
             self._marked = torch.zeros(
                 len(self._homes), dtype=torch.bool, device=self._homes.device
             )
+        # Set m flags, read n flags, clear the m flags: no sort, and no pass over all home rows.
         others_m = others_m.to(torch.int64)
         self._marked.index_fill_(0, others_m, True)
         found_n = self._marked.index_select(0, rows_n)
@@ -138,24 +155,25 @@ class RowStorage(nn.Module):
         return found_n
 
     def touched(self, slots_t: Tensor) -> TouchedHot:
-        """Finds which hot slots are at home here, as :meth:`HotHomes.touched` does."""
+        """Finds which hot slots have their home rank here, as :meth:`HotHomes.touched`."""
         return self._hot_homes.touched(slots_t)
 
     def own_row_by_slot(self) -> Tensor:
-        """What :meth:`touched` reads."""
+        """Returns the tensor that :meth:`touched` reads."""
         return self._hot_homes.own_row_by_slot
 
     def update(self, rows_n: Tensor, hot_t: TouchedHot, grads_mD: Tensor) -> None:
-        """Applies the optimizer once to every row given, and counts one step.
+        """Applies the optimizer once to every given row, and counts one step.
 
         Args:
             rows_n: Home rows, shape ``(n,)``; gradients of a repeated row are summed first.
-            hot_t: Hot rows, the same on all ranks.
+            hot_t: Hot rows, equal on all ranks.
             grads_mD: Gradients of the home rows, then of the replicas, shape ``(n + t, D)``; may be
                 overwritten.
 
         Raises:
-            PicassoError: If somebody wrote into the homes of hot rows since ranks last agreed.
+            PicassoError: If home rows of a pack with hot rows were written from outside since the
+                ranks last agreed.
         """
         with self._writing():
             if self._was_written and self.num_hot_rows:
@@ -165,6 +183,8 @@ class RowStorage(nn.Module):
                     "the write; write between steps"
                 )
             self._tables.update(rows_n, hot_t.slots_t, grads_mD)
+            # All ranks updated their replicas; the home rank copies weights and states to its home
+            # rows.
             for rows in self._tables.per_row():
                 hot_t.copy_home(rows.homes, rows.replicas)
 
@@ -174,10 +194,10 @@ class RowStorage(nn.Module):
         """Applies the optimizer once to every home row in some bags, and counts one step.
 
         Args:
-            rows_N: As for :meth:`pool`.
-            offsets_S1: Likewise.
-            weights_N: Likewise.
-            grads_SD: Gradients of the sums; may be overwritten.
+            rows_N: Home rows as for :meth:`pool`.
+            offsets_S1: Offsets as for :meth:`pool`.
+            weights_N: Weights as for :meth:`pool`.
+            grads_SD: Gradients of the sums, shape ``(S, D)``; may be overwritten.
         """
         with self._writing():
             self._tables.update_bags(rows_N, offsets_S1, weights_N, grads_SD)
@@ -185,36 +205,39 @@ class RowStorage(nn.Module):
     # -- a change of the hot set --------------------------------------------------------------
 
     def start_counting(self) -> None:
-        """Counts uses from now on; goes on where it has begun."""
+        """Starts access counts; has no effect if they are already kept."""
         if self.uses is None:
             self.uses = RowUses(len(self._homes), self.num_hot_rows, self._homes.device)
 
     def change_hot_set(self, hot_homes: HotHomes, old_slot_H: Tensor) -> None:
-        """Gives the slots to other rows, as many as before. Collective.
+        """Assigns the slots to other rows; the number of slots does not change. Collective.
 
-        Rows that leave are at home with all that they learned; those that enter come from there.
+        Rows that leave the hot set need no copy, because their home rows are up to date; rows that
+        enter are copied from their home rows.
 
         Args:
-            hot_homes: Of the new hot set.
-            old_slot_H: Slot in the old set of each row of the new one, -1 for one that enters,
+            hot_homes: Home ranks of the new hot set.
+            old_slot_H: Slot in the old set of each row of the new set, -1 for a row that enters,
                 int64, shape ``(H_p,)``.
         """
         entering = hot_homes.of_slots(old_slot_H < 0)
         stays = old_slot_H >= 0
         with self._writing():
             for rows in self._tables.per_row():
+                # The right side is gathered into new memory first, so slots may be permuted.
                 rows.replicas[stays] = rows.replicas[old_slot_H[stays]]
                 entering.broadcast(rows.homes, rows.replicas, self._ranks)
         self._hot_homes = hot_homes
 
     def unlike_homes(self) -> Tensor:
-        """Which replicas here are not what their homes are: bool by slot. Collective.
+        """Returns which replicas here differ from their home rows: bool by slot. Collective.
 
-        Where a home was written since the replicas were filled, they may be.
+        Differences are expected if home rows were written since the replicas were filled.
         """
         is_unlike_H = torch.zeros(self.num_hot_rows, dtype=torch.bool, device=self._homes.device)
         self._order.before_reading()
         for rows in self._tables.per_row():
+            # Receive all hot rows as a refill would, into separate memory, and compare bits.
             at_home = torch.empty_like(rows.replicas)
             self._hot_homes.broadcast(rows.homes, at_home, self._ranks)
             is_unlike_H |= (_bits(at_home) != _bits(rows.replicas)).any(dim=1)
@@ -223,27 +246,29 @@ class RowStorage(nn.Module):
     # -- writes from outside ---------------------------------------------------------------------
 
     def was_written(self) -> bool:
-        """Whether somebody else wrote here since :meth:`fill_replicas`, or it was never called.
+        """Whether home rows were written from outside since :meth:`fill_replicas`.
 
-        This rank's own opinion: what is collective waits for an :class:`.Agreement` on it.
+        The result is also true before the first fill. It is this rank's own: a collective action
+        requires an :class:`.Agreement` on it.
         """
         self._was_written |= self._versions() != self._known_versions
         return self._was_written
 
     def fill_replicas(self) -> None:
-        """Copies every hot row from its home to all ranks, and takes the writes. Collective."""
+        """Refills all replicas from the home rows and clears the written flag. Collective."""
         with self._writing():
             for rows in self._tables.per_row() if self.num_hot_rows else ():
                 self._hot_homes.broadcast(rows.homes, rows.replicas, self._ranks)
         self._was_written = False
 
     def before_reading(self) -> None:
-        """Orders whoever reads homes next on the current stream after the last update."""
+        """Orders later reads of home rows on the current stream after the last update."""
         self._order.before_reading()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Around writes that are no writes from outside."""
+        """Context of this storage's own writes, which must not count as writes from outside."""
+        # Record earlier writes from outside before the version counters are reset below.
         self.was_written()
         self._order.before_reading()
         yield
@@ -251,10 +276,10 @@ class RowStorage(nn.Module):
         self._known_versions = self._versions()
 
     def _versions(self) -> tuple[int, ...]:
-        of_rows = [version for rows in self._tables.per_row() for version in rows.versions()]
-        return (*of_rows, self.homes_data._version)
+        versions = [version for rows in self._tables.per_row() for version in rows.versions()]
+        return (*versions, self.homes_data._version)
 
 
 def _bits(values_H: Tensor) -> Tensor:
-    """Bytes of each row, so that a NaN is like itself: uint8, ``(H, bytes)``."""
+    """Returns the bytes of each row, so that equal NaNs compare as equal: uint8, ``(H, bytes)``."""
     return values_H.reshape(len(values_H), -1).contiguous().view(torch.uint8)

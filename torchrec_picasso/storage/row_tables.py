@@ -1,16 +1,17 @@
 """One pack's rows on one rank, in a single fused TBE: weights, optimizer state, one update.
 
-What ``row_updates.py`` can update on the CPU, it updates in the TBE's tensors; any other update is
-the TBE's own.
+Updates that ``row_updates.py`` supports on the CPU run there, on the TBE's tensors; all other
+updates are the TBE's own.
 
-Homes and replicas share the TBE, in whichever layout, hence its optimizer, learning rate and step
-count, and one call updates both. To the TBE every row is a bag of its own: on CPU its forward and
-backward then take 10 ms for 23,000 rows of D=128, where the unpooled kernel takes 88 ms.
+Home rows and replicas share the TBE in either memory layout, hence also its optimizer, learning
+rate and step count, and one call updates both. For the TBE every row is a bag with one lookup: on
+the CPU its forward and backward then take 10 ms for 23,000 rows of D=128, where the unpooled kernel
+takes 88 ms.
 
-A TBE gives all its tables the same number of bags. Where replicas are a second table, the one with
-fewer rows is filled up with empty bags, which touch nothing: at most twice the memory traffic on
-the device for one and the same kernel. (FBGEMM's variable batch sizes would do without, but only
-SGD, Adam and row-wise Adagrad have a kernel for them.)
+A TBE gives all its tables the same number of bags. If replicas are a second table, the table with
+fewer rows is padded with empty bags, which touch nothing: at most twice the memory traffic on the
+device for the same kernel. (FBGEMM's variable batch sizes would avoid this, but only SGD, Adam and
+row-wise Adagrad have a kernel for them.)
 
 Shape letters: n home rows, h replicas and m = n + h rows of an update; S bags of a table; D dim.
 """
@@ -41,31 +42,38 @@ __all__ = ["HomesAndReplicas", "RowTables"]
 
 @dataclass(frozen=True)
 class HomesAndReplicas:
-    """What one tensor per row, weights or an optimizer state, holds: views of the TBE's memory."""
+    """Home rows and replicas in a tensor of weights or of a state: views of the TBE's memory."""
 
     homes: Tensor
-    """Shape ``(num_home_rows, ...)``."""
+    """Entries of the home rows, shape ``(num_home_rows, ...)``."""
     replicas: Tensor
-    """By hot slot of the pack, shape ``(num_hot_rows, ...)``."""
+    """Entries of the replicas by hot slot of the pack, shape ``(num_hot_rows, ...)``."""
 
     @staticmethod
     def of_tables(tables: list[Tensor], layout: MemoryLayout) -> HomesAndReplicas:
-        """Finds both in the tensors that the TBE has per table."""
+        """Returns the views of home rows and replicas in the TBE's tensors.
+
+        Args:
+            tables: One tensor per table of the TBE.
+            layout: Memory layout of the pack.
+        """
         homes, rest = tables[0][: layout.num_home_rows], tables[0][layout.num_home_rows :]
+        # One table holds home rows, then replicas; a padding row may follow, see
+        # MemoryLayout.tables.
         replicas = tables[1] if layout.in_two_tables else rest[: layout.num_hot_rows]
         return HomesAndReplicas(homes, replicas)
 
     def versions(self) -> tuple[int, int]:
-        """Counts of writes in place; views of one tensor share theirs."""
+        """Counts of in-place writes; views of one tensor share one count."""
         return self.homes._version, self.replicas._version
 
 
 class RowTables(nn.Module):
-    """Homes and replicas of one pack as a TBE keeps them.
+    """Home rows and replicas of one pack, stored in a TBE.
 
     Args:
         config: The pack's tables on this rank, of one dim, compute kernel and optimizer setting.
-        layout: Where their rows are.
+        layout: Memory layout of the rows.
         device: The device of the rank.
     """
 
@@ -85,7 +93,7 @@ class RowTables(nn.Module):
         optimizer = arguments.get("optimizer", EmbOptimType.EXACT_SGD)
         keeps_state_here = self._row_update is not None and optimizer in ONLY_HERE
         if keeps_state_here:
-            arguments["optimizer"] = EmbOptimType.EXACT_SGD  # which keeps none
+            arguments["optimizer"] = EmbOptimType.EXACT_SGD  # SGD keeps no state
         self.tbe = SplitTableBatchedEmbeddingBagsCodegen(
             embedding_specs=[
                 (num_rows, self._dim, location, layout.compute_device)
@@ -98,19 +106,21 @@ class RowTables(nn.Module):
             **arguments,
         )
         self.weights = HomesAndReplicas.of_tables(self.tbe.split_embedding_weights(), layout)
-        # one dict per table, and none at all for plain SGD
+        # get_optimizer_state returns one dict per table, and an empty list for plain SGD.
         states_by_table: list[dict[str, Tensor]] = self.tbe.get_optimizer_state()
         if keeps_state_here:
             states_by_table = [
                 new_states(optimizer, num_rows, self._dim, device) for num_rows, _ in layout.tables
             ]
         self.row_states: Mapping[str, HomesAndReplicas] = {}
-        """Optimizer state kept per row."""
+        """Optimizer states with one entry per row."""
         self.shared_states: Mapping[str, Tensor] = {}
-        """Optimizer state that all rows share."""
+        """Optimizer states that all rows share."""
         num_rows = [rows for rows, _ in layout.tables]
         for key in states_by_table[0] if states_by_table else ():
-            states = [of_table[key] for of_table in states_by_table]
+            states = [states_by_key[key] for states_by_key in states_by_table]
+            # A state with as many entries as rows in every table is per row; other states are
+            # shared.
             if [len(state) for state in states if state.dim()] == num_rows:
                 self.row_states[key] = HomesAndReplicas.of_tables(states, layout)
             else:
@@ -118,28 +128,30 @@ class RowTables(nn.Module):
         self._counting = torch.empty(0, dtype=torch.int64, device=device)
 
     def per_row(self) -> list[HomesAndReplicas]:
-        """Weights and every optimizer state kept per row."""
+        """Returns the weights and every optimizer state that has one entry per row."""
         return [self.weights, *self.row_states.values()]
 
     def flat_homes(self) -> Tensor:
-        """The TBE's buffer that begins with the homes' weights, one-dimensional."""
+        """Returns the TBE's one-dimensional buffer that begins with the home rows' weights."""
         if self.layout.homes == EmbeddingLocation.HOST:
             return self.tbe.weights_host
         on_device = self.layout.homes == EmbeddingLocation.DEVICE
         return self.tbe.weights_dev if on_device else self.tbe.weights_uvm
 
     def update(self, rows_n: Tensor, hot_slots_h: Tensor, grads_mD: Tensor) -> None:
-        """Applies the optimizer once to every row given, and counts one step.
+        """Applies the optimizer once to every given row, and counts one step.
 
         Args:
             rows_n: Home rows, integer, shape ``(n,)``; gradients of a repeated row are summed
                 first.
-            hot_slots_h: Replicas, int64, shape ``(h,)``.
+            hot_slots_h: Hot slots of the replicas, int64, shape ``(h,)``.
             grads_mD: Gradients of the home rows, then of the replicas, shape ``(n + h, D)``; may be
                 overwritten.
         """
         num_home, num_hot = rows_n.numel(), hot_slots_h.numel()
         if self._row_update is not None:
+            # Home rows and replicas are updated by separate calls of one step: the replica call
+            # then has equal shapes, hence equal bits, on all ranks.
             step = UpdateStep.begin(self.tbe)
             summed = sum_by_row(rows_n, grads_mD[:num_home], self.layout.num_home_rows)
             _apply(self._row_update, self._all_homes(), *summed, step)
@@ -147,6 +159,7 @@ class RowTables(nn.Module):
             _apply(self._row_update, replicas, hot_slots_h, grads_mD[num_home:], step)
             return
         in_two = self.layout.in_two_tables
+        # In one table the replicas follow the home rows.
         if not in_two:
             hot_slots_h = hot_slots_h + self.layout.num_home_rows
         indices_m = torch.cat([rows_n.to(torch.int64), hot_slots_h])
@@ -156,6 +169,8 @@ class RowTables(nn.Module):
             return
         offsets = self._two_offsets(num_home, num_hot) if in_two else self._count(indices_m.numel())
         grads = _side_by_side(grads_mD, num_home) if in_two else grads_mD
+        # The fused TBE applies its optimizer in backward; it sums gradients of repeated rows
+        # itself.
         with torch.enable_grad():
             torch.autograd.backward(self.tbe(indices_m, offsets), grads)
 
@@ -165,10 +180,10 @@ class RowTables(nn.Module):
         """Applies the optimizer once to every home row in some bags, and counts one step.
 
         Args:
-            rows_N: Home row of each lookup, int64, shape ``(N,)``; there are no replicas.
+            rows_N: Home row of each lookup, int64, shape ``(N,)``; the pack has no replicas.
             offsets_S1: First lookup of each bag, and N, int64, shape ``(S + 1,)``.
             weights_N: Weight of each lookup, float32; ``None`` = ones.
-            grads_SD: Gradients of the weighted sums; may be overwritten.
+            grads_SD: Gradients of the weighted sums, shape ``(S, D)``; may be overwritten.
         """
         assert not self.layout.num_hot_rows
         if self._row_update is not None:
@@ -187,13 +202,15 @@ class RowTables(nn.Module):
         return [rows.homes for rows in self.per_row()]
 
     def _two_offsets(self, num_home: int, num_hot: int) -> Tensor:
-        """Bags of two tables, those without a row last: int64, shape ``(2 S + 1,)``."""
+        """Offsets of the bags of two tables, padded with empty bags: int64, ``(2 S + 1,)``."""
         counting_S1 = self._count(max(num_home, num_hot))
+        # 0, 1, .., num_home, num_home, ..: a bag per row, then empty bags; the second table
+        # continues.
         home_S = counting_S1[:-1].clamp(max=num_home)
         return torch.cat([home_S, counting_S1.clamp(max=num_hot) + num_home])
 
     def _count(self, end: int) -> Tensor:
-        """The integers ``0 .. end``."""
+        """Returns the integers ``0 .. end``, a view of a cached tensor."""
         if self._counting.numel() <= end:
             self._counting = torch.arange(2 * end + 1, device=self._counting.device)
         return self._counting[: end + 1]
@@ -203,14 +220,15 @@ class RowTables(nn.Module):
 def _apply(
     row_update: RowUpdate, tensors: list[Tensor], rows_U: Tensor, grads_UD: Tensor, step: UpdateStep
 ) -> None:
-    """Updates rows of weights and states, if there are any."""
+    """Updates rows of weights and states, if there are any rows."""
     if rows_U.numel():
         row_update(tensors[0], tensors[1:], rows_U, grads_UD, step)
 
 
 def _side_by_side(grads_mD: Tensor, num_home: int) -> Tensor:
-    """Gradients by bag, a home's and a replica's in one line: shape ``(S, 2 D)``."""
+    """Gradients by bag, with the two tables' gradients side by side: shape ``(S, 2 D)``."""
     num_bags = max(num_home, grads_mD.size(0) - num_home)
+    # A TBE's output for bag s is the concatenation of its tables; padded bags have zero gradients.
     grads_S2D = grads_mD.new_zeros(num_bags, 2, grads_mD.size(1))
     grads_S2D[:num_home, 0] = grads_mD[:num_home]
     grads_S2D[: grads_mD.size(0) - num_home, 1] = grads_mD[num_home:]

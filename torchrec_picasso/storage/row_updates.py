@@ -1,12 +1,12 @@
-"""The optimizers that update rows in the host's memory by torch's operators, and their state.
+"""Optimizers that update rows in host memory with torch operators, and their state.
 
 FBGEMM has CPU kernels for SGD, Adagrad and row-wise Adagrad. Row-wise Adagrad is faster here; Adam,
-LAMB and their partial row-wise kinds exist on the CPU only here. The TBE of such a pack is made for
-SGD, which keeps no state; the state lies beside the TBE, with the names, shapes and types that
-FBGEMM's state has on a GPU.
+LAMB and their partial row-wise kinds exist on the CPU only here. The TBE of such a pack is created
+for SGD, which keeps no state; the state is stored beside the TBE, with the names, shapes and types
+of FBGEMM's state on a GPU.
 
-A separate call updates the replicas. The shapes of that call are the same on all ranks, so the
-operators sum in the same order on all ranks and replicas stay bit-equal.
+A separate call updates the replicas. The shapes of that call are equal on all ranks, so the
+operators sum in the same order on all ranks and replicas stay bitwise identical.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ONLY_HERE: Mapping[EmbOptimType, RowUpdate] = {
 """Optimizers without a CPU kernel in FBGEMM."""
 
 PARTIAL = (EmbOptimType.PARTIAL_ROWWISE_ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB)
-"""Optimizers whose second state has one value for each row."""
+"""Optimizers whose second state has one value per row."""
 _PLAIN_ADAGRAD = {
     "gradient_clipping": False,
     "max_norm": 0.0,
@@ -47,22 +47,22 @@ _PLAIN_ADAGRAD = {
     "extra_optimizer_config": None,
     "optimizer_state_dtypes": None,
 }
-"""TBE arguments that change row-wise Adagrad, and the values with which they do not."""
+"""TBE arguments that modify row-wise Adagrad, with the values that disable the modification."""
 
 
 def row_update(
     fused_params: Mapping[str, Any], *, data_type: DataType, is_on_host: bool
 ) -> RowUpdate | None:
-    """The update of a pack by torch's operators.
+    """Returns the update of a pack with torch operators.
 
     Args:
         fused_params: TBE arguments, FBGEMM types.
         data_type: Type of the weights.
-        is_on_host: Whether they are in the host's memory.
+        is_on_host: Whether the rows are in host memory.
 
     Returns:
-        ``None`` where FBGEMM updates: another optimizer, memory or type, or an argument that
-        changes the update.
+        The update, or ``None`` if FBGEMM updates: another optimizer, memory or type, or an argument
+        that modifies the update.
     """
     optimizer = fused_params.get("optimizer")
     if not is_on_host or data_type != DataType.FP32:
@@ -77,13 +77,16 @@ def row_update(
 def new_states(
     optimizer: EmbOptimType, num_rows: int, dim: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """State of a table at the start, for an optimizer of :data:`ONLY_HERE`.
+    """Returns the initial state of a table, for an optimizer of :data:`ONLY_HERE`.
 
     Args:
-        optimizer: Which.
+        optimizer: The optimizer.
         num_rows: Rows of the table.
-        dim: Its columns.
-        device: Where they are.
+        dim: Columns of the table.
+        device: Device of the state.
+
+    Returns:
+        State tensors by FBGEMM's names, float32, shape ``(num_rows, dim)`` or ``(num_rows,)``.
     """
     squares_shape = (num_rows,) if optimizer in PARTIAL else (num_rows, dim)
     return {

@@ -1,8 +1,8 @@
-"""How often the rows of a pack were used lately: what a change of its hot set is decided by.
+"""Access counts of a pack's rows with exponential decay; refreshes of the hot set use them.
 
-A use is a batch of one rank that looks the row up, however often in it: so many times the row
-travels, or would travel if it were not hot. Homes see the uses of cold rows, each rank its own of
-the replicas; nothing is sent to count.
+An access ("use") is a batch of one rank that looks the row up, however many times: an access is one
+transfer of the row, or would be one if the row were not hot. Home ranks count accesses of cold
+rows, each rank counts its own accesses of replicas; counting sends nothing.
 """
 
 from __future__ import annotations
@@ -12,63 +12,71 @@ from torch import Tensor
 
 __all__ = ["RowUses"]
 
-_MOST_WEIGHT = 2.0**20  # of a use, so that sums stay far from float32's end
+_MOST_WEIGHT = 2.0**20  # weight of an access; keeps sums in float32's range
 
 
 class RowUses:
-    """Counts that fade, on one rank.
+    """Decayed access counts on one rank.
+
+    Counts are not multiplied by the decay factor; new accesses get a larger weight instead, and
+    :meth:`settle` rescales all counts.
 
     Args:
-        num_home_rows: Rows at home here.
-        num_hot_rows: Replicas.
-        device: Where rows are.
+        num_home_rows: Number of home rows on this rank.
+        num_hot_rows: Number of replicas.
+        device: Device of the rows.
 
     Cost:
-        4 bytes for each row, a pass over a batch's rows to count them, over all to settle.
+        4 bytes per row; one pass over a batch's rows to count, one pass over all rows to rescale.
     """
 
     def __init__(self, num_home_rows: int, num_hot_rows: int, device: torch.device) -> None:
         self.homes_n = torch.zeros(num_home_rows, dtype=torch.float32, device=device)
-        """Uses of home rows by all ranks, while they are cold; 0 for hot ones. As
-        :meth:`settle` left them, later ones weigh more."""
+        """Accesses of cold home rows by all ranks, 0 for hot rows. Only after :meth:`settle` the
+        latest access has weight 1."""
         self.replicas_h = torch.zeros(num_hot_rows, dtype=torch.float32, device=device)
-        """Uses of replicas by this rank, likewise."""
+        """Accesses of replicas by this rank, with the same weights."""
         self._weight = torch.ones(1, dtype=torch.float32, device=device)
         self._weight_on_host = 1.0
         self.num_cold = 0
-        """Uses of cold rows at home here since :meth:`begin_window`."""
+        """Accesses of cold home rows on this rank since :meth:`begin_window`."""
         self.num_hot = 0
-        """Uses of replicas by this rank since then."""
+        """Accesses of replicas by this rank since :meth:`begin_window`."""
 
     def count(self, rows_n: Tensor, slots_h: Tensor) -> None:
-        """Counts a batch.
+        """Counts the accesses of a batch.
 
         Args:
-            rows_n: Home rows that ranks asked for, each once by rank, integer.
-            slots_h: Replicas that this rank's batch uses, integer.
+            rows_n: Home rows that ranks requested, at most once per rank, integer, shape ``(n,)``.
+            slots_h: Hot slots that this rank's batch uses, integer, shape ``(h,)``.
         """
+        # Every entry adds the current weight; several ranks may request the same row.
         self.homes_n.index_add_(0, rows_n, self._ones(rows_n))
         self.replicas_h.index_add_(0, slots_h, self._ones(slots_h))
         self.num_cold += rows_n.numel()
         self.num_hot += slots_h.numel()
 
     def begin_window(self) -> None:
-        """Begins to count coverage anew."""
+        """Resets the counts of the coverage window."""
         self.num_cold = self.num_hot = 0
 
     def fade(self, factor: float) -> None:
-        """Lets all that was counted weigh less than what comes: that weighs more instead."""
+        """Decays all earlier counts by a factor, by raising the weight of later accesses.
+
+        Args:
+            factor: Decay factor, between 0 and 1.
+        """
         self._weight /= factor
         self._weight_on_host /= factor
         if self._weight_on_host > _MOST_WEIGHT:
             self.settle()
 
     def settle(self) -> None:
-        """Brings the counts to where the latest use counts 1."""
+        """Rescales the counts so that the latest access has weight 1."""
         self.homes_n /= self._weight
         self.replicas_h /= self._weight
         self._weight.fill_(1.0)
         self._weight_on_host = 1.0
 
-    def _ones(self, of: Tensor) -> Tensor:
-        return self._weight.expand(of.numel())
+    def _ones(self, rows: Tensor) -> Tensor:
+        return self._weight.expand(rows.numel())

@@ -1,6 +1,6 @@
-"""What TorchRec expects of a kernel: state dicts, parameters and a fused optimizer over the homes.
+"""TorchRec's kernel interface: state dicts, parameters and a fused optimizer over the home rows.
 
-Homes are stock row-wise shards and never behind their replicas, so state dicts see plain TorchRec.
+Home rows are stock row-wise shards and never outdated, so state dicts are those of plain TorchRec.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["HotColdKernel"]
 
 
 class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
-    """One pack on this rank as TorchRec sees it.
+    """One pack on this rank as a TorchRec kernel.
 
     Args:
         config: The pack's tables on this rank.
-        rows: Their homes and replicas.
-        ranks: Who has the other homes, for the state dict's metadata.
+        rows: Home rows and replicas of the tables.
+        ranks: This rank and its peers, for the state dict's metadata.
     """
 
     def __init__(self, config: GroupedEmbeddingConfig, rows: RowStorage, ranks: Ranks) -> None:
@@ -56,11 +56,11 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
 
     @property
     def fused_optimizer(self) -> EmbeddingFusedOptimizer:
-        """Optimizer over the homes, keyed as in stock TorchRec."""
+        """Optimizer over the home rows, with the keys of stock TorchRec."""
         return self._optim
 
     def forward(self, features: Any) -> Tensor:
-        """Not a lookup: rows are fetched by ``gather`` and pooled where they are used."""
+        """Refuses a lookup: rows are fetched by ``gather`` and pooled where they are used."""
         raise CompatError("HotColdKernel has no forward; HotColdLookup fetches its rows")
 
     def split_embedding_weights(self) -> list[Tensor]:
@@ -69,13 +69,14 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
 
     @property
     def table_names(self) -> list[str]:
-        """Names of the tables, in the order of their homes."""
+        """Names of the tables, in the order of their home rows."""
         return [table.name for table in self._config.embedding_tables]
 
     def split_first_state(self) -> Iterator[Tensor]:
-        """The first optimizer state that is kept per row, of each table's homes; views.
+        """Yields the first per-row optimizer state of each table's home rows, as views.
 
-        Nothing for an optimizer without one. :meth:`flush` brings it up to date.
+        Yields nothing for an optimizer without such a state. :meth:`flush` brings the state up to
+        date.
         """
         for rows in list(self.rows.tables.row_states.values())[:1]:
             yield from (view for _, view in self._home_slices(rows.homes))
@@ -84,12 +85,14 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         """Splits home rows by table. A host sync on CUDA.
 
         Args:
-            rows_n: Rows of the pack's homes, int64, ascending.
+            rows_n: Home rows of the pack, int64, ascending.
 
         Returns:
-            Rows of each table, counted from its first home row on this rank.
+            Rows of each table, counted from the table's first home row on this rank.
         """
         sizes = [table.local_rows for table in self._config.embedding_tables]
+        # Home rows of a table are consecutive in the pack and rows_n ascends: each table is a
+        # slice.
         edges = torch.tensor([0, *accumulate(sizes)], device=rows_n.device)
         counts = torch.searchsorted(rows_n, edges).diff().tolist()
         pieces = zip(self.table_names, rows_n.split(counts), edges)
@@ -101,12 +104,14 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Homes as ShardedTensors or DTensors, exactly stock row-wise TorchRec's."""
+        """Home rows as ShardedTensors or DTensors, equal to stock row-wise TorchRec's."""
         self.rows.before_reading()
         homes, data = self.rows.tables.weights.homes, self.rows.homes_data
         return get_state_dict(
             self._config.embedding_tables,
             [
+                # The entry is a view of the rows; its .data is the view whose writes the storage
+                # counts.
                 view.as_subclass(HomeRows).with_data(same)
                 for (_, view), (_, same) in zip(self._home_slices(homes), self._home_slices(data))
             ],
@@ -118,27 +123,29 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Homes as parameters that no outside optimizer may take."""
+        """Home rows as parameters that no outside optimizer may update."""
         homes, data = self.rows.tables.weights.homes, self.rows.homes_data
         for (name, view), (_, same) in zip(self._home_slices(homes), self._home_slices(data)):
             parameter: Any = HomeParameter(view).with_data(same)
+            # TorchRec's mark for parameters whose optimizer runs in backward.
             parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
             yield append_prefix(prefix, f"{name}.weight"), parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """None: replicas are no state of the model."""
+        """Yields nothing: replicas are not part of the model's state."""
         yield from ()
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, TableBatchedEmbeddingSlice]]:
-        """Homes as slices of the TBE, each with an optimizer of its own view."""
+        """Home rows as slices of the TBE, each with an optimizer for its own view."""
         flat = self.rows.tables.flat_homes()
         views = self._optimizer_views()
         start = 0
         for table, (_, same) in zip(
             self._config.embedding_tables, self._home_slices(self.rows.homes_data)
         ):
+            # Range of the table in the TBE's flat buffer, in elements.
             end = start + table.local_rows * self._dim
             weight = HomeSlice(
                 data=flat,
@@ -162,7 +169,8 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
             start += table.local_rows
 
     def _optimizer_views(self) -> Mapping[str, Any]:
-        """The arguments by which TorchRec's fused optimizer sees only homes."""
+        """Returns arguments that restrict TorchRec's fused optimizer to home rows."""
+        # One dict of states per table: shared states as they are, per-row states as views.
         states: list[dict[str, Tensor]] = [
             dict(self.rows.tables.shared_states) for _ in self._config.embedding_tables
         ]
@@ -186,11 +194,11 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         self.rows.before_reading()
 
     def purge(self) -> None:
-        """Does nothing: a load writes into homes, which shows."""
+        """Does nothing: a load writes into home rows, and version counters detect the write."""
 
 
 class _OrderedFusedOptimizer(EmbeddingFusedOptimizer):
-    """TorchRec's fused optimizer, whose state is read after the last update."""
+    """TorchRec's fused optimizer; reads of its state are ordered after the last update."""
 
     def __init__(self, storage: RowStorage, **arguments: Any) -> None:
         self._storage = storage

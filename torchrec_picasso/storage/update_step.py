@@ -1,4 +1,4 @@
-"""The numbers that a TBE gives its kernel in one step, for updates by torch's operators."""
+"""Optimizer step number and hyperparameters of a TBE, for updates with torch operators."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class UpdateStep:
             tbe.iter_cpu.copy_(tbe.iter)
         tbe.iter_cpu.add_(1)
         tbe.iter.add_(1)
+        # Hyperparameters are read in every step, because a scheduler may change them.
         args = tbe.optimizer_args
         return UpdateStep(
             number=int(tbe.iter_cpu),

@@ -1,8 +1,8 @@
-"""Orders reads of rows after their last write where streams of a device could race for them.
+"""Orders reads of rows after their last write if two device streams could race.
 
-Rows are written where gradients are: on the stream of backward. TorchRec's pipelines may look up
-the next batch on another stream, and nothing else orders the two. On the CPU there is one order of
-everything, and nothing here does anything.
+Rows are written on the stream of backward, where gradients are. TorchRec's pipelines may look up
+the next batch on another stream, and nothing else orders the two streams. The CPU has a single
+order of operations, so the functions here do nothing there.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ __all__ = ["WriteOrder"]
 
 
 class WriteOrder:
-    """Who wrote last, for those who read next.
+    """The event of the last write, for later readers.
 
     Args:
-        device: Where the rows are.
+        device: Device of the rows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,12 +24,12 @@ class WriteOrder:
         self._written: torch.Event | None = None
 
     def has_written(self) -> None:
-        """Notes that the current stream wrote."""
+        """Records that the current stream wrote."""
         if self._device.type != "cpu":
             self._written = self._current_stream().record_event()
 
     def before_reading(self) -> None:
-        """Has the current stream wait for the last write. Writers wait alike."""
+        """Makes the current stream wait for the last write. Writers call this method too."""
         if self._written is not None:
             self._current_stream().wait_event(self._written)
 
