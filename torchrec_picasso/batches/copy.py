@@ -50,7 +50,7 @@ def copy_batch(value: Any) -> Any:
         return value.clone()
     try:
         return copy.deepcopy(value)
-    except Exception:  # whatever a user's type raises
+    except Exception:  # any error of a user's type
         return value
 
 

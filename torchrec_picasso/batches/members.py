@@ -81,7 +81,7 @@ def _rebuild(container: Any, items: Sequence[Any], path: str, advice: str) -> An
         names = [f.name for f in dataclasses.fields(container) if f.init]
         try:
             return dataclasses.replace(container, **dict(zip(names, items)))
-        except Exception as error:  # whatever a user's __init__ or __post_init__ raises
+        except Exception as error:  # any error of a user's __init__ or __post_init__
             raise CompatError(
                 f"{path}: the constructor of {type(container).__name__} refused its own fields, "
                 f"cut or joined ({type(error).__name__}: {error}); {advice}"
@@ -143,7 +143,7 @@ def _is_same(one: Any, other: Any) -> bool:
     try:
         equal = one == other
         return bool(equal.all() if hasattr(equal, "all") else equal)  # arrays compare by entry
-    except Exception:  # whatever a user's type raises
+    except Exception:  # any error of a user's type
         return False
 
 

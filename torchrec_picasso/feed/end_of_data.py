@@ -95,7 +95,7 @@ def empty_batch(batch: Any, split: SplitBatch) -> Any:
     """
     try:
         return split(batch, [0, num_samples(batch)])[0]
-    except Exception as error:  # whatever a user's function raises
+    except Exception as error:  # any error of a user's function
         raise CompatError(
             f"a rank whose data ends before the others' goes on with empty batches, but a batch of "
             f"type {type(batch).__name__} could not be cut to 0 samples "
@@ -127,7 +127,7 @@ def share_empty_batch(
             parcel = [pickle.dumps(empty), None]
         except CompatError as error:
             parcel = [None, str(error)]
-        except Exception as error:  # whatever pickling a user's type raises
+        except Exception as error:  # any error of pickling a user's type
             refusal = f"a batch of type {type(batch).__name__} cannot be pickled, which a rank "
             refusal += f"without any batch needs ({error}); give every rank at least one batch"
             parcel = [None, refusal]

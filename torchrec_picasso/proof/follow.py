@@ -62,7 +62,7 @@ class Follower(TorchDispatchMode):
 
         Args:
             tensor: A tensor without data.
-            value: Its dependence; the batch's dim may be open.
+            value: Dependence of the tensor; the batch's dim may be open.
             is_input: Whether the model must not write into it.
         """
         if id(tensor) not in self._known:

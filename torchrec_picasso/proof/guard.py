@@ -123,7 +123,7 @@ class Guard:
             self._watch_inside(path, member, seen)
 
     def again(self, batch: Any) -> Guard | None:
-        """Makes a guard of the model as it is now; no proof belongs to it.
+        """Makes a guard of the current model, which no proof belongs to.
 
         Args:
             batch: Batch whose form the guard expects.
@@ -148,7 +148,7 @@ class Guard:
         """
         try:
             return next(self._changes(batch), None)
-        except Exception as error:  # whatever comparing raises
+        except Exception as error:  # any error of a comparison
             return f"attributes cannot be compared any more ({type(error).__name__}: {error})"
 
     def _changes(self, batch: Any) -> Iterator[str]:

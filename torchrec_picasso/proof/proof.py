@@ -133,7 +133,7 @@ def prove(
         reason = names.written()
     except UnprovedError as unproved:
         reason = str(unproved)
-    except Exception as error:  # whatever a model raises without data
+    except Exception as error:  # any error of a model without data
         reason = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
     reason = follower.reason or reason
     # without a proof a guard is still useful: a change of the model allows another attempt
@@ -285,7 +285,7 @@ def _nothing_drawn() -> Iterator[None]:
 
 @contextmanager
 def _classes_as_they_are(module: nn.Module, given: Sequence[nn.Module]) -> Iterator[None]:
-    """Gives the user's classes copies of their attributes, and refuses writes into the classes."""
+    """Copies the attributes of the user's classes, and refuses a forward that writes them."""
     classes = classes_of(inside for _, inside in dense_modules(module, given))
     before = {cls: dict(vars(cls)) for cls in classes}
     copies = {cls: _copies_of(cls) for cls in classes}
@@ -314,7 +314,7 @@ def _copies_of(cls: type) -> dict[str, Any]:
     own = {name: value for name, value in vars(cls).items() if not name.startswith("__")}
     try:
         return {name: copy.deepcopy(value) for name, value in own.items() if may_change(value)}
-    except Exception as error:  # whatever a user's type raises
+    except Exception as error:  # any error of a user's type
         raise UnprovedError(
             f"the class {cls.__name__} holds what cannot be copied "
             f"({type(error).__name__}: {error})"

@@ -118,7 +118,7 @@ class Names:
         """Examines a function of the user's that was just called.
 
         Args:
-            frame: Its frame.
+            frame: Frame of the function.
 
         Raises:
             UnprovedError: If the function may behave differently in the next call.

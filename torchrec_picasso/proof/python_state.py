@@ -79,7 +79,7 @@ def copy_of(module: nn.Module, given: Collection[nn.Module]) -> nn.Module:
             raise UnprovedError(f"{path or 'the model'} says itself what is copied of it")
     try:
         return copy.deepcopy(module, memo)
-    except Exception as error:  # whatever a user's type raises
+    except Exception as error:  # any error of a user's type
         raise UnprovedError(
             f"{_culprit(module, given, memo)} cannot be copied ({type(error).__name__}: {error}), "
             "so what a forward does to it cannot be seen"
@@ -188,7 +188,7 @@ def digest(value: Any, watched: Collection[int] | None = None) -> bytes:
         pickler.dump(value)
     except UnprovedError:
         raise
-    except Exception as error:  # whatever a user's type raises
+    except Exception as error:  # any error of a user's type
         raise UnprovedError(
             f"is a {type(value).__name__}, of which cannot be told whether it changes "
             f"({type(error).__name__})"

@@ -66,7 +66,7 @@ class Sizes:
 
         Args:
             rows: Name of the rows.
-            count: Their number in the batch of the proof.
+            count: Number of these rows in the batch of the proof.
         """
         # the shift keeps equal counts equal, and hints away from 0 and 1
         hint, source = count + _LEAST, ConstantSource(f"rows_{len(self._counts)}")
@@ -132,7 +132,7 @@ class Sizes:
 
         Args:
             tensor: The tensor.
-            value: Its dependence on the batch, without a dim.
+            value: Dependence of the tensor on the batch, without a dim.
 
         Raises:
             UnprovedError: If there is no such dim, or the shape depends on the batch otherwise.
@@ -163,7 +163,7 @@ class Sizes:
 
         Args:
             tensor: The tensor.
-            value: Its dependence on the batch, of kind ``ROWS``.
+            value: Dependence of the tensor on the batch, of kind ``ROWS``.
         """
         times = self.times(tensor.shape[value.dim], value.rows)
         assert times is not None

@@ -26,7 +26,7 @@ class SavedUses:
 
     Args:
         num_batches: Number of counted batches over all ranks, decayed like the counts.
-        of_tables: By table name: rows, int64, ascending, and their counts, float32, both ``(n,)``.
+        of_tables: Rows, int64, ascending, and their counts, float32, both ``(n,)``, by table name.
     """
 
     num_batches: float

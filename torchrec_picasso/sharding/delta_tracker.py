@@ -48,7 +48,7 @@ def begin_batch(model: nn.Module) -> None:
     of the forward calls this function first. Batch numbers need not be consecutive.
 
     Args:
-        model: The model as it is given to a pipeline.
+        model: The model that is passed to a pipeline.
     """
     for tracker in getattr(model, "model_trackers", {}).values():
         tracker.step()

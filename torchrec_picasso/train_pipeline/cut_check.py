@@ -133,7 +133,7 @@ class CutCheck:
         for way, cut in ways.items():
             try:
                 run = self._run(flight, wholes, cut, still)
-            except Exception as error:  # whatever a user's model raises
+            except Exception as error:  # any error of a user's model
                 # the message quotes sizes, since a torn batch has other sizes than the step's
                 return f"{type(error).__name__} {way}, of {cut.sizes_K} samples: {error}. {_ADVICE}"
             if still.drawn:

@@ -199,7 +199,7 @@ class Cuts:
             if reason is not None:
                 raise CompatError(reason)
             if self._guard is not None:
-                # the comparison examined the model as it is now
+                # the comparison examined the current model
                 self._guard = self._guard.again(flight.batch)
 
     def _prove(self, flight: Flight, pg: dist.ProcessGroup, device: torch.device) -> None:

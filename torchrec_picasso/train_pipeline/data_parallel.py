@@ -43,7 +43,7 @@ def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
     TorchRec's pipelines reduce no gradients themselves, so without a wrapper nothing does.
 
     Args:
-        model: The model as it is given to the pipeline.
+        model: The model that was passed to the pipeline.
 
     Returns:
         The wrapper; ``None`` = the model has none.
@@ -85,7 +85,7 @@ def counts_gradients(model: nn.Module) -> bool:
     must be one of a whole batch.
 
     Args:
-        model: The model as it is given to the pipeline.
+        model: The model that was passed to the pipeline.
     """
     wrapper = wrapper_of(model)
     if wrapper is None or not wrapper.static_graph:

@@ -24,7 +24,7 @@ def why_whole_batches(model: nn.Module) -> str | None:
     its forward.
 
     Args:
-        model: The model as it is given to the pipeline.
+        model: The model that was passed to the pipeline.
 
     Returns:
         A reason; ``None`` = there is no such hook.

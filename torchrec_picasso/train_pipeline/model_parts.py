@@ -1,7 +1,7 @@
 """Finds a model's sharded and dense parts, and what prevents micro-batches.
 
-The pipeline trains whatever TorchRec's pipeline trains. A sharded module is of one of three kinds,
-or has tables of the first two kinds:
+The pipeline trains every model that TorchRec's pipeline trains. A sharded module is of one of three
+kinds, or has tables of the first two kinds:
 
 - *interleaved*: its tables are hot/cold, and a schedule drives its exchange;
 - *computed once* per batch: its ids are exchanged early, as in TorchRec's pipeline, and

@@ -39,7 +39,7 @@ class Program:
     """The functions that a pipeline's user gave it, each called as by TorchRec's pipeline.
 
     Args:
-        model: The model as it is given to the pipeline.
+        model: The model that was passed to the pipeline.
         forward: Returns ``(losses, output)`` for a batch or micro-batch.
         backward: Runs backward from the losses of a whole batch.
         step: Steps the dense optimizer.
@@ -124,7 +124,7 @@ class Operations:
             request = group.request(flight.batch, flight.sizes_K, flight.has_data)
             flight.requests.append(request)
         if not self._groups:
-            # without a header, an all-reduce of its own tells whether any rank has data
+            # without a header, a separate all-reduce says whether any rank has data
             flight.any_data = AnyData(self._pg, self._device, flight.has_data)
         if self._plain:
             self._start_plain(flight)

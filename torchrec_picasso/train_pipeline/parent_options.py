@@ -65,7 +65,7 @@ def refuse_model(model: nn.Module) -> None:
     """Refuses models whose dense part or tables are not the same on all ranks of one group.
 
     Args:
-        model: The model as it is given to the pipeline.
+        model: The model that was passed to the pipeline.
 
     Raises:
         CompatError: If the model has such a wrapper; names it.
@@ -88,7 +88,7 @@ def refuse_backward_hook(model: nn.Module, path: str) -> None:
     """Refuses user work in the backward of a module whose backward this package schedules.
 
     Args:
-        model: The model as it is given to the pipeline.
+        model: The model that was passed to the pipeline.
         path: Path of the module in the model.
 
     Raises:

@@ -65,7 +65,7 @@ class PipelinedModel:
     """Replaces the forwards of the sharded modules; TorchRec's ``detach`` restores them.
 
     Args:
-        model: The model as it is given to the pipeline.
+        model: The model that was passed to the pipeline.
         batch: The first batch; TorchRec's tracer may examine it.
         context: TorchRec's pipeline context of the batch.
         stream: Stream on which ids are prepared.

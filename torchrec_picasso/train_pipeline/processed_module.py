@@ -37,7 +37,7 @@ class ProcessedModule:
 
     Args:
         module: TorchRec's sharded module.
-        tables: Its tables, which are all hot/cold.
+        tables: Tables of the module, which are all hot/cold.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def explained_tracing() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # whatever Python, torch.fx or the model raises
+    except Exception as error:  # any error of Python, torch.fx or the model
         frames = _traced_frames(error)
         if frames is None:
             raise

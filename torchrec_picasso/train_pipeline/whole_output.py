@@ -149,7 +149,7 @@ class WholeOutput:
             ) from error
 
     def _with_leaves(self, parts_K: Sequence[Any]) -> _Cut:
-        """Gives each part its own leaves, and a copy of each leaf to the model."""
+        """Makes leaves for each part; the model gets copies of the leaves."""
         leaves_KV: list[list[Tensor]] = []
 
         def leaf_of(tensor: Tensor, has_leaf: Iterator[bool], leaves_V: list[Tensor]) -> Tensor:
