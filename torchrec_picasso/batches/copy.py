@@ -18,11 +18,7 @@ __all__ = ["copy_batch"]
 
 
 def copy_batch(value: Any) -> Any:
-    """Copies a batch of any type; objects that cannot be copied are shared.
-
-    Args:
-        value: The batch, or a member of it.
-    """
+    """Copies a batch of any type; objects that cannot be copied are shared."""
     members = children_of(value)
     if members is not None:
         copied = [copy_batch(member) for _, member in members]

@@ -29,9 +29,6 @@ def children_of(value: Any) -> list[tuple[str, Any]] | None:
     Containers are dataclasses, dicts, NamedTuples, and exactly tuples and lists: a subclass of
     tuple or list may have any constructor.
 
-    Args:
-        value: A batch, or a part of it.
-
     Returns:
         Pairs of suffix, such as ``.name`` or ``[0]``, and member.
     """

@@ -176,9 +176,6 @@ def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
 def check_samples(batch: Any) -> int | None:
     """Counts the samples of a batch, and checks that all fields agree.
 
-    Args:
-        batch: Any batch.
-
     Returns:
         The number of samples; ``None`` = nothing in the batch has samples.
 

@@ -69,9 +69,6 @@ class ModelState:
     def of(model: nn.Module) -> ModelState:
         """Reads the state of a model.
 
-        Args:
-            model: The model.
-
         Raises:
             Exception: The error of any attribute that cannot be pickled.
         """

@@ -43,11 +43,7 @@ class IdStream:
         return torch.get_device_module(self._stream.device).stream(self._stream)
 
     def take_batch(self, batch: Any) -> None:
-        """Makes this stream wait for the copy of a batch. Call it inside :meth:`working`.
-
-        Args:
-            batch: The batch.
-        """
+        """Makes this stream wait for the copy of a batch. Call it inside :meth:`working`."""
         wait_for_batch(batch, self._copy_stream)
 
     def take_over(self, tensors: Iterable[Tensor]) -> None:

@@ -83,9 +83,6 @@ class Call:
         """Makes one value for all outputs, and ``HIDDEN`` for outputs without a batch dim.
 
         Operators return the latter for their backward; a model does not read them.
-
-        Args:
-            value: Value of the other outputs.
         """
         hidden = Value(Kind.HIDDEN)
         return [value if self.sizes.batch_dims(out) else hidden for out in self.outputs]
@@ -111,9 +108,6 @@ class Call:
     def same_rows(self, operands: Iterable[Operand]) -> Value:
         """Returns the rows that all operands share; the caller has compared their dims.
 
-        Args:
-            operands: Tensors that depend on the batch, at least one.
-
         Raises:
             UnprovedError: If they hold other entries than rows, or rows in different orders.
         """
@@ -134,9 +128,6 @@ class Call:
 
     def aligned(self, operands: Iterable[Operand]) -> Value:
         """Returns the rows of tensors that broadcast with equal batch dims from the right.
-
-        Args:
-            operands: Tensors of an elementwise operator.
 
         Raises:
             UnprovedError: If batch dims differ, or another tensor has several entries there.

@@ -75,9 +75,6 @@ class Follower(TorchDispatchMode):
     def value_of(self, tensor: Tensor) -> Value:
         """Returns how a tensor depends on the batch.
 
-        Args:
-            tensor: A tensor without data, or one of the model with data.
-
         Raises:
             UnprovedError: If the tensor came from no operator that was followed.
         """

@@ -208,11 +208,7 @@ _NEVER = (
 
 
 def may_change(value: Any) -> bool:
-    """Whether the content of a value may change while the object stays the same.
-
-    Args:
-        value: Any value.
-    """
+    """Whether the content of a value may change while the object stays the same."""
     if isinstance(value, tuple | frozenset):
         return any(may_change(member) for member in value)
     return not isinstance(value, _NEVER)

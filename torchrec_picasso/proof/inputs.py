@@ -195,11 +195,7 @@ def _refuse_extras(value: Any, path: str) -> None:
 
 
 def form_of(value: Any) -> Hashable:
-    """Describes all of a batch that is neither data nor a size: a model may branch on it.
-
-    Args:
-        value: A batch, or a member of it.
-    """
+    """Describes all of a batch that is neither data nor a size: a model may branch on it."""
     if isinstance(value, KeyedJaggedTensor):
         weights = value.weights_or_none()
         types = value.values().dtype, None if weights is None else weights.dtype

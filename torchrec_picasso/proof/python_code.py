@@ -53,11 +53,7 @@ _NOTHING = object()
 
 
 def foreign_module(name: str | None) -> str | None:
-    """Returns the module among :data:`_UNSTEADY`, or ``torch.distributed``, that a name is in.
-
-    Args:
-        name: Path of a module.
-    """
+    """Returns the module among :data:`_UNSTEADY`, or ``torch.distributed``, that a name is in."""
     parts = (name or "").split(".")
     for end in range(len(parts), 0, -1):
         found = ".".join(parts[:end])
@@ -116,9 +112,6 @@ class Names:
 
     def enter(self, frame: FrameType) -> None:
         """Examines a function of the user's that was just called.
-
-        Args:
-            frame: Frame of the function.
 
         Raises:
             UnprovedError: If the function may behave differently in the next call.
@@ -223,11 +216,7 @@ class Names:
 
 
 def is_users_object(value: Any) -> bool:
-    """Whether a class or function is the user's.
-
-    Args:
-        value: A class or function.
-    """
+    """Whether a class or function is the user's."""
     code = getattr(value, "__code__", None)
     if code is not None:
         return is_users(code)

@@ -114,9 +114,6 @@ _OWN_COPIES = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
 def refuse_hidden(value: Any) -> None:
     """Refuses values with state that neither a copy nor a digest of them shows.
 
-    Args:
-        value: Any value of the model.
-
     Raises:
         UnprovedError: Completes a sentence that begins with the value's name.
     """
@@ -229,10 +226,6 @@ def state_of(module: nn.Module, given: Collection[nn.Module]) -> dict[tuple[str,
 
 
 def classes_of(modules: Iterable[nn.Module]) -> list[type]:
-    """Lists the user's classes among the classes and bases of modules, each once.
-
-    Args:
-        modules: The modules.
-    """
+    """Lists the user's classes among the classes and bases of modules, each once."""
     found = {c: None for module in modules for c in type(module).__mro__ if is_users_object(c)}
     return list(found)

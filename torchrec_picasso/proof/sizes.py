@@ -27,11 +27,7 @@ _LEAST = 2
 
 
 def is_symbolic(number: Any) -> bool:
-    """Whether a number depends on the batch's sizes.
-
-    Args:
-        number: Any value.
-    """
+    """Whether a number depends on the batch's sizes."""
     return isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) and bool(
         number.node.expr.free_symbols
     )
@@ -80,11 +76,7 @@ class Sizes:
         return found
 
     def count(self, rows: str) -> sympy.Expr:
-        """Returns the number of rows as an expression, with all simplifications so far.
-
-        Args:
-            rows: Name of the rows.
-        """
+        """Returns the number of rows as an expression, with all simplifications so far."""
         return self._counts[rows].node.expr
 
     def times(self, size: Any, rows: str) -> int | None:
@@ -100,11 +92,7 @@ class Sizes:
         return int(factor) if rest == self.count(rows) and factor.is_Integer else None
 
     def rows_of(self, size: Any) -> tuple[str, int] | None:
-        """Finds rows whose number divides a size, and the quotient; ``None`` = none do.
-
-        Args:
-            size: A size of a tensor.
-        """
+        """Finds rows whose number divides a size, and the quotient; ``None`` = none do."""
         for rows in self._counts:
             times = self.times(size, rows)
             if times is not None:

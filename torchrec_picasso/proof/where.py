@@ -50,11 +50,7 @@ def _is_users_file(name: str) -> bool:
 
 
 def is_users(code: CodeType) -> bool:
-    """Whether code is the user's: not PyTorch's, TorchRec's, Python's or this package's engine.
-
-    Args:
-        code: The code of a function.
-    """
+    """Whether code is the user's: not PyTorch's, TorchRec's, Python's or this package's engine."""
     return _is_users_file(code.co_filename)
 
 

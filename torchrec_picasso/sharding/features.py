@@ -48,9 +48,6 @@ class LaidOutFeatures(KeyedJaggedTensor):
 def layout_of(features: Any) -> RowLayout:
     """Finds the layout of features that came out of the input dist.
 
-    Args:
-        features: The features, or what a feature processor made of them.
-
     Raises:
         CompatError: If the ids were replaced between the input dist and the lookup.
     """

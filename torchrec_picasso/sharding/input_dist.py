@@ -42,9 +42,6 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
 
         Collective: all ranks call this, in the same order.
 
-        Args:
-            sparse_features: The module's features, in table order.
-
         Returns:
             An awaitable of an awaitable of the features with their layout.
         """

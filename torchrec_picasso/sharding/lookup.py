@@ -102,9 +102,7 @@ class HotColdPooledLookup(GroupedPooledEmbeddingsLookup):
     def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
         """Starts to fetch the rows of a batch. Collective.
 
-        Args:
-            sparse_features: Features with their layout; or the rows of one part, if a schedule
-                fetches them, which are returned.
+        Rows of a part that a schedule fetches are returned unchanged.
         """
         rows = sparse_features
         if not isinstance(rows, PartRows):
@@ -137,9 +135,7 @@ class HotColdSequenceLookup(GroupedEmbeddingsLookup):
     def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
         """Starts to fetch the rows of a batch. Collective.
 
-        Args:
-            sparse_features: Features with their layout; or the rows of one part, if a schedule
-                fetches them, which are returned.
+        Rows of a part that a schedule fetches are returned unchanged.
         """
         rows = sparse_features
         if not isinstance(rows, PartRows):

@@ -187,9 +187,6 @@ def twin_of(module: nn.Module) -> Any:
 def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
     """Whether the plan makes a table hot/cold.
 
-    Args:
-        info: TorchRec's record of a table and its placement.
-
     Raises:
         PlanError: If a hot/cold table does not have the sharding type of its form.
     """
@@ -210,11 +207,7 @@ def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
 def apart_from_stock(
     stock_groups: dict[str, list[EmbeddingShardingInfo]],
 ) -> dict[str, list[EmbeddingShardingInfo]]:
-    """Moves hot/cold tables out of TorchRec's groups by sharding type into a group of their own.
-
-    Args:
-        stock_groups: Tables by sharding type.
-    """
+    """Moves hot/cold tables out of TorchRec's groups by sharding type into a group of their own."""
     groups: dict[str, list[EmbeddingShardingInfo]] = {}
     for sharding_type, infos in stock_groups.items():
         for info in infos:

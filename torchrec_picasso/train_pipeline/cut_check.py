@@ -126,7 +126,7 @@ class CutCheck:
             f"in {num_parts} micro-batches": Cut.in_order(flight.sizes_K),
             "in uneven parts": Cut.torn(num_samples, num_parts, self._draw),
         }
-        # a user's split function may return parts that join only in their own order
+        # torn pieces are joined by join_outputs, which may not know a user's type of part
         if self._split is not split_batch:
             ways.popitem()
         still, whole = StillRandomness(), None
@@ -256,8 +256,8 @@ def _refuse_views(output: Any, model: nn.Module) -> None:
 
 
 def _difference(whole: _Run, parts: _Run, tolerance: Tolerance, cut: Cut) -> str | None:
-    """Describes the first difference in gradients, loss, state or outputs; outputs only if the
-    pieces are in order, since a user's join keeps the order of its parts."""
+    """Describes the first difference in gradients, loss, state or outputs; the outputs of a torn
+    batch are in another order and not compared."""
     for name, grads in whole.grads.items():
         for one, other in zip(grads, parts.grads[name]):
             found = _difference_of_gradients(one, other, tolerance)

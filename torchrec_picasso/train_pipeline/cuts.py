@@ -39,9 +39,6 @@ def is_due(step: int) -> bool:
     """Whether a training step, counted from 1, starts with a comparison.
 
     Steps 1, 2, 4, 8, 16, then 64, 256, 1024, ...
-
-    Args:
-        step: The number of the step.
     """
     is_power_of_2 = step & (step - 1) == 0
     return is_power_of_2 and (step <= _OFTEN_UNTIL or step.bit_length() % 2 == 1)
@@ -54,7 +51,7 @@ class Evidence(Protocol):
         """The known fact against micro-batches, with advice; ``None`` = none."""
 
     def news(self) -> str | None:
-        """The part of :meth:`objection` that may change between two steps; cheap, every step."""
+        """An objection outside the model, which may arise between two steps; cheap, every step."""
 
     def prove(self, flight: Flight) -> Proof:
         """Tries to prove that micro-batches train the same as the batch. Collective."""

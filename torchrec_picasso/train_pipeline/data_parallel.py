@@ -42,9 +42,6 @@ def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
 
     TorchRec's pipelines reduce no gradients themselves, so without a wrapper nothing does.
 
-    Args:
-        model: The model that was passed to the pipeline.
-
     Returns:
         The wrapper; ``None`` = the model has none.
     """
@@ -83,9 +80,6 @@ def counts_gradients(model: nn.Module) -> bool:
 
     In the first backward the wrapper counts how often each parameter gets a gradient. That backward
     must be one of a whole batch.
-
-    Args:
-        model: The model that was passed to the pipeline.
     """
     wrapper = wrapper_of(model)
     if wrapper is None or not wrapper.static_graph:

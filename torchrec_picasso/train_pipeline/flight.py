@@ -98,9 +98,6 @@ class Flight:
 
         The backward of a whole batch runs in the first backward slot, which is that of the last
         micro-batch: from there on gradients of rows are sent.
-
-        Args:
-            index: Index of the micro-batch.
         """
         return index == len(self.sizes_K) - 1 if self.is_whole else index in self.run_indices
 

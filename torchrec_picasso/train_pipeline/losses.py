@@ -47,9 +47,6 @@ class Losses:
     def checked(self, losses: Any) -> Any:
         """Validates the losses that a model returned.
 
-        Args:
-            losses: The model's losses.
-
         Returns:
             The losses, unchanged.
 

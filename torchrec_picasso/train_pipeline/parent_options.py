@@ -64,9 +64,6 @@ def refuse_options(options: Mapping[str, bool]) -> None:
 def refuse_model(model: nn.Module) -> None:
     """Refuses models whose dense part or tables are not the same on all ranks of one group.
 
-    Args:
-        model: The model that was passed to the pipeline.
-
     Raises:
         CompatError: If the model has such a wrapper; names it.
     """

@@ -266,9 +266,6 @@ class PipelinedModel:
         """Starts the input dists of the non-interleaved modules, as TorchRec does.
 
         Runs on the ids' stream. Collective: all ranks call this for the same batch.
-
-        Args:
-            flight: The in-flight batch.
         """
         start_data_dist(list(self.plain.values()), flight.batch, flight.context)
         self.join_splits()

@@ -36,11 +36,7 @@ class Postprocs:
 
     @contextmanager
     def of_batch(self, context: TrainPipelineContext) -> Iterator[None]:
-        """In this context, postprocs run for a batch, or return their result for it.
-
-        Args:
-            context: TorchRec's pipeline context of the batch.
-        """
+        """In this context, postprocs run for a batch, or return their result for it."""
         with use_context_for_postprocs(self._modules, context):
             yield
 

@@ -25,18 +25,10 @@ class _Named:
 
 
 def step_range(number: int) -> AbstractContextManager[object]:
-    """Makes the profiler range of a step.
-
-    Args:
-        number: Number of the step.
-    """
+    """Makes the profiler range of a step."""
     return named_range(_Named(STEP_PREFIX, number))
 
 
 def op_range(op: Op) -> AbstractContextManager[object]:
-    """Makes the profiler range of an operation.
-
-    Args:
-        op: The operation.
-    """
+    """Makes the profiler range of an operation."""
     return named_range(_Named(OP_PREFIX, op))

@@ -2,8 +2,8 @@
 
 A model regroups columns with TorchRec's ``KTRegroupAsDict``. On the CPU FBGEMM's operator behind it
 takes tens of times as long as a copy, for any order of the columns; with 130 fields that is more
-than all the rest of a step. On the CPU the columns are therefore concatenated by name, and so are
-the gradients in backward.
+than all the rest of a step. On the CPU the columns are therefore concatenated by name; backward is
+that of the concatenation.
 """
 
 from __future__ import annotations

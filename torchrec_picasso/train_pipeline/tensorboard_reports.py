@@ -82,11 +82,7 @@ class TensorBoardReports:
             )
 
     def __call__(self, report: StepReport) -> None:
-        """Receives the report of a step; writes a point if one is due.
-
-        Args:
-            report: The report.
-        """
+        """Receives the report of a step; writes a point if one is due."""
         if self._writer is None:
             return
         self._window.append(report)
