@@ -1,1 +1,1 @@
-"""Splits a batch into parts by samples, and joins a model's outputs for them."""
+"""Splits a batch into micro-batches by samples, and joins a model's outputs for them."""

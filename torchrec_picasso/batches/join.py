@@ -185,7 +185,7 @@ def _join_kjts(values: list[KeyedJaggedTensor], path: str, sizes: list[int]) -> 
         return KeyedJaggedTensor(keys, ids, lengths=lengths, stride=sum(sizes))
     _check_sizes([value.stride() for value in values], path, sizes)
     lookups_KF = [value.length_per_key() for value in values]
-    # lengths (F * B_k,) of each part -> (F, B_k), side by side -> (F, B) -> (F * B,)
+    # lengths (F * B_k,) of each micro-batch -> (F, B_k), side by side -> (F, B) -> (F * B,)
     lengths_of_K = [value.lengths().reshape(len(keys), -1) for value in values]
     weights_N = None
     if _are_weighted(values, path):

@@ -265,7 +265,7 @@ def _check_kjt(kjt: KeyedJaggedTensor, path: str) -> None:
 
 
 def _cut(value: Any, path: str, sizes_K: list[int]) -> list[Any]:
-    """Splits one value into K parts; :func:`check_samples` has counted its samples before."""
+    """Splits one value into K micro-batches; :func:`check_samples` has counted its samples."""
     members = children_of(value)
     if members is not None:
         parts_MK = [_cut(member, path + suffix, sizes_K) for suffix, member in members]
@@ -294,7 +294,7 @@ def _views(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _cut_kjt(kjt: KeyedJaggedTensor, path: str, sizes_K: list[int]) -> list[KeyedJaggedTensor]:
-    """Splits features into K parts; one host sync for the lookups of each part and feature."""
+    """Splits features into K micro-batches; one host sync, for all numbers of lookups."""
     keys, values_N, weights_N = kjt.keys(), kjt.values(), kjt.weights_or_none()
     if not keys:
         empty = kjt.lengths()
@@ -303,7 +303,7 @@ def _cut_kjt(kjt: KeyedJaggedTensor, path: str, sizes_K: list[int]) -> list[Keye
             for size in sizes_K
         ]
     lengths_FB = kjt.lengths().reshape(len(keys), kjt.stride())
-    # lengths (F, B) -> K views (F, B_k) -> lookups by part and feature
+    # lengths (F, B) -> K views (F, B_k) -> lookups by micro-batch and feature
     lengths_FB_of_K = lengths_FB.split(sizes_K, dim=1)
     lookups_KF = torch.stack([lengths.sum(dim=1) for lengths in lengths_FB_of_K]).tolist()
     least = min(map(min, lookups_KF))
@@ -333,14 +333,14 @@ def _cut_kjt(kjt: KeyedJaggedTensor, path: str, sizes_K: list[int]) -> list[Keye
 
 
 def _gather_segments(values_N: Tensor, segments_FK: list[int], num_parts: int) -> list[Tensor]:
-    """Joins segments k, K + k, 2 K + k, ... to part k; a part of one segment is a view."""
+    """Joins segments k, K + k, 2 K + k, ... to micro-batch k; a view if it is one segment."""
     views_FK = values_N.split(segments_FK)
     parts = [views_FK[k::num_parts] for k in range(num_parts)]
     return [views[0] if len(views) == 1 else torch.cat(views) for views in parts]
 
 
 def _cut_jt(jagged: JaggedTensor, path: str, sizes_K: list[int]) -> list[JaggedTensor]:
-    """Splits a jagged tensor, which is stored by sample, into K parts of views."""
+    """Splits a jagged tensor, which is stored by sample, into K micro-batches of views."""
     values_N, weights_N = jagged.values(), jagged.weights_or_none()
     lengths_of_K = _views(jagged.lengths(), sizes_K)
     lookups_K = torch.stack([lengths.sum() for lengths in lengths_of_K]).tolist()

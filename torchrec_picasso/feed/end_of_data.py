@@ -25,7 +25,7 @@ from torchrec_picasso.errors import CompatError
 __all__ = ["AnyData", "Census", "SplitBatch", "empty_batch", "share_empty_batch", "take_census"]
 
 SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
-"""Splits a batch into parts of given sizes."""
+"""Splits a batch into micro-batches of given sizes."""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def state_tracker(
         kernels: TorchRec's kernels of these tables, with the rows that this rank owns.
 
     Returns:
-        A function of one part of a batch.
+        A function of the rows of one micro-batch.
 
     Raises:
         CompatError: If ``record`` is not a method of TorchRec's delta tracker, tables share a

@@ -39,14 +39,14 @@ class InBackwardDriver:
         self._in_flight: list[BatchGradients] = []
 
     def fetch(self, layout: RowLayout, weights_N: Tensor | None) -> PartRows:
-        """Starts to fetch the rows of a batch, which is one part. Collective.
+        """Starts to fetch the rows of a batch, which is one micro-batch. Collective.
 
         Args:
             layout: Layout of the batch's rows.
             weights_N: Per-sample weights in KeyedJaggedTensor order, with their graph.
 
         Returns:
-            The part's rows, which may still be on their way.
+            The batch's rows, which may still be on their way.
         """
         # a refresh since the input dist has changed the slots of hot rows
         if layout.hot_epoch != self._group.hot.epoch:

@@ -22,7 +22,7 @@ __all__ = ["RequestDist"]
 
 
 class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
-    """Requests a batch's rows from their owner ranks, as one part and without lookahead.
+    """Requests a batch's rows from their owner ranks, as one micro-batch and without lookahead.
 
     Args:
         group: The tables.

@@ -102,7 +102,7 @@ class HotColdPooledLookup(GroupedPooledEmbeddingsLookup):
     def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
         """Starts to fetch the rows of a batch. Collective.
 
-        Rows of a part that a schedule fetches are returned unchanged.
+        Rows of a micro-batch that a schedule fetches are returned unchanged.
         """
         rows = sparse_features
         if not isinstance(rows, PartRows):
@@ -135,7 +135,7 @@ class HotColdSequenceLookup(GroupedEmbeddingsLookup):
     def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
         """Starts to fetch the rows of a batch. Collective.
 
-        Rows of a part that a schedule fetches are returned unchanged.
+        Rows of a micro-batch that a schedule fetches are returned unchanged.
         """
         rows = sparse_features
         if not isinstance(rows, PartRows):

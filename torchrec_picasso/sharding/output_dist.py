@@ -54,7 +54,7 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
         """Makes the awaitable of the output.
 
         Args:
-            local_embs: Rows of one part of a batch.
+            local_embs: Rows of one micro-batch.
             sharding_ctx: Not used.
 
         Returns:

@@ -143,7 +143,7 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
         return _Joined(parts, self._embedding_names, self._embedding_dims)
 
     def output(self, rows: PartRows) -> Any:
-        """Computes the module's output for one part of a batch, from its fetched rows."""
+        """Computes the module's output for one micro-batch, from its fetched rows."""
         context = self.create_context()
         context.sharding_contexts.append(EmbeddingShardingContext())
         return self.compute_and_output_dist(context, [rows])

@@ -136,7 +136,7 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         return SpreadSequences(own, rows.unpadded_lengths, rows.recat.view(shape))
 
     def output(self, rows: PartRows) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Computes the module's output for one part of a batch, from its fetched rows."""
+        """Computes the module's output for one micro-batch, from its fetched rows."""
         (lookup,) = self._lookups
         return self._sequences(lookup(rows))
 

@@ -1,4 +1,4 @@
-"""The part that sharded modules of both kinds share: their tables, and the features they look up.
+"""The base of both kinds of sharded modules: their tables, and the features they look up.
 
 A schedule drives the exchange of hot/cold tables. A module that also has stock tables is split by
 :meth:`apart <HotColdModule.apart>` into two modules over the same rows, one with the hot/cold
@@ -66,7 +66,7 @@ class HotColdModule(ABC):
 
     @abstractmethod
     def output(self, rows: PartRows) -> LazyAwaitable[Any]:
-        """Computes the module's output for one part of a batch, from its fetched rows."""
+        """Computes the module's output for one micro-batch, from its fetched rows."""
 
     @abstractmethod
     def with_shardings(self, positions: Sequence[int]) -> HotColdModule:

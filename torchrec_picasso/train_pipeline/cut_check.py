@@ -3,10 +3,10 @@
 The check serves micro-batches that the user requested and that no proof covers. On a few training
 steps the model runs forward and backward on the same samples with the same rows in three ways:
 whole; in micro-batches as the step splits it; and torn, that is, small pieces of the batch in
-random order, dealt out to uneven parts. Losses, outputs, gradients of tables and of dense weights,
-and the state that the runs leave behind are compared. Anything that cannot be compared (a value
-that is not finite, an error, random numbers, a collective) counts as a difference. Ranks agree: a
-difference on one rank counts for all.
+random order, dealt out to uneven micro-batches. Losses, outputs, gradients of tables and of dense
+weights, and the state that the runs leave behind are compared. Anything that cannot be compared (a
+value that is not finite, an error, random numbers, a collective) counts as a difference. Ranks
+agree: a difference on one rank counts for all.
 
 A comparison leaves no trace: each run works on a copy of the model, which shares only the sharded
 modules with it.
@@ -126,7 +126,7 @@ class CutCheck:
             f"in {num_parts} micro-batches": Cut.in_order(flight.sizes_K),
             "in uneven parts": Cut.torn(num_samples, num_parts, self._draw),
         }
-        # torn pieces are joined by join_outputs, which may not know a user's type of part
+        # torn pieces are joined by join_outputs, which may not know a user's type of batch
         if self._split is not split_batch:
             ways.popitem()
         still, whole = StillRandomness(), None

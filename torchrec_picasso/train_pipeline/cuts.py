@@ -189,7 +189,7 @@ class Cuts:
         if self._num_steps == 1 or has_changed:
             self._prove(flight, pg, device)
         if self._asked is None or self._proof is not None:
-            return  # proved, or whole until a proof succeeds
+            return  # proved, or trained whole without a proof
         if has_changed or is_due(self._num_steps):
             reason = agree_on(pg, device, self._evidence.objection())
             reason = reason or self._evidence.compare(flight)

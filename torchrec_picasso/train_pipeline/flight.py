@@ -109,7 +109,7 @@ class Flight:
         weights: Tensor | None,
         number: int,
     ) -> list[tuple[PartRows, int]]:
-        """Returns the rows that a module uses in one run of the model, by part.
+        """Returns the rows that a module uses in one run of the model.
 
         Args:
             rows: Rows of the module's group.
@@ -119,7 +119,7 @@ class Flight:
             number: Position of the module in its group.
 
         Returns:
-            Each part's rows with the number of its samples.
+            The rows of each micro-batch of the run, with the number of its samples.
         """
         counted = [index for index, size in enumerate(self.sizes_K) if size] or [0]
         # a run on the whole batch uses the rows of all micro-batches with samples, one after

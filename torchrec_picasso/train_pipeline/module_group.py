@@ -37,7 +37,7 @@ class ModuleGroup:
 
     Args:
         modules: The group's modules by name, in the order of their rows in the group.
-        is_odd: Whether the modules have variable-batch (VBE) features; the batch is one part then.
+        is_odd: Whether the modules have variable-batch (VBE) features; their batch is never split.
     """
 
     def __init__(self, modules: Mapping[str, ScheduledModule], *, is_odd: bool = False) -> None:
@@ -87,11 +87,11 @@ class ModuleGroup:
         return OddFeatures.of(module.features_of(features), features)
 
     def joined_output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:
-        """Computes a module's output for several parts of a batch, joined along the samples.
+        """Computes a module's output for several micro-batches, joined along the samples.
 
         Args:
             name: Name of the module.
-            parts: Rows and number of samples of each part.
+            parts: Rows and number of samples of each micro-batch.
         """
         outputs = [self.output(name, rows) for rows, _ in parts]
         if len(outputs) == 1:
@@ -100,11 +100,11 @@ class ModuleGroup:
         return LazyNoWait(join_outputs([output.wait() for output in outputs], sizes))
 
     def output(self, name: str, rows: PartRows) -> LazyAwaitable[Any]:
-        """Computes a module's output for one part of a batch.
+        """Computes a module's output for one micro-batch.
 
         Args:
             name: Name of the module.
-            rows: Rows of the part.
+            rows: Rows of the micro-batch.
         """
         module = self.modules[name]
         return spread(module, rows) if self._is_odd else module.output(rows)

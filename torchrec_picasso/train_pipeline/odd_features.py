@@ -5,7 +5,7 @@ feature): each feature of a KeyedJaggedTensor has its own batch size, and its in
 each sample's row. The lookup and the pooling work on the feature's own rows, each once; the output
 is then expanded to the samples. Autograd sums the gradients of all samples with the same row.
 
-The samples of such features cannot be split, so the batch is one part. The code calls VBE features
+The samples of such features cannot be split, so the batch stays whole. The code calls VBE features
 "odd".
 
 Shape letters: B samples, F features, N lookups.

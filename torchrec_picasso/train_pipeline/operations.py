@@ -174,7 +174,7 @@ class Operations:
             return
         run = flight.run_indices.index(index)
         for group, rows, gradients in zip(self._groups, flight.rows, flight.gradients):
-            # The model calls the module later; the call waits for the rows of its parts.
+            # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(group.modules.items()):
                 weights = flight.weights_of(name, module, rows, number)
                 sink = partial(partial, flight.take_gradients, name, gradients, number)

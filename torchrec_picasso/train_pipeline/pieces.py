@@ -16,7 +16,7 @@ from torchrec_picasso.batches.split import FEWEST_SAMPLES
 __all__ = ["Cut"]
 
 _MOST_PIECES = 64
-"""Upper bound of the pieces of a torn batch."""
+"""Number of pieces of a torn batch, roughly; small batches have fewer."""
 
 
 class Cut:
@@ -39,22 +39,22 @@ class Cut:
 
     @staticmethod
     def torn(num_samples: int, num_micro_batches: int, draw: random.Random) -> Cut:
-        """Splits into pieces of random sizes, dealt in random order to parts of uneven sizes.
+        """Splits into pieces of random sizes, dealt in random order to uneven micro-batches.
 
-        The last part has two samples, the fewest that a micro-batch ever has.
+        The last micro-batch has two samples, the fewest that one ever has.
 
         Args:
             num_samples: Samples of the batch, at least 2 K.
-            num_micro_batches: Parts, K, at least 2.
+            num_micro_batches: Number of micro-batches, K, at least 2.
             draw: Random generator for sizes and order.
         """
-        # about 64 pieces of 2 to `usual` + 1 samples; piece 0 has two samples and is the last part
+        # about 64 pieces of 2 to `usual` + 1 samples; piece 0 (two samples) is the last one
         usual = max(FEWEST_SAMPLES, 2 * num_samples // min(_MOST_PIECES, num_samples))
         sizes = [FEWEST_SAMPLES]
         while (left := num_samples - sum(sizes)) >= 2 * FEWEST_SAMPLES:
             sizes.append(draw.randint(FEWEST_SAMPLES, min(usual + 1, left - FEWEST_SAMPLES)))
         sizes.append(left)
-        # shuffle pieces 1.. and split them at random positions into the other parts
+        # shuffle pieces 1.. and split them at random positions into the other micro-batches
         others = draw.sample(range(1, len(sizes)), len(sizes) - 1)
         num_parts = min(num_micro_batches - 1, len(others))
         ends = sorted(draw.sample(range(1, len(others)), num_parts - 1))

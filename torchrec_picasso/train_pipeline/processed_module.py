@@ -75,7 +75,7 @@ class ProcessedModule:
         return self._tables.features_of(own)
 
     def output(self, rows: PartRows) -> LazyAwaitable[Any]:
-        """Computes the module's output for one part of a batch."""
+        """Computes the module's output for one micro-batch."""
         return self._tables.output(rows)
 
     def weights(self, rows: BatchRows, number: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The full-batch output of a non-interleaved module, which micro-batches use in parts.
+"""The full-batch output of a non-interleaved module, split by samples for micro-batches.
 
 Shape letters: K micro-batches, V values that gradients run back to.
 """
@@ -35,7 +35,7 @@ class UncutOutput:
         self._name = name
 
     def part(self, sizes_K: Sequence[int], index: int) -> Any:
-        """Returns the output; there is one part."""
+        """Returns the output; there is one micro-batch."""
         return self._output
 
     def backward(self) -> None:
@@ -118,7 +118,7 @@ class WholeOutput:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """The leaves of all parts so far, where their gradients arrive."""
+        """The leaves of all micro-batches so far, where their gradients arrive."""
         return [leaf for cut in self._cuts.values() for leaves in cut.leaves_VK for leaf in leaves]
 
     def join_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
@@ -149,7 +149,7 @@ class WholeOutput:
             ) from error
 
     def _with_leaves(self, parts_K: Sequence[Any]) -> _Cut:
-        """Makes leaves for each part; the model gets copies of the leaves."""
+        """Makes leaves for each micro-batch; the model gets copies of the leaves."""
         leaves_KV: list[list[Tensor]] = []
 
         def leaf_of(tensor: Tensor, has_leaf: Iterator[bool], leaves_V: list[Tensor]) -> Tensor:
