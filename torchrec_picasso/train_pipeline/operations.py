@@ -109,6 +109,7 @@ class Operations:
             self._id_stream.hand_over([flight.batch, *flight.micro_batches_K], tensors)
 
     def _run(self, op: Op, flights: Sequence[Flight]) -> None:
+        """Calls the method of an operation."""
         flight = flights[op.batch]
         if op.kind == "send_marks":
             # dirty mask: the owner ranks compare with the rows that the batch before updates
@@ -120,6 +121,7 @@ class Operations:
         getattr(self, f"_{op.kind}")(flight, **given)
 
     def _request(self, flight: Flight) -> None:
+        """Starts the header exchanges, and the input dists of non-interleaved modules."""
         for group in self._groups:
             request = group.request(flight.batch, flight.sizes_K, flight.has_data)
             flight.requests.append(request)
@@ -130,6 +132,7 @@ class Operations:
             self._start_plain(flight)
 
     def _send_ids(self, flight: Flight) -> None:
+        """Waits for the headers and sends ids; learns whether the data of all ranks has ended."""
         go_on = [request.send_ids() for request in flight.requests]
         if self._plain:
             self._wait_plain(flight.context)
@@ -144,32 +147,39 @@ class Operations:
             raise flight.fetched.refusal
 
     def _receive_ids(self, flight: Flight) -> None:
+        """Waits for the ids; then owner ranks know the requested rows."""
         for request in flight.requests:
             request.receive_ids()
 
     def _send_marks(self, flight: Flight, before: Flight) -> None:
+        """Sends the dirty mask: which requested rows the batch before updates."""
         for request, request_before in zip(flight.requests, before.requests):
             request.send_marks(request_before)
 
     def _lay_out(self, flight: Flight) -> None:
+        """Builds the layout of the rows, on the requesting rank and on the owner rank."""
         for group, request in zip(self._groups, flight.requests):
             layout = request.lay_out()
             flight.rows.append(BatchRows(group.rows, layout))
             flight.gradients.append(BatchGradients(group.rows, layout))
 
     def _fetch_clean(self, flight: Flight) -> None:
+        """Starts to fetch the rows that the batch before does not update."""
         for rows in flight.rows:
             rows.fetch_clean()
 
     def _fetch_dirty(self, flight: Flight, index: int, wave: int | None = None) -> None:
+        """Starts to fetch the other rows of one chunk."""
         for rows in flight.rows:
             rows.fetch_dirty(index, wave)
 
     def _read_hot(self, flight: Flight) -> None:
+        """Reads replicas into the batch's row matrices."""
         for rows in flight.rows:
             rows.read_hot()
 
     def _forward(self, flight: Flight, index: int) -> None:
+        """Runs the model on one micro-batch; a whole batch runs in the first slot."""
         if index not in flight.run_indices:
             return
         run = flight.run_indices.index(index)
@@ -192,6 +202,7 @@ class Operations:
             flight.losses_K[index] = self._program.losses.checked(losses)
 
     def _backward(self, flight: Flight, index: int) -> None:
+        """Runs backward of one micro-batch, and after the last one that of full-batch outputs."""
         if flight.runs_backward_at(index):
             self._run_backward(flight, 0 if flight.is_whole else index)
         if index == 0:
@@ -241,14 +252,17 @@ class Operations:
         self._is_trained |= {name: vote != 3 for name, vote in zip(names, votes) if vote}
 
     def _send_gradients(self, flight: Flight, index: int, wave: int | None = None) -> None:
+        """Sends the gradients of one chunk's rows to their owner ranks."""
         for gradients in flight.gradients:
             gradients.send(index, wave)
 
     def _reduce_hot(self, flight: Flight, wave: int | None = None) -> None:
+        """Starts to sum the replicas' gradients over ranks."""
         for gradients in flight.gradients:
             gradients.reduce_hot(wave)
 
     def _update(self, flight: Flight, wave: int | None = None) -> None:
+        """Updates owned rows and replicas, and releases the rows' memory after the last pack."""
         for group, rows, gradients in zip(self._groups, flight.rows, flight.gradients):
             # modules by position in the group, whose rows must not be updated
             untrained = {
@@ -260,5 +274,6 @@ class Operations:
                 rows.release()
 
     def _dense_step(self, flight: Flight) -> None:
+        """Steps the dense optimizer."""
         note_reduction(self._program.model)
         self._program.step()
