@@ -1,6 +1,6 @@
-"""The one door to TorchRec and FBGEMM names that are private, undocumented or known to move.
+"""The one import of TorchRec and FBGEMM names that are private, undocumented or known to move.
 
-Everything else in the package imports public TorchRec modules, or from here.
+All other files import public TorchRec modules, or names from here.
 ``tests/test_public_names.py`` checks that each name still exists in the installed release.
 """
 

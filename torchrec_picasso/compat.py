@@ -1,9 +1,9 @@
-"""Whether the installed torch and FBGEMM can be loaded together, asked before either is imported.
+"""Checks whether the installed torch and FBGEMM load together, before either is imported.
 
 FBGEMM's libraries are built against one minor release of torch and load with no other, but neither
-package's metadata says so, and what then fails is a symbol that no user knows. Pairs known to fail
-are refused by name; of others only a failing import is reported. Costs two or three look-ups of
-package metadata, a few milliseconds.
+package's metadata says so, and the failure is a missing symbol that no user knows. Pairs that are
+known to fail are refused by name; for other pairs only a failing import is reported. The check
+reads two or three entries of package metadata, a few milliseconds.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = [
 ]
 
 FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8", "2.14": "1.9", "2.15": None}
-"""FBGEMM's minor release by torch's; ``None`` = there was none when this was written."""
+"""FBGEMM's minor release by torch's; ``None`` = not released when this was written."""
 
 SUPPORTED_TORCH = ("2.13", "2.14")
-"""Those that ``setup.py`` allows, with their FBGEMM and the TorchRec of the same number."""
+"""Minor releases of torch that ``setup.py`` allows, with their FBGEMM and TorchRec."""
 
 _FBGEMM_NAMES = (
     "fbgemm-gpu",
@@ -42,12 +42,12 @@ def check_installed() -> None:
     """Refuses a torch and an FBGEMM that cannot be loaded together.
 
     Raises:
-        VersionError: If they are known not to work together, or are an unknown pair and TorchRec
-            cannot be imported.
+        VersionError: If the pair is known not to work, or is unknown and TorchRec cannot be
+            imported.
     """
     versions = installed_versions()
     if "torch" not in versions or len(versions) < 2:
-        return  # not installed as packages: Python's own error, if any, says what is missing
+        return  # not installed as packages: if one is missing, Python's own error says so
     if (reason := why_not_together(versions)) is not None:
         raise VersionError(reason)
     if _is_known(versions):
@@ -55,6 +55,7 @@ def check_installed() -> None:
     try:
         importlib.import_module("torchrec")
     except Exception as error:
+        # a missing TorchRec is no question of versions
         if isinstance(error, ModuleNotFoundError) and error.name == "torchrec":
             raise
         raise VersionError(
@@ -64,7 +65,7 @@ def check_installed() -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of torch and of every FBGEMM package that is installed, by name, torch first."""
+    """Reads the versions of torch and of every installed FBGEMM package, by name, torch first."""
     found = {}
     for name in ("torch", *_FBGEMM_NAMES):
         try:
@@ -75,35 +76,35 @@ def installed_versions() -> dict[str, str]:
 
 
 def why_not_together(versions: Mapping[str, str]) -> str | None:
-    """What keeps these versions from working together, if that is known.
+    """Explains why these versions are known not to work together.
 
     Args:
-        versions: As :func:`installed_versions` gives them.
+        versions: Result of :func:`installed_versions`.
 
     Returns:
-        What is installed, and what to install instead; ``None`` for pairs that work and for
-        releases, nightlies and builds that nothing is known about.
+        The installed versions, and a pair to install instead; ``None`` for pairs that work and for
+        unknown releases, nightlies and builds.
     """
     torch_minor, fbgemm_minors = _minors(versions)
     if torch_minor not in FBGEMM_OF_TORCH or not fbgemm_minors:
         return None
     wanted = FBGEMM_OF_TORCH[torch_minor]
     known = set(FBGEMM_OF_TORCH.values()) - {None}
-    # of two packages, which write the same files, the one that was installed last counts
+    # two FBGEMM packages write the same files, and the one that was installed last counts
     if any(minor not in known or minor == wanted for minor in fbgemm_minors):
         return None
     return f"{_spelled(versions)} cannot work together. {_advice(versions)}"
 
 
 def _is_known(versions: Mapping[str, str]) -> bool:
-    """Whether this is one pair of releases that is known to work."""
+    """Whether this is a single pair of releases that is known to work."""
     torch_minor, fbgemm_minors = _minors(versions)
     wanted = FBGEMM_OF_TORCH.get(torch_minor or "")
     return wanted is not None and fbgemm_minors == {wanted}
 
 
 def _minors(versions: Mapping[str, str]) -> tuple[str | None, set[str | None]]:
-    """``"2.13"`` of torch, and that of each FBGEMM; ``None`` for what is not a plain release."""
+    """Extracts ``"2.13"`` of torch and of each FBGEMM; ``None`` = not a plain release."""
     minors = {
         name: match[1] if (match := _RELEASE.fullmatch(version)) else None
         for name, version in versions.items()
@@ -112,11 +113,12 @@ def _minors(versions: Mapping[str, str]) -> tuple[str | None, set[str | None]]:
 
 
 def _spelled(versions: Mapping[str, str]) -> str:
+    """Writes names and versions as text."""
     return " and ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _advice(versions: Mapping[str, str]) -> str:
-    """The pair to install: that of the torch at hand if there is one, else the newest."""
+    """Names the pair to install: one for the installed torch if there is one, else the newest."""
     torch_minor, _ = _minors(versions)
     torch = torch_minor if torch_minor in SUPPORTED_TORCH else SUPPORTED_TORCH[-1]
     pairs = ", ".join(

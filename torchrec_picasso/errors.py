@@ -1,25 +1,25 @@
-"""The errors a caller may catch; each says what was found, what was expected, what to do."""
+"""Errors that a caller may catch; each message has the value, the expectation and a remedy."""
 
 from __future__ import annotations
 
 
 class PicassoError(ValueError):
-    """Something the caller gave cannot be used: an id, a weight, a file, a table name.
+    """A value from the caller cannot be used: an id, a weight, a file, a table name.
 
     The base of all errors of this package, and a ``ValueError``.
     """
 
 
 class ConfigError(PicassoError):
-    """A configuration or command-line value is wrong; lists every problem with its place."""
+    """A configuration or command-line value is invalid; lists every problem with its place."""
 
 
 class PlanError(PicassoError):
-    """A placement cannot be made: unknown table, too many hot rows, statistics of another model."""
+    """A placement is impossible: unknown table, too many hot rows, statistics of another model."""
 
 
 class CompatError(PicassoError):
-    """A TorchRec feature, optimizer or kernel that cannot be trained exactly, refused by name."""
+    """A TorchRec feature, optimizer or kernel cannot be trained exactly, and is refused by name."""
 
 
 class VersionError(CompatError, ImportError):
@@ -27,7 +27,7 @@ class VersionError(CompatError, ImportError):
 
 
 class PeerError(PicassoError, RuntimeError):
-    """Another rank failed, with its message, or does not answer; this one was all right."""
+    """Another rank failed, with its message, or does not answer; this rank itself did not fail."""
 
 
 class InputError(PicassoError):

@@ -1,9 +1,9 @@
-"""One table's decision, as the sharding plan carries it: what travels, what is hot, and when.
+"""The placement of one table in the sharding plan: hot rows, exchange and wave.
 
-The marker rides in ``ParameterSharding.cache_params``, the one slot that survives TorchRec's
-planner, its broadcast to all ranks and ``shard()``; ``sharding_type`` stays ``row_wise``, or
-``table_wise`` where bags travel, and ``compute_kernel`` stays a stock one, so everything else in
-TorchRec keeps working on the plan.
+The placement is stored in ``ParameterSharding.cache_params``, the one field that survives
+TorchRec's planner, its broadcast to all ranks and ``shard()``. ``sharding_type`` stays
+``row_wise``, or ``table_wise`` for tables that travel as bags, and ``compute_kernel`` stays a stock
+kernel, so all of TorchRec keeps working on the plan.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torchrec_picasso.errors import PlanError
 __all__ = ["Form", "HotColdParams"]
 
 Form = Literal["rows", "bags"]
-"""What of a table travels: its distinct rows, pooled where the batch is, or its bags, pooled at
-home, one vector each."""
+"""What a table exchanges: distinct rows, pooled on the rank of the batch (``"rows"``), or bags,
+pooled by the owner rank to one vector each (``"bags"``)."""
 
 
 @dataclass(eq=False, repr=False)
@@ -35,16 +35,16 @@ class HotColdParams(CacheParams):
             tensor; stored as an ascending int64 tensor of shape ``(H,)``. Empty means the packed
             unique exchange without replicas.
         wave: Tables of a module with the same number travel together; an interleaved pipeline
-            staggers them in ascending order. Any numbers from 0 on; bags travel after them.
+            staggers waves in ascending order. Any number from 0; bags travel after all waves.
         form: ``"rows"``: each distinct row travels once; the table is placed row-wise. ``"bags"``:
-            one pooled vector travels for each bag; the table is placed table-wise, on the one rank
-            that pools it, and has no hot rows. Cheaper where bags are large and rows hardly repeat.
-        num_micro_batches: Micro-batches that the plan was priced for, the same on all its tables:
-            a hint, with which an interleaved pipeline begins its trial. ``None`` = not known.
+            one pooled vector travels for each bag; the table is placed table-wise, on its owner
+            rank, and has no hot rows. Cheaper if bags are large and rows rarely repeat.
+        num_micro_batches: Number of micro-batches that the plan was priced for, equal on all its
+            tables: an interleaved pipeline starts its autotuning there. ``None`` = not known.
 
     Raises:
-        PlanError: If an id is negative or repeated, the wave is negative, the form unknown, a table
-            of bags has hot rows, or there are no micro-batches.
+        PlanError: If an id is negative or repeated, the wave is negative, the form is unknown, a
+            table of bags has hot rows, or the number of micro-batches is less than 1.
 
     Source:
         PICASSO (arXiv 2204.04903), HybridHash; TorchRec ``distributed/types.py`` ``CacheParams``.
@@ -77,14 +77,18 @@ class HotColdParams(CacheParams):
 
     @property
     def num_hot_rows(self) -> int:
-        """How many rows of the table are replicated."""
+        """Number of the table's rows that are replicated."""
         return self.hot_rows.numel()
 
     def check(self, table: str, num_embeddings: int) -> None:
         """Refuses a hot set that the table cannot hold.
 
+        Args:
+            table: Name of the table.
+            num_embeddings: Rows of the table.
+
         Raises:
-            PlanError: If there are more hot rows than rows, or a hot row lies outside the table.
+            PlanError: If there are more hot rows than rows, or a hot row is outside the table.
         """
         if self.num_hot_rows > num_embeddings:
             raise PlanError(
@@ -112,7 +116,7 @@ class HotColdParams(CacheParams):
         return hash((super().__hash__(), rows, self.wave, self.form, self.num_micro_batches))
 
     def __repr__(self) -> str:
-        # a digest, because TorchRec tells plans apart by this text and tensors print shortened
+        # a digest: TorchRec distinguishes plans by this text, and tensors print shortened
         return (
             f"HotColdParams(num_hot_rows={self.num_hot_rows}, "
             f"hot_rows=sha256:{self._rows_digest()[:16]}, wave={self.wave}, "
@@ -120,36 +124,37 @@ class HotColdParams(CacheParams):
         )
 
     def stable_fingerprint(self) -> tuple[object, ...]:
-        """What this is, the same in every process: by it TorchRec 1.9 keys its caches of plans.
+        """Describes the placement, equal in every process; TorchRec 1.9 keys its plan caches by it.
 
         Returns:
             A name, a version, a digest of the hot rows, the wave, the form, the micro-batches, and
-            the cache settings: the parent's fingerprint, or its fields where TorchRec has none yet.
+            the cache settings: the parent's fingerprint, or its fields if TorchRec has none yet.
 
         Source:
             TorchRec ``distributed/types.py`` ``CacheParams.stable_fingerprint``.
         """
-        of_parent = getattr(super(), "stable_fingerprint", self._cache_settings)
+        parent_fingerprint = getattr(super(), "stable_fingerprint", self._cache_settings)
         own = (self._rows_digest(), self.wave, self.form, self.num_micro_batches)
-        return ("hot_cold_params", 3, *own, of_parent())
+        return ("hot_cold_params", 3, *own, parent_fingerprint())
 
     def _rows_digest(self) -> str:
+        """SHA-256 of the hot rows."""
         return hashlib.sha256(self.hot_rows.numpy().tobytes()).hexdigest()
 
     def _cache_settings(self) -> tuple[object, ...]:
-        """TorchRec's own fields as text, those that count when it compares settings."""
+        """Lists TorchRec's own fields as text, those that it compares itself."""
         return tuple(
-            f"{of.name}={getattr(self, of.name)!r}"
-            for of in fields(CacheParams)
-            if of.name != "stats"
+            f"{f.name}={getattr(self, f.name)!r}" for f in fields(CacheParams) if f.name != "stats"
         )
 
 
 def _ascending_ids(rows: Tensor | Iterable[int]) -> Tensor:
+    """Sorts row ids, int64, ``(H,)``; refuses negative and repeated ids."""
     ids = rows if isinstance(rows, Tensor) else torch.tensor(list(rows), dtype=torch.int64)
     ids = ids.detach().to("cpu", torch.int64).flatten().sort().values
     if ids.numel() and int(ids[0]) < 0:
         raise PlanError(f"hot row {int(ids[0])} is negative; row ids start at 0")
+    # in ascending order a repeated id is its own neighbour
     repeated = ids[1:][ids[1:] == ids[:-1]]
     if repeated.numel():
         raise PlanError(f"hot row {int(repeated[0])} is named twice; name each hot row once")

@@ -1,1 +1,1 @@
-"""Cuts a batch into parts by samples, and joins what a model gave for them."""
+"""Splits a batch into micro-batches by samples, and joins a model's outputs for them."""

@@ -1,7 +1,7 @@
 """Copies a batch, so that a model may write into it.
 
-Only what the batch is made of is copied, on the stream of now; what jagged tensors have worked out
-meanwhile, perhaps on another stream, is left behind.
+Only the constructor's tensors are copied, on the current stream. Values that jagged tensors cached
+meanwhile, perhaps on another stream, are not copied.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["copy_batch"]
 
 
 def copy_batch(value: Any) -> Any:
-    """A copy of a batch, of whatever type; objects that cannot be copied stay as they are."""
+    """Copies a batch of any type; objects that cannot be copied are shared."""
     members = children_of(value)
     if members is not None:
         copied = [copy_batch(member) for _, member in members]
@@ -46,7 +46,7 @@ def copy_batch(value: Any) -> Any:
         return value.clone()
     try:
         return copy.deepcopy(value)
-    except Exception:  # whatever a user's type raises
+    except Exception:  # any error of a user's type
         return value
 
 

@@ -1,8 +1,8 @@
-"""Joins the outputs of micro-batches to what the model gives for the whole batch.
+"""Joins the outputs of micro-batches to the model's output for the whole batch.
 
-Only what can be known without asking is joined: samples are put one after the other, 0-d float
-tensors are means over samples and are averaged by size, equal plain values stay. A sum over samples
-cannot be told from a mean, and is averaged too; a model that returns one needs its own function.
+Only values with an unambiguous meaning are joined: samples are concatenated, 0-d float tensors are
+means over samples and are averaged by size, equal plain values stay. A sum over samples looks like
+a mean and is averaged too; a model that returns a sum needs its own function.
 
 Shape letters: B samples, F features, K micro-batches.
 """
@@ -29,22 +29,22 @@ JOIN_ADVICE = (
 
 
 def join_outputs(outputs_K: Sequence[Any], sizes_K: Sequence[int]) -> Any:
-    """Makes the output of the whole batch from those of its micro-batches.
+    """Joins the outputs of micro-batches to the output of the whole batch.
 
     Tensors whose dim 0 is the micro-batch's size are concatenated, 0-d float tensors averaged with
     sizes as weights (in float32 at least), jagged and keyed tensors joined by sample. Dataclasses,
     NamedTuples, tuples, lists and dicts are joined member by member; equal plain values, and
     tensors that all micro-batches share, stay. Gradients flow through.
 
-    An empty micro-batch does not count, whatever its output is: not even a loss of NaN. If all are
-    empty, the first one's output is that of the empty batch.
+    An empty micro-batch does not count, for any output: not even a loss of NaN. If all are empty,
+    the first one's output is that of the empty batch.
 
     Args:
         outputs_K: Output of each micro-batch, in the order of the samples.
         sizes_K: Samples of each micro-batch.
 
     Returns:
-        An output of the same type. That of one micro-batch is returned as it is.
+        An output of the same type. The output of a single micro-batch is returned unchanged.
 
     Raises:
         InputError: If there is not one size per output.
@@ -63,6 +63,8 @@ def join_outputs(outputs_K: Sequence[Any], sizes_K: Sequence[int]) -> Any:
 
 
 def _join(values: list[Any], path: str, sizes: list[int]) -> Any:
+    """Joins values of one place of the output; ``path`` names it in errors."""
+    # Tensor subclasses may differ between micro-batches, other types may not.
     values = [value.wait() if isinstance(value, Awaitable) else value for value in values]
     first = values[0]
     if any(type(value) is not type(first) for value in values) and not all(
@@ -90,6 +92,7 @@ def _join(values: list[Any], path: str, sizes: list[int]) -> Any:
 
 
 def _join_members(values: list[Any], suffixes: list[str], path: str, sizes: list[int]) -> Any:
+    """Joins containers member by member, in the order of the first."""
     by_suffix = [dict(children_of(value) or []) for value in values]
     for members in by_suffix:
         if members.keys() != set(suffixes):
@@ -105,12 +108,13 @@ def _join_members(values: list[Any], suffixes: list[str], path: str, sizes: list
 
 
 def _join_tensors(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
+    """Joins tensors: samples along dim 0, shared tensors, or 0-d means."""
     first = values[0]
     if all(value.dim() and value.size(0) == size for value, size in zip(values, sizes)):
         if any(value.shape[1:] != first.shape[1:] for value in values):
             _refuse_shapes(values, path, sizes)
         return torch.cat(values)
-    if all(value is first for value in values):  # not an output of samples: a parameter, a constant
+    if all(value is first for value in values):  # no samples, but a parameter or a constant
         return first
     if all(value.dim() == 0 and value.is_floating_point() for value in values):
         return _weighted_mean(values, sizes)
@@ -118,13 +122,16 @@ def _join_tensors(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
 
 
 def _weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
+    """Averages 0-d means with the numbers of samples as weights."""
     dtype = values[0].dtype
+    # at least float32: a sum of half-precision terms would round more than the model does
     wide = torch.promote_types(dtype, torch.float32)
     terms = [value.to(wide) * (size / sum(sizes)) for value, size in zip(values, sizes)]
     return torch.stack(terms).sum().to(dtype)
 
 
 def _refuse_shapes(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
+    """Raises; the return type lets callers return its call."""
     found = ", ".join(
         f"{tuple(value.shape)} {value.dtype} for {size} samples"
         for value, size in zip(values, sizes)
@@ -136,6 +143,7 @@ def _refuse_shapes(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
 
 
 def _join_keyed_tensors(values: list[KeyedTensor], path: str, sizes: list[int]) -> KeyedTensor:
+    """Joins pooled outputs ``(B, sum of D)`` of equal keys along dim 0."""
     first = values[0]
     alike = all(
         value.keys() == first.keys()
@@ -153,6 +161,7 @@ def _join_keyed_tensors(values: list[KeyedTensor], path: str, sizes: list[int]) 
 
 
 def _join_jts(values: list[JaggedTensor], path: str, sizes: list[int]) -> JaggedTensor:
+    """Joins jagged tensors, which are stored by sample: values, weights and lengths in turn."""
     lengths = [value.lengths() for value in values]
     _check_sizes([length.numel() for length in lengths], path, sizes)
     joined = JaggedTensor(
@@ -164,6 +173,7 @@ def _join_jts(values: list[JaggedTensor], path: str, sizes: list[int]) -> Jagged
 
 
 def _join_kjts(values: list[KeyedJaggedTensor], path: str, sizes: list[int]) -> KeyedJaggedTensor:
+    """Joins keyed jagged tensors, which are stored feature by feature, sample by sample."""
     keys = values[0].keys()
     if any(value.keys() != keys or value.variable_stride_per_key() for value in values):
         raise CompatError(
@@ -175,6 +185,7 @@ def _join_kjts(values: list[KeyedJaggedTensor], path: str, sizes: list[int]) -> 
         return KeyedJaggedTensor(keys, ids, lengths=lengths, stride=sum(sizes))
     _check_sizes([value.stride() for value in values], path, sizes)
     lookups_KF = [value.length_per_key() for value in values]
+    # lengths (F * B_k,) of each micro-batch -> (F, B_k), side by side -> (F, B) -> (F * B,)
     lengths_of_K = [value.lengths().reshape(len(keys), -1) for value in values]
     weights_N = None
     if _are_weighted(values, path):
@@ -190,12 +201,13 @@ def _join_kjts(values: list[KeyedJaggedTensor], path: str, sizes: list[int]) -> 
 
 
 def _interleave(values_K: list[Tensor], lookups_KF: list[list[int]]) -> Tensor:
-    """Feature by feature, the lookups of all micro-batches."""
+    """Reorders lookups from micro-batch by micro-batch to feature by feature, ``(N,)``."""
     views_KF = [values.split(lookups_F) for values, lookups_F in zip(values_K, lookups_KF)]
     return torch.cat([view for views_K in zip(*views_KF) for view in views_K])
 
 
 def _check_sizes(found: list[int], path: str, sizes: list[int]) -> None:
+    """Refuses jagged tensors whose numbers of samples are not those of the micro-batches."""
     if found != sizes:
         raise CompatError(
             f"{path}: micro-batches gave jagged tensors of {found} samples, expected "
@@ -204,6 +216,7 @@ def _check_sizes(found: list[int], path: str, sizes: list[int]) -> None:
 
 
 def _are_weighted(values: Sequence[JaggedTensor | KeyedJaggedTensor], path: str) -> bool:
+    """Whether all jagged tensors have weights; refuses a mixture."""
     weighted = {value.weights_or_none() is not None for value in values}
     if len(weighted) > 1:
         raise CompatError(

@@ -1,8 +1,8 @@
-"""What a container of a batch holds, and a container like it with other members.
+"""Lists the members of a container in a batch, and rebuilds a container with other members.
 
-Members are fields or items, and attributes that an instance got beside them: a weight of each
-sample that was assigned to a dataclass is as much a part of the batch as its fields. What the
-constructor makes of the fields is made anew with them.
+Members are fields or items, and attributes that were assigned to an instance: a per-sample weight
+that was assigned to a dataclass is as much a part of the batch as its fields. Values that the
+constructor computes from the fields are recomputed by it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ __all__ = ["children_of", "rebuild"]
 
 
 def children_of(value: Any) -> list[tuple[str, Any]] | None:
-    """Lists a container's members with what leads to them in a path; ``None`` for anything else.
+    """Lists a container's members with their suffix in a path; ``None`` for anything else.
 
     Containers are dataclasses, dicts, NamedTuples, and exactly tuples and lists: a subclass of
-    those two may have any constructor.
+    tuple or list may have any constructor.
+
+    Returns:
+        Pairs of suffix, such as ``.name`` or ``[0]``, and member.
     """
     members = _items_of(value)
     if members is None:
@@ -36,20 +39,28 @@ def children_of(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def rebuild(container: Any, members: Sequence[Any], path: str, advice: str) -> Any:
-    """Makes a container like another one with new members, in the order of :func:`children_of`.
+    """Makes a container of the same type with new members.
+
+    Args:
+        container: The old container.
+        members: New members in the order of :func:`children_of`.
+        path: Place of the container in the batch, for messages.
+        advice: Remedy, for messages.
 
     Raises:
-        CompatError: If a dataclass's constructor does not take them.
+        CompatError: If a dataclass's constructor refuses the members.
     """
     names = _names_beside(container)
+    # children_of lists items first, then the attributes that were assigned to the instance
     num_items = len(members) - len(names)
     rebuilt = _rebuild(container, members[:num_items], path, advice)
     for name, member in zip(names, members[num_items:]):
-        object.__setattr__(rebuilt, name, member)  # as the owner did it, frozen or not
+        object.__setattr__(rebuilt, name, member)  # works on frozen dataclasses too
     return rebuilt
 
 
 def _items_of(value: Any) -> list[tuple[str, Any]] | None:
+    """Lists fields or items, without assigned attributes."""
     if _is_dataclass(value):
         return [(f".{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
     if isinstance(value, dict):
@@ -62,17 +73,18 @@ def _items_of(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _rebuild(container: Any, items: Sequence[Any], path: str, advice: str) -> Any:
+    """Makes the container from its items, as its type does."""
     if _is_dataclass(container):
         names = [f.name for f in dataclasses.fields(container) if f.init]
         try:
             return dataclasses.replace(container, **dict(zip(names, items)))
-        except Exception as error:  # whatever a user's __init__ or __post_init__ raises
+        except Exception as error:  # any error of a user's __init__ or __post_init__
             raise CompatError(
                 f"{path}: the constructor of {type(container).__name__} refused its own fields, "
                 f"cut or joined ({type(error).__name__}: {error}); {advice}"
             ) from error
     if isinstance(container, dict):
-        rebuilt = copy.copy(container)  # keeps what a subclass holds, such as a default factory
+        rebuilt = copy.copy(container)  # keeps a subclass's state, such as a default factory
         rebuilt.update(zip(container, items))
         return rebuilt
     if hasattr(container, "_make"):
@@ -85,7 +97,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _names_beside(container: Any) -> list[str]:
-    """Attributes that are no items, and that the constructor does not make of these."""
+    """Names attributes that are no items, and that the constructor does not compute from items."""
     names = list(getattr(container, "__dict__", ()))
     if _is_dataclass(container):
         fields = dataclasses.fields(container)
@@ -95,6 +107,7 @@ def _names_beside(container: Any) -> list[str]:
     if not names:
         return []
     fresh = _made_anew(container)
+    # cached properties are computed on demand; equal values were computed by the constructor
     return [
         name
         for name in names
@@ -104,17 +117,17 @@ def _names_beside(container: Any) -> list[str]:
 
 
 def _made_anew(container: Any) -> Any:
-    """What the constructor makes of a container's items; ``None`` = nothing else is made."""
+    """Constructs the container again from its items; ``None`` = not possible, or not needed."""
     if not _is_dataclass(container):
         return None
     try:
         return dataclasses.replace(container)
-    except Exception:  # who rebuilds it says why
+    except Exception:  # rebuild() will raise the same error, with its place
         return None
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether an attribute is what the constructor made; of types without ``==``, if it may be."""
+    """Whether an attribute equals the constructor's value; ``True`` for types without ``==``."""
     if one is other or type(one) is not type(other):
         return one is other
     if isinstance(one, Tensor):
@@ -126,13 +139,13 @@ def _is_same(one: Any, other: Any) -> bool:
         return True
     try:
         equal = one == other
-        return bool(equal.all() if hasattr(equal, "all") else equal)  # of arrays, each entry
-    except Exception:  # whatever a user's type raises
+        return bool(equal.all() if hasattr(equal, "all") else equal)  # arrays compare by entry
+    except Exception:  # any error of a user's type
         return False
 
 
 def _parts_of(value: Any) -> list[Any] | None:
-    """What tells two values of a type apart; ``None`` = their ``==`` does."""
+    """Lists the parts by which two values of a type are compared; ``None`` = use ``==``."""
     if isinstance(value, (JaggedTensor, KeyedJaggedTensor)):
         keys = value.keys() if isinstance(value, KeyedJaggedTensor) else None
         return [keys, value.values(), value.lengths(), value.weights_or_none()]

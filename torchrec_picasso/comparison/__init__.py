@@ -1,1 +1,1 @@
-"""Whether two ways of running a model give the same, random layers held still."""
+"""Compares two ways of running a model, with random layers made deterministic."""

@@ -11,7 +11,12 @@ __all__ = ["dense_parameters", "outside_of_sharded"]
 
 
 def outside_of_sharded(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A module and what is inside it, but nothing that is inside a sharded module."""
+    """Yields a module and its submodules, but no submodules of sharded modules.
+
+    Args:
+        module: The module.
+        name: Path of the module, which begins the yielded paths.
+    """
     yield name, module
     if not isinstance(module, ShardedModule):
         for child_name, child in module.named_children():
@@ -19,7 +24,7 @@ def outside_of_sharded(module: nn.Module, name: str = "") -> Iterator[tuple[str,
 
 
 def dense_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a module that are in none of its sharded modules, by name."""
+    """Yields the parameters of a module outside its sharded modules, by path."""
     for path, part in outside_of_sharded(module):
         if not isinstance(part, ShardedModule):
             yield from part.named_parameters(path, recurse=False)

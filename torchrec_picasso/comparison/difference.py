@@ -1,9 +1,9 @@
-"""Whether two computations of the same samples differ by more than rounding.
+"""Decides whether two computations of the same samples differ by more than rounding.
 
-Compared are gradients and outputs sample by sample, in two ways. The *mean* difference finds what
-is wrong by much for some samples, such as a loss over those that were clicked; it does not mind
-that a few samples change sides at a kink or a tie, where rounding decides. The *median* finds what
-is wrong by little for all, such as an auxiliary loss of small weight.
+Gradients and outputs are compared sample by sample, in two ways. The *mean* difference detects
+large errors of some samples, such as a loss over clicked samples only; it tolerates a few samples
+that cross a kink or a tie, where rounding decides. The *median* detects small errors of all
+samples, such as an auxiliary loss of small weight.
 
 Shape letters: B samples, or lookups of them.
 """
@@ -22,18 +22,19 @@ from torchrec_picasso.batches.split import children_of
 __all__ = ["Tolerance", "difference_of", "difference_of_outputs"]
 
 _NEGLIGIBLE = 1e-3
-"""Of the mean: a sample below this counts as this much, so that noise around 0 is not relative."""
+"""Share of the mean that small samples count as, so that noise around 0 is not relative."""
 
 _ELEMENTS_AT_ONCE = 1 << 17
+"""Elements per block of :func:`_sizes`, for the cache."""
 
 
 class Tolerance:
-    """What rounding may do.
+    """Limits of the differences that rounding may cause.
 
     Float32 sums over another number of samples differ in their last bits, 1e-7 to 1e-5 after many
     layers, which leaves the limits a factor of ten. A kink that is crossed changes one sample of
     thousands by a few percent: less than the limit of the mean. Coarser types round in the forward
-    itself, each operator once: a few of their steps.
+    itself, once per operator: a few rounding steps.
 
     Args:
         eps: Rounding step of the coarsest type that something was computed in.
@@ -47,16 +48,22 @@ class Tolerance:
 def difference_of(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | None:
     """Compares two float tensors, with samples in dim 0, or a scalar.
 
+    Args:
+        whole: Result for the whole batch.
+        cut: Result in micro-batches.
+        tolerance: The limits.
+
     Returns:
-        How much they differ; ``None`` = no more than they may.
+        A description of the difference; ``None`` = within the limits.
     """
     if whole.shape != cut.shape:
         return f"has shape {tuple(cut.shape)} instead of {tuple(whole.shape)}"
     if not whole.numel():
         return None
+    # per sample: |whole| and |cut - whole|, each summed over the other dims
     whole_B, off_B = _sizes(whole.detach(), cut.detach())
     if not whole_B.isfinite().all():
-        return None  # nothing to compare with
+        return None  # the whole batch itself gives no reference
     wide = whole_B.dtype
     mean = float(off_B.mean() / whole_B.mean().clamp_min(torch.finfo(wide).tiny))
     floor = (_NEGLIGIBLE * whole_B.mean()).clamp_min(torch.finfo(wide).tiny)
@@ -67,9 +74,12 @@ def difference_of(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | Non
 
 
 def _sizes(whole: Tensor, cut: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of absolute values and of absolute differences, by sample, a few samples at a time.
+    """Sums absolute values and absolute differences by sample, a block of samples at a time.
 
-    A whole difference, tens of megabytes, would be written to memory only to be read once.
+    The whole difference would be written to memory, tens of megabytes, only to be read once.
+
+    Returns:
+        Sums of ``|whole|`` and of ``|cut - whole|``, both ``(B,)``, in float32 at least.
     """
     wide = torch.promote_types(whole.dtype, torch.float32)
     num_samples = whole.size(0) if whole.dim() else 1
@@ -79,19 +89,25 @@ def _sizes(whole: Tensor, cut: Tensor) -> tuple[Tensor, Tensor]:
         (one.to(wide).abs().sum(1), (other.to(wide) - one.to(wide)).abs_().sum(1))
         for one, other in zip(flat.split(at_once), flat_cut.split(at_once))
     ]
-    whole_B, off_B = (torch.cat(of) for of in zip(*sums))
+    whole_B, off_B = (torch.cat(blocks) for blocks in zip(*sums))
     return whole_B, off_B
 
 
 def difference_of_outputs(
     whole: Any, cut: Any, tolerance: Tolerance, path: str = "output"
 ) -> str | None:
-    """Compares what a model gave beside the losses, part by part.
+    """Compares a model's outputs beside the losses, member by member.
 
     Only floats are compared: integers and booleans jump where rounding decides a tie.
 
+    Args:
+        whole: Output for the whole batch.
+        cut: Joined output of micro-batches.
+        tolerance: The limits.
+        path: Place of the value, for the description.
+
     Returns:
-        What differs and how much.
+        Place and size of the first difference; ``None`` = within the limits.
     """
     members = children_of(whole)
     if members is not None:
@@ -109,6 +125,7 @@ def difference_of_outputs(
 
 
 def _floats(value: Any) -> Sequence[Tensor]:
+    """Lists the float tensor of a value, or nothing."""
     if isinstance(value, (KeyedTensor, JaggedTensor)) and not isinstance(value, KeyedJaggedTensor):
         value = value.values()
     if isinstance(value, Tensor) and value.is_floating_point():

@@ -1,4 +1,4 @@
-"""A copy of a model to run in its place, and the state that a run leaves in it."""
+"""Copies a model to run in its place, and reads the state that a run leaves in it."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from torchrec_picasso.comparison.difference import Tolerance, difference_of
 __all__ = ["ModelState", "copy_model"]
 
 _KEPT_BY_TORCH = frozenset(vars(nn.Module())) - {"_buffers", "_parameters", "training"}
+"""Attributes of ``nn.Module`` itself that are not the model's state."""
 
 
 def copy_model(model: nn.Module, shared: Iterable[nn.Module] = ()) -> nn.Module:
-    """Copies a model but for its sharded modules.
+    """Copies a model except its sharded modules.
 
     Parameters are copied too: DistributedDataParallel with a static graph counts every gradient
-    that comes to a parameter, also of a backward that it did not begin.
+    of a parameter, also in a backward that did not go through DDP.
 
     Args:
         model: Any model, outside its wrapper.
         shared: Modules that the copy shares with the model, beside sharded ones.
 
     Returns:
-        A model whose runs leave nothing in the first one.
+        A model whose runs change nothing in the original.
 
     Raises:
-        Exception: Whatever an object raises that cannot be copied.
+        Exception: The error of any object that cannot be copied.
     """
     memo: dict[int, Any] = {id(module): module for module in shared}
+    # deepcopy takes the objects in memo as already copied
     for _, module in outside_of_sharded(model):
         if isinstance(module, ShardedModule):
             memo[id(module)] = module
@@ -51,12 +53,12 @@ def copy_model(model: nn.Module, shared: Iterable[nn.Module] = ()) -> nn.Module:
 
 @dataclass(frozen=True)
 class ModelState:
-    """What the dense part of a model keeps.
+    """The state in the dense part of a model.
 
     Args:
         names: Names of the modules.
         parts: Python attributes of each module, as bytes.
-        tensors: Copies of the tensors in each.
+        tensors: Copies of the tensors of each module.
     """
 
     names: Sequence[str]
@@ -68,7 +70,7 @@ class ModelState:
         """Reads the state of a model.
 
         Raises:
-            Exception: Whatever an attribute raises that cannot be read as bytes.
+            Exception: The error of any attribute that cannot be pickled.
         """
         modules = [m for m in outside_of_sharded(model) if not isinstance(m[1], ShardedModule)]
         found = [_Bytes.of(module) for _, module in modules]
@@ -79,7 +81,12 @@ class ModelState:
         )
 
     def difference(self, other: ModelState, tolerance: Tolerance) -> str | None:
-        """Names a module whose state differs from another one's; ``None`` = none does."""
+        """Names a module whose state differs from another state's; ``None`` = none does.
+
+        Args:
+            other: State of the same model after another run.
+            tolerance: Limits of the differences of float tensors.
+        """
         for name, one, two, tensors, others in zip(
             self.names, self.parts, other.parts, self.tensors, other.tensors
         ):
@@ -92,17 +99,18 @@ class ModelState:
 
 
 def _are_close(one: Tensor, other: Tensor, tolerance: Tolerance) -> bool:
+    """Whether floats differ within the limits; other tensors must be equal."""
     if one.is_floating_point() and one.shape == other.shape:
         return difference_of(one, other, tolerance) is None
     return one.equal(other)
 
 
 class _Bytes(pickle.Pickler):
-    """Writes attributes as bytes; tensors are put aside, code and modules are named."""
+    """Pickles attributes; tensors are collected beside the bytes, code and modules are named."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self.fast = True  # equal values are equal bytes, whoever shares them
+        self.fast = True  # no memo: equal values are equal bytes, shared or not
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> Any:
@@ -117,7 +125,7 @@ class _Bytes(pickle.Pickler):
 
     @staticmethod
     def of(module: nn.Module) -> tuple[bytes, list[Tensor]]:
-        """The attributes of one module, and the tensors in them."""
+        """Returns the attributes of one module as bytes, and the tensors in them."""
         buffer = io.BytesIO()
         writer = _Bytes(buffer)
         writer.dump({k: v for k, v in vars(module).items() if k not in _KEPT_BY_TORCH})

@@ -1,8 +1,8 @@
-"""Lets a model be run without a trace: what a forward leaves in it is taken back.
+"""Runs a model and then restores the state that its forward changed.
 
 A forward may change buffers (running statistics), attributes of modules (a count, the last loss)
-and random states. Attributes are taken back where they are tensors, plain values, lists, dicts or
-sets, as they are on the module itself; what an object inside them remembers is not.
+and random states. An attribute of a module is restored if it is a tensor, a plain value, a list, a
+dict or a set; the state of an object inside one of these is not.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ _KEPT_BY_TORCH = frozenset(vars(nn.Module()))
 
 @contextmanager
 def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within it, the model may run; sharded modules inside it are not looked at.
+    """In this context the model may run; its state is restored at the end.
+
+    Sharded modules inside the model are neither saved nor restored.
 
     Args:
-        model: Any.
-        device: Where it draws random numbers, beside the CPU.
+        model: Any model.
+        device: Device on which the model draws random numbers, beside the CPU.
     """
     modules = [m for _, m in outside_of_sharded(model) if not isinstance(m, ShardedModule)]
     buffers = [
@@ -50,6 +52,7 @@ def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         with torch.no_grad():
+            # the tensor objects stay the same: others may hold references to them
             for module, name, buffer, saved in buffers:
                 module._buffers[name] = buffer
                 if buffer is not None and saved is not None:
@@ -59,20 +62,22 @@ def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _device_type(device: torch.device) -> str:
+    """A device type that ``fork_rng`` accepts, even if it forks only the CPU's state."""
     return "cuda" if device.type == "cpu" else device.type
 
 
 @dataclass(frozen=True)
 class _Attribute:
-    """An attribute and what was in it."""
+    """An attribute and a copy of its content."""
 
     value: Any
     content: Any
     version: int = 0
 
     def put_back(self) -> None:
-        """Gives it its content again."""
+        """Restores the content, in the same object."""
         if isinstance(self.value, Tensor):
+            # a copy only after a write: an unchanged version counter means unchanged data
             if self.value._version != self.version:
                 self.value.detach().copy_(self.content)
         elif isinstance(self.value, list):
@@ -83,10 +88,11 @@ class _Attribute:
 
 
 _Attributes = dict[str, _Attribute | None]
-"""By name; ``None`` = one that is left alone."""
+"""Attributes by name; ``None`` = an attribute that is not restored."""
 
 
 def _attributes(module: nn.Module) -> _Attributes:
+    """Copies the attributes of one module that can be restored."""
     found: _Attributes = {}
     for name, value in vars(module).items():
         if name in _KEPT_BY_TORCH:
@@ -102,6 +108,7 @@ def _attributes(module: nn.Module) -> _Attributes:
 
 
 def _put_back(module: nn.Module, found: _Attributes) -> None:
+    """Restores the attributes of one module, and deletes those that are new."""
     for name in vars(module).keys() - found.keys() - _KEPT_BY_TORCH:
         del vars(module)[name]
     for name, attribute in found.items():

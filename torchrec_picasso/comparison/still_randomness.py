@@ -1,9 +1,9 @@
-"""Holds random layers still, so that two forwards of one model over the same samples compare.
+"""Makes random layers deterministic, so that two forwards over the same samples are comparable.
 
-A dropout draws per sample, so a batch that is cut draws other numbers, of other shapes; equal
-seeds do not help. Here every draw gives its average: dropout leaves its input as it is, noise is
-its mean. This is done at the operators, so it makes no difference which layer or function draws.
-What draws in a way that has no such mean is named, and the forwards cannot be compared.
+A dropout draws per sample, so a split batch draws other numbers, of other shapes; equal seeds do
+not help. Here every draw returns its mean: dropout keeps its input, noise is its mean. This is
+done at the operators, so it covers every layer or function that draws. An operator without such a
+mean is recorded, and the forwards cannot be compared.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ aten = torch.ops.aten
 
 
 def _keep_all(input: Tensor, p: float, train: bool | None = None) -> tuple[Tensor, Tensor]:
+    """Dropout without scaling: nothing is dropped, and the mask is all ones."""
     return input.clone(), torch.ones_like(input, dtype=torch.bool)
 
 
@@ -38,21 +39,22 @@ _MEANS: dict[Any, Callable[..., Any]] = {
     aten.uniform_.default: lambda self, low=0.0, high=1.0, **_: self.fill_((low + high) / 2),
     aten.normal_.default: lambda self, mean=0.0, std=1.0, **_: self.fill_(mean),
 }
-"""What an operator gives on average, with its own arguments."""
+"""Functions that return an operator's mean, with the operator's own arguments."""
 
 
 _COMMUNICATES = ("c10d", "_c10d_functional", "_dtensor")
+"""Namespaces of operators that communicate."""
 
 
 class StillRandomness(TorchDispatchMode):
-    """Within it, random operators give their means; it also notes how precise operators are."""
+    """A mode in which random operators return their means; it also records operators' precision."""
 
     def __init__(self) -> None:
         super().__init__()
         self.drawn: set[str] = set()
-        """Random operators that cannot be held still, and operators that communicate."""
+        """Random operators without a mean, and operators that communicate."""
         self.coarsest = 0.0
-        """Largest rounding step of a floating dtype that something was computed in."""
+        """Largest rounding step of the floating dtypes of results."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -61,6 +63,7 @@ class StillRandomness(TorchDispatchMode):
         if func.namespace in _COMMUNICATES:
             self.drawn.add(str(func))
         if torch.Tag.nondeterministic_seeded in func.tags:
+            # torch tags every operator that draws from a generator
             if func in _MEANS:
                 return _MEANS[func](*args, **kwargs)
             args, kwargs, is_still = _without_dropout(func, args, kwargs)
@@ -74,14 +77,18 @@ class StillRandomness(TorchDispatchMode):
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
+    """Options without the generator, which operators that fill with a constant do not have."""
     return {name: value for name, value in options.items() if name != "generator"}
 
 
 def _without_dropout(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Arguments with which an operator that has a dropout of its own, as attention has, drops
-    nothing; and whether there was such an argument."""
+    """Sets the dropout probability of an operator with its own dropout, such as attention, to 0.
+
+    Returns:
+        Positional and keyword arguments, and whether the operator has such an argument.
+    """
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             if place < len(args):

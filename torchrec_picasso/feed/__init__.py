@@ -1,1 +1,1 @@
-"""Brings batches to a pipeline, the same number on all ranks, on streams of their own."""
+"""Feeds batches to a pipeline, the same number on all ranks, on separate streams."""

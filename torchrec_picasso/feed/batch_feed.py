@@ -1,4 +1,4 @@
-"""The batches of a pipeline, one after the other, on every rank until the last rank's data ends."""
+"""Fetches a pipeline's batches on every rank until the data of the last rank has ended."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ __all__ = ["BatchFeed", "Fetched"]
 
 @dataclass(frozen=True)
 class Fetched:
-    """A batch on its device."""
+    """A batch on its device, with TorchRec's pipeline context."""
 
     batch: Any
     context: TrainPipelineContext
     has_data: bool = True
-    """Whether the batch comes from this rank's data; else it stands in for data that has ended."""
+    """Whether the batch comes from this rank's data; else it is empty, after the data's end."""
     refusal: PicassoError | None = None
-    """Why nothing can be trained on it: it could not be cut, or is no empty batch to stand in."""
+    """Reason why the batch cannot be trained: it could not be split into an empty batch."""
 
 
 class BatchFeed:
-    """Fetches batches and replaces those that a rank lacks.
+    """Fetches batches, and makes empty batches for a rank whose data has ended.
 
     Args:
-        fetch: TorchRec's ``copy_batch_to_gpu``; its batch is ``None`` after the last.
-        create_context: Makes what TorchRec keeps with a batch.
-        device: Where batches go, and where collectives run.
-        split: Cuts a batch.
-        execute_all_batches: Whether a rank whose data has ended goes on until all ranks' has. If
-            not, all stop as soon as one lacks a batch; the others keep theirs for the next call.
-        id_stream: Where ranks ask each other, and where stand-ins are made.
+        fetch: TorchRec's ``copy_batch_to_gpu``; its batch is ``None`` after the last one.
+        create_context: Makes TorchRec's pipeline context of a batch.
+        device: Device of the batches and of the collectives.
+        split: Splits a batch.
+        execute_all_batches: Whether a rank whose data has ended continues with empty batches until
+            the data of all ranks has ended. If not, all ranks stop as soon as one lacks a batch;
+            the others keep their batch for the next call.
+        id_stream: Stream of these collectives and of empty batches.
     """
 
     def __init__(
@@ -64,87 +65,101 @@ class BatchFeed:
         self._id_stream = id_stream
         self._kept: Fetched | None = None
         self.has_ended = False
-        """Whether it is known that no rank has any more, until :meth:`first` finds otherwise."""
+        """Whether the data of all ranks is known to have ended; :meth:`first` resets it."""
         self.asks_ahead = False
-        """Whether ranks ask each other for every batch, as where a batch of no samples cannot go
-        the way of others just to learn that there is no more; a small all-reduce a step."""
+        """Whether ranks ask each other before every batch: a small all-reduce per step, for models
+        that cannot run a batch without samples merely to learn that all data has ended."""
 
     def first(self, pg: dist.ProcessGroup, batches: Iterator[Any]) -> Fetched:
-        """A batch when none is in flight. Collective.
-
-        Raises:
-            StopIteration: On all ranks, if no rank has one, or not all have and all must.
-            CompatError: On all ranks, if a rank has none and the others' cannot be cut.
-        """
-        mine = self._fetch(batches)
-        with self._id_stream.working():
-            first = self._first(pg, mine)
-        self.has_ended = False
-        return first
-
-    def _first(self, pg: dist.ProcessGroup, mine: Fetched | None) -> Fetched:
-        census = take_census(pg, self._device, mine is not None)
-        if census.all_have_data and mine is not None:
-            return mine
-        if census.first_with_data is None or not self._execute_all_batches:
-            self._kept = mine
-            raise StopIteration
-        batch = None if mine is None else mine.batch
-        if batch is not None:
-            self._id_stream.take_batch(batch)
-        empty = share_empty_batch(pg, self._device, census.first_with_data, batch, self._split)
-        return mine or Fetched(empty, self.create_context(), has_data=False)
-
-    def following(self, pg: dist.ProcessGroup, batches: Iterator[Any], last: Any) -> Fetched | None:
-        """The batch after one in flight. Collective unless all batches are to be executed.
+        """Fetches a batch when none is in flight. Collective.
 
         Args:
             pg: Process group.
-            batches: This rank's.
-            last: The batch in flight; what an empty one is made from.
+            batches: This rank's data.
 
         Returns:
-            A batch, or one that stands in for it; ``None`` = no rank has any more.
+            This rank's batch, or an empty one if only other ranks have one.
 
         Raises:
-            StopIteration: On all ranks, if not all have a batch and all must.
+            StopIteration: On all ranks, if no rank has a batch, or if some rank has none and
+                ``execute_all_batches`` is off.
+            CompatError: On all ranks, if a rank has none and the others' cannot be split.
         """
-        mine = self._fetch(batches)
+        own = self._fetch(batches)
         with self._id_stream.working():
-            following = self._following(pg, mine, last)
+            first = self._first(pg, own)
+        self.has_ended = False
+        return first
+
+    def _first(self, pg: dist.ProcessGroup, own: Fetched | None) -> Fetched:
+        census = take_census(pg, self._device, own is not None)
+        if census.all_have_data and own is not None:
+            return own
+        if census.first_with_data is None or not self._execute_all_batches:
+            self._kept = own
+            raise StopIteration
+        batch = None if own is None else own.batch
+        if batch is not None:
+            self._id_stream.take_batch(batch)
+        # a rank without any batch so far has nothing to make an empty batch from
+        empty = share_empty_batch(pg, self._device, census.first_with_data, batch, self._split)
+        return own or Fetched(empty, self.create_context(), has_data=False)
+
+    def following(self, pg: dist.ProcessGroup, batches: Iterator[Any], last: Any) -> Fetched | None:
+        """Fetches the batch after an in-flight batch.
+
+        Collective if ``asks_ahead`` is on or ``execute_all_batches`` is off.
+
+        Args:
+            pg: Process group.
+            batches: This rank's data.
+            last: The in-flight batch; an empty batch is made from it.
+
+        Returns:
+            A batch, perhaps an empty one; ``None`` = no rank has one.
+
+        Raises:
+            StopIteration: On all ranks, if some rank has no batch and ``execute_all_batches`` is
+                off.
+        """
+        own = self._fetch(batches)
+        with self._id_stream.working():
+            following = self._following(pg, own, last)
         self.has_ended = following is None
         return following
 
-    def _following(self, pg: dist.ProcessGroup, mine: Fetched | None, last: Any) -> Fetched | None:
+    def _following(self, pg: dist.ProcessGroup, own: Fetched | None, last: Any) -> Fetched | None:
         if self.asks_ahead or not self._execute_all_batches:
-            census = take_census(pg, self._device, mine is not None)
+            census = take_census(pg, self._device, own is not None)
             if not census.all_have_data and not self._execute_all_batches:
-                self._kept = mine
+                self._kept = own
                 raise StopIteration
             if census.first_with_data is None:
                 return None
-        if mine is not None or pg.size() == 1:
-            return mine
+        # without an all-reduce the header of the (empty) batch says whether any rank has data
+        if own is not None or pg.size() == 1:
+            return own
         context = self.create_context()
         try:
             return Fetched(empty_batch(last, self._split), context, has_data=False)
-        except CompatError as error:  # matters only if another rank has data
+        except CompatError as error:  # raised later, and only if another rank has data
             return Fetched(last, context, has_data=False, refusal=error)
 
     def end(self) -> None:
-        """Notes that no rank has any more."""
+        """Records that the data of all ranks has ended."""
         self.has_ended = True
 
     def forget(self) -> None:
-        """Forgets the batch that was kept, and whether data has ended."""
+        """Drops the batch that was kept, and the record that data has ended."""
         self._kept, self.has_ended = None, False
 
     def _fetch(self, batches: Iterator[Any]) -> Fetched | None:
+        """Returns the kept batch or copies the next one to the device; ``None`` = no more data."""
         kept, self._kept = self._kept, None
         if kept is not None:
             return kept
         try:
             batch, context = self._copy_batch(batches)
-        except StopIteration:  # as TorchRec says it unless all batches are to be executed
+        except StopIteration:  # TorchRec raises it unless all batches are to be executed
             return None
         return None if batch is None or context is None else Fetched(batch, context)

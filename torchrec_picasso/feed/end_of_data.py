@@ -1,10 +1,10 @@
 """Keeps ranks together when their data ends at different batches.
 
-A rank whose data has ended takes part with empty batches until the data of all ranks has: every
-collective finds all ranks, and gradients stay means over all of them. Whether anybody has data
-travels in the header of the next batch, at no cost. What is here is for the moments without one:
-before the first batch, for a model without interleaved modules, and where a step must not begin
-unless all ranks have a next batch.
+A rank whose data has ended takes part with empty batches until the data of all ranks has ended:
+every collective includes all ranks, and gradients stay means over all of them. The header of the
+next batch says whether any rank has data, at no cost. The collectives of this file serve the cases
+without a header: before the first batch, for a model without interleaved modules, and where a step
+must not begin unless all ranks have a next batch.
 
 Shape letters: W ranks.
 """
@@ -25,31 +25,32 @@ from torchrec_picasso.errors import CompatError
 __all__ = ["AnyData", "Census", "SplitBatch", "empty_batch", "share_empty_batch", "take_census"]
 
 SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
-"""Cuts a batch into parts of given sizes."""
+"""Splits a batch into micro-batches of given sizes."""
 
 
 @dataclass(frozen=True)
 class Census:
-    """Which ranks have a batch; the same on all of them."""
+    """The ranks that have a batch (has-data all-reduce); equal on all ranks."""
 
     first_with_data: int | None
-    """The lowest rank that has one; ``None`` = no rank has."""
+    """The lowest rank that has a batch; ``None`` = no rank has one."""
     all_have_data: bool
 
 
 def take_census(pg: dist.ProcessGroup, device: torch.device, has_data: bool) -> Census:
-    """Asks all ranks whether they have a batch. Collective.
+    """All-reduces whether ranks have a batch. Collective.
 
     Args:
         pg: Process group of W ranks.
-        device: Where collectives of ``pg`` run.
-        has_data: Whether this rank has one.
+        device: Device of the collectives of ``pg``.
+        has_data: Whether this rank has a batch.
 
     Cost:
-        An all-reduce of 16 bytes that is waited for; none with one rank.
+        One all-reduce of 16 bytes with a host wait; none with one rank.
     """
     if pg.size() == 1:
         return Census(0 if has_data else None, has_data)
+    # one MIN gives both: the lowest rank with data (W = none), and 1 only if all have data
     lowest = torch.tensor([pg.rank() if has_data else pg.size(), int(has_data)], device=device)
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=pg)
     first, all_have = lowest.tolist()
@@ -57,12 +58,14 @@ def take_census(pg: dist.ProcessGroup, device: torch.device, has_data: bool) -> 
 
 
 class AnyData:
-    """Asks whether any rank has a batch; starts at construction. Collective.
+    """Asks whether any rank has a batch, with an all-reduce that starts at construction.
+
+    Collective: all ranks construct and wait for it, in the same order.
 
     Args:
         pg: Process group.
-        device: Where collectives of ``pg`` run.
-        has_data: Whether this rank has one.
+        device: Device of the collectives of ``pg``.
+        has_data: Whether this rank has a batch.
     """
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device, has_data: bool) -> None:
@@ -74,21 +77,25 @@ class AnyData:
             )
 
     def wait(self) -> bool:
-        """The answer, the same on all ranks."""
+        """Waits for the answer, which is equal on all ranks."""
         if self._work is not None:
             self._work.wait()
         return bool(self._answer.item())
 
 
 def empty_batch(batch: Any, split: SplitBatch) -> Any:
-    """Makes a batch of no samples like another one.
+    """Makes a batch without samples from another batch.
+
+    Args:
+        batch: Any batch.
+        split: Splits it.
 
     Raises:
-        CompatError: If the batch cannot be cut.
+        CompatError: If the batch cannot be split.
     """
     try:
         return split(batch, [0, num_samples(batch)])[0]
-    except Exception as error:  # whatever a user's function raises
+    except Exception as error:  # any error of a user's function
         raise CompatError(
             f"a rank whose data ends before the others' goes on with empty batches, but a batch of "
             f"type {type(batch).__name__} could not be cut to 0 samples "
@@ -100,26 +107,27 @@ def empty_batch(batch: Any, split: SplitBatch) -> Any:
 def share_empty_batch(
     pg: dist.ProcessGroup, device: torch.device, source: int, batch: Any, split: SplitBatch
 ) -> Any:
-    """Gives every rank an empty batch like the one of rank ``source``. Collective.
+    """Sends every rank an empty batch made from that of rank ``source``. Collective.
 
     Args:
         pg: Process group.
-        device: Where the empty batch goes, and where collectives of ``pg`` run.
+        device: Device of the empty batch and of the collectives of ``pg``.
         source: A rank of ``pg`` that has a batch.
-        batch: This rank's; only that of ``source`` is looked at.
-        split: Cuts it.
+        batch: This rank's batch; only that of ``source`` is used.
+        split: Splits it.
 
     Raises:
-        CompatError: On all ranks, if the batch cannot be cut or pickled.
+        CompatError: On all ranks, if the batch cannot be split or pickled.
     """
     parcel: list[Any] = [None, None]
+    # an error travels in place of the batch, so that all ranks raise it
     if pg.rank() == source:
         try:
             empty = empty_batch(batch, split).to(torch.device("cpu"))
             parcel = [pickle.dumps(empty), None]
         except CompatError as error:
             parcel = [None, str(error)]
-        except Exception as error:  # whatever pickling a user's type raises
+        except Exception as error:  # any error of pickling a user's type
             refusal = f"a batch of type {type(batch).__name__} cannot be pickled, which a rank "
             refusal += f"without any batch needs ({error}); give every rank at least one batch"
             parcel = [None, refusal]

@@ -1,12 +1,12 @@
-"""The stream on which the ids of later batches are made ready, beside the one that computes.
+"""The stream on which ids of later batches are prepared, beside the computing stream.
 
-Ids cannot be exchanged without asking the device how many there are. On the computing stream each
-such question would wait for everything that is queued there, and the device would then wait for the
-host. On a stream of their own they wait for the batch's copy, for kernels on integers and for
-exchanges of ids. What is made there is handed over once per batch: the computing stream waits for
-it, and its memory is not used anew before the computing stream is done with it.
+Ids cannot be exchanged without asking the device how many there are. On the computing stream such a
+host sync would wait for everything that is queued there, and the device would then wait for the
+host. On a separate stream it waits only for the batch's copy, for kernels on integers and for
+exchanges of ids. The results are handed over once per batch: the computing stream waits for them,
+and the allocator does not reuse their memory before the computing stream is done with it.
 
-On the CPU there is one order of everything, and nothing here does anything.
+On the CPU all work is in one order, and every method here does nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["IdStream"]
 
 
 class IdStream:
-    """A stream of its own for ids, or none.
+    """The stream of ids, if the device has streams.
 
     Args:
         stream: The stream; ``None`` = the device has none.
@@ -37,20 +37,20 @@ class IdStream:
         self._copy_stream = copy_stream
 
     def working(self) -> AbstractContextManager[Any]:
-        """Within it, kernels go to this stream."""
+        """Context in which kernels are queued on this stream."""
         if self._stream is None:
             return nullcontext()
         return torch.get_device_module(self._stream.device).stream(self._stream)
 
     def take_batch(self, batch: Any) -> None:
-        """Has this stream wait for the copy of a batch. Call it while :meth:`working`."""
+        """Makes this stream wait for the copy of a batch. Call it inside :meth:`working`."""
         wait_for_batch(batch, self._copy_stream)
 
     def take_over(self, tensors: Iterable[Tensor]) -> None:
-        """Gives what outlives a batch to this stream. Call it while not :meth:`working`.
+        """Makes tensors that outlive a batch safe to read here. Call it outside :meth:`working`.
 
         Args:
-            tensors: Tensors made on the computing stream, which this one is to read.
+            tensors: Tensors made on the computing stream, which this stream will read.
         """
         if self._stream is None:
             return
@@ -59,10 +59,10 @@ class IdStream:
             tensor.record_stream(self._stream)
 
     def hand_over(self, batches: Iterable[Any], tensors: Iterable[Tensor]) -> None:
-        """Gives what was made here to the computing stream. Call it while not :meth:`working`.
+        """Makes this stream's results safe to read. Call it outside :meth:`working`.
 
         Args:
-            batches: Batches that this stream took or cut.
+            batches: Batches that this stream took or split.
             tensors: Tensors made on this stream.
         """
         if self._stream is None:
@@ -74,7 +74,7 @@ class IdStream:
 
 
 def _record(value: Any, stream: torch.Stream) -> None:
-    """Keeps the memory of everything in a tensor or a batch until a stream is done with it."""
+    """Records a stream on all memory of a tensor or batch, so that it is not reused too early."""
     if hasattr(value, "record_stream"):
         value.record_stream(stream)
         return

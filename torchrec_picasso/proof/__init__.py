@@ -1,1 +1,1 @@
-"""Whether a model may be cut into micro-batches: proved by following its operators."""
+"""Proves that a model may train in micro-batches, by following its operators."""

@@ -1,4 +1,4 @@
-"""Follows the batch through the operators of a forward, as each runs on tensors without data."""
+"""Follows the batch through a forward's operators, each of which runs on tensors without data."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _ASKING = frozenset(
         *("is_strides_like_format", "is_non_overlapping_and_dense"),
     )
 )
-"""They tell of a tensor what has no data."""
+"""Operators that read properties of a tensor and not its data."""
 
 _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 _DRAWING_BY_ENTRY = ("bernoulli", "native_dropout")
 _ATTENTION = "_scaled_dot_product"
 _CHOOSING = ("convolution",)
-"""They choose a kernel by the size of the batch; the result is the same."""
+"""Operators that choose a kernel by the size of the batch; the result is the same."""
 
 _KNOWN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class Follower(TorchDispatchMode):
-    """Knows of each tensor what it depends on.
+    """A dispatch mode that records how each tensor depends on the batch.
 
     Args:
-        sizes: Of the batch.
-        names: Of the model's parameters, buffers and other tensors, by their ids.
+        sizes: Sizes of the batch.
+        names: Names of the model's parameters, buffers and other tensors, by ``id``.
     """
 
     def __init__(self, sizes: Sizes, names: Mapping[int, str]) -> None:
@@ -55,14 +55,14 @@ class Follower(TorchDispatchMode):
         self._in_storage: dict[int, int] = {}
         self.num_operators = 0
         self.reason: str | None = None
-        """The first thing that is not understood, with its place; a model may catch an error."""
+        """The first refusal, with its place; kept because a model may catch the exception."""
 
     def know(self, tensor: Tensor, value: Value, *, is_input: bool = False) -> None:
-        """Notes what a tensor depends on.
+        """Records how a tensor depends on the batch.
 
         Args:
-            tensor: Without data.
-            value: Its batch dim may be open.
+            tensor: A tensor without data.
+            value: Dependence of the tensor; the batch's dim may be open.
             is_input: Whether the model must not write into it.
         """
         if id(tensor) not in self._known:
@@ -73,10 +73,10 @@ class Follower(TorchDispatchMode):
             self._outside[tensor.untyped_storage()._cdata] = "the batch; write into a clone"
 
     def value_of(self, tensor: Tensor) -> Value:
-        """What a tensor depends on.
+        """Returns how a tensor depends on the batch.
 
         Raises:
-            UnprovedError: If it came from no operator that was followed.
+            UnprovedError: If the tensor came from no operator that was followed.
         """
         if type(tensor) not in _KNOWN:
             raise UnprovedError(f"takes a {type(tensor).__name__}, not a plain tensor")
@@ -84,18 +84,18 @@ class Follower(TorchDispatchMode):
             if id(tensor) not in self._known:
                 raise UnprovedError("takes a tensor that came from no operator that was seen")
             return self._known[id(tensor)][1]
-        return SAME
+        return SAME  # a tensor with data: a weight or a constant of the model
 
     def is_of_outside(self, tensor: Tensor) -> bool:
         """Whether a tensor shares memory with the model or the batch."""
         return tensor.untyped_storage()._cdata in self._outside
 
     def is_once(self, tensor: Tensor, value: Value) -> bool:
-        """Whether each row has one place in the batch's dim."""
+        """Whether each row is a single entry of the batch's dim."""
         return self.sizes.inner(tensor, value) == 1
 
     def refuse(self, reason: str) -> None:
-        """Notes a reason unless there is one."""
+        """Records a reason; only the first one is kept."""
         if self.reason is None:
             self.reason = reason
 
@@ -120,6 +120,7 @@ class Follower(TorchDispatchMode):
     def _follow(
         self, func: Any, namespace: str, name: str, args: Any, kwargs: dict[str, Any]
     ) -> Any:
+        """Checks one call, runs it, and records how its results depend on the batch."""
         if name in _ASKING or namespace == "profiler":
             return func(*args, **kwargs)
         if namespace in _COMMUNICATING:
@@ -133,9 +134,11 @@ class Follower(TorchDispatchMode):
             self._check_write(operand)
         self._check_random(func, base, bound)
         found_rule = self._rule(func, namespace, base)
+        # without a rule the operator is decomposed, and the mode follows its parts
         if found_rule is None and any(not operand.is_same for operand in operands):
             return self._decomposed(func, args, kwargs)
         before = len(self.sizes.env.guards)
+        # a new guard on a symbol means that the operator branched on the size of the batch
         with self.sizes.env.suppress_guards() if base in _CHOOSING else nullcontext():
             out = func(*args, **kwargs)
         assumption = self.sizes.assumption(before)
@@ -157,12 +160,14 @@ class Follower(TorchDispatchMode):
         return out
 
     def _operands(self, bound: Mapping[str, Any]) -> Iterator[Operand]:
+        """Yields the tensors among the arguments, with their dependence."""
         for name, given in bound.items():
             for leaf in tree_leaves(given):
                 if isinstance(leaf, Tensor):
                     yield Operand(name, leaf, self.value_of(leaf))
 
     def _check_write(self, operand: Operand) -> None:
+        """Refuses writes into the model or the batch: each micro-batch would write again."""
         tensor = operand.tensor
         if not isinstance(tensor, FakeTensor):
             raise UnprovedError(f"writes into {self._name(tensor)}")
@@ -171,16 +176,18 @@ class Follower(TorchDispatchMode):
             raise UnprovedError(f"writes into {outside}")
 
     def _name(self, tensor: Tensor) -> str:
+        """Describes a tensor with data."""
         return f"{self._names.get(id(tensor), 'a tensor from outside')}, once per micro-batch"
 
     def _note_views(self, call: Call, func: Any) -> None:
-        """Remembers what shares memory with a tensor of the model."""
-        real = [of.tensor for of in call.operands if not isinstance(of.tensor, FakeTensor)]
-        if real and any(of.alias_info is not None for of in func._schema.returns):
+        """Records outputs that share memory with a tensor of the model."""
+        real = [op.tensor for op in call.operands if not isinstance(op.tensor, FakeTensor)]
+        if real and any(returned.alias_info is not None for returned in func._schema.returns):
             for out in call.outputs:
                 self._outside[out.untyped_storage()._cdata] = self._name(real[0])
 
     def _check_random(self, func: Any, base: str, bound: Mapping[str, Any]) -> None:
+        """Refuses random numbers, except those of dropout, which are drawn entry by entry."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return
         if bound.get("generator") is not None:
@@ -190,6 +197,7 @@ class Follower(TorchDispatchMode):
         raise UnprovedError("draws random numbers, once per micro-batch; only dropout may")
 
     def _rule(self, func: Any, namespace: str, base: str) -> Rule | None:
+        """Finds the rule of an operator; ``None`` = it has none."""
         key = base if namespace == "aten" else f"{namespace}.{base}"
         if torch.Tag.out_variant in func.tags or torch.Tag.out in func.tags:
             raise UnprovedError("writes into a tensor given as out=")
@@ -199,10 +207,11 @@ class Follower(TorchDispatchMode):
         return RULES.get(key)
 
     def _decomposed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs an operator without a rule as those that it is made of."""
+        """Runs an operator without a rule by its decomposition."""
         from torch._decomp import decomposition_table
 
         with self:
+            # inside a mode's dispatch the mode is off; `with self` follows the parts
             if func in decomposition_table:
                 return decomposition_table[func](*args, **kwargs)
             found = func.decompose(*args, **kwargs)
@@ -211,9 +220,11 @@ class Follower(TorchDispatchMode):
         return found
 
     def _values(self, call: Call, found_rule: Rule | None, namespace: str) -> Sequence[Value]:
+        """Computes the dependence of each output."""
         if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(call.out)):
             raise UnprovedError("gives a number that depends on data")
         if found_rule is None:
+            # all operands are the same for every batch, so the outputs are too
             if namespace not in ("aten", "prims", "fbgemm") or call.numbers:
                 raise UnprovedError("has no rule")
             return [SAME] * len(call.outputs)
@@ -221,7 +232,9 @@ class Follower(TorchDispatchMode):
         return [found] * len(call.outputs) if isinstance(found, Value) else list(found)
 
     def _note(self, tensor: Tensor, value: Value, written: Sequence[Operand], func: Any) -> None:
+        """Records one output, and checks a write into a view."""
         value = self.sizes.locate(tensor, value)
+        # other tensors of the same storage would keep their old dependence
         for operand in written:
             if operand.tensor is tensor and torch.Tag.inplace_view not in func.tags:
                 num_others = self._in_storage.get(tensor.untyped_storage()._cdata, 1) - 1
@@ -237,23 +250,23 @@ class Follower(TorchDispatchMode):
 
 
 def _base_name(func: Any, name: str) -> str:
+    """Name of an operator without the underscore of its in-place variant."""
     if func._schema.is_mutable and name.endswith("_") and not name.endswith("__"):
         return name[:-1]
     return name
 
 
 def _bind(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, with defaults."""
+    """Maps the arguments of a call to their names, with defaults."""
     arguments = func._schema.arguments
-    bound = {of.name: of.default_value for of in arguments if of.has_default_value()}
-    bound |= {of.name: given for of, given in zip(arguments, args)}
+    bound = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    bound |= {a.name: given for a, given in zip(arguments, args)}
     return bound | kwargs
 
 
 def _written(func: Any, operands: Sequence[Operand]) -> Iterator[Operand]:
+    """Yields the tensors that the operator writes into, by its schema."""
     names = {
-        of.name
-        for of in func._schema.arguments
-        if of.alias_info is not None and of.alias_info.is_write
+        a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
     }
     return (operand for operand in operands if operand.name in names)

@@ -1,4 +1,4 @@
-"""Whether a model is still the one that was proved: asked before every step, in microseconds."""
+"""Checks before every step, in microseconds, that a model is still the one that was proved."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _TORCH = frozenset(vars(nn.Module()))
 
 
 class Guard:
-    """What a proof has seen of a model beside its tensors' data.
+    """The state of a model that a proof depends on, except its tensors' data.
 
     Args:
         module: The model.
-        given: Modules whose outputs were given.
-        batch: What it was followed with.
-        names: What its functions read.
-        made_at_first_use: Attributes that modules of PyTorch and TorchRec make in their first
-            forward, by path and name.
+        given: Sharded modules, whose outputs the proof replaced.
+        batch: The batch of the proof.
+        names: Globals and closures that the model's functions read.
+        made_at_first_use: Path and name of attributes that modules of PyTorch and TorchRec make in
+            their first forward.
 
     Raises:
-        UnprovedError: If something cannot be watched.
+        UnprovedError: If some state cannot be watched.
     """
 
     def __init__(
@@ -50,6 +50,8 @@ class Guard:
         self._made_of = module, given, names, made_at_first_use
         self._form: Hashable = form_of(batch)
         self._settings = _settings()
+        # what changed() compares: identity of members, equality of dictionaries, reads of globals,
+        # cells of closures, digests of other objects, hook dictionaries that must stay empty
         self._same: list[tuple[str, Mapping[str, Any], list[Any]]] = []
         self._equal: list[tuple[str, Any, Any]] = []
         self._reads = names.reads
@@ -58,46 +60,49 @@ class Guard:
         self._empty = list(hook_dicts(module, given))
         self._nodes: list[Node] = []
         self._parameters: list[tuple[str, Tensor, bool]] = []
-        inside_modules = [of for _, of in dense_modules(module, given)]
+        inside_modules = [inside for _, inside in dense_modules(module, given)]
         classes = dict.fromkeys([*names.classes, *classes_of(inside_modules)])
         for path, inside in dense_modules(module, given):
-            late = {name for of, name in made_at_first_use if of == path}
+            late = {name for at, name in made_at_first_use if at == path}
             self._watch(path or "the model", inside, late)
             for name, parameter in inside._parameters.items():
                 if parameter is not None:
                     place = f"{path}.{name}" if path else name
                     self._parameters.append((place, parameter, parameter.requires_grad))
                     self._watch_accumulation(place, parameter)
-        for of in classes:
-            self._equal.append((f"the class {of.__name__}", vars(of), dict(vars(of))))
-            own = {name: value for name, value in vars(of).items() if not name.startswith("__")}
-            self._watch_containers(f"the class {of.__name__}", own)
+        for cls in classes:
+            self._equal.append((f"the class {cls.__name__}", vars(cls), dict(vars(cls))))
+            own = {name: value for name, value in vars(cls).items() if not name.startswith("__")}
+            self._watch_containers(f"the class {cls.__name__}", own)
 
     def _watch(self, path: str, module: nn.Module, late: Collection[str]) -> None:
+        """Watches one module's members and attributes."""
         for name in _MODULE_DICTS:
             values = vars(module)[name]
             self._same.append((path, values, list(values.values())))
         if late:
-            return  # it makes its own state, once; nothing of the user's is in it
+            return  # a module of PyTorch or TorchRec that sets its own state in its first forward
         self._equal.append((path, vars(module), dict(vars(module))))
         self._watch_containers(
-            path, {name: of for name, of in vars(module).items() if name not in _TORCH}
+            path, {name: value for name, value in vars(module).items() if name not in _TORCH}
         )
 
     def _watch_accumulation(self, place: str, parameter: Tensor) -> None:
+        """Watches the hooks on the accumulation of a parameter's gradient."""
         accumulation = accumulation_hooks(parameter)
         if accumulation is not None:
             node, kept = accumulation
-            self._nodes.append(node)  # a new one would have other hooks
+            self._nodes.append(node)  # kept alive: a new node would have other dictionaries
             words = f"a hook on the accumulation of {place}'s gradient"
             self._empty.extend((words, hooks) for hooks in kept)
 
     def _watch_containers(self, path: str, values: Mapping[str, Any]) -> None:
-        """What may change without being replaced."""
+        """Watches attributes whose content may change while the object stays the same."""
         for name, value in list(values.items()):
             self._watch_inside(f"{path}.{name}", value, set())
 
     def _watch_inside(self, path: str, value: Any, seen: set[int]) -> None:
+        """Watches one value and, in containers and plain objects, its members."""
         if not may_change(value) or id(value) in seen:
             return
         seen.add(id(value))
@@ -111,41 +116,43 @@ class Guard:
             self._equal.append((path, vars(value), dict(vars(value))))
             members = vars(value).values()
         else:
+            # an object with hidden state, e.g. of an extension: compared by its pickled bytes
             self._digests.append((path, value, digest(value)))
             return
         for member in list(members):
             self._watch_inside(path, member, seen)
 
     def again(self, batch: Any) -> Guard | None:
-        """A guard of the model as it is now; it stands for no proof.
+        """Makes a guard of the current model, which no proof belongs to.
 
         Args:
-            batch: Whose form counts from now on.
+            batch: Batch whose form the guard expects.
 
         Returns:
-            ``None`` = something cannot be watched any more.
+            The guard; ``None`` = some state cannot be watched any more.
         """
         module, given, names, late = self._made_of
         try:
             made = Guard(module, given, batch, names, late)
         except UnprovedError:
             return None
-        made._reads = [(of, name, of.get(name)) for of, name, _ in self._reads]
+        made._reads = [(space, name, space.get(name)) for space, name, _ in self._reads]
         made._cells = [(cell, cell.cell_contents) for cell, _ in self._cells]
         return made
 
     def changed(self, batch: Any = None) -> str | None:
-        """What is not as it was proved; ``None`` = nothing.
+        """Describes the first change since the proof; ``None`` = no change.
 
         Args:
-            batch: The next one; ``None`` = it is not looked at.
+            batch: The next batch; ``None`` = its form is not compared.
         """
         try:
             return next(self._changes(batch), None)
-        except Exception as error:  # whatever comparing raises
+        except Exception as error:  # any error of a comparison
             return f"attributes cannot be compared any more ({type(error).__name__}: {error})"
 
     def _changes(self, batch: Any) -> Iterator[str]:
+        """Yields descriptions of changes, cheap comparisons first."""
         if batch is not None and form_of(batch) != self._form:
             yield "the batch has other fields, types, keys or plain values"
         if _settings() != self._settings:
@@ -176,16 +183,17 @@ class Guard:
 
 
 def _settings() -> Hashable:
-    """Of PyTorch, by which a model may branch."""
+    """Settings of PyTorch by which a model may branch."""
     return (
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-        *((torch.is_autocast_enabled(of), torch.get_autocast_dtype(of)) for of in ("cpu", "cuda")),
+        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
     )
 
 
 def _difference(path: str, values: Any, before: Any) -> str:
+    """Names the attribute that differs, or the whole object."""
     if isinstance(before, dict) and not path.startswith("the "):
         for name in [*before, *values]:
             if name not in values or name not in before or values[name] != before[name]:
@@ -200,16 +208,16 @@ _NEVER = (
 
 
 def may_change(value: Any) -> bool:
-    """Whether a value may become another one without being replaced."""
+    """Whether the content of a value may change while the object stays the same."""
     if isinstance(value, tuple | frozenset):
-        return any(may_change(of) for of in value)
+        return any(may_change(member) for member in value)
     return not isinstance(value, _NEVER)
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether all of an object is in its attributes."""
+    """Whether the attributes of an object hold all of its state."""
     kind = type(value)
-    has_slots = any("__slots__" in vars(of) for of in kind.__mro__[:-1])
+    has_slots = any("__slots__" in vars(cls) for cls in kind.__mro__[:-1])
     own_methods = all(
         getattr(kind, name, None) is getattr(object, name, None)
         for name in ("__reduce__", "__reduce_ex__", "__getattribute__")
@@ -219,4 +227,4 @@ def _is_plain_object(value: Any) -> bool:
 
 
 _HEAP_TYPE = 1 << 9
-"""A class made by a class statement; others keep state that no attribute shows."""
+"""Type flag of classes from a class statement; other types keep state outside attributes."""

@@ -1,4 +1,4 @@
-"""Hooks: code that sees activations or gradients of micro-batches where it saw a batch's."""
+"""Finds hooks: code that would see activations or gradients of micro-batches."""
 
 from __future__ import annotations
 
@@ -36,27 +36,36 @@ _ADVICE = "it would run once per micro-batch"
 
 
 def hook_dicts(module: nn.Module, given: Collection[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """What hooks are kept in, each with words for what it holds."""
+    """Yields the dictionaries that hold hooks, each with a description of its hooks.
+
+    Args:
+        module: The model.
+        given: Sharded modules, whose outputs the proof replaced.
+    """
     for name in _GLOBAL_HOOKS:
         yield f"a hook on all modules ({name})", getattr(torch_module, name)
     inside = dict(dense_modules(module, given))
-    for path, of in {**inside, **_named(module, given)}.items():
+    for path, hooked in {**inside, **_named(module, given)}.items():
         for name, words in _HOOKS.items():
-            yield f"a {words} on {path or 'the model'}", vars(of)[name]
+            yield f"a {words} on {path or 'the model'}", vars(hooked)[name]
 
 
 def _named(module: nn.Module, given: Collection[nn.Module]) -> dict[str, nn.Module]:
-    return {path: of for path, of in module.named_modules() if any(of is one for one in given)}
+    """Maps the paths of the given modules to the modules."""
+    return {path: m for path, m in module.named_modules() if any(m is one for one in given)}
 
 
 def accumulation_hooks(parameter: Tensor) -> tuple[Node, list[Any]] | None:
-    """The node that adds up a parameter's gradient, and what its hooks of Python are kept in.
+    """Finds the node that accumulates a parameter's gradient, and the dictionaries of its hooks.
 
-    A node does not show its hooks; a hook that is registered and removed again does, since all
-    hooks of a kind are in one dictionary. The dictionaries stay the same as long as the node lives.
+    A node does not show its hooks. A hook that is registered and removed again reveals the
+    dictionary that holds all hooks of its kind; it stays the same while the node lives.
 
     Args:
-        parameter: ``None`` is returned for one without gradients.
+        parameter: The parameter.
+
+    Returns:
+        The node and its dictionaries; ``None`` = the parameter gets no gradient.
     """
     if not (parameter.requires_grad and parameter.is_leaf):
         return None
@@ -70,7 +79,12 @@ def accumulation_hooks(parameter: Tensor) -> tuple[Node, list[Any]] | None:
 
 
 def why_hooked(module: nn.Module, given: Collection[nn.Module]) -> str | None:
-    """The first hook on a dense module, on a given one or on a parameter."""
+    """Describes the first hook on a dense module, a given module or a parameter; ``None`` = none.
+
+    Args:
+        module: The model.
+        given: Sharded modules, whose outputs the proof replaced.
+    """
     for words, hooks in hook_dicts(module, given):
         if hooks:
             return f"{words}: {_ADVICE}"
@@ -83,7 +97,7 @@ def why_hooked(module: nn.Module, given: Collection[nn.Module]) -> str | None:
 
 
 def why_parameter_hooked(parameter: Tensor) -> str | None:
-    """What is hooked on a parameter, in words."""
+    """Describes a hook on a parameter; ``None`` = it has none."""
     if parameter._backward_hooks:
         return "a hook"
     if parameter._post_accumulate_grad_hooks:
@@ -97,12 +111,16 @@ def why_parameter_hooked(parameter: Tensor) -> str | None:
 
 
 def why_backward_is_unknown(tensors: Collection[Tensor]) -> str | None:
-    """A step of the backward that Python code takes, or code of another library.
+    """Describes a step of the backward that runs Python code or another library's code.
 
     Args:
         tensors: Losses, with their graphs.
+
+    Returns:
+        A description of the first such step; ``None`` = there is none.
     """
-    todo = [of.grad_fn for of in tensors if of.grad_fn is not None]
+    # walks the whole autograd graph, each node once
+    todo = [loss.grad_fn for loss in tensors if loss.grad_fn is not None]
     seen = set(todo)
     while todo:
         node = todo.pop()
@@ -116,7 +134,7 @@ def why_backward_is_unknown(tensors: Collection[Tensor]) -> str | None:
             return f"{name}, a torch.autograd.Function whose backward may do anything"
         if "CppNode" in node.name() and "fbgemm" not in node.name():
             return f"{node.name()}, whose backward is not known"
-        nexts = [of for of, _ in node.next_functions if of is not None and of not in seen]
+        nexts = [n for n, _ in node.next_functions if n is not None and n not in seen]
         seen.update(nexts)
         todo += nexts
     return None

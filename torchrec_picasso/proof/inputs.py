@@ -1,4 +1,4 @@
-"""A batch, and what tables give for it, without data and with symbols for sizes."""
+"""Makes copies of a batch and of tables' outputs without data, with symbols for sizes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["Inputs", "form_of"]
 
 
 _MOST_SUMMED = 32
-"""Features whose lookups are summed, symbol by symbol; of more, only the features are known."""
+"""Features up to which the lookups of all are a sum of symbols; with more they are one symbol."""
 
 
 class Inputs:
-    """Makes values without data like given ones.
+    """Makes values without data that have the structure of given values.
 
     Args:
-        sizes: Of the batch; gets its symbols.
-        follower: Is told what each tensor is.
+        sizes: Sizes of the batch; new symbols are added to it.
+        follower: Records how each tensor depends on the batch.
         mode: Makes tensors without data.
-        num_samples: Of the batch.
+        num_samples: Samples of the batch.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class Inputs:
         self._samples = sizes.add(SAMPLES, num_samples)
 
     def like(self, value: Any, path: str, *, has_graph: bool = False) -> Any:
-        """A value of the same build.
+        """Makes a value of the same structure.
 
         Args:
-            value: A batch or an output, or what is in it.
-            path: Its place, for messages.
+            value: A batch or an output, or a member of one.
+            path: Place of the value, for messages.
             has_graph: Whether gradients run back to floats, and the model may write into them.
 
         Raises:
-            UnprovedError: If it cannot be cut by samples.
+            UnprovedError: If the value cannot be split by samples.
         """
         if isinstance(value, Awaitable):
             value = value.wait()
@@ -70,7 +70,7 @@ class Inputs:
         members = children_of(value)
         if members is not None:
             _refuse_extras(value, path)
-            made = [self.like(of, path + suffix, has_graph=has_graph) for suffix, of in members]
+            made = [self.like(m, path + suffix, has_graph=has_graph) for suffix, m in members]
             try:
                 return rebuild(value, made, path, "")
             except CompatError as error:
@@ -80,6 +80,7 @@ class Inputs:
         raise UnprovedError(f"{path} is a {type(value).__name__}, which cannot be cut by samples")
 
     def _tensor(self, tensor: Tensor, path: str, has_graph: bool) -> Tensor:
+        """Makes a dense tensor: 0-d, or with samples in dim 0."""
         if tensor.dim() == 0:
             return self._make(tensor, (), SAME, has_graph)
         if tensor.size(0) != self._num_samples:
@@ -93,6 +94,7 @@ class Inputs:
     def _make(
         self, like: Tensor, sizes: tuple[Any, ...], value: Value, has_graph: bool = False
     ) -> Tensor:
+        """Makes one tensor without data and records its dependence."""
         if type(like) not in (Tensor, nn.Parameter) or like.layout is not torch.strided:
             raise UnprovedError(f"holds a {type(like).__name__} of layout {like.layout}")
         if not has_graph and vars(like):
@@ -104,12 +106,14 @@ class Inputs:
             made = torch.empty(
                 sizes, dtype=like.dtype, device=like.device, requires_grad=needs_grad
             )
+            # a clone is no leaf, so the model may write into it
             if has_graph:
                 made = made.clone()
         self._follower.know(made, value, is_input=not has_graph)
         return made
 
     def _jagged(self, jagged: JaggedTensor, path: str, has_graph: bool) -> JaggedTensor:
+        """Makes sequences: values (n,), n a symbol of their own, and a length per sample."""
         lengths, values, weights = jagged.lengths(), jagged.values(), jagged.weights_or_none()
         if lengths.shape != (self._num_samples,):
             raise UnprovedError(
@@ -121,21 +125,22 @@ class Inputs:
         made_weights = None
         if weights is not None:
             made_weights = self._make(weights, (count, *weights.shape[1:]), rows)
-        of_samples = Value(Kind.ROWS, rows=SAMPLES, features=(path,))
+        per_sample = Value(Kind.ROWS, rows=SAMPLES, features=(path,))
         return JaggedTensor(
             values=self._make(values, (count, *values.shape[1:]), rows, has_graph),
             weights=made_weights,
-            lengths=self._make(lengths, (self._samples,), of_samples),
+            lengths=self._make(lengths, (self._samples,), per_sample),
         )
 
     def _keyed_jagged(self, kjt: KeyedJaggedTensor, path: str) -> KeyedJaggedTensor:
+        """Makes features: one symbol for each feature's lookups, packed values, and lengths."""
         if kjt.variable_stride_per_key() or kjt.inverse_indices_or_none() is not None:
             raise UnprovedError(f"{path} has a batch size per feature, or inverse indices")
         if kjt.stride() != self._num_samples:
             raise UnprovedError(f"{path} has {kjt.stride()} samples, not {self._num_samples}")
         keys = kjt.keys()
         names = [f"{path}[{key!r}]" for key in keys]
-        counts = [self._sizes.add(of, n) for of, n in zip(names, kjt.length_per_key())]
+        counts = [self._sizes.add(name, n) for name, n in zip(names, kjt.length_per_key())]
         if not keys:
             raise UnprovedError(f"{path} has no features")
         packed = Value(Kind.LOOKUPS, features=tuple(names))
@@ -149,8 +154,9 @@ class Inputs:
         weights = kjt.weights_or_none()
         if weights is not None:
             weights = self._make(weights, (total, *weights.shape[1:]), packed)
-        of_samples = Value(Kind.ROWS, rows=SAMPLES, outer=len(keys), features=tuple(names))
-        lengths = self._make(kjt.lengths(), (len(keys) * self._samples,), of_samples)
+        # lengths are feature by feature, (F * B,): rows of samples with F outer blocks
+        per_sample = Value(Kind.ROWS, rows=SAMPLES, outer=len(keys), features=tuple(names))
+        lengths = self._make(kjt.lengths(), (len(keys) * self._samples,), per_sample)
         features = (self._feature(kjt, name, count) for name, count in zip(names, counts))
         return KeyedJaggedTensor(
             keys=keys,
@@ -163,20 +169,20 @@ class Inputs:
         )
 
     def _feature(self, kjt: KeyedJaggedTensor, name: str, count: torch.SymInt) -> JaggedTensor:
-        """What ``to_dict()`` gives for a feature."""
+        """Makes one feature's part, which ``to_dict()`` will return."""
         rows, weights = Value(Kind.ROWS, rows=name), kjt.weights_or_none()
         if weights is not None:
             weights = self._make(weights, (count, *weights.shape[1:]), rows)
-        of_samples = Value(Kind.ROWS, rows=SAMPLES, features=(name,))
+        per_sample = Value(Kind.ROWS, rows=SAMPLES, features=(name,))
         return JaggedTensor(
             values=self._make(kjt.values(), (count, *kjt.values().shape[1:]), rows),
             weights=weights,
-            lengths=self._make(kjt.lengths(), (self._samples,), of_samples),
+            lengths=self._make(kjt.lengths(), (self._samples,), per_sample),
         )
 
 
 def _refuse_extras(value: Any, path: str) -> None:
-    """A dataclass may have got attributes that no micro-batch gets."""
+    """Refuses attributes of a dataclass that are no fields: micro-batches do not have them."""
     fields = getattr(value, "__dataclass_fields__", None)
     if fields is None or not hasattr(value, "__dict__"):
         return
@@ -189,7 +195,7 @@ def _refuse_extras(value: Any, path: str) -> None:
 
 
 def form_of(value: Any) -> Hashable:
-    """All of a batch that is neither data nor a size: a model may branch on it."""
+    """Describes all of a batch that is neither data nor a size: a model may branch on it."""
     if isinstance(value, KeyedJaggedTensor):
         weights = value.weights_or_none()
         types = value.values().dtype, None if weights is None else weights.dtype
@@ -205,5 +211,5 @@ def form_of(value: Any) -> Hashable:
     members = children_of(value)
     if members is not None:
         extras = tuple(vars(value)) if hasattr(value, "__dict__") else ()
-        return type(value), extras, tuple((name, form_of(of)) for name, of in members)
+        return type(value), extras, tuple((name, form_of(member)) for name, member in members)
     return type(value), value if isinstance(value, Hashable) else id(value)

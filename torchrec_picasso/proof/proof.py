@@ -1,15 +1,15 @@
-"""Proves that a model gives in micro-batches what it gives for the batch.
+"""Proves that a model computes the same in micro-batches as for the whole batch.
 
-The model's forward runs once, on a copy, with tensors that have shapes but no data, and symbols
-where a batch has sizes. Every operator is asked what its output is along the batch: the same for
-every batch, an entry for each sample that its inputs alone decide, or a mean over samples. If the
-loss is such a mean, outputs are such entries or means, and nothing else happened, then the model
-may be cut into any consecutive parts: the weighted mean of their losses is the loss of the batch,
-their gradients sum to its gradient, their outputs join to its.
+The model's forward runs once, on a copy, with tensors that have shapes but no data, and symbols in
+place of a batch's sizes. A rule for every operator derives how its output depends on the batch: the
+same for every batch, an entry for each sample that only this sample's inputs decide, or a mean over
+samples. If the loss is such a mean, outputs are such entries or means, and the forward has no other
+effect, then the batch may be split into any consecutive parts: the weighted mean of their losses is
+the loss of the batch, their gradients sum to its gradient, and their outputs join to its output.
 
-What is not understood is not proved. That costs speed, never exactness.
+Anything without a rule is unproved. That costs speed, never exactness.
 
-Cost: one forward without data, 1 to 2 ms an operator; no memory to speak of.
+Cost: one forward without data, 1 to 2 ms per operator; negligible memory.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ __all__ = ["Given", "Losses", "Proof", "prove"]
 
 
 _State = dict[tuple[str, str], bytes]
+"""Digest of each attribute of each module, by path and name."""
 
 
 class Losses(Enum):
-    """What the model's losses are of its samples."""
+    """How the model's losses are reduced over samples."""
 
     MEANS = "means"
     SUMS = "sums"
@@ -69,13 +70,13 @@ class Losses(Enum):
 
 @dataclass(frozen=True)
 class Given:
-    """A module of the model that does not run: what it gives is known.
+    """A module of the model that does not run, because its output is known.
 
     Args:
-        module: In the model, or a part of one that is.
-        name: For messages.
-        output: What it gave for the batch.
-        give: Has the module's next call give another output.
+        module: A module in the model, or a part of one.
+        name: Name of the module, for messages.
+        output: Output of the module for the batch.
+        give: Sets the output of the module's next call.
     """
 
     module: nn.Module
@@ -86,14 +87,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of it.
+    """The result of an attempt to prove a model.
 
     Args:
-        reason: Why the model is not proved, with what stands in the way and where; ``None`` = it is
+        reason: The operator or state that prevents a proof, and its place; ``None`` = the model is
             proved.
-        guard: Tells before each step whether the model is still the one that was looked at, proved
-            or not; ``None`` = that cannot be told.
-        num_operators: Operators that were followed.
+        guard: Checks before each step whether the model is still the one that was examined, proved
+            or not; ``None`` = this cannot be checked.
+        num_operators: Number of operators that were followed.
     """
 
     reason: str | None
@@ -109,20 +110,19 @@ def prove(
     losses: Losses = Losses.MEANS,
     forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Proof:
-    """Proves that a model may be cut into micro-batches of consecutive samples.
+    """Proves that a model may train in micro-batches of consecutive samples.
 
     Args:
-        module: The model inside its wrappers. Its forward takes a batch and gives losses and an
-            output. It is left as it is.
-        batch: Any batch of its data; what is in it does not matter, nor how many samples.
-        given: Its sharded modules, and others that do not run, with what they gave for the batch.
-        losses: What the losses shall be proved to be; ratios are given as ``(numerators,
-            denominators)``.
+        module: The model inside its wrappers. Its forward takes a batch and returns losses and an
+            output. It is not changed.
+        batch: Any batch of its data; neither its values nor its number of samples matter.
+        given: Sharded modules, and others that do not run, with their outputs for the batch.
+        losses: Reduction of the losses; ratios are returned as ``(numerators, denominators)``.
         forward: Runs a module like ``module`` on a batch; by default calls it.
 
     Returns:
-        A proof, or why there is none. It holds for all batches of the same form, as long as its
-        guard sees no change.
+        A proof, or the reason why there is none. It holds for all batches of the same form, as long
+        as its guard sees no change.
     """
     follower = Follower(Sizes(), _names_of(module))
     question = _Question(module, batch, given, losses, forward or _call)
@@ -133,19 +133,20 @@ def prove(
         reason = names.written()
     except UnprovedError as unproved:
         reason = str(unproved)
-    except Exception as error:  # whatever a model raises without data
+    except Exception as error:  # any error of a model without data
         reason = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
     reason = follower.reason or reason
+    # without a proof a guard is still useful: a change of the model allows another attempt
     try:
         guard = Guard(module, question.modules, batch, names, late)
-    except Exception as error:  # a model that is compiled, or that raises when it is looked at
+    except Exception as error:  # a compiled model, or attributes that raise when they are read
         reason = reason or str(error)
     return Proof(reason, guard, follower.num_operators)
 
 
 @dataclass(frozen=True)
 class _Question:
-    """What :func:`prove` was asked."""
+    """The arguments of :func:`prove`."""
 
     module: nn.Module
     batch: Any
@@ -155,16 +156,18 @@ class _Question:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those that do not run."""
-        return [of.module for of in self.given]
+        """The modules that do not run."""
+        return [given.module for given in self.given]
 
 
 def _names_of(module: nn.Module) -> dict[int, str]:
+    """Maps ids of the model's tensors to their names."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {id(tensor): name for name, tensor in named}
 
 
 def _refuse_what_cannot_be_seen(module: nn.Module, given: Sequence[nn.Module]) -> None:
+    """Refuses hooks and compiled modules, which the follower cannot see."""
     found = why_hooked(module, given)
     if found is not None:
         raise UnprovedError(found)
@@ -174,7 +177,7 @@ def _refuse_what_cannot_be_seen(module: nn.Module, given: Sequence[nn.Module]) -
 
 
 def _follow(question: _Question, follower: Follower, names: Names) -> list[tuple[str, str]]:
-    """Follows the forward; gives the attributes that modules of libraries make in their first."""
+    """Follows the forward; returns attributes that library modules make in their first forward."""
     modules = question.modules
     _refuse_what_cannot_be_seen(question.module, modules)
     tried = copy_of(question.module, modules)
@@ -191,7 +194,9 @@ def _follow(question: _Question, follower: Follower, names: Names) -> list[tuple
         _run(tried, question, follower, mode, names)
         changed = _changes(before, after := state_of(tried, modules))
         _refuse_changes(tried, changed, may_be_libraries=True)
-        if changed:  # is that all, then?
+        # Library modules may set their own state in the first forward; a second one shows whether
+        # that was all.
+        if changed:
             _run(tried, question, follower, mode, names)
             late, changed = changed, _changes(after, state_of(tried, modules))
             _refuse_changes(tried, changed, may_be_libraries=False)
@@ -199,7 +204,8 @@ def _follow(question: _Question, follower: Follower, names: Names) -> list[tuple
 
 
 def _changes(before: _State, after: _State) -> list[tuple[str, str]]:
-    return [of for of in after | before if after.get(of) != before.get(of)]
+    """Lists path and name of attributes whose digests differ."""
+    return [key for key in after | before if after.get(key) != before.get(key)]
 
 
 def _run(
@@ -209,14 +215,17 @@ def _run(
     mode: FakeTensorMode,
     names: Names,
 ) -> None:
+    """Runs the forward once without data, and judges its result."""
     follower.sizes.begin()
     inputs = Inputs(follower.sizes, follower, mode, _count(question.batch))
     made = inputs.like(question.batch, "batch")
-    for of in question.given:
-        of.give(inputs.like(of.output, of.name, has_graph=True))
+    for known in question.given:
+        known.give(inputs.like(known.output, known.name, has_graph=True))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of shapes without data
+        warnings.simplefilter("ignore")  # warnings about shapes, which are placeholders here
         watch = Watch(follower, names)
+        # Modes from the outside in: enable gradients, decompose in Python, make tensors without
+        # data, follow operators, watch functions.
         with torch.enable_grad(), enable_python_dispatcher(), mode, follower, watch:
             result = question.forward(module, made)
     _judge(result, question.losses, follower)
@@ -227,6 +236,7 @@ def _call(module: nn.Module, batch: Any) -> Any:
 
 
 def _count(batch: Any) -> int:
+    """Counts the samples of a batch; refuses batches without a number."""
     try:
         return num_samples(batch)
     except InputError as error:
@@ -235,7 +245,7 @@ def _count(batch: Any) -> int:
 
 @contextmanager
 def _no_finalizers() -> Iterator[None]:
-    """Keeps the garbage collector from running functions that are not the model's."""
+    """Disables the garbage collector: finalizers would run inside the watched forward."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -247,7 +257,7 @@ def _no_finalizers() -> Iterator[None]:
 
 @contextmanager
 def _no_kept_casts() -> Iterator[None]:
-    """Keeps autocast from handing weights without data to the forwards that follow."""
+    """Disables autocast's cache, which would pass weights without data to later forwards."""
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -258,7 +268,7 @@ def _no_kept_casts() -> Iterator[None]:
 
 @contextmanager
 def _nothing_drawn() -> Iterator[None]:
-    """Refuses a forward that moved a global random state, and puts it back."""
+    """Restores global random states, and refuses a forward that changed one."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -275,43 +285,46 @@ def _nothing_drawn() -> Iterator[None]:
 
 @contextmanager
 def _classes_as_they_are(module: nn.Module, given: Sequence[nn.Module]) -> Iterator[None]:
-    """Has classes of the user's hold copies, and refuses a forward that wrote their attributes."""
-    classes = classes_of(of for _, of in dense_modules(module, given))
-    before = {of: dict(vars(of)) for of in classes}
-    copies = {of: _copies_of(of) for of in classes}
+    """Copies the attributes of the user's classes, and refuses a forward that writes them."""
+    classes = classes_of(inside for _, inside in dense_modules(module, given))
+    before = {cls: dict(vars(cls)) for cls in classes}
+    copies = {cls: _copies_of(cls) for cls in classes}
     written = []
     try:
-        for of, values in copies.items():
+        for cls, values in copies.items():
             for name, value in values.items():
-                type.__setattr__(of, name, value)
+                type.__setattr__(cls, name, value)
         yield
     finally:
-        for of, values in before.items():
-            for name in {*vars(of), *values}:
-                if vars(of).get(name) is not copies[of].get(name, values.get(name)):
-                    written.append(f"{of.__name__}.{name}")
+        # restores every class, and records attributes that are neither the copy nor the original
+        for cls, values in before.items():
+            for name in {*vars(cls), *values}:
+                if vars(cls).get(name) is not copies[cls].get(name, values.get(name)):
+                    written.append(f"{cls.__name__}.{name}")
                 if name not in values:
-                    type.__delattr__(of, name)
-                elif vars(of).get(name) is not values[name]:
-                    type.__setattr__(of, name, values[name])
+                    type.__delattr__(cls, name)
+                elif vars(cls).get(name) is not values[name]:
+                    type.__setattr__(cls, name, values[name])
     if written:
         raise UnprovedError(f"the model writes {written[0]}, an attribute of a class")
 
 
-def _copies_of(of: type) -> dict[str, Any]:
-    """What a class holds that a forward may change, copied."""
-    own = {name: value for name, value in vars(of).items() if not name.startswith("__")}
+def _copies_of(cls: type) -> dict[str, Any]:
+    """Copies the attributes of a class that a forward may change."""
+    own = {name: value for name, value in vars(cls).items() if not name.startswith("__")}
     try:
         return {name: copy.deepcopy(value) for name, value in own.items() if may_change(value)}
-    except Exception as error:  # whatever a user's type raises
+    except Exception as error:  # any error of a user's type
         raise UnprovedError(
-            f"the class {of.__name__} holds what cannot be copied ({type(error).__name__}: {error})"
+            f"the class {cls.__name__} holds what cannot be copied "
+            f"({type(error).__name__}: {error})"
         ) from error
 
 
 def _refuse_changes(
     module: nn.Module, changed: Sequence[tuple[str, str]], may_be_libraries: bool
 ) -> None:
+    """Refuses changed attributes, except those of library modules if these may change."""
     modules = dict(module.named_modules())
     for path, name in changed:
         if not may_be_libraries or path not in modules or not is_of_library(modules[path]):
@@ -320,14 +333,15 @@ def _refuse_changes(
 
 
 def _judge(result: Any, losses: Losses, follower: Follower) -> None:
-    """Looks at what the model gave.
+    """Checks the dependence of losses and output on the batch.
 
     Raises:
-        UnprovedError: If micro-batches would not add up to it.
+        UnprovedError: If micro-batches would not add up to the batch.
     """
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise UnprovedError(f"the model gives a {type(result).__name__}, not losses and an output")
     found, output = result
+    # losses: the kind of the reduction; a constant loss is a mean too
     parts = [found]
     if losses is Losses.RATIOS:
         if not isinstance(found, tuple | list) or len(found) != 2:
@@ -352,7 +366,7 @@ def _judge(result: Any, losses: Losses, follower: Follower) -> None:
 
 
 def _judge_output(value: Any, path: str, follower: Follower) -> None:
-    """An output must be what joining micro-batches' outputs gives."""
+    """Checks that joined outputs of micro-batches would be this output."""
     if isinstance(value, Awaitable):
         value = value.wait()
     if isinstance(value, KeyedJaggedTensor):
@@ -375,6 +389,7 @@ def _judge_output(value: Any, path: str, follower: Follower) -> None:
 
 
 def _judge_tensor(tensor: Tensor, path: str, follower: Follower) -> None:
+    """Checks one tensor of the output: one row per sample in dim 0, or a 0-d mean."""
     if not isinstance(tensor, FakeTensor):
         if tensor.dim():
             raise UnprovedError(f"{path} is a tensor of the model, not an entry for each sample")
@@ -396,6 +411,7 @@ def _judge_tensor(tensor: Tensor, path: str, follower: Follower) -> None:
 
 
 def _judge_jagged(jagged: JaggedTensor, path: str, follower: Follower) -> None:
+    """Checks sequences of the output: values in the rows that their lengths count."""
     lengths = follower.value_of(jagged.lengths())
     for name, tensor in (("values", jagged.values()), ("weights", jagged.weights_or_none())):
         if tensor is None:

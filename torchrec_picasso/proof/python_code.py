@@ -1,10 +1,10 @@
-"""What the Python functions of a forward read and write beside their arguments.
+"""Checks the names that the Python functions of a forward read and write beside their arguments.
 
 A forward runs K times in a step of K micro-batches. A function that counts in a global, reads a
-clock or keeps batches in a list of its module does something else then. Every function of the
-user's that runs is looked at as it begins, before it has done anything: the names that its bytecode
-loads and stores. Functions, classes and values that never change may be read; a proof holds as long
-as these names mean the same.
+clock or keeps batches in a list of its module then behaves differently. Every function of the
+user's is examined when it is called, before it runs: the names that its bytecode loads and stores.
+It may read functions, classes and values that never change; a proof holds as long as these names
+keep their meaning.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNSTEADY = frozenset(
         *("socket", "select", "signal", "sys", "gc", "ctypes", "importlib"),
     )
 )
-"""Modules of clocks, of random numbers, of the world outside."""
+"""Modules of clocks, random numbers and the outside world."""
 
 _COMMUNICATING = "torch.distributed"
 _FORBIDDEN = frozenset(
@@ -53,7 +53,7 @@ _NOTHING = object()
 
 
 def foreign_module(name: str | None) -> str | None:
-    """The unsteady module that a name is of, if it is."""
+    """Returns the module among :data:`_UNSTEADY`, or ``torch.distributed``, that a name is in."""
     parts = (name or "").split(".")
     for end in range(len(parts), 0, -1):
         found = ".".join(parts[:end])
@@ -64,7 +64,7 @@ def foreign_module(name: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class _Read:
-    """A name that a function reads."""
+    """A name that a function reads, and its meaning."""
 
     names: Mapping[str, Any]
     name: str
@@ -72,10 +72,10 @@ class _Read:
 
 
 class Names:
-    """Names that functions of a forward read; a value that may change is refused.
+    """The names that the functions of a forward read; refuses values that may change.
 
     Args:
-        outermost: The frame that the forward is called from.
+        outermost: The frame that calls the forward.
     """
 
     def __init__(self, outermost: FrameType) -> None:
@@ -87,37 +87,38 @@ class Names:
 
     @property
     def reads(self) -> list[tuple[Mapping[str, Any], str, Any]]:
-        """Namespaces, names in them and what these mean."""
+        """Namespace, name and value of each name that is read."""
         return [(read.names, read.name, read.value) for read in self._reads.values()]
 
     @property
     def cells(self) -> list[tuple[Any, Any]]:
-        """Cells of closures and what is in them."""
+        """Cells of closures and their contents."""
         return list(self._cells.values())
 
     @property
     def classes(self) -> list[type]:
-        """Classes of the user's that are read by name."""
+        """The user's classes that are read by name."""
         return list(self._classes.values())
 
     def written(self) -> str | None:
-        """A function that has got attributes, which are taken from it."""
+        """Names a function that got attributes during the forward, and removes them."""
         for read in self._reads.values():
             function = read.value
             is_its = isinstance(function, FunctionType) and is_users(function.__code__)
             if is_its and vars(function):
-                vars(function).clear()  # it had none
+                vars(function).clear()  # the function had none before: _refuse_unsteady checked
                 return f"the model writes attributes of the function {read.name}"
         return None
 
     def enter(self, frame: FrameType) -> None:
-        """Looks at a function of the user's that begins.
+        """Examines a function of the user's that was just called.
 
         Raises:
-            UnprovedError: If it may do something else the second time.
+            UnprovedError: If the function may behave differently in the next call.
         """
         code = frame.f_code
         if set(code.co_freevars) - {"__class__"}:
+            # closures differ from call to call, so they are checked before the cache of code
             self._check_cells(frame)
         if code in self._seen:
             return
@@ -143,12 +144,13 @@ class Names:
                 raise UnprovedError(f"takes {name}")
 
     def _check_global(self, frame: FrameType, name: str, attributes: Iterator[str]) -> None:
+        """Checks a global, and the attributes that are read from it while it is a module."""
         names: Mapping[str, Any] = frame.f_globals
         value = names.get(name, _NOTHING)
         if value is _NOTHING:
             value = getattr(builtins, name, _NOTHING)
             if value is _NOTHING:
-                return  # it raises
+                return  # an unknown name: the function will raise NameError
             names = vars(builtins)
         path = name
         self._note(names, name, value, path)
@@ -165,17 +167,18 @@ class Names:
                 _refuse_unsteady(vars(value)[name], f"{path}.{name}")
 
     def _note(self, names: Mapping[str, Any], name: str, value: Any, path: str) -> None:
+        """Records one read of a name after checking its value."""
         _refuse_unsteady(value, path)
         if isinstance(value, type) and is_users_object(value):
             self._classes[id(value)] = value
-            for of, inside in vars(value).items():
-                if isinstance(inside, list | dict | set) and not of.startswith("_"):
+            for attribute, inside in vars(value).items():
+                if isinstance(inside, list | dict | set) and not attribute.startswith("_"):
                     raise UnprovedError(f"reads {path}, a class with a {type(inside).__name__}")
         if name in names:
             self._reads.setdefault((id(names), name), _Read(names, name, value))
 
     def _check_cells(self, frame: FrameType) -> None:
-        """What a closure holds must be of a function that is still running, or never change."""
+        """Checks closures: the outer function must be running, or the contents never change."""
         if self._maker(frame) is not None:
             return
         for function in _functions_of(frame):
@@ -185,12 +188,12 @@ class Names:
                 try:
                     value = cell.cell_contents
                 except ValueError:
-                    continue  # empty
+                    continue  # an empty cell
                 _refuse_unsteady(value, name)
                 self._cells[id(cell)] = cell, value
 
     def _maker(self, frame: FrameType) -> FrameType | None:
-        """The function of the forward, still running, that a nested one was made by."""
+        """Finds the running function of the forward that defined a nested function."""
         caller = frame.f_back
         while caller is not None and caller is not self._outermost:
             if frame.f_code in caller.f_code.co_consts:
@@ -199,6 +202,7 @@ class Names:
         return None
 
     def _check_defaults(self, frame: FrameType) -> None:
+        """Checks default arguments and attributes of the function that a frame runs."""
         code = frame.f_code
         is_of_expression = code.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
         if not code.co_argcount + code.co_kwonlyargcount or is_of_expression:
@@ -216,7 +220,7 @@ def is_users_object(value: Any) -> bool:
     code = getattr(value, "__code__", None)
     if code is not None:
         return is_users(code)
-    functions = (of for of in vars(value).values() if isinstance(of, FunctionType))
+    functions = (member for member in vars(value).values() if isinstance(member, FunctionType))
     found = next(functions, None)
     if found is not None:
         return is_users(found.__code__)
@@ -225,7 +229,7 @@ def is_users_object(value: Any) -> bool:
 
 @functools.lru_cache(1024)
 def foreign_root(module: str) -> str | None:
-    """The library that a module is of; ``None`` = the user's."""
+    """The library that a module belongs to; ``None`` = the user's code."""
     root = module.partition(".")[0]
     return root if root in _TRUSTED else None
 
@@ -240,7 +244,7 @@ _TRUSTED = frozenset(
 
 
 def _refuse_unsteady(value: Any, path: str) -> None:
-    """Refuses a value that may mean something else in the next step."""
+    """Refuses a value that may have another meaning in the next step."""
     if isinstance(value, ModuleType):
         found = foreign_module(value.__name__)
         if found:
@@ -256,8 +260,8 @@ def _refuse_unsteady(value: Any, path: str) -> None:
     elif isinstance(value, MethodType):
         _refuse_unsteady(value.__self__, path)
     elif isinstance(value, functools.partial):
-        for of in (value.func, *value.args, *value.keywords.values()):
-            _refuse_unsteady(of, path)
+        for part in (value.func, *value.args, *value.keywords.values()):
+            _refuse_unsteady(part, path)
     elif not _never_changes(value):
         raise UnprovedError(
             f"reads {path}, a {type(value).__name__} from outside the model, which may change"
@@ -265,6 +269,7 @@ def _refuse_unsteady(value: Any, path: str) -> None:
 
 
 def _refuse_builtin(value: BuiltinFunctionType, path: str) -> None:
+    """Refuses built-in functions with effects, or of an unknown extension."""
     owner = getattr(value, "__self__", None)
     home = value.__module__ or type(owner).__module__
     found = foreign_module(home) or foreign_module(type(owner).__module__)
@@ -274,13 +279,15 @@ def _refuse_builtin(value: BuiltinFunctionType, path: str) -> None:
     if root not in _TRUSTED and root not in sys.stdlib_module_names:
         raise UnprovedError(f"calls {path}, which is not Python")
     is_of_torch = type(owner).__module__.partition(".")[0] == "torch"
+    # a bound method, such as list.append: its object must never change
     if owner is not None and not isinstance(owner, ModuleType | type) and not is_of_torch:
         _refuse_unsteady(owner, path)
 
 
 def _never_changes(value: Any) -> bool:
+    """Whether a value is immutable, or of a type whose content is watched elsewhere."""
     if isinstance(value, tuple | frozenset):
-        return all(_never_changes(of) for of in value)
+        return all(_never_changes(member) for member in value)
     if isinstance(value, (*_PLAIN, *_PLAIN_OF_TORCH, logging.Logger, Tensor)):
         return True
     home = type(value).__module__
@@ -298,7 +305,7 @@ _DESCRIPTORS = (
 
 
 def _refuse_question(instructions: list[dis.Instruction], place: int) -> None:
-    """A size is an int, and none while a model is followed."""
+    """Refuses ``isinstance(..., int)``: sizes are ints in a real forward, but symbols here."""
     for instruction in instructions[place + 1 :]:
         if instruction.opname == "CALL":
             return
@@ -312,11 +319,11 @@ _PAST_ATTRIBUTES = frozenset(
 
 
 def _target(instructions: list[dis.Instruction], place: int) -> dis.Instruction:
-    """What loads the object whose attribute is written."""
-    before = [of for of in instructions[:place] if of.opname != "CACHE"]
-    if before[-1].opname == "SWAP":  # of += and the like: a copy of the object is read first
+    """Finds the instruction that loads the object whose attribute is written."""
+    before = [i for i in instructions[:place] if i.opname != "CACHE"]
+    if before[-1].opname == "SWAP":  # augmented assignment: a copy of the object is read first
         name = instructions[place].argval
-        reads = (of for of in zip(before[::-1], before[-2::-1], before[-3::-1]))
+        reads = (three for three in zip(before[::-1], before[-2::-1], before[-3::-1]))
         for read, copied, found in reads:
             if read.opname == "LOAD_ATTR" and read.argval == name and copied.opname == "COPY":
                 return found
@@ -324,7 +331,7 @@ def _target(instructions: list[dis.Instruction], place: int) -> dis.Instruction:
 
 
 def _check_target(frame: FrameType, name: str, target: dis.Instruction) -> None:
-    """Only what a copy of the model shows may be written: attributes of the function's self."""
+    """Refuses writes except to attributes of ``self``, which a copy of the model shows."""
     code = frame.f_code
     is_first = code.co_argcount and target.argval == code.co_varnames[0]
     if not is_first or target.opname not in ("LOAD_FAST", "LOAD_DEREF"):
@@ -335,7 +342,7 @@ def _check_target(frame: FrameType, name: str, target: dis.Instruction) -> None:
 
 
 def _attributes_after(instructions: list[dis.Instruction], place: int) -> Iterator[str]:
-    """Names of attributes that are loaded one after the other, from an instruction on."""
+    """Yields the names of attributes that are loaded in turn after an instruction."""
     for instruction in instructions[place + 1 :]:
         if instruction.opname in ("CACHE", "PRECALL", "PUSH_NULL"):
             continue
@@ -345,22 +352,25 @@ def _attributes_after(instructions: list[dis.Instruction], place: int) -> Iterat
 
 
 def _functions_of(frame: FrameType) -> list[FunctionType]:
-    """The function that a frame runs, or all that are alive of its code."""
+    """Finds the function that a frame runs, or all living functions with its code."""
     code = frame.f_code
     first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    owners = [vars(of) for of in (*type(first).__mro__, *getattr(first, "__mro__", ()))]
+    owners = [vars(cls) for cls in (*type(first).__mro__, *getattr(first, "__mro__", ()))]
+    # a global or a method by its name; else, such as for nested functions, the code's referrers
     for names in (frame.f_globals, *owners):
         found = inspect.unwrap(_plain_function(names.get(code.co_name)), stop=_is_of(code))
         if isinstance(found, FunctionType) and found.__code__ is code and not found.__closure__:
             return [found]
-    return [of for of in gc.get_referrers(code) if isinstance(of, FunctionType)]
+    return [f for f in gc.get_referrers(code) if isinstance(f, FunctionType)]
 
 
 def _plain_function(value: Any) -> Any:
+    """Unwraps properties, static methods and class methods."""
     if isinstance(value, property):
         return value.fget
     return getattr(value, "__func__", value)
 
 
 def _is_of(code: CodeType) -> Any:
+    """Makes a test for functions with this code."""
     return lambda function: getattr(function, "__code__", None) is code

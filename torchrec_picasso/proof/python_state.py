@@ -1,6 +1,6 @@
-"""A model's Python side: a copy to try it on, and whether a forward changed that.
+"""The Python state of a model: a copy for the proof, and digests that show a forward's changes.
 
-Tensors are shared with the model: nothing writes into them while it is followed.
+The copy shares tensors with the model: the follower refuses writes into them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,19 @@ _BY_ID = (
 def dense_modules(
     module: nn.Module, given: Collection[nn.Module], name: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """A module and what is inside it, by path, without modules whose output is given."""
+    """Yields a module and its submodules by path, without modules whose output is given.
+
+    Args:
+        module: The model.
+        given: Modules that do not run.
+        name: Path of the model, which begins the yielded paths.
+    """
     seen: set[int] = set()
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         if id(module) in seen or isinstance(module, ShardedModule):
             return
-        if any(module is of for of in given):
+        if any(module is known for known in given):
             return
         seen.add(id(module))
         yield name, module
@@ -52,23 +58,28 @@ def dense_modules(
 
 
 def copy_of(module: nn.Module, given: Collection[nn.Module]) -> nn.Module:
-    """A copy with the same tensors, process groups and given modules.
+    """Copies a model; tensors, process groups and given modules are shared.
+
+    Args:
+        module: The model.
+        given: Modules that do not run.
 
     Raises:
-        UnprovedError: If it cannot be copied.
+        UnprovedError: If the model cannot be copied; names the attribute.
     """
     memo: dict[int, Any] = {}
     for inside in module.modules():
         shared = [*inside._parameters.values(), *inside._buffers.values(), *vars(inside).values()]
-        memo |= {id(of): of for of in shared if isinstance(of, Tensor | dist.ProcessGroup)}
-        if isinstance(inside, ShardedModule) or any(inside is of for of in given):
+        memo |= {id(v): v for v in shared if isinstance(v, Tensor | dist.ProcessGroup)}
+        if isinstance(inside, ShardedModule) or any(inside is known for known in given):
             memo[id(inside)] = inside
     for path, inside in dense_modules(module, given):
+        # a class with its own copy methods may share state that a forward changes
         if _copies_itself(type(inside)):
             raise UnprovedError(f"{path or 'the model'} says itself what is copied of it")
     try:
         return copy.deepcopy(module, memo)
-    except Exception as error:  # whatever a user's type raises
+    except Exception as error:  # any error of a user's type
         raise UnprovedError(
             f"{_culprit(module, given, memo)} cannot be copied ({type(error).__name__}: {error}), "
             "so what a forward does to it cannot be seen"
@@ -76,13 +87,14 @@ def copy_of(module: nn.Module, given: Collection[nn.Module]) -> nn.Module:
 
 
 def _culprit(module: nn.Module, given: Collection[nn.Module], memo: dict[int, Any]) -> str:
+    """Finds the attribute that cannot be copied, for a message."""
     for path, inside in dense_modules(module, given):
         for name, value in vars(inside).items():
             if name in _KEPT_BY_TORCH:
                 continue
             try:
                 copy.deepcopy(value, dict(memo))
-            except Exception:  # the one that was looked for
+            except Exception:  # this one made the copy fail
                 return f"{path}.{name}" if path else name
     return "the model"
 
@@ -91,7 +103,7 @@ _KEPT_BY_TORCH = frozenset(("_parameters", "_buffers", "_modules"))
 
 
 def is_of_library(module: nn.Module) -> bool:
-    """Whether a module's class is PyTorch's or TorchRec's: it makes its state at its first use."""
+    """Whether a module's class is PyTorch's or TorchRec's; these set state in a first forward."""
     return type(module).__module__.partition(".")[0] in ("torch", "torchrec")
 
 
@@ -100,10 +112,10 @@ _OWN_COPIES = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
 
 
 def refuse_hidden(value: Any) -> None:
-    """Refuses what keeps something that neither a copy nor a digest of it shows.
+    """Refuses values with state that neither a copy nor a digest of them shows.
 
     Raises:
-        UnprovedError: Says what, after a name.
+        UnprovedError: Completes a sentence that begins with the value's name.
     """
     if isinstance(value, _CACHED):
         raise UnprovedError("is a cached function, which keeps what a forward gets of it")
@@ -111,7 +123,7 @@ def refuse_hidden(value: Any) -> None:
         if not isinstance(value(), Tensor | nn.Module | None):
             raise UnprovedError(f"refers to a {type(value()).__name__} outside the model")
     elif isinstance(value, Tensor):
-        extras = [name for name, of in vars(value).items() if not isinstance(of, PLAIN_TYPES)]
+        extras = [name for name, extra in vars(value).items() if not isinstance(extra, PLAIN_TYPES)]
         if extras and not extras[0].startswith("_"):
             raise UnprovedError(f"is a tensor with an attribute, .{extras[0]}")
     elif not isinstance(value, type | enum.Enum) and _copies_itself(type(value)):
@@ -119,19 +131,22 @@ def refuse_hidden(value: Any) -> None:
 
 
 def _copies_itself(kind: type[Any]) -> bool:
+    """Whether the user's class, or a base of it, defines how it is copied or pickled."""
     return bool(kind.__flags__ & _HEAP_TYPE) and any(
-        name in vars(of)
-        for of in kind.__mro__
-        if of.__flags__ & _HEAP_TYPE and is_users_object(of)
+        name in vars(cls)
+        for cls in kind.__mro__
+        if cls.__flags__ & _HEAP_TYPE and is_users_object(cls)
         for name in _OWN_COPIES
     )
 
 
 _HEAP_TYPE = 1 << 9
-"""A class made by a class statement."""
+"""Type flag of classes from a class statement."""
 
 
 class _Pickler(pickle.Pickler):
+    """Pickles Python state; tensors, modules and functions by identity."""
+
     watched: Collection[int] | None = None
 
     def persistent_id(self, value: Any) -> Any:
@@ -151,14 +166,17 @@ class _Pickler(pickle.Pickler):
 
 
 def digest(value: Any, watched: Collection[int] | None = None) -> bytes:
-    """What a value holds; tensors, modules and functions by identity.
+    """Digests the content of a value; tensors, modules and functions by identity.
 
     Args:
-        value: Any.
-        watched: Ids of the modules that it may hold; ``None`` = any.
+        value: Any value.
+        watched: Ids of the modules that the value may hold; ``None`` = any.
+
+    Returns:
+        Bytes that are equal for equal content.
 
     Raises:
-        UnprovedError: If it cannot be told.
+        UnprovedError: If the value cannot be pickled.
     """
     buffer = io.BytesIO()
     try:
@@ -167,7 +185,7 @@ def digest(value: Any, watched: Collection[int] | None = None) -> bytes:
         pickler.dump(value)
     except UnprovedError:
         raise
-    except Exception as error:  # whatever a user's type raises
+    except Exception as error:  # any error of a user's type
         raise UnprovedError(
             f"is a {type(value).__name__}, of which cannot be told whether it changes "
             f"({type(error).__name__})"
@@ -176,19 +194,26 @@ def digest(value: Any, watched: Collection[int] | None = None) -> bytes:
 
 
 def state_of(module: nn.Module, given: Collection[nn.Module]) -> dict[tuple[str, str], bytes]:
-    """Digests of all attributes of all modules and of their classes, by path and name.
+    """Digests all attributes of all modules and of their classes.
+
+    Args:
+        module: The model.
+        given: Modules that do not run.
+
+    Returns:
+        Digests by path and name.
 
     Raises:
-        UnprovedError: If one cannot be told.
+        UnprovedError: If an attribute has no digest; names it.
     """
     found = {}
-    watched = {id(of) for of in (*module.modules(), *given)}
+    watched = {id(known) for known in (*module.modules(), *given)}
     inside = dict(dense_modules(module, given))
-    named = [(path, name, value) for path, of in inside.items() for name, value in vars(of).items()]
+    named = [(path, name, value) for path, m in inside.items() for name, value in vars(m).items()]
     named += [
-        (f"the class {of.__name__}", name, value)
-        for of in classes_of(inside.values())
-        for name, value in vars(of).items()
+        (f"the class {cls.__name__}", name, value)
+        for cls in classes_of(inside.values())
+        for name, value in vars(cls).items()
         if not name.startswith("__")
     ]
     for path, name, value in named:
@@ -201,6 +226,6 @@ def state_of(module: nn.Module, given: Collection[nn.Module]) -> dict[tuple[str,
 
 
 def classes_of(modules: Iterable[nn.Module]) -> list[type]:
-    """The user's classes that modules are of."""
-    found = {of: None for module in modules for of in type(module).__mro__ if is_users_object(of)}
+    """Lists the user's classes among the classes and bases of modules, each once."""
+    found = {c: None for module in modules for c in type(module).__mro__ if is_users_object(c)}
     return list(found)

@@ -1,8 +1,8 @@
-"""The sizes of a batch as symbols, and which of them a model's forward depends on.
+"""The sizes of a batch as symbols, and the assumptions that a forward makes about them.
 
-A model's forward runs once with symbols where a batch has numbers: of samples, of each feature's
-lookups. PyTorch notes what it had to assume of them to go on; beyond "2 or more" a proof may assume
-nothing but that two are equal, where an operator fails if they are not.
+A model's forward runs once with symbols in place of the number of samples and of each feature's
+lookups. PyTorch records what it had to assume about them. Beyond "2 or more" a proof may assume
+only that two sizes are equal, and only where an operator fails if they are not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchrec_picasso.proof.values import SAMPLES, Kind, UnprovedError, Value
 __all__ = ["Sizes", "is_symbolic"]
 
 _LEAST = 2
-"""Sizes 0 and 1 are special to PyTorch; rules see to these."""
+"""Smallest size of a symbol: PyTorch treats 0 and 1 specially, and rules cover these."""
 
 
 def is_symbolic(number: Any) -> bool:
@@ -34,7 +34,7 @@ def is_symbolic(number: Any) -> bool:
 
 
 class Sizes:
-    """The numbers of rows that a batch has of each kind."""
+    """Symbols for the numbers of rows of a batch: samples, and lookups of each feature."""
 
     def __init__(self) -> None:
         self.env = ShapeEnv(
@@ -45,24 +45,26 @@ class Sizes:
         )
         self._counts: dict[str, torch.SymInt] = {}
         self._names: dict[sympy.Expr, str] = {}
+        # union-find of row names that an operator forces to be equal, and equalities that rules
+        # need: (rows, rows, place)
         self._same_as: dict[str, str] = {}
         self._wanted: list[tuple[str, str, str]] = []
         self._num_known = 0
 
     def begin(self) -> None:
-        """Begins anew, for another forward."""
+        """Drops the recorded equalities and assumptions, for another forward."""
         self._same_as.clear()
         self._wanted.clear()
         self._num_known = len(self.env.guards)
 
     def add(self, rows: str, count: int) -> torch.SymInt:
-        """A symbol for a number of rows.
+        """Makes a symbol for a number of rows.
 
         Args:
-            rows: Whose.
-            count: The number in the batch that is looked at.
+            rows: Name of the rows.
+            count: Number of these rows in the batch of the proof.
         """
-        # a shift keeps what is equal equal, and numbers away from 0 and 1
+        # the shift keeps equal counts equal, and hints away from 0 and 1
         hint, source = count + _LEAST, ConstantSource(f"rows_{len(self._counts)}")
         symbol = self.env.create_symbol(
             hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, positive=None
@@ -74,18 +76,23 @@ class Sizes:
         return found
 
     def count(self, rows: str) -> sympy.Expr:
-        """The number of rows as an expression of now."""
+        """Returns the number of rows as an expression, with all simplifications so far."""
         return self._counts[rows].node.expr
 
     def times(self, size: Any, rows: str) -> int | None:
-        """How often a size is a number of rows; ``None`` = it is no multiple."""
+        """Divides a size by a number of rows; ``None`` = it is no multiple.
+
+        Args:
+            size: A size of a tensor.
+            rows: Name of the rows.
+        """
         if not is_symbolic(size):
             return None
         factor, rest = size.node.expr.as_coeff_Mul()
         return int(factor) if rest == self.count(rows) and factor.is_Integer else None
 
     def rows_of(self, size: Any) -> tuple[str, int] | None:
-        """Which rows a size is a multiple of, and of how many times; ``None`` = of no batch's."""
+        """Finds rows whose number divides a size, and the quotient; ``None`` = none do."""
         for rows in self._counts:
             times = self.times(size, rows)
             if times is not None:
@@ -93,20 +100,30 @@ class Sizes:
         return None
 
     def is_sum(self, size: Any, rows: Sequence[str], times: int = 1) -> bool:
-        """Whether a size is the sum of these numbers of rows, so many times."""
+        """Whether a size is the sum of these numbers of rows, multiplied by ``times``.
+
+        Args:
+            size: A size of a tensor.
+            rows: Names of the rows.
+            times: The factor.
+        """
         expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
-        total = sum((self.count(of) for of in rows), sympy.Integer(0))
+        total = sum((self.count(name) for name in rows), sympy.Integer(0))
         return bool(sympy.expand(expr - times * total) == 0)
 
     def batch_dims(self, tensor: Tensor) -> list[int]:
-        """Dims whose size depends on the batch."""
+        """Lists the dims of a tensor whose size depends on the batch."""
         return [dim for dim, size in enumerate(tensor.shape) if is_symbolic(size)]
 
     def locate(self, tensor: Tensor, value: Value) -> Value:
-        """The value with the dim that has its rows.
+        """Sets the dim of a value: the one dim of the tensor with the batch's size.
+
+        Args:
+            tensor: The tensor.
+            value: Dependence of the tensor on the batch, without a dim.
 
         Raises:
-            UnprovedError: If there is none, or the sizes depend on the batch in another way.
+            UnprovedError: If there is no such dim, or the shape depends on the batch otherwise.
         """
         dims = self.batch_dims(tensor)
         shape = "(" + ", ".join(map(str, tensor.shape)) + ")"
@@ -130,7 +147,12 @@ class Sizes:
         return Value(**{**vars(value), "dim": dim})
 
     def inner(self, tensor: Tensor, value: Value) -> int:
-        """Entries that each row has in the batch's dim of a tensor."""
+        """Counts the entries of each row in the batch's dim of a tensor.
+
+        Args:
+            tensor: The tensor.
+            value: Dependence of the tensor on the batch, of kind ``ROWS``.
+        """
         times = self.times(tensor.shape[value.dim], value.rows)
         assert times is not None
         return times // value.outer
@@ -138,43 +160,47 @@ class Sizes:
     # -- equal numbers of rows -----------------------------------------------------------------
 
     def _root(self, rows: str) -> str:
+        """The representative of all row names with an equal count."""
         while rows in self._same_as:
             rows = self._same_as[rows]
         return rows
 
     def are_same(self, one: str, other: str) -> bool:
-        """Whether an operator fails on every part of a batch in which these are not as many."""
+        """Whether two numbers of rows are equal in every part of a batch that does not fail."""
         return self._root(one) == self._root(other)
 
     def fail_unless_same(self, one: str, other: str) -> None:
-        """Notes such an operator: it does not broadcast."""
+        """Records that an operator fails unless two numbers are equal: it does not broadcast."""
         if not self.are_same(one, other):
             roots = {self._root(one), self._root(other)}
-            first, second = sorted(roots, key=lambda of: of != SAMPLES)
+            # the samples become the representative if they are one of the two
+            first, second = sorted(roots, key=lambda root: root != SAMPLES)
             self._same_as[second] = first
 
     def want_same(self, one: str, other: str, where: str) -> None:
-        """Notes that a rule holds only if they are as many, which another operator must ensure."""
+        """Records that a rule needs two equal numbers, which another operator must enforce."""
         if not self.are_same(one, other):
             self._wanted.append((one, other, where))
 
     def complaint(self) -> str | None:
-        """What else than allowed was assumed of the sizes."""
+        """Describes a needed equality that no operator enforces; ``None`` = there is none."""
         for one, other, where in self._wanted:
             if not self.are_same(one, other):
                 return f"{where} takes {one} and {other} for equally many, which they may not be"
         return None
 
     def assumption(self, start: int | None = None) -> str | None:
-        """What PyTorch assumed of the sizes to go on.
+        """Describes an assumption of PyTorch's other than an equality; ``None`` = none.
+
+        Equalities are recorded as needed.
 
         Args:
-            start: Assumptions that were looked at already; ``None`` = those of other forwards.
+            start: Number of guards that were examined before; ``None`` = those of this forward.
         """
         for guard in self.env.guards[self._num_known if start is None else start :]:
             for equal in _equalities(guard.expr):
                 if not isinstance(equal, sympy.Eq) or not all(
-                    of in self._names for of in equal.args
+                    side in self._names for side in equal.args
                 ):
                     names = {symbol: sympy.Symbol(rows) for symbol, rows in self._names.items()}
                     return f"assumes {guard.expr.xreplace(names)}"
@@ -184,7 +210,7 @@ class Sizes:
 
 
 def _equalities(expr: Any) -> list[Any]:
-    """What of an assumption is left for sizes of 2 or more, without common factors."""
+    """Simplifies an assumption for sizes of 2 or more, without common factors."""
     parts = [part for part in sympy.Or.make_args(expr) if not _is_of_small_size(part)]
     if len(parts) != 1 or not isinstance(parts[0], sympy.Eq):
         return [expr]
@@ -193,6 +219,7 @@ def _equalities(expr: Any) -> list[Any]:
 
 
 def _is_of_small_size(part: Any) -> bool:
+    """Whether an assumption is that a size is 0 or 1, which sizes here are not."""
     if not isinstance(part, sympy.Eq):
         return False
     symbols = [side for side in part.args if side.is_Symbol]

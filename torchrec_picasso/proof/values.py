@@ -1,4 +1,4 @@
-"""What a tensor of a model depends on, and how it lies along the batch."""
+"""Values of the proof: how a tensor depends on the batch, and where the batch lies in it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from enum import Enum
 __all__ = ["SAMPLES", "SAME", "Kind", "UnprovedError", "Value", "plain"]
 
 SAMPLES = "samples"
-"""The rows that a batch has one of per sample; other rows are the lookups of a feature."""
+"""Name of the rows of which a batch has one per sample; other rows are a feature's lookups."""
 
 
 class UnprovedError(Exception):
-    """Why a model is not proved, in words without a place."""
+    """The reason why a model is unproved; completes a sentence that begins with the place."""
 
 
 class Kind(Enum):
-    """How a tensor follows from the samples of a batch.
+    """How a tensor depends on the samples of a batch.
 
-    ``ROWS`` has an entry for each row, from that row's inputs alone. To a ``MEAN`` something may be
-    added that is the same for every batch: shares sum to 1.
+    A ``ROWS`` tensor has an entry for each row, computed from that row's inputs alone. A ``MEAN``
+    stays one if a term is added that is the same for every batch, because shares sum to 1.
     """
 
     SAME = "the same for every batch"
@@ -33,18 +33,18 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of a tensor.
+    """The dependence of one tensor on the batch.
 
     Args:
-        kind: How it follows from the samples.
-        rows: Whose entries lie along its batch dim: :data:`SAMPLES`, or a feature's lookups.
-        dim: Which dim that is. Its size is ``outer * rows * inner``: an entry of row r is at
-            ``(o * rows + r) * inner + i``.
-        outer: Blocks of rows in this dim.
-        counted: Entries are integers that count from the batch's first of these rows; a part of the
-            batch counts from its own first. Empty = they do not.
-        is_own: Whether such an integer is the place of the entry's own row.
-        features: Of ``LOOKUPS`` and ``OFFSETS``, and of lengths: which features', in their order.
+        kind: How the tensor depends on the samples.
+        rows: Rows along its batch dim: :data:`SAMPLES`, or the name of a feature's lookups.
+        dim: Index of the batch dim. Its size is ``outer * rows * inner``: entry i of row r in block
+            o is at ``(o * rows + r) * inner + i``.
+        outer: Number of blocks of rows in this dim.
+        counted: Rows that the entries are integer positions in, counted from the batch's first row;
+            a part of the batch counts from its own first row. Empty = entries are no positions.
+        is_own: Whether such a position is that of the entry's own row.
+        features: Names of the features of ``LOOKUPS``, ``OFFSETS`` and lengths, in order.
     """
 
     kind: Kind
@@ -57,7 +57,7 @@ class Value:
 
     @property
     def is_partial(self) -> bool:
-        """Whether parts of a batch give parts of it, to be added up."""
+        """Whether the values of a batch's parts add up to the value of the batch."""
         return self.kind in (Kind.MEAN, Kind.SUM)
 
 
@@ -65,5 +65,5 @@ SAME = Value(Kind.SAME)
 
 
 def plain(value: Value) -> Value:
-    """The same rows with entries of which nothing else is known."""
+    """Keeps the rows of a value, and drops all else that is known about its entries."""
     return replace(value, counted="", is_own=False, features=())

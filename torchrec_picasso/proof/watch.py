@@ -1,4 +1,4 @@
-"""Watches the Python side of a forward: functions of the user's, and what they ask of tensors."""
+"""Watches the Python code of a forward: the user's functions, and their use of tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _READS = "reads data, so a model can branch on them"
 _GRADS = "runs a backward, or looks at gradients"
 
 _OF_TENSORS: Any = Tensor
-"""Its attributes are descriptors, which stubs do not tell."""
+"""``Tensor`` for attributes that are descriptors, which type stubs do not show."""
 
 _REFUSED: dict[Any, str] = {
     **dict.fromkeys(
@@ -54,6 +54,7 @@ _REFUSED: dict[Any, str] = {
     Tensor.share_memory_: "moves a tensor",
     Tensor.set_: "moves a tensor",
 }
+"""Functions of PyTorch that a forward must not call, each with the reason."""
 
 _NUMBER_METHODS = frozenset(
     vars(kind)[name].__code__
@@ -61,18 +62,19 @@ _NUMBER_METHODS = frozenset(
     for name in ("__bool__", "__int__", "__index__", "__float__", "__hash__", "__round__")
     if hasattr(vars(kind).get(name), "__code__")
 )
+"""Code of methods that turn a symbol into a plain number."""
 _CALLED = (FunctionType, MethodType, partial, nn.Module)
-"""What a function of PyTorch's may call back."""
+"""Types of arguments that a function of PyTorch may call back."""
 
 _SAVED_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 
 
 class Watch(TorchFunctionMode):
-    """Within it, functions of the user's are looked at as they begin, and calls of PyTorch's.
+    """A mode that examines the user's functions when they are called, and calls of PyTorch.
 
     Args:
-        follower: Keeps the first reason.
-        names: Are told of functions.
+        follower: Records the first reason.
+        names: Examines the functions.
     """
 
     def __init__(self, follower: Follower, names: Names) -> None:
@@ -94,8 +96,8 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not any(isinstance(of, _CALLED) for of in (*args, *(kwargs or {}).values())):
-            sys.setprofile(None)  # what PyTorch does inside is not the user's
+        if not any(isinstance(given, _CALLED) for given in (*args, *(kwargs or {}).values())):
+            sys.setprofile(None)  # without a callback, only PyTorch's own code runs inside
         try:
             if func is Tensor.__len__ and is_symbolic(args[0].shape[0]):
                 self._refuse("takes len() of the batch, a plain number; use .shape[0]")
@@ -107,11 +109,13 @@ class Watch(TorchFunctionMode):
             sys.setprofile(self._see)
 
     def _refuse(self, reason: str) -> None:
+        """Records a reason at the current line, and raises it."""
         text = f"{current_line()} {reason}"
         self._follower.refuse(text)
         raise UnprovedError(text)
 
     def _see(self, frame: FrameType, event: str, given: Any) -> None:
+        """The profile function: Python calls it at every call of a function."""
         if event == "call":
             self._see_call(frame)
         elif event == "c_call" and is_users(frame.f_code):
@@ -121,10 +125,11 @@ class Watch(TorchFunctionMode):
                 self._complain(f"{line_of(frame)} calls {given.__qualname__}, of {found}")
 
     def _see_call(self, frame: FrameType) -> None:
+        """Examines a call: the user's own functions, and the user's calls of libraries."""
         code, caller = frame.f_code, frame.f_back
         if is_users(code):
             if is_import(frame):
-                return  # it runs once, however often the model does
+                return  # an import runs once, for any number of forwards
             try:
                 self._names.enter(frame)
             except UnprovedError as unproved:
@@ -146,11 +151,12 @@ class Watch(TorchFunctionMode):
                 self._complain(f"{line_of(caller)} calls {code.co_qualname}, of {found}")
 
     def _complain(self, text: str) -> None:
-        """From within a profile function, whose error ends the function that it looks at."""
+        """Raises from within a profile function, which ends the function that it examines."""
         self._follower.refuse(text)
         raise UnprovedError(text)
 
 
 def _name_of(func: Any) -> str:
-    name: str = func.__name__  # of a getter or setter: the attribute's
+    """Name of a function; for a getter or setter, the name of its attribute."""
+    name: str = func.__name__
     return f".{func.__self__.__name__}" if name in ("__get__", "__set__") else name

@@ -1,1 +1,1 @@
-"""Changes of the hot set while a model trains; results stay those of plain training."""
+"""Changes the hot set during training; the training's results stay the same."""

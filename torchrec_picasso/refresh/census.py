@@ -1,4 +1,4 @@
-"""What all ranks know of the uses of rows: sums for the hot ones, the most used of the cold ones.
+"""The usage all-gather: access counts of all ranks, summed for hot rows, largest of cold rows.
 
 Shape letters: H hot rows, C candidates, P packs, W ranks.
 """
@@ -20,23 +20,26 @@ __all__ = ["Census", "take_census"]
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """Uses of the rows of one pack, the same on all ranks."""
+    """Access counts of the rows of one pack, equal on all ranks."""
 
     hot_uses_H: Tensor
-    """Of the hot rows by slot, float32."""
+    """Access counts of the hot rows by slot, float32."""
     candidate_ids_C: Tensor
-    """Packed ids of the cold rows that each home sees used most, int64."""
+    """Packed ids of the most used cold rows of each owner rank, int64."""
     candidate_uses_C: Tensor
-    """Their uses, float32."""
+    """Access counts of the candidates, float32."""
 
 
 def take_census(group: RowGroup, packs: Sequence[int], most_P: Sequence[int]) -> list[Census]:
-    """Asks all ranks. Collective: one sum, one gathering.
+    """Collects access counts from all ranks. Collective: one all-reduce, one all-gather.
 
     Args:
         group: The tables of one module.
-        packs: Those that have hot rows and count uses.
-        most_P: Candidates that a rank names of each, at most.
+        packs: Packs that have hot rows and count accesses.
+        most_P: Largest number of candidates of a rank, for each of these packs.
+
+    Returns:
+        Counts of each of these packs.
     """
     uses_P = [group.storages[pack].uses for pack in packs]
     sums = torch.cat([uses.replicas_h for uses in uses_P if uses is not None])
@@ -46,10 +49,12 @@ def take_census(group: RowGroup, packs: Sequence[int], most_P: Sequence[int]) ->
         for pack, uses, most in zip(packs, uses_P, most_P)
         if uses is not None
     ]
+    # (2, C) of this rank for each pack, side by side: one gather for all packs of the module
     sent = torch.cat(named, dim=1)
     found_P = group.ranks.gather(sent).transpose(0, 1).split(list(most_P), dim=2)
     hot_P = sums.split([group.storages[pack].num_hot_rows for pack in packs])
     census = []
+    # found_2WC: ids and counts of one pack; the last candidates of a rank may be padding (-1)
     for hot_H, found_2WC in zip(hot_P, found_P):
         ids_C, uses_C = found_2WC.reshape(2, -1).unbind()
         is_row_C = ids_C >= 0
@@ -64,8 +69,11 @@ def take_census(group: RowGroup, packs: Sequence[int], most_P: Sequence[int]) ->
 
 
 def _most_used(group: RowGroup, pack: int, uses_n: Tensor, most: int) -> Tensor:
-    """Packed ids of this home's most used rows and their uses, float64, ``(2, most)``; id -1 where
-    there are fewer."""
+    """Selects this rank's most used owned rows.
+
+    Returns:
+        Packed ids and access counts, float64, ``(2, most)``, padded with id -1.
+    """
     named = torch.full((2, most), -1.0, dtype=torch.float64, device=uses_n.device)
     uses_c, rows_c = uses_n.topk(min(most, uses_n.numel()))
     rows_c = rows_c[uses_c > 0]
@@ -75,18 +83,19 @@ def _most_used(group: RowGroup, pack: int, uses_n: Tensor, most: int) -> Tensor:
 
 
 def ids_of_home_rows(space: IdSpace, pack: int, rank: int, rows_n: Tensor) -> Tensor:
-    """Packed ids of rows that are at home on a rank.
+    """Converts rows of a rank's storage to packed ids.
 
     Args:
-        space: Where packed ids have their homes.
-        pack: Of the rows.
-        rank: Their home.
-        rows_n: Rows in its storage of the pack, int64.
+        space: The packed ids and their owner ranks.
+        pack: Pack of the rows.
+        rank: Owner rank of the rows.
+        rows_n: Rows in the rank's storage of the pack, int64.
 
     Returns:
-        float64, exact up to 2^53.
+        Packed ids, float64, exact up to 2^53.
     """
     here = (space.block_pack_TW == pack) & (space.block_rank_TW == rank)
+    # a block is one table's rows on one rank; packed id + shift = row in the storage
     start_b, shift_b = space.block_start_TW[here], space.block_shift_TW[here]
     block_n = torch.searchsorted(start_b + shift_b, rows_n, right=True).sub_(1)
     return (rows_n - shift_b[block_n]).double()

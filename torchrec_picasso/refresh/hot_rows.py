@@ -1,4 +1,4 @@
-"""Changes the hot rows of one module's tables, and keeps what was counted of them.
+"""Changes the hot rows of one module's tables, and moves their access counts.
 
 Shape letters: H hot rows of a pack, T tables, s rows that change places.
 """
@@ -24,25 +24,28 @@ Swaps = tuple[Tensor, Tensor]
 def change_hot_rows(
     group: RowGroup, packs: Sequence[int], census: Sequence[Census], swaps: Sequence[Swaps]
 ) -> None:
-    """Gives replicas to other rows. Collective.
+    """Replaces hot rows. Collective.
 
     Args:
         group: The tables of one module.
-        packs: Those whose hot rows change.
-        census: Of each of these packs.
-        swaps: Of each, slots that are left and places of the candidates that enter.
+        packs: Packs whose hot rows change.
+        census: Access counts of each of these packs.
+        swaps: For each pack, slots that become free and positions of the candidates that enter.
     """
     old_P = [group.hot.ids_H[start:end] for start, end in pairwise(group.hot.start_P1)]
     new_P, old_slot_P = list(old_P), {}
-    for pack, of_pack, (leaving_s, entering_s) in zip(packs, census, swaps):
+    # Slots are in the order of packed ids, so most replicas of a changed pack move to other slots.
+    for pack, pack_census, (leaving_s, entering_s) in zip(packs, census, swaps):
         ids_H = old_P[pack].clone()
-        ids_H[leaving_s] = of_pack.candidate_ids_C[entering_s]
+        ids_H[leaving_s] = pack_census.candidate_ids_C[entering_s]
         new_P[pack], place_H = ids_H.sort()
+        # old slot of each new slot; -1 = an entering row
         is_new_H = torch.zeros(len(ids_H), dtype=torch.bool, device=ids_H.device)
         is_new_H[leaving_s] = True
         old_slot_P[pack] = torch.where(is_new_H[place_H], -1, place_H)
-        _hand_over_uses(group, pack, of_pack, leaving_s, old_P[pack])
+        _hand_over_uses(group, pack, pack_census, leaving_s, old_P[pack])
     group.change_hot_rows(_by_table(group, torch.cat(new_P)))
+    # the group now has the new hot set; weights, optimizer state and counts follow it
     homes_P = HotHomes.of_packs(group.tables, group.ranks.rank, group.device)
     for pack, old_slot_H in old_slot_P.items():
         storage = group.storages[pack]
@@ -54,28 +57,30 @@ def change_hot_rows(
 def _hand_over_uses(
     group: RowGroup, pack: int, census: Census, leaving_s: Tensor, ids_H: Tensor
 ) -> None:
-    """What was counted of leaving rows goes to their homes."""
+    """Writes the counts of leaving rows to their owner ranks."""
     uses = group.storages[pack].uses
     assert uses is not None
     block_s, row_s = group.space.find_blocks(ids_H[leaving_s])
+    # every rank knows the sum over ranks, which the owner rank continues
     is_here_s = group.space.block_rank_TW[block_s] == group.ranks.rank
     uses.homes_n[row_s[is_here_s]] = census.hot_uses_H[leaving_s][is_here_s]
 
 
 def _take_over_uses(uses: RowUses, homes: HotHomes, old_slot_H: Tensor) -> None:
-    """Counts follow the replicas; those of entering rows are this home's, if it is theirs."""
+    """Reorders counts as the replicas; an entering row's count stays with its owner rank."""
     uses.replicas_h = torch.where(
         old_slot_H >= 0, uses.replicas_h[old_slot_H.clamp(min=0)], uses.replicas_h.new_zeros(())
     )
     entering = homes.of_slots(old_slot_H < 0)
+    # only the owner rank sets the count of an entering row, since slots are summed over ranks
     uses.replicas_h[entering.own_slots()] = uses.homes_n[entering.own_rows_h]
     uses.homes_n[entering.own_rows_h] = 0.0
 
 
 def _by_table(group: RowGroup, ids_H: Tensor) -> list[Tensor]:
-    """Hot rows of each table of a group, from packed ids in ascending order."""
-    of_rows = [table for table in group.tables if not table.as_bags]
-    bases = list(accumulate((table.num_embeddings for table in of_rows), initial=0))
+    """Splits packed ids, ascending, into the hot rows of each table of a group."""
+    row_tables = [table for table in group.tables if not table.as_bags]
+    bases = list(accumulate((table.num_embeddings for table in row_tables), initial=0))
     ids_H = ids_H.cpu()
     edges = torch.searchsorted(ids_H, torch.tensor(bases)).tolist()
     rows_T = [ids_H[low:high] - base for base, (low, high) in zip(bases, pairwise(edges))]

@@ -1,8 +1,8 @@
-"""Follows what is looked up: counts uses, and now and then changes which rows are hot.
+"""Counts accesses during training, and refreshes the hot set at intervals.
 
-A hot set changes between two steps and on all ranks alike; the number of hot rows does not. Rows
-that leave go home with their optimizer state, rows that enter bring theirs along, so every row has
-learned what it would have learned otherwise.
+A hot set changes between two steps and on all ranks alike; the number of hot rows does not change.
+Leaving rows return to their owner ranks with their optimizer state, entering rows come with theirs,
+so every row has the same weights and state as without the change.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _log = logging.getLogger(__name__)
 
 
 _SAVED_A_SLOT = 4
-"""Cold rows that a home names for each replica when counts are saved; more are seldom near."""
+"""Cold rows of an owner rank per replica when counts are saved; further rows rarely become hot."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refreshed:
-    """What came of a look at the hot set, the same on all ranks.
+    """The result of a refresh evaluation, equal on all ranks.
 
     Args:
-        step: Steps trained before it.
-        num_hot: Hot rows, over all tables.
-        num_moved: Of these, rows that were not hot before.
-        moved_bytes: Weights and optimizer state of these, as each rank receives them.
-        coverage: Share of uses since the last look or check that were of hot rows; a use is a batch
-            of one rank that looks the row up. 0 without any.
-        home_uses_W: Uses of cold rows at home on each rank, since then.
+        step: Number of steps trained before it.
+        num_hot: Hot rows over all tables.
+        num_moved: Hot rows that were not hot before.
+        moved_bytes: Weights and optimizer state of these rows, as each rank receives them.
+        coverage: Share of accesses since the last evaluation or check that hit hot rows; an access
+            is a batch of one rank that looks the row up. 0 without any access.
+        home_uses_W: Accesses to cold rows of each owner rank in that time.
     """
 
     step: int
@@ -55,11 +55,11 @@ class Refreshed:
 
 
 class Refresher:
-    """Counts the uses of some tables' rows, and changes their hot sets.
+    """Counts the accesses to some tables' rows, and refreshes their hot sets.
 
     Args:
-        groups: The tables, a group for each module; all of the same ranks.
-        policy: When, and how readily.
+        groups: The tables, one group per module; all over the same ranks.
+        policy: Interval and thresholds of refreshes.
     """
 
     def __init__(self, groups: Sequence[RowGroup], policy: Refresh) -> None:
@@ -68,7 +68,7 @@ class Refresher:
         self._packs_of = [(group, packs) for group in groups if (packs := _packs_with_hot(group))]
         self._step = 0
         self._looked_at = 0
-        self._num_batches = 0.0  # of all ranks, fading as uses do
+        self._num_batches = 0.0  # of all ranks, decayed like the counts
         self._best_coverage = 0.0
         self._is_first_check = True
         for group, packs in self._packs_of:
@@ -76,16 +76,16 @@ class Refresher:
                 group.storages[pack].start_counting()
 
     def is_of(self, groups: Sequence[RowGroup]) -> bool:
-        """Whether it is these tables' refresher."""
+        """Whether this refresher was made for these groups."""
         return list(map(id, groups)) == list(map(id, self._groups))
 
     @property
     def num_hot(self) -> int:
-        """Hot rows, over all tables."""
+        """Hot rows over all tables."""
         return sum(group.hot.num_rows for group, _ in self._packs_of)
 
     def hot_rows(self) -> dict[str, Tensor]:
-        """The hot rows of each table by name, ascending int64; tables without any are left out."""
+        """The hot rows by table name, int64, ascending; tables without hot rows are left out."""
         return {
             table.name: table.hot_rows_H
             for group, _ in self._packs_of
@@ -94,26 +94,26 @@ class Refresher:
         }
 
     def saved_uses(self) -> SavedUses:
-        """What was counted so far. Collective."""
+        """Collects the access counts so far. Collective."""
         self._settle()
-        of_tables: dict[str, tuple[Tensor, Tensor]] = {}
+        uses_by_table: dict[str, tuple[Tensor, Tensor]] = {}
         for group, packs in self._packs_of:
             most_P = [_SAVED_A_SLOT * group.storages[pack].num_hot_rows for pack in packs]
-            of_tables |= collect_uses(group, packs, most_P)
-        return SavedUses(num_batches=self._num_batches, of_tables=of_tables)
+            uses_by_table |= collect_uses(group, packs, most_P)
+        return SavedUses(num_batches=self._num_batches, of_tables=uses_by_table)
 
     def go_on_with(self, saved: SavedUses) -> None:
-        """Counts on from what another run counted; all ranks do, before the first step."""
+        """Continues from another run's counts; all ranks call it, before the first step."""
         self._settle()
         self._num_batches = saved.num_batches
         for group, packs in self._packs_of:
             give_uses(group, packs, saved.of_tables)
 
     def step(self) -> Refreshed | None:
-        """Ends a training step. Collective in steps that look or check: all ranks call it.
+        """Ends a training step. Collective in steps with an evaluation or a check.
 
         Returns:
-            What came of a look at the hot set; ``None`` in other steps.
+            The result of a refresh evaluation; ``None`` in other steps.
         """
         if not self._packs_of:
             return None
@@ -124,10 +124,13 @@ class Refresher:
             return self.look()
         if self.policy.check_steps is None or since % self.policy.check_steps:
             return None
+        # A check only measures the coverage; an early evaluation follows if it fell.
         coverage, _ = self._coverage()
         self._begin_window()
         least = self.policy.coverage_kept * self._best_coverage
-        if self._is_first_check:  # what a look found no better rows for is not asked of it for ever
+        # The best coverage follows the first check after an evaluation down: if the evaluation
+        # found no better rows, a fall below the old best must not trigger one after another.
+        if self._is_first_check:
             self._best_coverage = max(coverage, least)
             self._is_first_check = False
         elif coverage < least and 2 * since >= self.policy.every_steps:
@@ -135,18 +138,18 @@ class Refresher:
         return None
 
     def look(self, coverage: float | None = None) -> Refreshed:
-        """Looks at the hot sets now, and changes them where that pays. Collective.
+        """Evaluates the hot sets now, and changes them where counts justify it. Collective.
 
         Args:
-            coverage: Since the last check, if it is known.
+            coverage: Coverage since the last check, if it is already known.
         """
         found, home_uses_W = self._coverage()
         self._settle()
         num_moved = moved_bytes = 0
         for group, packs in self._packs_of:
-            moved, of_group_bytes = self._look_at(group, packs)
+            moved, group_bytes = self._look_at(group, packs)
             num_moved += moved
-            moved_bytes += of_group_bytes
+            moved_bytes += group_bytes
         self._begin_window()
         self._looked_at, self._is_first_check = self._step, True
         refreshed = Refreshed(
@@ -161,10 +164,10 @@ class Refresher:
         return refreshed
 
     def _look_at(self, group: RowGroup, packs: Sequence[int]) -> tuple[int, int]:
-        """Changes the hot rows of one module. Collective.
+        """Evaluates the hot rows of one module, and changes them. Collective.
 
         Returns:
-            Rows that entered, and their bytes.
+            Number of rows that entered, and their bytes.
         """
         most_P = self._most(group, packs)
         census_P = take_census(group, packs, most_P)
@@ -182,46 +185,50 @@ class Refresher:
         moved_P = [leaving_s.numel() for leaving_s, _ in swaps_P]
         if any(moved_P):
             change_hot_rows(group, packs, census_P, swaps_P)
+        # weight and optimizer state of one row of each pack
         row_bytes_P = [
             sum(rows.replicas[:1].nbytes for rows in group.storages[pack].tables.per_row())
             for pack in packs
         ]
-        return sum(moved_P), sum(moved * of for moved, of in zip(moved_P, row_bytes_P))
+        return sum(moved_P), sum(moved * size for moved, size in zip(moved_P, row_bytes_P))
 
     def _most(self, group: RowGroup, packs: Sequence[int]) -> list[int]:
-        """Rows of each pack that change places at a look, at most."""
+        """Largest number of rows of each pack that one evaluation may replace."""
         return [
             max(1, int(self.policy.most_moved * group.storages[pack].num_hot_rows))
             for pack in packs
         ]
 
     def _coverage(self) -> tuple[float, tuple[int, ...]]:
-        """Share of uses that are of hot rows, and uses at each home. Collective."""
+        """Share of accesses to hot rows, and accesses by owner rank. Collective."""
         group, _ = self._packs_of[0]
         ranks = group.ranks
         uses = list(self._uses())
         sent = torch.tensor(
-            [sum(of.num_hot for of in uses), sum(of.num_cold for of in uses)], device=group.device
+            [sum(u.num_hot for u in uses), sum(u.num_cold for u in uses)], device=group.device
         )
         hot_W, cold_W = ranks.gather(sent).t().tolist()
         total = sum(hot_W) + sum(cold_W)
         return (sum(hot_W) / total if total else 0.0), tuple(cold_W)
 
     def _fade(self) -> None:
-        """Lets the uses of the step that ended weigh more than those before it."""
+        """Decays all counts, so that later steps weigh more."""
         self._num_batches = self._num_batches * self.policy.fading + self._packs_of[0][0].ranks.size
         for uses in self._uses():
             uses.fade(self.policy.fading)
 
     def _settle(self) -> None:
+        """Rescales all counts so that the latest access counts 1."""
         for uses in self._uses():
             uses.settle()
 
     def _begin_window(self) -> None:
+        """Restarts the counts that coverage is measured from."""
         for uses in self._uses():
             uses.begin_window()
 
     def _uses(self) -> Iterator[RowUses]:
+        """Yields the counts of each pack."""
         for group, packs in self._packs_of:
             for pack in packs:
                 uses = group.storages[pack].uses
@@ -230,7 +237,7 @@ class Refresher:
 
 
 def _packs_with_hot(group: RowGroup) -> list[int]:
-    """Packs that have replicas, and rows to choose from."""
+    """Lists the packs that have hot rows, and cold rows to choose from."""
     hot_P = [end - start for start, end in pairwise(group.hot.start_P1)]
     rows_P = map(sum, group.space.home_rows_PW)
     return [pack for pack, (hot, rows) in enumerate(zip(hot_P, rows_P)) if 0 < hot < rows]

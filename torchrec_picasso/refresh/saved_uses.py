@@ -1,6 +1,6 @@
-"""What was counted of rows, by table: a later run goes on with it, under any plan and ranks.
+"""Access counts by table: a later run continues from them, under any plan and number of ranks.
 
-Of cold rows only the most used of each home are kept.
+Only the most used cold rows of each owner rank are saved.
 
 Shape letters: n rows, P packs.
 """
@@ -22,11 +22,11 @@ __all__ = ["SavedUses", "collect_uses", "give_uses"]
 
 @dataclass(frozen=True, kw_only=True)
 class SavedUses:
-    """Counts that all ranks know.
+    """Access counts over all ranks.
 
     Args:
-        num_batches: Batches of all ranks that were counted, fading as uses do.
-        of_tables: By table, rows, ascending int64, and their uses, float32, both ``(n,)``.
+        num_batches: Number of counted batches over all ranks, decayed like the counts.
+        of_tables: Rows, int64, ascending, and their counts, float32, both ``(n,)``, by table name.
     """
 
     num_batches: float
@@ -36,19 +36,23 @@ class SavedUses:
 def collect_uses(
     group: RowGroup, packs: Sequence[int], most_P: Sequence[int]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Asks all ranks for the counts of one module, once they are settled. Collective.
+    """Collects the counts of one module from all ranks; counts must be settled. Collective.
 
     Args:
-        group: Its tables.
-        packs: Those that count.
-        most_P: Cold rows that a rank names of each, at most.
+        group: The tables of the module.
+        packs: Packs that count accesses.
+        most_P: Largest number of cold rows of a rank, for each of these packs.
+
+    Returns:
+        Rows and counts by table name, as in :class:`SavedUses`.
     """
     hot_P = [group.hot.ids_H[start:end] for start, end in pairwise(group.hot.start_P1)]
     census_P = take_census(group, packs, most_P)
     ids_n = torch.cat(
-        [ids for pack, of in zip(packs, census_P) for ids in (hot_P[pack], of.candidate_ids_C)]
+        [ids for pack, c in zip(packs, census_P) for ids in (hot_P[pack], c.candidate_ids_C)]
     )
-    uses_n = torch.cat([uses for of in census_P for uses in (of.hot_uses_H, of.candidate_uses_C)])
+    uses_n = torch.cat([uses for c in census_P for uses in (c.hot_uses_H, c.candidate_uses_C)])
+    # packed ids ascend by table, so each table's rows are a range after one sort
     ids_n, order_n = ids_n.cpu().sort()
     uses_n = uses_n.cpu()[order_n]
     found = {}
@@ -60,29 +64,30 @@ def collect_uses(
 
 
 def give_uses(
-    group: RowGroup, packs: Sequence[int], of_tables: Mapping[str, tuple[Tensor, Tensor]]
+    group: RowGroup, packs: Sequence[int], uses_by_table: Mapping[str, tuple[Tensor, Tensor]]
 ) -> None:
-    """Counts on from what was counted; tables and rows that are not there are left out.
+    """Sets the counts of one module from saved ones; unknown tables and rows are left out.
 
     Args:
         group: The tables of one module.
-        packs: Those that count.
-        of_tables: As :func:`collect_uses` gave them, of whatever tables.
+        packs: Packs that count accesses.
+        uses_by_table: Result of :func:`collect_uses`, for any tables.
     """
     rank = group.ranks.rank
     start_P1 = group.hot.start_P1
     for name, base, end, pack in _tables(group):
-        if name not in of_tables or pack not in packs:
+        if name not in uses_by_table or pack not in packs:
             continue
         uses = group.storages[pack].uses
         assert uses is not None, "counting has begun"
-        rows_n, uses_n = (of.to(group.device) for of in of_tables[name])
+        rows_n, uses_n = (tensor.to(group.device) for tensor in uses_by_table[name])
         is_row_n = rows_n < end - base
         ids_n, uses_n = rows_n[is_row_n] + base, uses_n[is_row_n]
+        # hot rows by binary search: counts of slots go to rank 0, counts of cold rows to owners
         hot_ids_H = group.hot.ids_H[start_P1[pack] : start_P1[pack + 1]]
         slot_n = torch.searchsorted(hot_ids_H, ids_n).clamp(max=len(hot_ids_H) - 1)
         is_hot_n = hot_ids_H[slot_n] == ids_n
-        if rank == 0:  # they are summed over ranks
+        if rank == 0:  # counts of slots are summed over ranks
             uses.replicas_h[slot_n[is_hot_n]] = uses_n[is_hot_n]
         block_c, row_c = group.space.find_blocks(ids_n[~is_hot_n])
         is_here_c = group.space.block_rank_TW[block_c] == rank
@@ -90,7 +95,7 @@ def give_uses(
 
 
 def _tables(group: RowGroup) -> Iterator[tuple[str, int, int, int]]:
-    """Name, first packed id, end of the packed ids and pack of each table whose rows travel."""
+    """Yields name, first packed id, end of the packed ids and pack of each table of rows."""
     base = 0
     for table in group.tables:
         if not table.as_bags:

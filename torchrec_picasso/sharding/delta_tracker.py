@@ -1,17 +1,17 @@
-"""Tells TorchRec's model delta tracker, at each home, which hot/cold rows were looked up.
+"""Reports the looked-up hot/cold rows to TorchRec's model delta tracker, on each owner rank.
 
 Stock row-wise sharding calls the tracker with the ids that arrive at a rank's shard: rows of that
-shard, counted from its first row. The home of a hot/cold table learns the same rows from the
-exchange of ids (rows that ranks asked for) and from the header (hot rows that any rank uses). The
-tracker hears each row once per batch, before the batch's update, however the batch is cut.
+shard, counted from its first row. The owner rank of a hot/cold row gets the same information from
+the exchange of ids (rows that ranks request) and from the header (hot rows that any rank uses). The
+tracker records each row once per batch, before the batch's update, for any number of micro-batches.
 
-The tracker files rows under features, a home knows tables. So each table's rows are filed under its
-first feature, and a table that shares a feature with another one is refused: for stock tables too
-TorchRec would file both tables' rows under the first table.
+The tracker files rows under features, an owner rank knows tables. Each table's rows are therefore
+filed under the table's first feature. A table that shares a feature with another table is refused:
+TorchRec would file both tables' rows under the first table, for stock tables too.
 
 Cost:
-    For each pack a sort of the rows asked for, and on CUDA two host syncs; nothing where no
-    tracker is registered.
+    Per pack one sort of the requested rows, and two host syncs on CUDA; nothing if no tracker is
+    registered.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 __all__ = ["RecordLookup", "begin_batch", "lookup_tracker", "state_tracker"]
 
 RecordLookup = Callable[..., None]
-"""``ModelDeltaTrackerTrec.record_lookup`` of some tracker."""
+"""The bound method ``ModelDeltaTrackerTrec.record_lookup`` of a tracker."""
 
 
 def begin_batch(model: nn.Module) -> None:
-    """Has the model's trackers file what follows under a new batch.
+    """Starts a new batch in all trackers of the model.
 
-    ``DistributedModelParallel`` does so in its forward; a pipeline that computes embeddings ahead
-    of the forward calls this first. Batches need not have consecutive numbers.
+    ``DistributedModelParallel`` does this in its forward. A pipeline that computes embeddings ahead
+    of the forward calls this function first. Batch numbers need not be consecutive.
 
     Args:
-        model: As given to a pipeline.
+        model: The model that is passed to a pipeline.
     """
     for tracker in getattr(model, "model_trackers", {}).values():
         tracker.step()
@@ -57,15 +57,19 @@ def begin_batch(model: nn.Module) -> None:
 def lookup_tracker(
     record: RecordLookup, group: RowGroup, kernels: Sequence[HotColdKernel]
 ) -> RecordLookup:
-    """What a sharded module calls after its lookups, in place of the tracker's own function.
+    """Wraps the tracker's function for a sharded module, which calls the result after its lookups.
 
     Args:
-        record: The tracker's function; it gets stock tables' ids as TorchRec gives them.
+        record: The tracker's function; it still gets stock tables' ids, as TorchRec passes them.
         group: The module's hot/cold tables.
-        kernels: Their homes on this rank.
+        kernels: TorchRec's kernels of these tables, with the rows that this rank owns.
+
+    Returns:
+        A function with the tracker's signature.
 
     Raises:
-        CompatError: If the function is not of TorchRec's delta tracker, or tables share a feature.
+        CompatError: If ``record`` is not a method of TorchRec's delta tracker, or tables share a
+            feature.
     """
     tracker = _delta_tracker_of(record)
     feature_of = _feature_of_table(tracker, group.tables)
@@ -76,14 +80,15 @@ def lookup_tracker(
             record(features, embeddings, *rest)
             return
         for kernel, rows_of_table in _new_rows(embeddings, kernels, "ids"):
+            # tables that the tracker skips (fqns_to_skip) have no feature here
             known = {name: rows for name, rows in rows_of_table.items() if name in feature_of}
             ids = _as_features({feature_of[name]: rows for name, rows in known.items()})
             if not with_rows:
                 record(ids, None)
             elif ids.values().numel():  # the tracker divides by the number of ids
                 kernel.flush()
-                weights_of = dict(zip(kernel.table_names, kernel.split_embedding_weights()))
-                found = [weights_of[name][rows].float() for name, rows in known.items()]
+                weights_by_table = dict(zip(kernel.table_names, kernel.split_embedding_weights()))
+                found = [weights_by_table[name][rows].float() for name, rows in known.items()]
                 record(ids, torch.cat(found))
 
     return record_at_home
@@ -92,19 +97,22 @@ def lookup_tracker(
 def state_tracker(
     record: RecordLookup, group: RowGroup, kernels: Sequence[HotColdKernel]
 ) -> Callable[[PartRows], None]:
-    """What a lookup of hot/cold tables calls where the tracker wants optimizer state.
+    """Makes the function that a hot/cold lookup calls if the tracker records optimizer state.
 
-    TorchRec's tracker reads the state off TBEs, which hold homes and replicas here. So it is given
-    one table at a time, and reads the latest state from the homes.
+    TorchRec's tracker reads the state from TBEs, which hold owned rows and replicas here. It
+    therefore gets one table at a time, and reads the latest state from the owned rows.
 
     Args:
         record: The tracker's function.
         group: The lookup's tables.
-        kernels: Their homes on this rank.
+        kernels: TorchRec's kernels of these tables, with the rows that this rank owns.
+
+    Returns:
+        A function of the rows of one micro-batch.
 
     Raises:
-        CompatError: If the function is not of TorchRec's delta tracker, tables share a feature, or
-            their optimizer has no state of the kind that is tracked.
+        CompatError: If ``record`` is not a method of TorchRec's delta tracker, tables share a
+            feature, or the tables' optimizer has no state of the tracked kind.
     """
     tracker = _delta_tracker_of(record)
     feature_of = _feature_of_table(tracker, group.tables)
@@ -125,7 +133,8 @@ def state_tracker(
 def _new_rows(
     part: PartRows, kernels: Sequence[HotColdKernel], what: str
 ) -> Iterator[tuple[HotColdKernel, Mapping[str, Tensor]]]:
-    """Of each kernel, the rows of its tables that the batch looks up; nothing when asked again."""
+    """Yields each kernel's looked-up rows by table; nothing on a second call for the same batch."""
+    # A batch of several micro-batches calls this once per micro-batch with the same ``part.rows``.
     if part.rows.is_first_time(f"{what} of module {part.module}"):
         with torch.no_grad():
             for kernel in kernels:
@@ -133,8 +142,9 @@ def _new_rows(
 
 
 def _as_features(rows_of_feature: Mapping[str, Tensor]) -> KeyedJaggedTensor:
+    """Makes a batch of one sample whose features hold the given rows, int64 ``(n,)`` each."""
     rows = list(rows_of_feature.values())
-    lengths = [of_feature.numel() for of_feature in rows]
+    lengths = [rows_n.numel() for rows_n in rows]
     return KeyedJaggedTensor(
         keys=list(rows_of_feature),
         values=torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64),
@@ -157,8 +167,9 @@ def _delta_tracker_of(record: RecordLookup) -> Any:
 
 
 def _feature_of_table(tracker: Any, tables: Sequence[PackedTable]) -> Mapping[str, str]:
-    """The feature that the tracker knows each of the tables by, but for those it skips."""
+    """Maps each tracked table to the feature that the tracker files it under."""
     features_of = tracker.fqn_to_feature_names()
+    # features_of: module path -> features; a feature listed by two modules belongs to two tables
     num_tables = Counter(name for names in features_of.values() for name in set(names))
     found = {}
     for table in tables:
@@ -175,16 +186,17 @@ def _feature_of_table(tracker: Any, tables: Sequence[PackedTable]) -> Mapping[st
 
 
 def _refuse_other_states(mode: TrackingMode, group: RowGroup) -> None:
-    """Refuses a mode where the tables' optimizer has no state of the shape that it reads."""
-    is_of_weights = mode == TrackingMode.MOMENTUM_LAST
+    """Refuses a tracking mode whose optimizer state these tables' optimizer does not have."""
+    is_elementwise = mode == TrackingMode.MOMENTUM_LAST
     expected = (
         "of the shape of the weights, as Adagrad has"
-        if is_of_weights
+        if is_elementwise
         else "of one number per row, as row-wise Adagrad has"
     )
     for pack, storage in enumerate(group.storages):
         state = next(iter(storage.tables.row_states.values()), None)
-        if state is None or (state.homes.dim() == 2) != is_of_weights:
+        # state of the shape of the weights has two dimensions (rows, D), row-wise state one
+        if state is None or (state.homes.dim() == 2) != is_elementwise:
             names = [table.name for table in group.tables if table.pack == pack]
             raise CompatError(
                 f"the delta tracker's mode {mode.name} reads an optimizer state {expected}; the "
@@ -194,7 +206,7 @@ def _refuse_other_states(mode: TrackingMode, group: RowGroup) -> None:
 
 
 def _latest_state(tracker: Any) -> dict[str, Tensor]:
-    """Optimizer state of every tracked table on this rank, as the tracker's ``get_latest``."""
+    """Reads the optimizer state of all tracked tables of this rank; replaces ``get_latest``."""
     latest = {}
     lookups = [lookup for module in tracker.tracked_modules.values() for lookup in module._lookups]
     for lookup in lookups:
@@ -213,7 +225,7 @@ def _latest_state(tracker: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _OneTable:
-    """Stands in for TorchRec's kernel of one table, where its tracker reads optimizer state."""
+    """A stand-in for TorchRec's kernel, with the state of one table, for the tracker to read."""
 
     state: Tensor
     dims: Sequence[int]
@@ -228,13 +240,13 @@ class _OneTable:
 
     @property
     def momentum1_dev(self) -> Tensor:
-        """The state, flat."""
+        """The state, flattened."""
         return self.state.flatten()
 
     def split_optimizer_states(self) -> list[list[Tensor]]:
-        """The state, as of a TBE of this table alone."""
+        """The state in the form in which a TBE of this single table returns it."""
         return [[self.state]]
 
     def embedding_dims(self) -> Sequence[int]:
-        """Columns of the table."""
+        """Columns of the table, a list of one number."""
         return self.dims

@@ -1,4 +1,4 @@
-"""What the input dist leaves behind for the lookup: a batch's features, and where its rows lie."""
+"""Passes a batch's features and the layout of its rows from the input dist to the lookup."""
 
 from __future__ import annotations
 
@@ -17,23 +17,29 @@ __all__ = ["LaidOutFeatures", "layout_of", "with_own_weights", "with_weights"]
 
 
 class LaidOutFeatures(KeyedJaggedTensor):
-    """The rank's own features, carrying the layout of their rows through the pipeline.
+    """The rank's features, carrying the layout of their rows through the pipeline.
 
-    The lookup needs a KeyedJaggedTensor because feature processors and trackers sit between the
-    input dist and it. A feature processor wraps the features anew but keeps the tensor of their
-    values, so the layout is found through that tensor.
+    The lookup needs a KeyedJaggedTensor because feature processors and trackers run between the
+    input dist and the lookup. A feature processor builds a new KeyedJaggedTensor but keeps the
+    tensor of the ids, so the layout is an attribute of that tensor.
     """
 
     @staticmethod
     def of(features: KeyedJaggedTensor, layout: RowLayout) -> LaidOutFeatures:
-        """Wraps ``features``; no copy."""
-        values = features.values().detach()  # a tensor object of our own to hang the layout on
+        """Wraps ``features`` without a copy of their data.
+
+        Args:
+            features: The batch's features.
+            layout: Layout of their rows.
+        """
+        # detach() makes a new tensor object on the same memory; the caller's gets no attribute
+        values = features.values().detach()
         values._row_layout = layout
         weights_N, offsets_S1 = features.weights_or_none(), features.offsets_or_none()
         return like(features, LaidOutFeatures, values, weights_N, features.lengths(), offsets_S1)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps every tensor of the features and their layout alive for ``stream``."""
+        """Records ``stream`` on all tensors of the features and their layout."""
         super().record_stream(stream)
         for tensor in layout_of(self).tensors():
             tensor.record_stream(stream)
@@ -43,7 +49,7 @@ def layout_of(features: Any) -> RowLayout:
     """Finds the layout of features that came out of the input dist.
 
     Raises:
-        CompatError: If something between the input dist and the lookup replaced the ids.
+        CompatError: If the ids were replaced between the input dist and the lookup.
     """
     layout: RowLayout | None = getattr(features.values(), "_row_layout", None)
     if layout is None:
@@ -56,7 +62,7 @@ def layout_of(features: Any) -> RowLayout:
 
 
 def with_weights(features: KeyedJaggedTensor, weights_N: Tensor | None) -> KeyedJaggedTensor:
-    """The same features with these per-sample weights; no copy."""
+    """Replaces the per-sample weights, float ``(N,)`` or ``None``; the rest is not copied."""
     if isinstance(features, MendedFeatures):
         return MendedFeatures.with_weights(features, weights_N)
     values_N, lengths_S, offsets_S1 = (
@@ -68,7 +74,7 @@ def with_weights(features: KeyedJaggedTensor, weights_N: Tensor | None) -> Keyed
 
 
 def with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The same features with a copy of their weights, zeros where there are none."""
+    """Replaces the weights by a copy; by zeros if the features have none."""
     weights_N = features.weights_or_none()
     if weights_N is None:
         weights_N = torch.zeros_like(features.values(), dtype=torch.float32)

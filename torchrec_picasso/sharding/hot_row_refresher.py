@@ -1,4 +1,4 @@
-"""Changes of the hot set where no pipeline of this package trains: one call between steps."""
+"""Refreshes the hot set under any training loop: one call between steps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["HotRowRefresher"]
 
 
 class HotRowRefresher:
-    """Lets the hot rows of a model follow what it looks up, under any pipeline.
+    """Updates the hot rows of a model to what it looks up, under any pipeline.
 
-    Counting begins here. Batches that a pipeline has in flight are laid out anew when they are
-    looked up. :class:`~torchrec_picasso.InterleavedTrainPipeline` does this by itself where it is
-    given ``refresh``.
+    The constructor starts the counting of accesses. In-flight batches of a pipeline get a new
+    layout when they are looked up. :class:`~torchrec_picasso.InterleavedTrainPipeline` refreshes by
+    itself if it gets ``refresh``.
 
     Args:
         model: ``DistributedModelParallel``, or any model with hot/cold tables.
-        refresh: When, and how readily.
+        refresh: Interval and thresholds of refreshes; ``None`` = the defaults.
     """
 
     def __init__(self, model: nn.Module, refresh: Refresh | None = None) -> None:
@@ -34,21 +34,22 @@ class HotRowRefresher:
         """Ends a training step. Collective: all ranks call it after each of their steps.
 
         Returns:
-            What came of a look at the hot set; ``None`` in steps without one.
+            The result of a refresh evaluation; ``None`` in steps without one.
         """
         found = self._refresher.step()
         if found is not None and found.num_moved:
+            # rows moved; a pipeline may read them on a stream that is not known here
             for device in {group.device for group in self._groups if group.device.type != "cpu"}:
-                torch.get_device_module(device).synchronize()  # whose streams read it is not known
+                torch.get_device_module(device).synchronize()
         return found
 
     def hot_rows(self) -> dict[str, Tensor]:
-        """The hot rows of each table by name, ascending int64; tables without any are left out."""
+        """The hot rows by table name, int64, ascending; tables without hot rows are left out."""
         return self._refresher.hot_rows()
 
 
 def _groups_of(model: nn.Module) -> list[RowGroup]:
-    """The hot/cold tables of a model, a group for each module."""
+    """Finds the hot/cold tables of a model, one group per module."""
     return [
         sharding.group
         for module in model.modules()

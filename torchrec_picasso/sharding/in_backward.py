@@ -1,8 +1,9 @@
-"""Drives a batch's rows where no schedule does: fetched in forward, updated at backward's end.
+"""The driver without a schedule: fetches rows in forward, updates them at the end of backward.
 
-Backward only *sends* gradients. When the whole graph has run, the engine calls back, and every row
-is updated once: with what arrived at home and what was reduced for the replicas, from however many
-lookups of the module the graph held. Until then the exchange hides behind the rest of backward.
+Backward itself only *sends* gradients. After the whole graph has run, the autograd engine calls
+back, and every row is updated once, from the gradients that arrived at its owner rank and those
+reduced for the replicas, for any number of lookups of the module in the graph. Until then the
+exchange of gradients overlaps with the rest of backward.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["InBackwardDriver"]
 
 
 class InBackwardDriver:
-    """The driver of a module that TorchRec's forward and the engine's backward run.
+    """Drives one module's rows from TorchRec's forward and the autograd engine's backward.
 
     Args:
         group: The module's tables.
@@ -38,36 +39,47 @@ class InBackwardDriver:
         self._in_flight: list[BatchGradients] = []
 
     def fetch(self, layout: RowLayout, weights_N: Tensor | None) -> PartRows:
-        """Starts fetching the rows of a batch, which is one part. Collective.
+        """Starts to fetch the rows of a batch, which is one micro-batch. Collective.
 
         Args:
-            layout: Of the batch.
+            layout: Layout of the batch's rows.
             weights_N: Per-sample weights in KeyedJaggedTensor order, with their graph.
+
+        Returns:
+            The batch's rows, which may still be on their way.
         """
+        # a refresh since the input dist has changed the slots of hot rows
         if layout.hot_epoch != self._group.hot.epoch:
             layout = laid_out_again(self._group, layout)
-        group, asked = self._group, None
-        if group.hot.num_rows:  # homes are read here, so a write into them needs no word
+        group, agreement = self._group, None
+        # Only replicas can be stale: owned rows are read here, so writes to them need no message.
+        if group.hot.num_rows:
             flags = Flags(homes_written=group.was_written())
-            asked = Agreement(group.ranks.pg, group.device, flags)
+            agreement = Agreement(group.ranks.pg, group.device, flags)
         rows = BatchRows(group, layout)
-        rows.fetch_dirty(0)
-        if asked is not None and asked.wait().homes_written:
+        rows.fetch_dirty(0)  # without lookahead all rows are in this exchange
+        if agreement is not None and agreement.wait().homes_written:
             group.take_writes()
         rows.read_hot()
         return rows.hand_out(0, partial(self._send, layout), weights_N, once=True)
 
     def _send(self, layout: RowLayout, grads_M: Sequence[Tensor]) -> None:
-        """Sends a batch's gradients and asks for the update; called in backward. Collective."""
+        """Sends a batch's gradients and queues the update; runs in backward. Collective.
+
+        Args:
+            layout: Layout that the forward fetched with.
+            grads_M: Gradients of the rows ``(R, D)`` of each matrix.
+        """
         if layout.hot_epoch != self._group.hot.epoch:
             raise PicassoError(
                 "hot rows changed between a forward and its backward; change them between steps"
             )
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
-            self._in_flight.clear()  # left by a backward that raised before its end
+            self._in_flight.clear()  # gradients of a backward that raised before its end
             self._backward = backward
-        gradients = BatchGradients(self._group, layout)  # anew, for a graph may be walked again
+        # A graph may be walked several times (retain_graph), so its gradients are a new object.
+        gradients = BatchGradients(self._group, layout)
         gradients.add(0, grads_M)
         gradients.send(0)
         gradients.reduce_hot()
@@ -75,6 +87,7 @@ class InBackwardDriver:
         Variable._execution_engine.queue_callback(self._update)
 
     def _update(self) -> None:
+        """Updates the rows of all lookups in the graph; the first of several call-backs does it."""
         in_flight, self._in_flight = self._in_flight, []
         if in_flight:
             update_rows(self._group, in_flight)

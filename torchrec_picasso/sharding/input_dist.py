@@ -1,7 +1,7 @@
-"""TorchRec's input dist: the request for a batch's rows, in the two waits that its pipelines know.
+"""TorchRec's input dist: the request for a batch's rows, in two awaitables.
 
-The first wait ends when the header is known, the second when the ids have arrived. Everything here
-runs ahead of the step that needs it.
+The first awaitable ends when the header is known, the second when the ids have arrived. All of it
+runs ahead of the step that needs the rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["RequestDist"]
 
 
 class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
-    """Asks the homes for a batch's rows, as one part and without looking ahead.
+    """Requests a batch's rows from their owner ranks, as one micro-batch and without lookahead.
 
     Args:
         group: The tables.
@@ -32,13 +32,19 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         super().__init__()
         self._group = group
         self.sound: Sequence[KeyedJaggedTensor] = ()
-        """What :func:`.sound_features` made of the module's next input. TorchRec may pad that input
-        and make its ids unique, in features of a type of its own, before they come here."""
+        """The result of :func:`.sound_features` for the module's next input. TorchRec may pad that
+        input and make its ids unique, in features of its own type, before it calls ``forward``."""
 
     def forward(
         self, sparse_features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Starts the request. Collective."""
+        """Starts the request.
+
+        Collective: all ranks call this, in the same order.
+
+        Returns:
+            An awaitable of an awaitable of the features with their layout.
+        """
         sound, self.sound = self.sound, ()
         with torch.no_grad():
             batch = BatchIds.read([sparse_features], self._group, sound=sound)
@@ -47,7 +53,7 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
 
 
 class _Header(Awaitable[Awaitable[KeyedJaggedTensor]]):
-    """Ends when every rank knows what the others ask for."""
+    """Waits for the header; then all ranks know the counts of requested rows."""
 
     def __init__(self, features: KeyedJaggedTensor, request: RowRequest) -> None:
         super().__init__()
@@ -61,7 +67,7 @@ class _Header(Awaitable[Awaitable[KeyedJaggedTensor]]):
 
 
 class _Ids(Awaitable[KeyedJaggedTensor]):
-    """Ends when the homes know which rows they are asked for."""
+    """Waits for the ids; then owner ranks know the requested rows, and the layout is built."""
 
     def __init__(self, features: KeyedJaggedTensor, request: RowRequest) -> None:
         super().__init__()

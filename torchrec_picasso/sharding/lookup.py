@@ -1,4 +1,4 @@
-"""TorchRec's lookups of one sharded module: its storages, and the start of a fetch."""
+"""TorchRec's lookups of one sharded module: they keep its storages and start a fetch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = ["HotColdPooledLookup", "HotColdSequenceLookup", "Packs"]
 
 
 class Packs:
-    """All packs of one sharded module, which TorchRec's lookup makes one kernel each of.
+    """All packs of one sharded module; TorchRec's lookup makes one kernel per pack.
 
     Args:
-        configs: One per pack, with all its tables.
+        configs: One config per pack, with all its tables.
         tables: The same tables, as all ranks see them.
-        ranks: Who exchanges.
-        device: Where the rows are.
+        ranks: The ranks that exchange rows.
+        device: Device of the rows.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Packs:
             RowStorage(config, homes, ranks, device) for config, homes in zip(configs, homes_P)
         ]
         self.group = RowGroup(tables, storages, ranks, device)
+        # A rank saves only tables it keeps. Kernels are numbered by this list, not by pack.
         bag_tables = {table.name for table in tables if table.as_bags}
         self._on_this_rank = [
             (own, storage)
@@ -59,20 +60,25 @@ class Packs:
 
     @property
     def configs(self) -> list[GroupedEmbeddingConfig]:
-        """Packs that this rank keeps tables of, with these alone: what TorchRec saves."""
+        """One config per pack with tables on this rank, and with only these tables."""
         return [config for config, _ in self._on_this_rank]
 
     def kernel(self, number: int) -> HotColdKernel:
-        """Homes and replicas of one of them as TorchRec sees them."""
+        """Makes TorchRec's view of one pack.
+
+        Args:
+            number: Index of the pack in ``configs``.
+        """
         return HotColdKernel(*self._on_this_rank[number], self.ranks)
 
 
 def _on_this_rank(
     config: GroupedEmbeddingConfig, bag_tables: Collection[str]
 ) -> GroupedEmbeddingConfig | None:
-    """The tables of a pack that are this rank's to save; ``None`` = there are none.
+    """Keeps the tables of a pack that this rank saves; ``None`` = the rank saves none.
 
-    A table of rows is every rank's, even if it has no row there; one of bags is its home's.
+    A table that travels as rows is saved by every rank, with or without rows there; a table that
+    travels as bags only by its owner rank.
     """
     tables = [t for t in config.embedding_tables if t.local_rows or t.name not in bag_tables]
     return replace(config, embedding_tables=tables) if tables else None
@@ -82,7 +88,7 @@ class HotColdPooledLookup(GroupedPooledEmbeddingsLookup):
     """This rank's part of a sharded EmbeddingBagCollection.
 
     Args:
-        packs: Its packs.
+        packs: Packs of the module.
     """
 
     def __init__(self, packs: Packs) -> None:
@@ -94,9 +100,9 @@ class HotColdPooledLookup(GroupedPooledEmbeddingsLookup):
         return self._packs.kernel(len(self._emb_modules))
 
     def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
-        """Starts fetching the rows of a batch. Collective.
+        """Starts to fetch the rows of a batch. Collective.
 
-        A part whose rows a schedule fetches is passed on.
+        Rows of a micro-batch that a schedule fetches are returned unchanged.
         """
         rows = sparse_features
         if not isinstance(rows, PartRows):
@@ -106,7 +112,7 @@ class HotColdPooledLookup(GroupedPooledEmbeddingsLookup):
         return rows
 
     def register_optim_state_tracker_fn(self, record_fn: RecordLookup) -> None:
-        """Takes TorchRec's delta tracker, for its modes with optimizer state."""
+        """Registers TorchRec's delta tracker, for its modes with optimizer state."""
         kernels = list(self._emb_modules)
         self.optim_state_tracker_fn = state_tracker(record_fn, self._packs.group, kernels)
 
@@ -115,7 +121,7 @@ class HotColdSequenceLookup(GroupedEmbeddingsLookup):
     """This rank's part of a sharded EmbeddingCollection.
 
     Args:
-        packs: Its packs.
+        packs: Packs of the module.
     """
 
     def __init__(self, packs: Packs) -> None:
@@ -127,9 +133,9 @@ class HotColdSequenceLookup(GroupedEmbeddingsLookup):
         return self._packs.kernel(len(self._emb_modules))
 
     def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
-        """Starts fetching the rows of a batch. Collective.
+        """Starts to fetch the rows of a batch. Collective.
 
-        A part whose rows a schedule fetches is passed on.
+        Rows of a micro-batch that a schedule fetches are returned unchanged.
         """
         rows = sparse_features
         if not isinstance(rows, PartRows):
@@ -139,6 +145,6 @@ class HotColdSequenceLookup(GroupedEmbeddingsLookup):
         return rows
 
     def register_optim_state_tracker_fn(self, record_fn: RecordLookup) -> None:
-        """Takes TorchRec's delta tracker, for its modes with optimizer state."""
+        """Registers TorchRec's delta tracker, for its modes with optimizer state."""
         kernels = list(self._emb_modules)
         self.optim_state_tracker_fn = state_tracker(record_fn, self._packs.group, kernels)

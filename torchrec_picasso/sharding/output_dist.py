@@ -1,9 +1,10 @@
-"""Rows arrive and are pooled where the batch is; in backward their gradients leave from here.
+"""Waits for rows and pools them on the rank of the batch; in backward it sends their gradients.
 
-Of sequences nothing is pooled: each lookup gets its row.
+Sequences are not pooled: each lookup gets its row.
 
-The autograd graph holds no optimizer: its leaf is an anchor, and what hangs on it only fetches and
-pools rows; its backward hands the rows' gradients to whoever drives the batch.
+The autograd graph holds no optimizer. Its leaf is an empty anchor tensor, and the one operator on
+it waits for rows and pools them; the operator's backward passes the rows' gradients to the driver
+of the batch.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ __all__ = ["HotColdOutputDist"]
 
 
 class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Tensor]):
-    """Makes fetched rows a module's output.
+    """Turns fetched rows into a module's output.
 
     Args:
-        plan: Matrices of rows and the features of each.
+        plan: Row matrices and the features of each.
         device: Device of the rows.
     """
 
@@ -50,10 +51,15 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
     def forward(
         self, local_embs: PartRows, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
-        """Gives the awaitable of the output.
+        """Makes the awaitable of the output.
 
-        Pooled: ``(B, sum of F_m * D_m)``, or flat, feature by feature, when every feature has its
-        own batch size. Sequences: the row of each lookup ``(N, D)``, feature by feature.
+        Args:
+            local_embs: Rows of one micro-batch.
+            sharding_ctx: Not used.
+
+        Returns:
+            Pooled: ``(B, sum of F_m * D_m)``, or flat, feature by feature, if every feature has its
+            own batch size. Sequences: the row of each lookup ``(N, D)``, feature by feature.
         """
         return _OutputAwaitable(local_embs, self._plan, self._anchor)
 
@@ -64,15 +70,18 @@ class _OutputAwaitable(Awaitable[Tensor]):
         self._rows = rows
         self._plan = plan
         self._anchor = anchor
-        self._needs_grad = torch.is_grad_enabled()  # of the call; it is waited for at the first use
+        # grad mode of the call; the wait comes later, at the first use of the output
+        self._needs_grad = torch.is_grad_enabled()
 
-    @torch.compiler.disable  # a compiled dense part waits here, for messages it cannot trace
+    @torch.compiler.disable  # a compiled dense part waits here for messages, which are not traced
     def _wait_impl(self) -> Tensor:
         with torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled()):
             return self._pool()
 
     def _pool(self) -> Tensor:
         rows = self._rows
+        # Per-lookup factors (N,) of each matrix: per-sample weights, times 1 / length for means.
+        # Bags arrive already pooled by their owner ranks, so they have none.
         scales_M = [
             None
             if isinstance(pooling, PartBags)
@@ -81,18 +90,20 @@ class _OutputAwaitable(Awaitable[Tensor]):
         ]
         pieces = _PoolArrivals.apply(self._anchor, rows, *scales_M)
         output = self._side_by_side(pieces)
+        # without a gradient of the weights nothing reads the rows again: their memory is free
         if not any(scale is not None and scale.requires_grad for scale in scales_M):
             rows.end()
         return output
 
     def _side_by_side(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Joins the pooled matrices to the shape that :meth:`HotColdOutputDist.forward` gives."""
         rows, plan = self._rows, self._plan
         if not plan.takes_weights:
             (rows_ND,) = pieces  # tables of one collection have one dim
             return rows_ND
         if rows.batch_size is None:
             return torch.cat([piece.view(-1) for piece in pieces])
-        # (B * F_m, D_m) -> (B, F_m * D_m); bags that came pooled are so already
+        # (B * F_m, D_m) -> (B, F_m * D_m); bags arrive in this shape
         pooled_M, bags = pieces[: plan.num_row_matrices], pieces[plan.num_row_matrices :]
         columns = [
             pooled.view(rows.batch_size, num_features * dim)
@@ -103,25 +114,27 @@ class _OutputAwaitable(Awaitable[Tensor]):
         return columns[0] if len(pieces) == len(columns) == 1 else torch.cat([*columns, *bags], 1)
 
     def _dims(self) -> list[int]:
-        """Columns of each feature's output."""
+        """Columns of the output of each feature of the row matrices."""
         features = zip(self._plan.features_M, self._plan.dim_M)
         return [dim for num_features, dim in features for _ in range(num_features)]
 
 
 def _flat(columns: Sequence[Tensor], dims_F: Sequence[int], sizes_F: Sequence[int]) -> Tensor:
-    """Outputs of features that were filled up, without what fills them up, feature by feature."""
-    of_feature = torch.cat(list(columns), 1).split(list(dims_F), 1)
-    return torch.cat([of[:size].reshape(-1) for of, size in zip(of_feature, sizes_F)])
+    """Removes the padding of features with their own batch sizes, ``(B, sum D)`` -> flat."""
+    blocks_F = torch.cat(list(columns), 1).split(list(dims_F), 1)
+    return torch.cat([block[:size].reshape(-1) for block, size in zip(blocks_F, sizes_F)])
 
 
 def _scales(weights_N: Tensor | None, index: PoolingIndex) -> Tensor | None:
+    """Combines per-sample weights ``(N,)`` and mean factors; ``None`` = all factors are 1."""
     return mean_weights(weights_N, index.bag_offsets_S1, index.mean_S, index.num_lookups)
 
 
 class _PoolArrivals(Function):
-    """Waits for rows and pools them; backward sends the rows' gradients away.
+    """Waits for rows and pools them; backward sends the rows' gradients.
 
-    Bags that came pooled are given as they lie in the rows' memory: who gets them copies them.
+    Bags that their owner ranks pooled are returned as views of the rows' memory; the consumer
+    copies them.
     """
 
     @staticmethod
@@ -131,7 +144,7 @@ class _PoolArrivals(Function):
         ctx.sink, ctx.pooling_M = rows.sink, rows.pooling_M
         ctx.rows_M, pieces_M = [], []
         needed_M = ctx.needs_input_grad[2:]
-        # a matrix is pooled while the next one may be on its way
+        # one matrix is pooled while the next one is still on its way
         for arrived, weights, pooling, needed in zip(
             rows.arrive(), weights_M, rows.pooling_M, needed_M
         ):
@@ -139,7 +152,7 @@ class _PoolArrivals(Function):
                 pieces_M.append(pooling.columns(arrived))
             else:
                 pieces_M.append([pool_rows(arrived, weights, pooling.index)])
-            # only a weight's gradient needs the rows; else nothing should keep them in memory
+            # Only a weight's gradient needs the rows; else the graph must not keep them alive.
             ctx.rows_M.append(arrived if needed else None)
         ctx.num_pieces_M = list(map(len, pieces_M))
         ctx.save_for_backward(*weights_M)
@@ -159,21 +172,23 @@ _NOT_COMPILED = (
 
 @torch.compiler.disable(reason=_NOT_COMPILED)
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Computes gradients of rows, passes them to the driver's sink, returns those of weights."""
     if compiled_autograd.in_compiled_autograd_region:
         raise CompatError(_NOT_COMPILED)
     weights_M, pooling_M = ctx.saved_tensors, ctx.pooling_M
-    left = iter(grads)
-    grads_M = [[next(left) for _ in range(num)] for num in ctx.num_pieces_M]
+    remaining = iter(grads)
+    # forward flattened its outputs over matrices; the same counts restore them by matrix
+    grads_M = [[next(remaining) for _ in range(num)] for num in ctx.num_pieces_M]
     ctx.sink(
         [
-            pooling.gradients(of_matrix)
+            pooling.gradients(matrix_grads)
             if isinstance(pooling, PartBags)
-            else gradient_of_rows(of_matrix[0], weights, pooling.index)
-            for of_matrix, weights, pooling in zip(grads_M, weights_M, pooling_M)
+            else gradient_of_rows(matrix_grads[0], weights, pooling.index)
+            for matrix_grads, weights, pooling in zip(grads_M, weights_M, pooling_M)
         ]
     )
     weight_grads_M = [
-        None if rows is None else gradient_of_weights(of_matrix[0], rows, pooling.index)
-        for of_matrix, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
+        None if rows is None else gradient_of_weights(matrix_grads[0], rows, pooling.index)
+        for matrix_grads, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
     ]
     return None, None, *weight_grads_M

@@ -1,6 +1,6 @@
-"""A sharded model's weights as the unsharded model has them, for whoever serves it.
+"""Gathers a sharded model's weights into an unsharded state dict, for serving.
 
-Shards come to rank 0 table by table, in pieces of bounded size, straight into the whole tensor.
+Rank 0 receives shards table by table, in messages of bounded size, straight into the whole tensor.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from torchrec_picasso.errors import CompatError
 __all__ = ["export_plain"]
 
 _MOST_BYTES = 64 << 20
-"""Of a message, and so of the memory needed beside the state itself."""
+"""Upper bound of a message in bytes, and of the memory needed beside the state itself."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Where a rank's part of a tensor is in the whole."""
+    """Position of one shard in the whole tensor, by dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def place(self) -> tuple[slice, ...]:
+        """The position as an index."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """What one rank has of one tensor; ``pieces`` is ``None`` where every rank has the whole."""
+    """One rank's shards of one tensor; ``pieces`` is ``None`` if every rank has all of it."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -53,48 +54,50 @@ def export_plain(model: nn.Module) -> dict[str, Tensor]:
     group calls this, between steps.
 
     Args:
-        model: A ``DistributedModelParallel``, of tables under any plan, ours or stock.
+        model: A ``DistributedModelParallel`` whose tables have any plan, hot/cold or stock.
 
     Returns:
-        On rank 0 copies on the CPU, by the keys of the unsharded model; on other ranks nothing.
+        On rank 0 CPU copies by the keys of the unsharded model; on other ranks an empty dict.
 
     Raises:
-        CompatError: If a tensor is sharded by something else than TorchRec, or parts of a table are
-            in no rank's state dict. On all ranks.
+        CompatError: If a tensor is not sharded by TorchRec, or a part of a table is in no rank's
+            state dict. Raised on all ranks.
 
     Cost:
-        On rank 0 the whole state and 64 MiB, on another rank 64 MiB at most.
+        Memory of the whole state and 64 MiB on rank 0, of 64 MiB at most on other ranks.
     """
     state = model.state_dict()
     shards = {name: _shards_of(value) for name, value in state.items()}
-    mine = {name: _parts_of(value, shards[name]) for name, value in state.items()}
+    own = {name: _parts_of(value, shards[name]) for name, value in state.items()}
     is_first = dist.get_rank() == 0
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(mine, of_ranks if is_first else None)
-    problem: list[Any] = [_problem(of_ranks) if is_first else None]
+    parts_by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(own, parts_by_rank if is_first else None)
+    # rank 0 alone checks; all ranks learn its result, so that all raise or none does
+    problem: list[Any] = [_problem(parts_by_rank) if is_first else None]
     dist.broadcast_object_list(problem)
     if problem[0] is not None:
         raise CompatError(f"export_plain: {problem[0]}")
     if not is_first:
-        for name in sorted(name for name, parts in mine.items() if parts.pieces):
+        # messages have no names: both sides go through the tensors in sorted order
+        for name in sorted(name for name, parts in own.items() if parts.pieces):
             _send(shards[name] or ())
         return {}
     return {
-        name: _joined(name, state.get(name), shards.get(name), of_ranks)
-        for name in sorted({name for of_rank in of_ranks for name in of_rank})
+        name: _joined(name, state.get(name), shards.get(name), parts_by_rank)
+        for name in sorted({name for rank_parts in parts_by_rank for name in rank_parts})
     }
 
 
 def _shards_of(value: Any) -> list[tuple[_Piece, Tensor]] | None:
-    """This rank's shards of a tensor; ``None`` where it has the whole."""
+    """Finds this rank's shards of a tensor; ``None`` if the rank has the whole tensor."""
     if isinstance(value, ShardedTensor):
         return [
-            (_Piece(tuple(of.metadata.shard_offsets), tuple(of.tensor.shape)), of.tensor.detach())
-            for of in value.local_shards()
+            (_Piece(tuple(s.metadata.shard_offsets), tuple(s.tensor.shape)), s.tensor.detach())
+            for s in value.local_shards()
         ]
     local = value.to_local() if isinstance(value, DTensor) else None
     if isinstance(local, LocalShardsWrapper):
-        # a rank without shards has an offset all the same
+        # zip is not strict: a rank without shards still lists one offset
         return [
             (_Piece(tuple(offsets), tuple(shard.shape)), shard.detach())
             for shard, offsets in zip(local.local_shards(), local.local_offsets())
@@ -103,28 +106,29 @@ def _shards_of(value: Any) -> list[tuple[_Piece, Tensor]] | None:
 
 
 def _parts_of(value: Any, shards: Sequence[tuple[_Piece, Tensor]] | None) -> _Parts:
+    """Describes this rank's shards of a tensor, without their data."""
     pieces = tuple(piece for piece, _ in shards) if shards is not None else None
     if isinstance(value, DTensor) and pieces is None:
-        pieces = ()  # cut by another than TorchRec: nobody has it
+        pieces = ()  # not sharded by TorchRec: no rank has parts, so the check fails
     size = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
     return _Parts(tuple(size), value.dtype, pieces)
 
 
-def _problem(of_ranks: Sequence[Mapping[str, _Parts]]) -> str | None:
-    """Names a tensor that the ranks do not have whole."""
+def _problem(parts_by_rank: Sequence[Mapping[str, _Parts]]) -> str | None:
+    """Describes the first tensor whose shards do not add up to the whole; ``None`` = all do."""
     found: dict[str, int] = {}
     sizes: dict[str, tuple[int, ...]] = {}
-    for of_rank in of_ranks:
-        for name, parts in of_rank.items():
+    for rank_parts in parts_by_rank:
+        for name, parts in rank_parts.items():
             sizes[name] = parts.size
             if parts.pieces is not None:
-                numbers = sum(math.prod(piece.sizes) for piece in parts.pieces)
-                found[name] = found.get(name, 0) + numbers
-    for name, numbers in found.items():
-        if numbers != math.prod(sizes[name]):
+                count = sum(math.prod(piece.sizes) for piece in parts.pieces)
+                found[name] = found.get(name, 0) + count
+    for name, count in found.items():
+        if count != math.prod(sizes[name]):
             return (
                 f"{name} has {math.prod(sizes[name]):,} elements, of which the ranks' state dicts "
-                f"hold {numbers:,}; export a model whose tables are all in its state dict, sharded "
+                f"hold {count:,}; export a model whose tables are all in its state dict, sharded "
                 "by TorchRec alone"
             )
     return None
@@ -134,19 +138,20 @@ def _joined(
     name: str,
     value: Any,
     shards: Sequence[tuple[_Piece, Tensor]] | None,
-    of_ranks: Sequence[Mapping[str, _Parts]],
+    parts_by_rank: Sequence[Mapping[str, _Parts]],
 ) -> Tensor:
-    """One whole tensor on rank 0, from its own shards and what others send."""
+    """Joins one tensor on rank 0 from its own shards and the messages of other ranks."""
     if value is not None and shards is None:
         return torch.clone(value.detach().cpu(), memory_format=torch.contiguous_format)
-    parts = next(of_rank[name] for of_rank in of_ranks if name in of_rank)
+    parts = next(rank_parts[name] for rank_parts in parts_by_rank if name in rank_parts)
     whole = torch.empty(parts.size, dtype=parts.dtype)
     for piece, shard in shards or ():
         whole[piece.place] = shard.cpu()
     device = _device_of_messages()
-    for rank, of_rank in enumerate(of_ranks):
-        if rank > 0 and name in of_rank:
-            for piece in of_rank[name].pieces or ():
+    for rank, rank_parts in enumerate(parts_by_rank):
+        if rank > 0 and name in rank_parts:
+            for piece in rank_parts[name].pieces or ():
+                # the sender splits its shard into the same row blocks
                 for rows in _row_blocks(whole[piece.place]):
                     message = torch.empty(rows.shape, dtype=rows.dtype, device=device)
                     dist.recv(message, src=rank)
@@ -155,6 +160,7 @@ def _joined(
 
 
 def _send(shards: Sequence[tuple[_Piece, Tensor]]) -> None:
+    """Sends this rank's shards of one tensor to rank 0, in row blocks."""
     device = _device_of_messages()
     for _, shard in shards:
         for rows in _row_blocks(shard):
@@ -162,7 +168,7 @@ def _send(shards: Sequence[tuple[_Piece, Tensor]]) -> None:
 
 
 def _row_blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Views of at most so many bytes, none if there is nothing to send."""
+    """Splits a tensor into views of at most ``_MOST_BYTES``; no view if it is empty."""
     if not tensor.numel():
         return
     row_bytes = tensor[0].numel() * tensor.element_size()
@@ -170,5 +176,6 @@ def _row_blocks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _device_of_messages() -> torch.device:
+    """The CPU under gloo, else this rank's CUDA device."""
     on_host = "gloo" in str(dist.get_backend_config())
     return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())

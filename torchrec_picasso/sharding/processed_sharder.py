@@ -1,4 +1,4 @@
-"""Bags behind feature processors, with hot/cold tables: the sharder and what it makes."""
+"""The sharder for pooled tables behind feature processors, and its sharded module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["HotColdFeatureProcessedEmbeddingBagCollectionSharder"]
 
 
 class _Processed(ShardedFeatureProcessedEmbeddingBagCollection):
-    """TorchRec's module, which writes positions into a copy of the batch's features."""
+    """TorchRec's module, except that positions are written into a copy of the features."""
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
@@ -39,11 +39,12 @@ class _Processed(ShardedFeatureProcessedEmbeddingBagCollection):
         return super().preprocess_input(list(map(self._own, args)), own)
 
     def _own(self, value: Any) -> Any:
+        """Copies the weights of features, which feature processors overwrite in place."""
         if not isinstance(value, KeyedJaggedTensor):
             return value
-        # where no table is hot/cold, nobody would tell the other ranks
-        is_told = getattr(self._embedding_bag_collection, "has_hot_cold", False)
-        return with_own_weights(sound_features(value) if is_told else value)
+        # without hot/cold tables no header would report malformed features to the other ranks
+        has_hot_cold = getattr(self._embedding_bag_collection, "has_hot_cold", False)
+        return with_own_weights(sound_features(value) if has_hot_cold else value)
 
 
 class HotColdFeatureProcessedEmbeddingBagCollectionSharder(
@@ -51,19 +52,19 @@ class HotColdFeatureProcessedEmbeddingBagCollectionSharder(
 ):
     """Drop-in for TorchRec's ``FeatureProcessedEmbeddingBagCollectionSharder``.
 
-    TorchRec's takes hot/cold tables as well, with an ``ebc_sharder`` of ours. But beside any table
-    that is placed ``row_wise``, as these are, it writes positions into the batch's own features,
-    and a module without weights that is given the same features takes them for weights. With this
-    sharder each has features of its own.
+    TorchRec's sharder also takes hot/cold tables, with an ``ebc_sharder`` of this package. But
+    beside any table that is placed ``row_wise``, as hot/cold tables are, it writes positions into
+    the batch's own features, and an unweighted module with the same features takes the positions
+    for weights. With this sharder each module has its own copy of the features.
 
     Args:
-        ebc_sharder: Of the tables; ``None`` = :class:`HotColdEmbeddingBagCollectionSharder`.
-        qcomm_codecs_registry: As the parent's.
+        ebc_sharder: Shards the tables; ``None`` = :class:`HotColdEmbeddingBagCollectionSharder`.
+        qcomm_codecs_registry: Passed on to the parent class.
     """
 
     supports_hot_cold = True
-    """Tells the planner that tables of this sharder's modules may be hot/cold: as rows, and where
-    constraints name ``row_wise``, which TorchRec does not offer there unasked."""
+    """For the planner: tables of this sharder's modules may be hot/cold. They travel as rows, and
+    only if constraints name ``row_wise``, which TorchRec does not offer there by default."""
 
     def __init__(
         self,
@@ -83,7 +84,15 @@ class HotColdFeatureProcessedEmbeddingBagCollectionSharder(
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedFeatureProcessedEmbeddingBagCollection:
-        """Shards one module by the plan. Collective."""
+        """Shards one module by the plan. Collective.
+
+        Args:
+            module: The collection with its feature processors.
+            params: The plan, by table.
+            env: Ranks to shard over.
+            device: Device of the tables; ``None`` = CUDA.
+            module_fqn: Path of the module in the model.
+        """
         return _Processed(
             module,
             params,

@@ -40,22 +40,22 @@ from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 __all__ = ["ShardedHotColdEmbeddingBagCollection"]
 
 _POOLED_BY_PARTS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
-"""Placements whose means TorchRec divides after the exchange."""
+"""Placements for which TorchRec divides mean-pooled outputs after the exchange."""
 
 
 class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCollection):
     """TorchRec's sharded module with one more way to shard a table.
 
     Tables whose plan carries :class:`HotColdParams` form one group with one packed unique
-    exchange; every other table takes TorchRec's own path. Names, state dict and fused optimizer
+    exchange; all other tables take TorchRec's own path. Names, state dict and fused optimizer
     are TorchRec's.
     """
 
     def __init__(self, module: EmbeddingBagCollectionInterface, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
         # TorchRec divides the outputs of mean-pooled row-wise tables after the exchange, and with
-        # them every output it does not know as summed. Hot/cold tables average while they pool;
-        # stock tables that are pooled at home are no less done.
+        # them every output that it does not know as summed. Hot/cold tables already average while
+        # they pool, and so do stock tables that their owner rank pools: both are listed as sums.
         self._pooling_type_to_rs_features.clear()
         for config in module.embedding_bag_configs():
             sharding = self.module_sharding_plan[config.name]
@@ -79,7 +79,7 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
         fused_params: dict[str, Any] | None,
         suffix: str | None = "weight",
     ) -> dict[str, list[EmbeddingShardingInfo]]:
-        """Groups tables by sharding type, marked ones in a group of their own."""
+        """Groups tables by sharding type; hot/cold tables are a group of their own."""
         return apart_from_stock(
             super().create_grouped_sharding_infos(
                 module, table_name_to_parameter_sharding, prefix, fused_params, suffix
@@ -95,7 +95,7 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
         permute_embeddings: bool = False,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> Any:
-        """Makes the sharding of one group."""
+        """Makes the sharding of one group; the group of hot/cold tables gets this package's."""
         if not is_hot_cold(sharding_infos[0]):
             return super().create_embedding_bag_sharding(
                 sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
@@ -103,20 +103,22 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
         return HotColdEmbeddingSharding(sharding_infos, env, device, qcomm_codecs_registry)
 
     def table_shardings(self) -> Sequence[Any]:
-        """TorchRec's shardings, one per way to place tables."""
+        """Returns TorchRec's shardings, one per sharding type."""
         shardings: Sequence[Any] = self._embedding_shardings
         return shardings
 
     def in_table_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Features in the order of the tables, once input dists are made."""
+        """Permutes features to the order of the tables; input dists must exist."""
         if not self._has_features_permute:
             return features
         order_tensor = self.get_buffer("_features_order_tensor")
         return features.permute(self._features_order, order_tensor)
 
     def with_shardings(self, positions: Sequence[int]) -> ShardedHotColdEmbeddingBagCollection:
-        """The same module with some of its shardings; it shares their rows."""
+        """Copies the module with a subset of its shardings; both modules share the rows."""
         part: ShardedHotColdEmbeddingBagCollection = twin_of(self)
+        # A shallow copy; all below that depends on the set of shardings is rebuilt, by the same
+        # TorchRec methods as in its constructor or, for input dists, with the first batch.
         part._embedding_shardings = [self._embedding_shardings[p] for p in positions]
         part._lookups = [self._lookups[p] for p in positions]
         part._sharding_types = [self._sharding_types[p] for p in positions]
@@ -127,7 +129,7 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
         part._embedding_dims, part._uncombined_embedding_dims = [], []
         part._create_output_dist()
         part._kjt_key_indices = {}
-        features = {name for of in part._embedding_shardings for name in of.feature_names()}
+        features = {name for s in part._embedding_shardings for name in s.feature_names()}
         part._pooling_type_to_rs_features = defaultdict(list)
         for pooling, names in self._pooling_type_to_rs_features.items():
             part._pooling_type_to_rs_features[pooling] = [n for n in names if n in features]
@@ -137,17 +139,17 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
         return part
 
     def join(self, parts: Sequence[LazyAwaitable[KeyedTensor]]) -> LazyAwaitable[KeyedTensor]:
-        """The module's output from those of its parts, in the order of :meth:`apart`."""
+        """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
         return _Joined(parts, self._embedding_names, self._embedding_dims)
 
     def output(self, rows: PartRows) -> Any:
-        """The module's output for one part of a batch whose exchange a schedule drives."""
+        """Computes the module's output for one micro-batch, from its fetched rows."""
         context = self.create_context()
         context.sharding_contexts.append(EmbeddingShardingContext())
         return self.compute_and_output_dist(context, [rows])
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses TorchRec's dynamic resharding when a table is hot/cold."""
+        """Refuses TorchRec's dynamic resharding if a table is hot/cold."""
         if GROUP in self.sharding_type_to_sharding_infos:
             raise CompatError(
                 "DistributedModelParallel.reshard does not support hot/cold tables; save a "
@@ -157,7 +159,7 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
 
 
 class _Joined(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
-    """Outputs of a module's parts, side by side."""
+    """The outputs of several modules, concatenated by key to ``(B, sum of D)``."""
 
     def __init__(
         self, parts: Sequence[LazyAwaitable[KeyedTensor]], keys: Sequence[str], dims: Sequence[int]

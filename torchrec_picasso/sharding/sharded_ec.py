@@ -33,20 +33,20 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
     """TorchRec's sharded module with one more way to shard a table.
 
     Tables whose plan carries :class:`HotColdParams` form one group with one packed unique
-    exchange, in which a row travels once however often the batch looks it up; every other table
-    takes TorchRec's own path. Names, state dict and fused optimizer are TorchRec's.
+    exchange, in which a row travels once for any number of lookups in the batch; all other tables
+    take TorchRec's own path. Names, state dict and fused optimizer are TorchRec's.
     """
 
     def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
         if self.is_all_hot_cold:
-            self._use_index_dedup = False  # the exchange does it, on every device
+            self._use_index_dedup = False  # the unique exchange deduplicates, on every device
 
     @classmethod
     def create_grouped_sharding_infos(
         cls, *args: Any, **kwargs: Any
     ) -> dict[str, list[EmbeddingShardingInfo]]:
-        """Groups tables by sharding type, marked ones in a group of their own."""
+        """Groups tables by sharding type; hot/cold tables are a group of their own."""
         return apart_from_stock(super().create_grouped_sharding_infos(*args, **kwargs))
 
     @classmethod
@@ -58,7 +58,7 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         device: torch.device | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> Any:
-        """Makes the sharding of one group."""
+        """Makes the sharding of one group; the group of hot/cold tables gets this package's."""
         if sharding_type != GROUP:
             return super().create_embedding_sharding(
                 sharding_type, sharding_infos, env, device, qcomm_codecs_registry
@@ -66,22 +66,24 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         return HotColdEmbeddingSharding(sharding_infos, env, device, qcomm_codecs_registry)
 
     def table_shardings(self) -> Sequence[Any]:
-        """TorchRec's shardings, one per way to place tables."""
+        """Returns TorchRec's shardings, one per sharding type."""
         return list(self._sharding_type_to_sharding.values())
 
     def in_table_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Features in the order of the tables, once input dists are made."""
-        if features.weights_or_none() is not None:  # nothing is pooled
+        """Permutes features to the order of the tables; input dists must exist."""
+        if features.weights_or_none() is not None:  # weights have no use: sequences are not pooled
             features = with_weights(features, None)
-        if not self._features_order:  # those of the tables come first, in their order
+        if not self._features_order:  # the tables' features come first, already in table order
             (features,) = features.split([sum(self._feature_splits)])
             return features
         order_tensor = self.get_buffer("_features_order_tensor")
         return features.permute(self._features_order, order_tensor)
 
     def with_shardings(self, positions: Sequence[int]) -> ShardedHotColdEmbeddingCollection:
-        """The same module with some of its shardings; it shares their rows."""
+        """Copies the module with a subset of its shardings; both modules share the rows."""
         part: ShardedHotColdEmbeddingCollection = twin_of(self)
+        # A shallow copy; all below that depends on the set of shardings is rebuilt, by the same
+        # TorchRec methods as in its constructor or, for input dists, with the first batch.
         shardings = list(self._sharding_type_to_sharding.items())
         part._sharding_type_to_sharding = dict(shardings[p] for p in positions)
         part._lookups = [self._lookups[p] for p in positions]
@@ -99,19 +101,27 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
     def join(
         self, parts: Sequence[LazyAwaitable[dict[str, JaggedTensor]]]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """The module's output from those of its parts, in the order of :meth:`apart`."""
-        names = [name for of in self._embedding_names_per_sharding for name in of]
+        """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
+        names = [name for group_names in self._embedding_names_per_sharding for name in group_names]
         return _Joined(parts, names)
 
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Looks the batch up. Collective.
+        """Looks up the batch. Collective.
 
-        TorchRec's own way cannot do without samples, so it is left to modules with stock tables.
+        TorchRec's implementation fails on batches without samples, so it runs only for modules with
+        stock tables.
+
+        Args:
+            ctx: TorchRec's context of the batch.
+            input: Features with their layout, one entry per sharding.
+
+        Returns:
+            The awaitable of a JaggedTensor per embedding name.
 
         Raises:
-            CompatError: If these would not be trained.
+            CompatError: If stock tables would not be trained.
         """
         if not self.is_all_hot_cold:
             _refuse_untrained(ctx, self._device)
@@ -120,16 +130,18 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         own = self._sequences(lookup(features))
         if not ctx.seq_vbe_ctx:
             return own
+        # VBE: `own` has a bag per distinct row (S); recat (F B) names the bag of each sample
         (rows,) = ctx.seq_vbe_ctx
         shape = rows.reindexed_lengths.shape
         return SpreadSequences(own, rows.unpadded_lengths, rows.recat.view(shape))
 
     def output(self, rows: PartRows) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """The module's output for one part of a batch."""
+        """Computes the module's output for one micro-batch, from its fetched rows."""
         (lookup,) = self._lookups
         return self._sequences(lookup(rows))
 
     def _sequences(self, rows: PartRows) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Makes the output from rows, and calls TorchRec's trackers as its own modules do."""
         (names,) = self._embedding_names_per_sharding
         (output_dist,) = self._output_dists
         if self.post_lookup_tracker_fn is not None:
@@ -141,6 +153,7 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
 
 
 def _refuse_untrained(ctx: EmbeddingCollectionContext, device: torch.device | None) -> None:
+    """Refuses stock sequences with a batch size per feature where their backward is missing."""
     if ctx.seq_vbe_ctx and torch.is_grad_enabled() and (device is None or device.type == "cpu"):
         raise CompatError(
             "sequences with a batch size per feature are not trained by TorchRec on the CPU, where "
@@ -150,7 +163,7 @@ def _refuse_untrained(ctx: EmbeddingCollectionContext, device: torch.device | No
 
 
 class _Sequences(LazyAwaitable[dict[str, JaggedTensor]]):
-    """Rows of all lookups, cut into features."""
+    """The rows of all lookups ``(N, D)``, split by feature."""
 
     def __init__(
         self,
@@ -181,7 +194,7 @@ class _Sequences(LazyAwaitable[dict[str, JaggedTensor]]):
 
 
 class _Joined(LazyAwaitable[dict[str, JaggedTensor]]):
-    """Outputs of a module's parts, in the order of its tables."""
+    """The outputs of several modules, in the order of the embedding names."""
 
     def __init__(
         self, parts: Sequence[LazyAwaitable[dict[str, JaggedTensor]]], names: Sequence[str]

@@ -1,8 +1,8 @@
-"""What sharded modules of both kinds give a schedule: their tables, and what a batch looks up.
+"""The base of both kinds of sharded modules: their tables, and the features they look up.
 
-A schedule drives the exchange of hot/cold tables. Where a module has stock tables beside them, it
-comes :meth:`apart <HotColdModule.apart>`: two modules over the same rows, one of each kind, whose
-outputs are put together again.
+A schedule drives the exchange of hot/cold tables. A module that also has stock tables is split by
+:meth:`apart <HotColdModule.apart>` into two modules over the same rows, one with the hot/cold
+tables and one with the stock tables; their outputs are joined.
 """
 
 from __future__ import annotations
@@ -35,48 +35,52 @@ _PLACED: Mapping[Form, ShardingType] = {
 }
 
 GROUP = "hot_cold"
-"""The name of the hot/cold tables where TorchRec groups tables by sharding type."""
+"""The key of hot/cold tables in TorchRec's dictionary of tables by sharding type."""
 
 
 class HotColdModule(ABC):
-    """A sharded module of TorchRec's in which marked tables are hot/cold."""
+    """A sharded module of TorchRec's in which tables with :class:`HotColdParams` are hot/cold.
+
+    ``table_shardings``, ``in_table_order``, ``output``, ``with_shardings`` and ``join`` differ
+    between pooled and sequence modules.
+    """
 
     _has_uninitialized_input_dist: bool
     _create_input_dist: Callable[..., None]
     _is_checked = False
-    """Whether hot/cold tables look the same features up, and tell all ranks of bad ones."""
+    """Whether hot/cold tables look up the same features and report malformed ones to all ranks."""
     module_sharding_plan: Any
     preprocess_input: Callable[..., Any]
 
     _lookups: list[Any]
     _tracked: dict[str, Any]
-    """What a delta tracker registered, which parts of the module share however old they are."""
+    """TorchRec's tracker functions; shared with modules that :meth:`apart` made before or after."""
 
     @abstractmethod
     def table_shardings(self) -> Sequence[Any]:
-        """TorchRec's shardings, one per way to place tables."""
+        """Returns TorchRec's shardings, one per sharding type."""
 
     @abstractmethod
     def in_table_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Features in the order of the tables, once input dists are made."""
+        """Permutes features to the order of the tables; input dists must exist."""
 
     @abstractmethod
     def output(self, rows: PartRows) -> LazyAwaitable[Any]:
-        """The module's output for one part of a batch whose exchange a schedule drives."""
+        """Computes the module's output for one micro-batch, from its fetched rows."""
 
     @abstractmethod
     def with_shardings(self, positions: Sequence[int]) -> HotColdModule:
-        """The same module with some of its shardings; it shares their rows.
+        """Copies the module with a subset of its shardings; both modules share the rows.
 
-        Input dists are made anew, with the first batch.
+        The copy makes its own input dists, with the first batch.
 
         Args:
-            positions: Which, ascending.
+            positions: Indices of the shardings, ascending.
         """
 
     @abstractmethod
     def join(self, parts: Sequence[LazyAwaitable[Any]]) -> LazyAwaitable[Any]:
-        """The module's output from those of its parts, in the order of :meth:`apart`."""
+        """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
 
     @property
     def has_hot_cold(self) -> bool:
@@ -85,32 +89,34 @@ class HotColdModule(ABC):
 
     @property
     def is_all_hot_cold(self) -> bool:
-        """Whether all tables are hot/cold, so that no exchange is TorchRec's."""
+        """Whether all tables are hot/cold, so that TorchRec exchanges nothing by itself."""
         return self.has_hot_cold and len(self.table_shardings()) == 1
 
     def apart(self) -> tuple[HotColdModule, HotColdModule]:
-        """Hot/cold tables and stock ones, each as a module of its own; both kinds are there."""
+        """Splits a module with both kinds of tables into hot/cold tables and stock tables."""
         hot_cold, stock = (
             self.with_shardings(self._positions(hot_cold=kind)) for kind in (True, False)
         )
+        # malformed features are replaced for both modules; the hot/cold one reports them
         stock._is_checked = True
         return hot_cold, stock
 
     def _positions(self, *, hot_cold: bool) -> list[int]:
+        """Indices of the shardings of one kind."""
         return [
             position
             for position, sharding in enumerate(self.table_shardings())
             if isinstance(sharding, HotColdEmbeddingSharding) == hot_cold
         ]
 
-    # dynamo cannot trace messages; where TorchRec is compiled as well, the graph breaks here
+    # dynamo cannot trace messages; if TorchRec is compiled as well, the graph breaks here
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """TorchRec's forward, outside compiled graphs. Collective."""
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Starts TorchRec's input dist, of features whose lengths fit. Collective."""
+        """Replaces malformed features, then starts TorchRec's input dist. Collective."""
         if self.has_hot_cold or self._is_checked:
             features = sound_features(maybe_td_to_kjt(features, None))
             for sharding in self.table_shardings():
@@ -120,7 +126,7 @@ class HotColdModule(ABC):
 
     @property
     def post_lookup_tracker_fn(self) -> Callable[..., None] | None:
-        """What TorchRec calls after a lookup."""
+        """The function that TorchRec calls after a lookup."""
         return self._tracked.get("lookup")
 
     @post_lookup_tracker_fn.setter
@@ -129,7 +135,7 @@ class HotColdModule(ABC):
 
     @property
     def post_odist_tracker_fn(self) -> Callable[..., None] | None:
-        """What TorchRec calls after it has started an output dist."""
+        """The function that TorchRec calls after it has started an output dist."""
         return self._tracked.get("odist")
 
     @post_odist_tracker_fn.setter
@@ -137,7 +143,7 @@ class HotColdModule(ABC):
         vars(self).setdefault("_tracked", {})["odist"] = record
 
     def register_post_lookup_tracker_fn(self, record_fn: Callable[..., None]) -> None:
-        """Takes TorchRec's delta tracker; see ``delta_tracker.py``."""
+        """Registers TorchRec's delta tracker; see ``delta_tracker.py``."""
         for position in self._positions(hot_cold=True):
             group = self.table_shardings()[position].group
             kernels = list(self._lookups[position]._emb_modules)
@@ -146,16 +152,16 @@ class HotColdModule(ABC):
 
     @property
     def group(self) -> RowGroup:
-        """The tables of a module that has hot/cold ones only."""
+        """The tables of a module whose tables are all hot/cold."""
         (sharding,) = self.table_shardings()
         group: RowGroup = sharding.group
         return group
 
     def features_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """What the module looks up of its input, in the order of its tables.
+        """Selects the features that the module looks up, in the order of its tables.
 
         Args:
-            features: The input, with lengths that fit.
+            features: The module's input; lengths must be valid.
         """
         if self._has_uninitialized_input_dist:
             self._create_input_dist(features.keys())
@@ -165,24 +171,24 @@ class HotColdModule(ABC):
         num_features = sum(self.group.plan.features_M)
         if len(ordered.keys()) == num_features:
             return ordered
-        # those that it does not look up come last, where TorchRec found nothing to reorder
+        # If features are already in table order, TorchRec keeps those without a table at the end.
         (own,) = ordered.split([num_features])
         return own
 
 
 def twin_of(module: nn.Module) -> Any:
-    """A module of the same parts, to which other parts may be given without a change to it."""
+    """Makes a shallow copy of a module whose submodules can be replaced without changing it."""
     twin = copy.copy(module)
-    # what assigning to a module writes into
+    # nn.Module writes submodules and buffers into these dictionaries, so the copy needs its own
     vars(twin).update(_buffers=dict(module._buffers), _modules=dict(module._modules))
     return twin
 
 
 def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
-    """Whether the plan marks a table.
+    """Whether the plan makes a table hot/cold.
 
     Raises:
-        PlanError: If it places a marked one in another way.
+        PlanError: If a hot/cold table does not have the sharding type of its form.
     """
     sharding = info.param_sharding
     if not isinstance(sharding.cache_params, HotColdParams):
@@ -201,7 +207,7 @@ def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
 def apart_from_stock(
     stock_groups: dict[str, list[EmbeddingShardingInfo]],
 ) -> dict[str, list[EmbeddingShardingInfo]]:
-    """TorchRec's groups of tables by sharding type, marked ones in a group of their own."""
+    """Moves hot/cold tables out of TorchRec's groups by sharding type into a group of their own."""
     groups: dict[str, list[EmbeddingShardingInfo]] = {}
     for sharding_type, infos in stock_groups.items():
         for info in infos:

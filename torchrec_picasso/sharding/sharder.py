@@ -1,4 +1,4 @@
-"""The sharders: what a user passes to TorchRec instead of its own."""
+"""The sharders, which a user passes to TorchRec instead of TorchRec's own."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["HotColdEmbeddingBagCollectionSharder", "HotColdEmbeddingCollectionSh
 class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """Shards EmbeddingBagCollections; drop-in for TorchRec's ``EmbeddingBagCollectionSharder``.
 
-    Tables without :class:`HotColdParams` in the plan are sharded as by the parent.
+    The parent class shards tables without :class:`HotColdParams` in the plan.
 
     Args:
-        fused_params: As the parent's.
-        qcomm_codecs_registry: As the parent's.
-        sharded_module_order_overwrite: As the parent's.
+        fused_params: Passed on to the parent class.
+        qcomm_codecs_registry: Passed on to the parent class.
+        sharded_module_order_overwrite: Passed on to the parent class.
     """
 
     supports_hot_cold = True
-    """Tells the planner that tables of this sharder's modules may be hot/cold."""
+    """For the planner: tables of this sharder's modules may be hot/cold."""
 
     def shard(
         self,
@@ -46,8 +46,8 @@ class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """Shards one module by the plan. Collective.
 
         Raises:
-            CompatError: If tables are hot/cold and another module has them too, the module is a
-                part of one that changes ids or rows, or a table's configuration does not allow it.
+            CompatError: If tables are hot/cold and another module shares them, the module is inside
+                one that changes ids or rows, or a table's configuration does not allow it.
         """
         _refuse_parts(params, module_fqn)
         _refuse_flags(module.embedding_bag_configs(), params)
@@ -64,31 +64,31 @@ class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """The parent's types and row-wise, which it leaves out on CPU."""
+        """The parent's sharding types and row-wise, which the parent leaves out on CPU."""
         types = super().sharding_types(compute_device_type)
         row_wise = ShardingType.ROW_WISE.value
         return types if row_wise in types else [*types, row_wise]
 
     @property
     def sharded_module_type(self) -> type[ShardedHotColdEmbeddingBagCollection]:
-        """The class that ``shard`` makes."""
+        """The class of the sharded module."""
         return ShardedHotColdEmbeddingBagCollection
 
 
 class HotColdEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     """Shards EmbeddingCollections; drop-in for TorchRec's ``EmbeddingCollectionSharder``.
 
-    Tables without :class:`HotColdParams` in the plan are sharded as by the parent. Hot/cold tables
-    send each row once, on CPU too, whatever ``use_index_dedup`` says.
+    The parent class shards tables without :class:`HotColdParams` in the plan. Hot/cold tables send
+    each row once, on CPU too, for any value of ``use_index_dedup``.
 
     Args:
-        fused_params: As the parent's.
-        qcomm_codecs_registry: As the parent's.
-        use_index_dedup: As the parent's, for stock tables; it has no CPU kernel.
+        fused_params: Passed on to the parent class.
+        qcomm_codecs_registry: Passed on to the parent class.
+        use_index_dedup: Passed on to the parent class, for stock tables; it has no CPU kernel.
     """
 
     supports_hot_cold = True
-    """Tells the planner that tables of this sharder's modules may be hot/cold."""
+    """For the planner: tables of this sharder's modules may be hot/cold."""
 
     def shard(
         self,
@@ -101,8 +101,8 @@ class HotColdEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         """Shards one module by the plan. Collective.
 
         Raises:
-            CompatError: If tables are hot/cold and another module has them too, the module is a
-                part of one that changes ids or rows, or a table's configuration does not allow it.
+            CompatError: If tables are hot/cold and another module shares them, the module is inside
+                one that changes ids or rows, or a table's configuration does not allow it.
         """
         _refuse_parts(params, module_fqn)
         _refuse_flags(module.embedding_configs(), params)
@@ -120,13 +120,13 @@ class HotColdEmbeddingCollectionSharder(EmbeddingCollectionSharder):
 
     @property
     def sharded_module_type(self) -> type[ShardedHotColdEmbeddingCollection]:
-        """The class that ``shard`` makes."""
+        """The class of the sharded module."""
         return ShardedHotColdEmbeddingCollection
 
 
 def _refuse_parts(params: Mapping[str, ParameterSharding], module_fqn: str | None) -> None:
-    """Refuses modules inside others, which do not tell a sharder its module's name."""
-    hot_cold = [n for n, of in params.items() if isinstance(of.cache_params, HotColdParams)]
+    """Refuses collections inside other sharded modules, which pass no module path."""
+    hot_cold = [n for n, p in params.items() if isinstance(p.cache_params, HotColdParams)]
     if hot_cold and module_fqn is None:
         raise CompatError(
             f"hot/cold table {hot_cold[0]!r} is to be sharded without the name of its module, as "
@@ -140,7 +140,7 @@ def _refuse_parts(params: Mapping[str, ParameterSharding], module_fqn: str | Non
 def _refuse_flags(
     configs: Sequence[BaseEmbeddingConfig], params: Mapping[str, ParameterSharding]
 ) -> None:
-    """Refuses tables whose configuration gives their rows to others."""
+    """Refuses tables whose configuration lets other code change their rows."""
     for config in configs:
         refusal = why_not_its_rows(config)
         if refusal is not None and isinstance(params[config.name].cache_params, HotColdParams):
@@ -153,12 +153,13 @@ def _refuse_flags(
 def _refuse_shared(
     module: nn.Module, params: Mapping[str, ParameterSharding], module_fqn: str | None
 ) -> None:
-    """Refuses tables that two modules have: sharded, each would train a copy of its own."""
+    """Refuses tables that two modules share: once sharded, each module would train its own copy."""
     for path, parameter in module.named_parameters():
         name = path.split(".")[-2]
         if name not in params:
             continue
         is_hot_cold = isinstance(params[name].cache_params, HotColdParams)
+        # the first module that shards a parameter leaves its path on it
         other, was_hot_cold = vars(parameter).get("sharded_in", (module_fqn, False))
         if other != module_fqn and (is_hot_cold or was_hot_cold):
             raise CompatError(

@@ -1,8 +1,9 @@
-"""Outputs for features with rows of their own, spread over the samples that have these rows.
+"""Expands outputs of features with their own batch sizes to the batch's samples.
 
-TorchRec's own way back from a variable batch per feature is exact for bags. For sequences its
-operator has no backward on the CPU: tables would stay as they are, without an error. So hot/cold
-sequences go the way that is here, on every device.
+A variable-batch (VBE) feature has fewer rows than the batch has samples, and an inverse index that
+names each sample's row. TorchRec's own expansion is exact for bags. For sequences its operator has
+no backward on the CPU: tables would not be trained, without an error. Hot/cold sequences are
+therefore expanded here, on every device.
 
 Shape letters: B samples, D columns, F features, N lookups, S bags.
 """
@@ -22,13 +23,13 @@ __all__ = ["SpreadBags", "SpreadSequences"]
 
 
 class SpreadBags(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
-    """Pooled rows of features, one for each sample.
+    """Pooled rows of VBE features, expanded to one row per sample: ``(B, sum of D)``.
 
     Args:
-        own: What was pooled; its values are flat, feature by feature.
+        own: The pooled rows; their values are flat, feature by feature.
         rows_F: Rows of each feature.
-        row_of_sample_FB: Which of its feature's rows every sample has; ``None`` = all features have
-            the same rows, which are the samples.
+        row_of_sample_FB: Inverse index: each sample's row, counted within its feature; ``None`` =
+            all features have the batch's samples, and nothing is expanded.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class SpreadBags(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
         own, rows_F, row_of_sample_FB = self._own.wait(), self._rows_F, self._row_of_sample_FB
         dims_F = own.length_per_key()
         if row_of_sample_FB is None:
+            # flat -> (B, D) per feature -> (B, sum of D)
             blocks_F = own.values().split([rows * dim for rows, dim in zip(rows_F, dims_F)])
             values = torch.cat([block.view(-1, dim) for block, dim in zip(blocks_F, dims_F)], dim=1)
             return KeyedTensor(own.keys(), dims_F, values)
         num_samples = row_of_sample_FB.size(1)
+        # one gather for all features: flat and (F B) -> (B, sum of D), by sample
         values = torch.ops.fbgemm.batch_index_select_dim0(
             inputs=own.values(),
             indices=keep_for_current_stream(row_of_sample_FB).reshape(-1),
@@ -62,12 +65,15 @@ class SpreadBags(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
 
 
 class SpreadSequences(LazyAwaitable[dict[str, JaggedTensor]]):
-    """Sequences of features, one for each sample. A host sync on CUDA, for their lengths.
+    """Sequences of VBE features, expanded to one sequence per sample.
 
     Args:
-        own: What was looked up, feature by feature.
-        lengths_S: Lookups of each bag, a row of its feature.
-        row_of_sample_FB: Which row every sample has, counted over the rows of all features.
+        own: The sequences per row, feature by feature.
+        lengths_S: Lookups of each bag; a bag is a row of a feature.
+        row_of_sample_FB: Inverse index: each sample's bag, counted over the bags of all features.
+
+    Cost:
+        One host sync on CUDA, for the lookups of each feature.
     """
 
     def __init__(
@@ -86,11 +92,13 @@ class SpreadSequences(LazyAwaitable[dict[str, JaggedTensor]]):
             self._own.wait(),
             keep_for_current_stream(self._row_of_sample_FB).long(),
         )
+        # first and last lookup of each bag, then length and first lookup of each sample's bag
         ends_S = self._lengths_S.cumsum(0)
         lengths_FB = self._lengths_S[row_of_sample_FB]
         starts_FB = ends_S[row_of_sample_FB] - lengths_FB
         spread: dict[str, JaggedTensor] = {}
         first = 0
+        # the lookups of a feature are counted from its own first one
         for (name, jagged), lengths_B, starts_B, num_lookups in zip(
             own.items(), lengths_FB, starts_FB, lengths_FB.sum(dim=1).tolist()
         ):
@@ -100,7 +108,15 @@ class SpreadSequences(LazyAwaitable[dict[str, JaggedTensor]]):
 
 
 def _take(jagged: JaggedTensor, lengths_B: Tensor, starts_B: Tensor, num: int) -> JaggedTensor:
-    """Sequences of these lengths that start at these lookups, ``num`` lookups in all."""
+    """Copies ``num`` lookups in all: from each start the given number, in the order of the samples.
+
+    Args:
+        jagged: The feature's sequences, ``(N, D)``.
+        lengths_B: Lookups of each sample.
+        starts_B: First lookup of each sample in ``jagged``.
+        num: Sum of the lengths.
+    """
+    # source index of output n is n + (start of its sample - sum of the lengths before the sample)
     behind_B = starts_B - (lengths_B.cumsum(0) - lengths_B)
     lookup_N = torch.arange(num, device=lengths_B.device)
     lookup_N += behind_B.repeat_interleave(lengths_B, output_size=num)

@@ -1,11 +1,11 @@
-"""The hot/cold embedding sharding: TorchRec's row-wise metadata, our exchange.
+"""The hot/cold embedding sharding: TorchRec's row-wise metadata with this package's exchange.
 
-Subclassing TorchRec's row-wise sharding keeps shards, names and state-dict metadata its own; only
-the three factories (input dist, lookup, output dist) differ, and tables are grouped by dim and
-compute kernel as well, because a pack is one FBGEMM table in one memory, and by wave, because a
-pack travels in one. Pooled and sequence tables differ in the output dist alone. Tables whose bags
-travel have TorchRec's table-wise metadata and packs of their own, the last ones; of these a rank
-has the tables that are at home there, the others without rows.
+A subclass of TorchRec's row-wise sharding keeps TorchRec's shards, names and state-dict metadata.
+Only the three factories differ (input dist, lookup, output dist), and tables are grouped more
+finely: by dim and compute kernel, because a pack is one FBGEMM table in one memory, and by wave,
+because a pack travels in one wave. Pooled and sequence tables differ only in the output dist.
+Tables that travel as bags have TorchRec's table-wise metadata and their own packs, which come last;
+a rank lists all of these tables, those of other owner ranks with no rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torchrec_picasso.sharding.output_dist import HotColdOutputDist
 __all__ = ["HotColdEmbeddingSharding"]
 
 _LAST = sys.maxsize
-"""Bags travel in no wave of their own."""
+"""Sorts packs of bags behind all waves: they travel in no wave of their own."""
 
 
 class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
@@ -51,7 +51,7 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         sharding_infos: Tables whose ``cache_params`` is a :class:`HotColdParams`; all pooled, or
             all looked up as sequences.
         env: Sharding environment, one-dimensional.
-        device: Where the tables go.
+        device: Device of the tables.
         qcomm_codecs_registry: Wire precision; rows and gradients use the codecs of
             ``SEQUENCE_EMBEDDINGS_ALL_TO_ALL`` (FP32, FP16 or BF16).
 
@@ -83,7 +83,7 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         pooling = {info.embedding_config.pooling for info in sharding_infos}
         self._is_sequence = pooling == {PoolingType.NONE}
         super().__init__(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
-        # TorchRec's grouping, made finer; its own methods read names and shards off these
+        # Regroups TorchRec's groups; TorchRec's own methods read names and shards from these.
         self._grouped_embedding_configs_per_rank = [
             _packs(groups, params) for groups in self._grouped_embedding_configs_per_rank
         ]
@@ -100,14 +100,14 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
 
     @property
     def request_dist(self) -> RequestDist:
-        """The request for a batch's rows; the same for all twins of the module."""
+        """The request for a batch's rows; shared by all copies of the module."""
         if self._request_dist is None:
             self._request_dist = RequestDist(self.group)
         return self._request_dist
 
     @property
     def group(self) -> RowGroup:
-        """The tables, once TorchRec has made the lookup."""
+        """The tables; available after TorchRec has made the lookup."""
         assert self._packs is not None, "TorchRec creates lookups before input dists"
         return self._packs.group
 
@@ -117,7 +117,7 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         fused_params: dict[str, Any] | None = None,
         feature_processor: Any = None,
     ) -> HotColdPooledLookup | HotColdSequenceLookup:
-        """Makes this rank's homes and replicas."""
+        """Allocates this rank's owned rows and replicas."""
         self._packs = Packs(
             self._grouped_embedding_configs,
             self._tables,
@@ -128,32 +128,34 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         return lookup(self._packs)
 
     def create_input_dist(self, device: torch.device | None = None) -> RequestDist:
-        """Gives the request for a batch's rows."""
+        """Returns the request for a batch's rows."""
         return self.request_dist
 
     def create_output_dist(self, device: torch.device | None = None) -> HotColdOutputDist:
-        """Makes what turns fetched rows into the module's output."""
+        """Makes the module that turns fetched rows into the output."""
         return HotColdOutputDist(self.group.plan, device or self._device)
 
     def _shard(
         self, sharding_infos: list[EmbeddingShardingInfo]
     ) -> list[list[ShardedEmbeddingTable]]:
-        of_rows = [info for info in sharding_infos if not _travels_as_bags(info)]
-        of_bags = [info for info in sharding_infos if _travels_as_bags(info)]
-        if of_bags and self._is_sequence:
+        """Assigns shards to ranks as TorchRec does, row-wise or, for bags, table-wise."""
+        row_infos = [info for info in sharding_infos if not _travels_as_bags(info)]
+        bags = [info for info in sharding_infos if _travels_as_bags(info)]
+        if bags and self._is_sequence:
             raise PlanError(
-                f"table {of_bags[0].embedding_config.name!r} is looked up as sequences, so it has "
+                f"table {bags[0].embedding_config.name!r} is looked up as sequences, so it has "
                 "no bags that could travel; use HotColdParams(form='rows')"
             )
-        tables_per_rank = super()._shard(of_rows)
-        # they need nothing of table-wise sharding but its ranks
-        at_home = BaseTwEmbeddingSharding._shard(self, of_bags)
-        for home, homed in enumerate(at_home):
+        tables_per_rank = super()._shard(row_infos)
+        # only the owner ranks are taken from table-wise sharding
+        owned_by_rank = BaseTwEmbeddingSharding._shard(self, bags)
+        # every rank lists every table, so that all ranks number tables and packs alike
+        for owner, owned in enumerate(owned_by_rank):
             for rank, tables in enumerate(tables_per_rank):
-                tables += homed if rank == home else [replace(of, local_rows=0) for of in homed]
+                tables += owned if rank == owner else [replace(t, local_rows=0) for t in owned]
         for tables in tables_per_rank:
             for table in tables:
-                # means are weighted sums here, so tables of both kinds share a pack
+                # means are weighted sums here, so summed and mean-pooled tables share a pack
                 if not self._is_sequence:
                     table.pooling = PoolingType.SUM
         return tables_per_rank
@@ -161,6 +163,7 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
     def _packed_tables(
         self, params: dict[str, HotColdParams], means: set[str]
     ) -> list[PackedTable]:
+        """Describes all tables in pack order, equal on all ranks."""
         return [
             PackedTable(
                 name=table.name,
@@ -179,7 +182,7 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         ]
 
     def _block_rows(self, table: ShardedEmbeddingTable) -> tuple[int, ...]:
-        """Rows of a table at home on each rank."""
+        """Rows of a table that each rank owns, ``(W,)``."""
         rows_W = [0] * self._world_size
         for shard in table.global_metadata.shards_metadata:
             rows_W[shard.placement.rank()] += shard.shard_sizes[0]
@@ -187,6 +190,7 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
 
 
 def _travels_as_bags(info: EmbeddingShardingInfo) -> bool:
+    """Whether the owner rank pools the table and sends bags."""
     return bool(info.param_sharding.cache_params.form == "bags")
 
 
@@ -195,33 +199,39 @@ def _packs(
 ) -> list[GroupedEmbeddingConfig]:
     """Splits groups of tables by form, wave, dim and compute kernel; packs of bags come last.
 
-    TorchRec counts ``fused`` and ``fused_uvm`` as one kernel. Packs of a wave are side by side.
-    Packs of one dim share a matrix where they are neighbours, so a wave has its packs by dim, and
-    every other wave in the opposite order. Tables of a pack of bags are by home.
+    TorchRec puts ``fused`` and ``fused_uvm`` tables into one group. Packs of a wave are neighbours.
+    Neighbouring packs of one dim share a row matrix, so a wave has its packs ordered by dim, and
+    every other wave in the opposite order, so that a dim continues over the boundary. Tables of a
+    pack of bags are ordered by owner rank.
+
+    Args:
+        groups: TorchRec's groups of one rank.
+        params: Placement of each table.
     """
     dims = list(dict.fromkeys(t.embedding_dim for g in groups for t in g.embedding_tables))
-    packs_of: dict[int, list[GroupedEmbeddingConfig]] = defaultdict(list)
+    packs_by_wave: dict[int, list[GroupedEmbeddingConfig]] = defaultdict(list)
     for group in groups:
         alike = defaultdict(list)
         for table in group.embedding_tables:
-            of_table = params[table.name]
-            wave = _LAST if of_table.form == "bags" else of_table.wave
+            table_params = params[table.name]
+            wave = _LAST if table_params.form == "bags" else table_params.wave
             alike[wave, table.embedding_dim, table.compute_kernel].append(table)
         for (wave, *_), tables in alike.items():
             pack = copy.copy(group)
             pack.embedding_tables = sorted(tables, key=_home) if wave == _LAST else tables
-            packs_of[wave].append(pack)
+            packs_by_wave[wave].append(pack)
 
     def place_of_dim(pack: GroupedEmbeddingConfig) -> int:
         return dims.index(pack.embedding_tables[0].embedding_dim)
 
     return [
         pack
-        for place, wave in enumerate(sorted(packs_of))
-        for pack in sorted(packs_of[wave], key=place_of_dim, reverse=place % 2 == 1)
+        for place, wave in enumerate(sorted(packs_by_wave))
+        for pack in sorted(packs_by_wave[wave], key=place_of_dim, reverse=place % 2 == 1)
     ]
 
 
 def _home(table: ShardedEmbeddingTable) -> int:
+    """Owner rank of a table that travels as bags."""
     (shard,) = table.global_metadata.shards_metadata
     return int(shard.placement.rank())

@@ -1,5 +1,5 @@
-"""Training one batch as several micro-batches, so that exchanges run under compute.
+"""Trains one batch as several micro-batches, so that exchanges overlap with compute.
 
-Seen from outside, a batch stays whole: ``split_batch`` cuts it by samples and ``join_outputs`` puts
-the outputs together again.
+From outside a batch stays whole: ``split_batch`` splits it by samples, and ``join_outputs`` joins
+the outputs.
 """

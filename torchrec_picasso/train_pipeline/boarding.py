@@ -1,4 +1,4 @@
-"""How a batch comes into a pipeline and its output out of it: cut, joined again."""
+"""Splits a batch into micro-batches as it enters the pipeline, and joins their outputs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Boarding"]
 
 
 class Boarding:
-    """Makes flights of batches.
+    """Makes a :class:`.Flight`, the in-flight batch, of each fetched batch.
 
     Args:
-        split: Cuts a batch; ``None`` = :func:`.split_batch`.
+        split: Splits a batch; ``None`` = :func:`.split_batch`.
         join: Joins outputs; ``None`` = :func:`.join_outputs`.
-        id_stream: Where batches are cut.
+        id_stream: Stream on which batches are split.
     """
 
     def __init__(
@@ -38,18 +38,22 @@ class Boarding:
         self._id_stream = id_stream
 
     def board(self, fetched: Fetched, setting: Setting, taken: PipelinedModel) -> Flight:
-        """Cuts a batch into micro-batches.
+        """Splits a batch into micro-batches.
 
-        A batch of few samples, or one that cannot be cut, is the first micro-batch; the others are
-        empty then. Other ranks may cut theirs all the same.
+        A batch of few samples, or one that cannot be split, becomes the first micro-batch, and the
+        others are empty. Other ranks may still split theirs.
 
         Args:
             fetched: The batch.
-            setting: Into how many.
-            taken: The model that will be trained on it.
+            setting: Number of micro-batches, and the schedule's other choices.
+            taken: The model that the batch will train.
+
+        Returns:
+            The in-flight batch.
 
         Raises:
-            CompatError: If its features have other samples, and those of the first batch had not.
+            CompatError: If its features have their own batch sizes (VBE), unlike those of the first
+                batch.
         """
         batch, num_micro_batches = fetched.batch, setting.num_micro_batches
         with self._id_stream.working():
@@ -61,15 +65,16 @@ class Boarding:
                 )
             num_samples = taken.count(batch, fetched.context)
             sizes_K = micro_batch_sizes(num_samples, num_micro_batches)
+            # sizes_K[0] == num_samples: too few samples for more than one micro-batch
             if sizes_K[0] < num_samples:
                 try:
                     return Flight(fetched, setting, sizes_K, list(self.split(batch, sizes_K)))
                 except (CompatError, InputError):
-                    pass
+                    pass  # the batch has a member that cannot be split: it stays whole
             num_empty = num_micro_batches - 1
             sizes_K = [num_samples, *[0] * num_empty]
             return Flight(fetched, setting, sizes_K, [batch, *[None] * num_empty])
 
     def output_of(self, flight: Flight) -> Any:
-        """What the model gave for the whole batch."""
+        """Joins the outputs of the micro-batches that ran to the output of the batch."""
         return self.join(list(flight.outputs_K.values()), flight.run_sizes)

@@ -1,14 +1,15 @@
-"""Whether a model gives in micro-batches what it gives for the whole batch, by trying both.
+"""Checks by trial whether micro-batches give a model's result for the whole batch.
 
-For micro-batches that were asked for where nothing is proved. On a few training steps the model
-runs forward and backward on the same samples with the same rows in three ways: whole, cut as the
-step cuts it, and torn: pieces of the batch in random order, dealt out to uneven parts. Losses,
-outputs, gradients of tables and of dense weights, and the state that runs leave behind are
-compared. What cannot be compared (a value that is not finite, an error, random numbers, a
-collective) counts as a difference. Ranks agree: what one sees counts for all.
+The check serves micro-batches that the user requested and that no proof covers. On a few training
+steps the model runs forward and backward on the same samples with the same rows in three ways:
+whole; in micro-batches as the step splits it; and torn, that is, small pieces of the batch in
+random order, dealt out to uneven micro-batches. Losses, outputs, gradients of tables and of dense
+weights, and the state that the runs leave behind are compared. Anything that cannot be compared (a
+value that is not finite, an error, random numbers, a collective) counts as a difference. Ranks
+agree: a difference on one rank counts for all.
 
-A comparison leaves no trace: each run works on a copy of the model, which shares its sharded
-modules alone.
+A comparison leaves no trace: each run works on a copy of the model, which shares only the sharded
+modules with it.
 
 Cost: about three dense forwards and backwards, the memory of one over the whole batch, and that of
 the dense part.
@@ -53,7 +54,7 @@ from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 __all__ = ["CutCheck"]
 
 _TENSOR_FLOAT = 2.0**-11
-"""Rounding step of float32 products where the device is allowed to shorten them."""
+"""Rounding step of float32 products on devices that may compute them in TF32."""
 
 _ADVICE = (
     "Either the loss is no mean over samples (a mean over clicked samples or over padded positions "
@@ -64,7 +65,7 @@ _ADVICE = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What one way of running the model gave."""
+    """The result of one way to run the model."""
 
     loss: Tensor
     output: Any
@@ -74,15 +75,15 @@ class _Run:
 
 
 class CutCheck:
-    """Compares the ways.
+    """Compares a whole batch with micro-batches.
 
     Args:
         program: Model and losses.
         taken: The model's sharded modules.
-        split: Cuts a batch.
+        split: Splits a batch.
         join: Joins outputs.
         pg: Process group.
-        device: Where the model and collectives of ``pg`` run.
+        device: Device of the model and of the collectives of ``pg``.
     """
 
     def __init__(
@@ -104,31 +105,36 @@ class CutCheck:
         self._draw = random.Random(0)
 
     def why_not(self, flight: Flight) -> str | None:
-        """What is wrong with micro-batches on any rank; ``None`` = nothing that shows. Collective.
+        """Describes a difference on any rank; ``None`` = no rank sees one.
+
+        Collective: every rank of ``pg`` calls this, in the same order.
 
         Args:
-            flight: A batch whose rows are there or on their way.
+            flight: An in-flight batch whose rows are fetched or on their way.
         """
+        # collective, so it comes before any decision of this rank alone
         wholes = flight.whole_outputs(self._taken.groups, self._taken.plain)
         is_cut = flight.sizes_K[0] < flight.num_samples
         found = self._difference(flight, wholes) if is_cut else None
         return agree_on(self._pg, self._device, found)
 
     def _difference(self, flight: Flight, wholes: Mapping[str, WholeOutput]) -> str | None:
-        """What differs on this rank."""
+        """Describes the first difference on this rank."""
         num_samples, num_parts = flight.num_samples, len(flight.sizes_K)
         ways = {
             "on the whole batch": Cut.in_order([num_samples]),
             f"in {num_parts} micro-batches": Cut.in_order(flight.sizes_K),
             "in uneven parts": Cut.torn(num_samples, num_parts, self._draw),
         }
-        if self._split is not split_batch:  # what it cuts off may not be joined otherwise
+        # torn pieces are joined by join_outputs, which may not know a user's type of batch
+        if self._split is not split_batch:
             ways.popitem()
         still, whole = StillRandomness(), None
         for way, cut in ways.items():
             try:
                 run = self._run(flight, wholes, cut, still)
-            except Exception as error:  # whatever a user's model raises
+            except Exception as error:  # any error of a user's model
+                # the message quotes sizes, since a torn batch has other sizes than the step's
                 return f"{type(error).__name__} {way}, of {cut.sizes_K} samples: {error}. {_ADVICE}"
             if still.drawn:
                 return (
@@ -143,6 +149,7 @@ class CutCheck:
         return None
 
     def _tolerance(self, still: StillRandomness) -> Tolerance:
+        """The tolerance for the coarsest number format that the runs used."""
         shortened = self._device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
         return Tolerance(max(still.coarsest, _TENSOR_FLOAT if shortened else 0.0))
 
@@ -153,7 +160,15 @@ class CutCheck:
         cut: Cut,
         still: StillRandomness,
     ) -> _Run:
-        """Runs forward and backward of all micro-batches, as a step does."""
+        """Runs forward and backward of all micro-batches, as a step does.
+
+        Args:
+            flight: The in-flight batch.
+            wholes: Outputs of the sharded modules for the whole batch, by name.
+            cut: Sizes of the pieces, and the micro-batch of each.
+            still: Watches for random numbers and collectives.
+        """
+        # copies: a model may write into its batch, and the step still needs the original
         batch, context = copy_batch(flight.batch), copy.copy(flight.context)
         context.postproc_fwd_results = copy_batch(context.postproc_fwd_results)
         pieces = list(self._split(batch, cut.sizes)) if len(cut.sizes) > 1 else [batch]
@@ -161,8 +176,11 @@ class CutCheck:
         losses_K: dict[int, Any] = {}
         outputs, program = [], self._program
         with self._isolated() as model, still, torch.enable_grad():
+            # all forwards first, then all backwards, as in a scheduled step
             for k in range(len(cut.pieces_K)):
                 for name, module in self._taken.modules.items():
+                    # sharded modules do not run: their forward returns the rows of their output
+                    # for the samples of micro-batch k
                     parts = [given[name].part(cut.sizes, p) for p in range(len(cut.sizes))]
                     module.forward.give(cut.joined(parts, k))
                 with self._taken.postprocs.of_part(context, cut, k):
@@ -174,6 +192,7 @@ class CutCheck:
             self._refuse_shared(parts_K)
             for loss in reversed(parts_K):
                 loss.backward()
+            # the leaves' gradients, in the order of the samples of the whole batch
             grads: dict[str, Sequence[Tensor | None]] = {
                 f"the output of {name}": whole.join_gradients([leaf.grad for leaf in whole.leaves])
                 for name, whole in given.items()
@@ -190,11 +209,12 @@ class CutCheck:
     def _refuse_shared(self, losses: Sequence[Tensor]) -> None:
         """Refuses losses whose backward would reach the model itself instead of its copy.
 
-        So it is where a function that is bound to the model stands in for a method of it.
+        This happens if a method of the model was replaced by a function bound to the original.
         """
         own = {id(parameter) for _, parameter in dense_parameters(self._taken.inner)}
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         seen = set(nodes)
+        # walks the autograd graph; its leaves (AccumulateGrad) name their parameter
         while nodes:
             node = nodes.pop()
             if id(getattr(node, "variable", None)) in own:
@@ -204,6 +224,7 @@ class CutCheck:
             seen |= found
 
     def _forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Runs the program with the copy in place of the model that it wraps."""
         program = self._program
         if isinstance(program.model, DistributedModelParallel):
             with instead_of_wrapped(program.model, model):
@@ -213,7 +234,7 @@ class CutCheck:
 
     @contextmanager
     def _isolated(self) -> Iterator[nn.Module]:
-        """A copy of the model; what it draws leaves the random states as they are."""
+        """Yields a copy of the model, and restores the states of all random generators after it."""
         devices = [] if self._device.type == "cpu" else [self._device]
         states = random.getstate(), np.random.get_state()
         try:
@@ -225,7 +246,7 @@ class CutCheck:
 
 
 def _refuse_views(output: Any, model: nn.Module) -> None:
-    """An output that shares memory with the model moves with it; what is joined does not."""
+    """Refuses 0-d outputs that are views into the model: they would change with it when joined."""
     weights = [parameter for _, parameter in dense_parameters(model)]
     kept = {weight.untyped_storage().data_ptr() for weight in weights}
     for leaf in tree_leaves(output):
@@ -235,6 +256,8 @@ def _refuse_views(output: Any, model: nn.Module) -> None:
 
 
 def _difference(whole: _Run, parts: _Run, tolerance: Tolerance, cut: Cut) -> str | None:
+    """Describes the first difference in gradients, loss, state or outputs; the outputs of a torn
+    batch are in another order and not compared."""
     for name, grads in whole.grads.items():
         for one, other in zip(grads, parts.grads[name]):
             found = _difference_of_gradients(one, other, tolerance)
@@ -252,6 +275,7 @@ def _difference(whole: _Run, parts: _Run, tolerance: Tolerance, cut: Cut) -> str
 def _difference_of_gradients(
     one: Tensor | None, other: Tensor | None, tolerance: Tolerance
 ) -> str | None:
+    """Compares two gradients, of which a run may have none."""
     if one is None or other is None:
         return None if one is other else "is there in one of the two only"
     return difference_of(one.to_dense(), other.to_dense(), tolerance)

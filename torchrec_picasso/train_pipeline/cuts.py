@@ -1,9 +1,9 @@
-"""Into how many micro-batches batches are cut, and whether they may be.
+"""Decides whether batches are split into micro-batches, and into how many.
 
-Where the number is left to the pipeline, batches are cut only if it is proved that micro-batches
-train what the batch trains (:mod:`torchrec_picasso.proof`); until then, and else, every batch is
-whole. A number that was asked for is refused where something is known to speak against it, and
-compared with the whole batch where nothing is proved (:mod:`.cut_check`). Ranks decide together.
+If the pipeline chooses the number, batches are split only after a proof that micro-batches train
+the same as the batch (:mod:`torchrec_picasso.proof`); before and without it every batch is trained
+whole. A number that the user requested is refused if a known fact contradicts it, and compared with
+the whole batch if there is no proof (:mod:`.cut_check`). All ranks decide together.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = ["Cuts", "Evidence", "is_due"]
 _log = logging.getLogger(__name__)
 
 _MOST_PROOFS = 3
-"""Proofs of one model; a model whose state changes more often is trained in whole batches."""
+"""Proofs per model; a model whose state changes more often is trained in whole batches."""
 
 _OFTEN_UNTIL = 16
-"""Steps in which data that differ from the first batch are likely to be new."""
+"""Steps in which data of another form than the first batch are likely to come up first."""
 
 
 def is_due(step: int) -> bool:
-    """Whether a training step, counted from 1, begins with a comparison.
+    """Whether a training step, counted from 1, starts with a comparison.
 
     Steps 1, 2, 4, 8, 16, then 64, 256, 1024, ...
     """
@@ -45,27 +45,30 @@ def is_due(step: int) -> bool:
 
 
 class Evidence(Protocol):
-    """What speaks for micro-batches of a model, and against them, on this rank."""
+    """The facts for and against micro-batches of a model, on this rank."""
 
     def objection(self) -> str | None:
-        """What is known to speak against them, with advice; ``None`` = nothing."""
+        """The known fact against micro-batches, with advice; ``None`` = none."""
 
     def news(self) -> str | None:
-        """What of it may come between two steps outside the model; cheap, asked every step."""
+        """An objection outside the model, which may arise between two steps; cheap, every step."""
 
     def prove(self, flight: Flight) -> Proof:
-        """Tries to prove that they train what the batch trains. Collective."""
+        """Tries to prove that micro-batches train the same as the batch. Collective."""
 
     def compare(self, flight: Flight) -> str | None:
-        """What is wrong with those of a batch, on any rank; ``None`` = nothing. Collective."""
+        """Compares micro-batches of a batch with the batch; a difference on any rank, or ``None``.
+
+        Collective: every rank calls this at the same step.
+        """
 
 
 class Cuts:
-    """Decides for one model.
+    """Decides between micro-batches and whole batches, for one model.
 
     Args:
-        num_micro_batches: The number that was asked for; ``None`` = the fastest.
-        lookahead: Whether clean rows are fetched early; ``None`` = what is faster.
+        num_micro_batches: Number that the user requested; ``None`` = the fastest.
+        lookahead: Whether clean rows are fetched early; ``None`` = the faster choice.
     """
 
     def __init__(self, num_micro_batches: int | None, lookahead: bool | None) -> None:
@@ -82,7 +85,7 @@ class Cuts:
         self._why_whole: str | None = None
         self._change: str | None = None
         self.choice = SettingChoice([Setting(1, lookahead is not False)])
-        """Gives every batch its setting."""
+        """Chooses the setting of each batch."""
         if num_micro_batches is not None:
             self.choice = SettingChoice(candidates(num_micro_batches, lookahead))
 
@@ -95,17 +98,19 @@ class Cuts:
         num_samples: int,
         is_interleaved: bool,
     ) -> None:
-        """Begins with a model, or anew with one that came back. Ranks give the same.
+        """Starts with a model, or starts again with a model that was attached again.
+
+        All ranks pass equal arguments, except ``evidence``.
 
         Args:
-            evidence: Speaks for and against micro-batches.
-            why_whole: Why its batches cannot be cut; ``None`` = they can.
-            planned: Micro-batches that its plan was priced for.
+            evidence: The facts for and against micro-batches.
+            why_whole: Reason why its batches cannot be split; ``None`` = they can.
+            planned: Number of micro-batches that the plan was priced for.
             num_samples: Samples of the largest batch of a rank.
-            is_interleaved: Whether any module is; else there is nothing to hide.
+            is_interleaved: Whether any module is; without one there is no exchange to overlap.
 
         Raises:
-            CompatError: If batches cannot be cut and shall be.
+            CompatError: If the user requested micro-batches and batches cannot be split.
         """
         self._evidence, self._proof, self._guard = evidence, None, None
         self._num_proofs = self._num_steps = 0
@@ -120,32 +125,33 @@ class Cuts:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all further batches have one setting; not before it is known if they are cut."""
+        """Whether all further batches have one setting; ``False`` before the first decision."""
         return self.choice.is_settled and (self._asked is not None or self._num_steps > 0)
 
     @property
     def chosen(self) -> Setting | None:
-        """The setting of all further batches; ``None`` before there is one."""
+        """The setting of all further batches; ``None`` before it is chosen."""
         return self.choice.current if self._num_steps and self.choice.is_settled else None
 
     def settle_on(self, setting: Setting) -> None:
-        """Takes what an earlier run chose wherever it is allowed."""
+        """Sets the choice of an earlier run, which applies wherever it is allowed."""
         self._known = setting
         self.choice.settle_on(setting)
 
     @property
     def _may_pay(self) -> bool:
+        """Whether micro-batches could be faster at all."""
         return self._is_interleaved and len(pieces_for(self._num_samples)) > 1
 
     @property
     def is_whole(self) -> bool:
-        """Whether batches that were cut are trained whole all the same."""
+        """Whether a batch is trained whole even if it was split for the exchange of its rows."""
         return self._asked is None and self._proof is None
 
     def has_changed(self, batch: Any) -> bool:
-        """Whether the model or the form of its batches is another one than was looked at.
+        """Whether the model or the form of its batches differs from what was examined.
 
-        This rank's own opinion: what follows from it waits for an agreement of all ranks.
+        This rank's result only: its consequences wait until all ranks agree.
 
         Args:
             batch: The next batch.
@@ -157,36 +163,37 @@ class Cuts:
             assert self._evidence is not None
             self._change = self._guard.changed(batch) or self._evidence.news()
         elif self._proof is not None and num_samples(batch):
+            # a proof without a guard: this rank's first batch was empty, so it saw nothing
             self._change = "the first batch of a rank had no samples"
         return self._change is not None
 
     def look(
         self, flight: Flight, has_changed: bool, pg: dist.ProcessGroup, device: torch.device
     ) -> bool:
-        """Decides before a training step, where there is something to decide. Collective.
+        """Decides before a training step, if a decision is due. Collective.
 
         Args:
-            flight: The batch of the step.
-            has_changed: Whether the model of any rank has changed since the last look.
+            flight: The in-flight batch of the step.
+            has_changed: Whether the model of any rank has changed since the last decision.
             pg: Process group.
-            device: Where collectives of ``pg`` run.
+            device: Device of the collectives of ``pg``.
 
         Returns:
             Whether the model was followed or run for it; the same on all ranks.
 
         Raises:
-            CompatError: On all ranks, if micro-batches were asked for that do not train what the
-                batch trains. The step has not begun.
+            CompatError: On all ranks, if the user requested micro-batches that do not train the
+                same as the batch. The step has not begun.
         """
         self._num_steps += 1
         if self._asked == 1 or self._why_whole is not None:
-            return False
+            return False  # whole batches, for good
         assert self._evidence is not None
         has_looked = self._num_steps == 1 or has_changed
         if has_looked:
             self._prove(flight, pg, device)
         if self._asked is None or self._proof is not None:
-            return has_looked
+            return has_looked  # proved, or trained whole without a proof
         if has_changed or is_due(self._num_steps):
             has_looked = True
             reason = agree_on(pg, device, self._evidence.objection())
@@ -194,11 +201,12 @@ class Cuts:
             if reason is not None:
                 raise CompatError(reason)
             if self._guard is not None:
+                # the comparison examined the current model
                 self._guard = self._guard.again(flight.batch)
         return has_looked
 
     def _prove(self, flight: Flight, pg: dist.ProcessGroup, device: torch.device) -> None:
-        """Proves that batches may be cut, or finds what stands in the way."""
+        """Runs a proof on all ranks, and settles the number of micro-batches by its result."""
         assert self._evidence is not None
         self._proof = None
         reason, proof = agree_on(pg, device, self._evidence.objection()), None
@@ -210,11 +218,13 @@ class Cuts:
             reason = f"the model changes while it trains: {reason}"
         if reason is None:
             proof = self._evidence.prove(flight)
+            # a failed proof keeps the earlier guard, which still watches for the next change
             self._guard = proof.guard or self._guard
             reason = agree_on(pg, device, proof.reason)
         if reason is None:
             self._proof = proof
         if self._asked is not None:
+            # a requested number stays, proved or not; unproved it is compared by look()
             return
         if reason is not None:
             self._settle_whole(reason)
@@ -222,10 +232,12 @@ class Cuts:
             self._open()
 
     def _open(self) -> None:
+        """Lets the autotuner choose among all settings."""
         self._is_open = True
         self._choose_among(candidates(None, self._lookahead))
 
     def _settle_whole(self, why_whole: str | None) -> None:
+        """Lets the autotuner choose among the settings without micro-batches."""
         self._why_whole, self._is_open = why_whole, False
         if why_whole is not None:
             _log.info("batches are trained whole: %s", why_whole)

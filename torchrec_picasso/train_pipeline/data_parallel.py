@@ -1,12 +1,13 @@
-"""Lets DistributedDataParallel reduce dense gradients once per step, whatever a batch is cut into.
+"""Makes DistributedDataParallel reduce dense gradients once per step, under micro-batches too.
 
-A step of one micro-batch calls the wrapper and runs one backward, as any loop does: all that the
-wrapper was told (communication hooks, buffers, a static graph, optimizers in backward) happens by
-itself. A step of K micro-batches runs K forwards, then K backwards. Its forwards run under
-``no_sync``, and the last backward is announced to the wrapper's reducer, as the schedules of
-``torch.distributed.pipelining`` do it. So gradients add up, and DDP reduces their sums once.
+A step of one micro-batch calls the wrapper and runs one backward, as any training loop does: all
+features of the wrapper (communication hooks, buffers, a static graph, optimizers in backward) work
+as usual. A step of K micro-batches runs K forwards, then K backwards. The forwards run under
+``no_sync``, and the last backward is announced to the wrapper's reducer, as in the schedules of
+``torch.distributed.pipelining``. Gradients thus add up, and DDP reduces their sums once.
 
-What DDP does per forward or per backward cannot be shared that way: :func:`why_whole_batches`.
+Work that DDP does per forward or per backward cannot be shared this way: see
+:func:`why_whole_batches`.
 """
 
 from __future__ import annotations
@@ -37,22 +38,25 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
-    """The wrapper that reduces a ``DistributedModelParallel``'s dense gradients; ``None`` = none.
+    """Finds the wrapper that reduces a ``DistributedModelParallel``'s dense gradients.
 
-    TorchRec's pipelines reduce nothing themselves, so without it nobody does.
+    TorchRec's pipelines reduce no gradients themselves, so without a wrapper nothing does.
+
+    Returns:
+        The wrapper; ``None`` = the model has none.
     """
     wrapped = model._dmp_wrapped_module if isinstance(model, DistributedModelParallel) else None
     return wrapped if isinstance(wrapped, DistributedDataParallel) else None
 
 
 def reduced_parameters(model: nn.Module) -> Sequence[nn.Parameter]:
-    """The parameters whose gradients the wrapper reduces."""
+    """Lists the parameters whose gradients the wrapper reduces."""
     wrapper = wrapper_of(model)
     return [] if wrapper is None else wrapper._module_parameters
 
 
 def why_whole_batches(model: nn.Module) -> str | None:
-    """Why the wrapper needs one forward and one backward per step; ``None`` = it does not."""
+    """Reason why the wrapper needs one forward and one backward per step; ``None`` = none."""
     wrapper = wrapper_of(model)
     if wrapper is None:
         return None
@@ -74,8 +78,8 @@ def why_whole_batches(model: nn.Module) -> str | None:
 def counts_gradients(model: nn.Module) -> bool:
     """Whether the wrapper has a static graph and has not seen a backward of it yet.
 
-    In the first backward it counts how often each parameter gets a gradient; that backward must be
-    one of a whole batch.
+    In the first backward the wrapper counts how often each parameter gets a gradient. That backward
+    must be one of a whole batch.
     """
     wrapper = wrapper_of(model)
     if wrapper is None or not wrapper.static_graph:
@@ -85,7 +89,7 @@ def counts_gradients(model: nn.Module) -> bool:
 
 @contextmanager
 def without_reduction(model: nn.Module) -> Iterator[None]:
-    """Within it, forwards of the model do not prepare the wrapper for a backward."""
+    """In this context, forwards of the model do not prepare the wrapper for a backward."""
     wrapper = wrapper_of(model)
     if wrapper is None:
         yield
@@ -96,7 +100,7 @@ def without_reduction(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def instead_of_wrapped(model: nn.Module, module: nn.Module) -> Iterator[None]:
-    """Within it, a call of a ``DistributedModelParallel`` runs another, unwrapped module."""
+    """In this context, a ``DistributedModelParallel`` calls ``module``, which has no wrapper."""
     assert isinstance(model, DistributedModelParallel)
     wrapped = model._dmp_wrapped_module
     model._dmp_wrapped_module = module
@@ -107,25 +111,27 @@ def instead_of_wrapped(model: nn.Module, module: nn.Module) -> Iterator[None]:
 
 
 def announce_last_backward(model: nn.Module) -> None:
-    """Has the wrapper reduce gradients in the next backward, unless its user said ``no_sync``."""
+    """Makes the wrapper reduce gradients in the next backward, unless its user set ``no_sync``."""
     wrapper = wrapper_of(model)
     if wrapper is None or not wrapper.require_backward_grad_sync:
         return
+    # what DDP.forward does before a backward with reduction
     wrapper.require_forward_param_sync = True
     wrapper.reducer.prepare_for_forward()
     wrapper.reducer.prepare_for_backward([])
 
 
 def note_reduction(model: nn.Module) -> None:
-    """Counts the bytes of a reduction, where somebody counts bytes."""
+    """Counts the bytes of a reduction, if a step report counts bytes."""
     wrapper = wrapper_of(model)
     if is_watched() and wrapper is not None and wrapper.require_backward_grad_sync:
         num_bytes = sum(parameter.nbytes for parameter in wrapper._module_parameters)
         world_size = wrapper.process_group.size()
+        # a ring all-reduce sends each rank's share twice: reduce-scatter, then all-gather
         note_sent(2 * (world_size - 1) * num_bytes // world_size)
 
 
 def no_gradients(model: nn.Module) -> Tensor:
-    """A loss of 0 that gives every reduced parameter a gradient of 0."""
+    """Makes a loss of 0 that gives every reduced parameter a gradient of 0."""
     terms = [parameter.sum() * 0.0 for parameter in reduced_parameters(model)]
     return torch.stack(terms).sum() if terms else torch.zeros((), requires_grad=True)

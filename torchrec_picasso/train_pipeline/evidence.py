@@ -1,4 +1,4 @@
-"""What speaks for micro-batches of a model, and against: known facts, a proof, a comparison."""
+"""The facts for and against micro-batches of a model: known objections, a proof, a comparison."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _LOSSES = {"mean": Losses.MEANS, "sum": Losses.SUMS, "ratio": Losses.RATIOS}
 
 
 class CutEvidence:
-    """Speaks for one model in the hands of one pipeline.
+    """Collects the facts about one model in one pipeline; implements :class:`.Evidence`.
 
     Args:
-        program: What the pipeline runs.
+        program: Model and losses that the pipeline runs.
         pipeline: Class of the pipeline.
-        injected: Modules into whose backward the user injected work, by name.
+        injected: Names of modules into whose backward the user injected work.
         taken: The model's sharded modules.
         check: Compares micro-batches with the whole batch.
-        own_parts: Functions of the user's that run beside the model's forward, by argument.
+        own_parts: Arguments in which the user passed functions that run beside the model's forward.
     """
 
     def __init__(
@@ -46,13 +46,14 @@ class CutEvidence:
         self._taken = taken
         self._check = check
         self._why_unproved: str | None = None
+        # a proof follows the model's forward only, not code that runs beside or ahead of it
         if own_parts:
             self._why_unproved = f"nothing is known of {', '.join(own_parts)}; give a number"
         elif taken.postproc_modules:
             self._why_unproved = "modules run ahead of the model (pipeline_postproc=True)"
 
     def objection(self) -> str | None:
-        """What would happen once per micro-batch where the user expects it once per batch."""
+        """Names work that would run per micro-batch where the user expects it per batch."""
         model = self._program.model
         reason = data_parallel.why_whole_batches(model) or hooks.why_whole_batches(model)
         if reason is None and self._injected:
@@ -62,11 +63,12 @@ class CutEvidence:
         return None if reason is None else f"{reason}; use num_micro_batches=1, or remove it"
 
     def news(self) -> str | None:
-        """Hooks on the wrappers of the model; the guard of a proof sees those inside."""
+        """Names a hook on the model's wrappers; the guard of a proof sees hooks inside."""
         return hooks.on_wrappers(self._program.model)
 
     def prove(self, flight: Flight) -> Proof:
-        """Follows the model once, with tensors that have no data. Collective."""
+        """Traces the model once, with tensors that have no data. Collective."""
+        # collective, so it comes before any decision of this rank alone
         wholes = flight.whole_outputs(self._taken.groups, self._taken.plain)
         reason = self._why_unproved
         if reason is not None or not flight.num_samples:

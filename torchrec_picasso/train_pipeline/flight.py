@@ -1,4 +1,4 @@
-"""A batch between its request and its update, with everything that belongs to it alone."""
+"""An in-flight batch: a batch between its request and its update, with all its own state."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ __all__ = ["Flight"]
 
 @dataclass(eq=False)
 class Flight:
-    """One batch of the pipeline."""
+    """One in-flight batch of the pipeline."""
 
     fetched: Fetched
     setting: Setting
     sizes_K: Sequence[int]
     micro_batches_K: Sequence[Any]
     any_data: AnyData | None = None
-    """The question whether any rank has data, where no header carries the answer."""
+    """The all-reduce that asks whether any rank has data, if no header carries the answer."""
     requests: list[RowRequest] = field(default_factory=list)
-    """By group of modules."""
+    """The request of each module group."""
     rows: list[BatchRows] = field(default_factory=list)
-    """By group, once its request has ended."""
+    """The rows of each module group, after its request has ended."""
     gradients: list[BatchGradients] = field(default_factory=list)
-    """By group, likewise."""
+    """The gradients of each module group, after its request has ended."""
     wholes: dict[str, WholeOutput | UncutOutput] = field(default_factory=dict)
-    """What modules gave for the whole batch that are not interleaved, or make weights; by name."""
+    """Full-batch outputs by module name: outputs of non-interleaved modules, and weights that
+    feature processors make for interleaved ones."""
     losses_K: dict[int, Any] = field(default_factory=dict)
     outputs_K: dict[int, Any] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
-    """Interleaved modules that a gradient has come to, by name."""
+    """Names of interleaved modules that received a gradient."""
     is_whole: bool = False
-    """Whether the model runs on the whole batch, though rows travel by micro-batch."""
+    """Whether the model runs on the whole batch, although rows travel by micro-batch."""
     is_end: bool = False
-    """Whether no rank has data any more: nothing is trained on it."""
+    """Whether all ranks' data has ended: the batch trains nothing."""
 
     @property
     def batch(self) -> Any:
@@ -57,7 +58,7 @@ class Flight:
 
     @property
     def context(self) -> TrainPipelineContext:
-        """What TorchRec keeps with the batch."""
+        """TorchRec's pipeline context of the batch."""
         return self.fetched.context
 
     @property
@@ -72,7 +73,7 @@ class Flight:
 
     @property
     def run_indices(self) -> Sequence[int]:
-        """The micro-batches that the model runs on, by index: those with samples, or the first."""
+        """Indices of the micro-batches that the model runs on: those with samples, or the first."""
         if self.is_whole:
             return [0]
         return [index for index, size in enumerate(self.sizes_K) if size] or [0]
@@ -85,18 +86,18 @@ class Flight:
         return [self.sizes_K[index] for index in self.run_indices]
 
     def run_batch(self, run: int) -> Any:
-        """What the model runs on.
+        """Returns the input of one run of the model.
 
         Args:
-            run: Place in :attr:`run_indices`.
+            run: Position in :attr:`run_indices`.
         """
         return self.batch if self.is_whole else self.micro_batches_K[self.run_indices[run]]
 
     def runs_backward_at(self, index: int) -> bool:
-        """Whether a backward runs in the schedule's place for one micro-batch.
+        """Whether a backward runs at the schedule's slot for one micro-batch.
 
-        That of a whole batch runs in the first place, that of the last micro-batch: gradients of
-        rows are sent from there on.
+        The backward of a whole batch runs in the first backward slot, which is that of the last
+        micro-batch: from there on gradients of rows are sent.
         """
         return index == len(self.sizes_K) - 1 if self.is_whole else index in self.run_indices
 
@@ -108,16 +109,21 @@ class Flight:
         weights: Tensor | None,
         number: int,
     ) -> list[tuple[PartRows, int]]:
-        """The rows that a module uses in one run of the model, each part with its samples.
+        """Returns the rows that a module uses in one run of the model.
 
         Args:
             rows: Rows of the module's group.
-            run: Place in :attr:`run_indices`.
-            sink: Takes the gradients of a micro-batch, by its index.
+            run: Position in :attr:`run_indices`.
+            sink: Makes the function that receives the gradients of a micro-batch, by its index.
             weights: Per-sample weights of the whole batch; ``None`` = those of the batch.
-            number: Place of the module in its group.
+            number: Position of the module in its group.
+
+        Returns:
+            The rows of each micro-batch of the run, with the number of its samples.
         """
         counted = [index for index, size in enumerate(self.sizes_K) if size] or [0]
+        # a run on the whole batch uses the rows of all micro-batches with samples, one after
+        # another; the last use of a micro-batch's rows may free them (once)
         indices = counted if self.is_whole else [counted[run]]
         return [
             (
@@ -130,7 +136,7 @@ class Flight:
         ]
 
     def forget(self) -> None:
-        """Lets go of what has a graph: graphs hold sinks of gradients, which hold the flight."""
+        """Drops losses and outputs: their graphs hold gradient sinks, which hold this object."""
         self.losses_K.clear()
         self.outputs_K.clear()
 
@@ -142,33 +148,34 @@ class Flight:
         index: int,
         grads_M: Sequence[Tensor],
     ) -> None:
-        """Takes the gradients of the rows that a micro-batch uses, in its backward.
+        """Receives the gradients of the rows that a micro-batch uses, in its backward.
 
-        The model may run a module without gradients, or let none through: then nobody calls.
+        If the model runs a module without gradients, or stops its gradients, this is not called.
 
         Args:
             name: Name of the module.
-            gradients: Gradients of its group.
-            number: Place of the module in its group.
+            gradients: Gradients of the module's group.
+            number: Position of the module in its group.
             index: Index of the micro-batch.
-            grads_M: ``(n, D_m)`` by matrix.
+            grads_M: Gradients of the rows ``(n, D_m)`` of each matrix.
         """
         self.trained.add(name)
         gradients.add(index, grads_M, number)
 
     def weights_of(self, name: str, module: Any, rows: BatchRows, number: int) -> Tensor | None:
-        """Per-sample weights of the whole batch that an interleaved module makes itself.
+        """Computes per-sample weights of the whole batch for modules with feature processors.
 
-        Micro-batches run backward into them; what made them runs backward once, with the sums.
+        The backward of each micro-batch adds to the gradient of the weights; the feature processors
+        run backward once, with the sums.
 
         Args:
-            name: Of the module.
-            module: Which.
-            rows: Of its group.
-            number: Of the module in its group.
+            name: Name of the module.
+            module: The interleaved module.
+            rows: Rows of the module's group.
+            number: Position of the module in its group.
 
         Returns:
-            ``None`` = it takes those of the batch.
+            The weights ``(N,)``; ``None`` = the module uses those of the batch.
         """
         if not isinstance(module, ProcessedModule):
             return None
@@ -178,16 +185,19 @@ class Flight:
         return weights
 
     def _whole(self, output: Any, name: str) -> WholeOutput | UncutOutput:
+        """Wraps a full-batch output; one run of the model needs no split of it."""
         return (UncutOutput if len(self.run_sizes) == 1 else WholeOutput)(output, name)
 
     def whole_outputs(
         self, groups: Sequence[ModuleGroup], plain: Mapping[str, Any]
     ) -> dict[str, WholeOutput]:
-        """The output of every pipelined module for the whole batch, without its graph. Collective.
+        """Computes each pipelined module's output for the whole batch, without its graph.
+
+        Collective: every rank calls this for the same batch.
 
         Args:
             groups: Modules whose exchange a schedule drives.
-            plain: Modules computed once per batch, by name.
+            plain: Non-interleaved modules, by name.
         """
         self.compute_wholes(plain)
         outputs = {name: self.wholes[name].detached() for name in plain}
@@ -196,6 +206,7 @@ class Flight:
             for number, (name, module) in enumerate(group.modules.items()):
                 weights = self.weights_of(name, module, rows, number)
                 with torch.no_grad():
+                    # the rows stay for the training step: no sink, and not the last use
                     parts = [
                         (
                             rows.hand_out(index, lambda _: None, weights, module=number),
@@ -208,10 +219,12 @@ class Flight:
         return outputs
 
     def compute_wholes(self, plain: Mapping[str, Any]) -> None:
-        """Computes the modules that are not interleaved, if that is not done yet. Collective.
+        """Computes the non-interleaved modules once per batch; a second call does nothing.
+
+        Collective: every rank calls this for the same batch.
 
         Args:
-            plain: They, by name.
+            plain: Non-interleaved modules, by name.
         """
         for name, module in plain.items():
             if name not in self.wholes:

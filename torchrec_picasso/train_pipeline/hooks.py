@@ -1,4 +1,4 @@
-"""Hooks of the user's that would see micro-batches where they expect the batch."""
+"""Finds hooks of the user's that would see micro-batches where they expect the batch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ __all__ = ["on_wrappers", "why_whole_batches"]
 def why_whole_batches(model: nn.Module) -> str | None:
     """Names a hook that micro-batches would call K times, with partial gradients or losses.
 
-    Looked at are hooks on gradients of dense parameters and modules, hooks on the wrappers, and
-    ``replicate()``, which reduces gradients by hooks. Forward hooks inside the model are a part of
+    The search covers hooks on gradients of dense parameters and modules, hooks on the wrappers, and
+    ``replicate()``, which reduces gradients in hooks. Forward hooks inside the model are a part of
     its forward.
 
     Args:
-        model: As given to the pipeline.
+        model: The model that was passed to the pipeline.
+
+    Returns:
+        A reason; ``None`` = there is no such hook.
     """
     return on_wrappers(model) or next(_inside(model), None)
 
 
 def on_wrappers(model: nn.Module) -> str | None:
-    """Names a wrapper around the model that has a hook; ``None`` = none has."""
+    """Names a wrapper around the model that has a hook; ``None`` = there is none."""
     inner = inner_model(model)
     for wrapper in (model, wrapper_of(model)):
         if wrapper is None or wrapper is inner:
@@ -41,7 +44,7 @@ def on_wrappers(model: nn.Module) -> str | None:
 
 
 def _inside(model: nn.Module) -> Iterator[str]:
-    """Names hooks on gradients inside the wrappers."""
+    """Yields descriptions of hooks on gradients inside the wrappers."""
     for path, module in outside_of_sharded(inner_model(model)):
         if isinstance(module, ShardedModule):
             continue

@@ -1,4 +1,4 @@
-"""The hot sets of the tables that a pipeline drives: changed between steps, by it or by others."""
+"""The hot sets of a pipeline's tables: refreshed between steps, here or by other code."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ __all__ = ["HotSets"]
 
 
 class HotSets:
-    """Tells when batches in flight were laid out by another hot set.
+    """Refreshes hot sets, and detects in-flight batches whose layout has an older hot set.
 
     Args:
-        policy: How hot rows follow what is looked up; ``None`` = the pipeline changes none.
-        verify_every: Steps between two comparisons of replicas with homes; ``None`` = there are
-            none.
+        policy: Interval and thresholds of refreshes; ``None`` = the pipeline changes no hot set.
+        verify_every: Steps between two comparisons of replicas with owned rows; ``None`` = never.
 
     Raises:
         ConfigError: If ``verify_every`` is less than 1.
@@ -39,24 +38,25 @@ class HotSets:
         self._refresher: Refresher | None = None
         self._saved: SavedUses | None = None
         self.last: Refreshed | None = None
-        """What came of the last look."""
+        """The result of the last refresh evaluation."""
 
     def take(self, groups: Sequence[ModuleGroup]) -> None:
-        """Takes over the tables of a model, or of the same model once more."""
+        """Sets the tables, on attach; the same model may be attached again."""
         self._groups = groups
         if self._policy is not None:
-            of_modules = [module.group for group in groups for module in group.modules.values()]
-            if self._refresher is None or not self._refresher.is_of(of_modules):
-                self._refresher = Refresher(of_modules, self._policy)
+            row_groups = [module.group for group in groups for module in group.modules.values()]
+            # the same tables keep their access counts
+            if self._refresher is None or not self._refresher.is_of(row_groups):
+                self._refresher = Refresher(row_groups, self._policy)
                 if self._saved is not None:
                     self._refresher.go_on_with(self._saved)
 
     def tensors(self) -> list[Tensor]:
-        """What requests read of the hot sets."""
+        """Lists the tensors of the hot sets that requests read."""
         return [tensor for group in self._groups for tensor in group.rows.tensors_of_hot_set()]
 
     def hot_rows(self) -> dict[str, Tensor]:
-        """The hot rows of each table that has any, by name."""
+        """The hot rows of each table that has any, by name, int64."""
         return {
             table.name: table.hot_rows_H
             for group in self._groups
@@ -65,20 +65,20 @@ class HotSets:
         }
 
     def saved_uses(self) -> SavedUses | None:
-        """What was counted so far; ``None`` where nothing is. Collective."""
+        """The access counts so far; ``None`` without a refresh policy. Collective."""
         return None if self._refresher is None else self._refresher.saved_uses()
 
     def go_on_with(self, saved: SavedUses) -> None:
-        """Counts on from it as soon as there are tables, or at once."""
+        """Continues from saved access counts, at once or as soon as there are tables."""
         self._saved = saved
         if self._refresher is not None:
             self._refresher.go_on_with(saved)
 
     def end_step(self) -> None:
-        """Ends a training step, after which rows may become hot that were not. Collective.
+        """Ends a training step; a refresh may follow. Collective.
 
         Raises:
-            PicassoError: On all ranks, if a replica is not what its home is.
+            PicassoError: On all ranks, if a replica differs from its owned row.
         """
         self._num_steps += 1
         if self._verify_every is not None and self._num_steps % self._verify_every == 0:
@@ -88,7 +88,8 @@ class HotSets:
             self.last = self._refresher.step() or self.last
 
     def have_changed(self) -> bool:
-        """Whether other rows are hot than at the last call."""
+        """Whether the hot set of any table differs from that of the last call."""
+        # TorchRec's modules may be refreshed by others; each change counts up a group's epoch
         for group in self._groups:
             group.rows.follow_hot_rows()
         before, self._epochs = self._epochs, [group.rows.hot.epoch for group in self._groups]

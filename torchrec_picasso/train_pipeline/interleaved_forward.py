@@ -1,4 +1,4 @@
-"""What a sharded module's forward is while the pipeline has the model."""
+"""The replacement of a sharded module's forward while the model is attached to the pipeline."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ __all__ = ["InterleavedForward"]
 
 
 class InterleavedForward(PipelinedForward):
-    """Stands in for a sharded module's forward while a micro-batch runs."""
+    """Returns a sharded module's output for the current micro-batch, which the pipeline sets.
+
+    It replaces ``forward`` of the module, as TorchRec's ``PipelinedForward`` does. The names of its
+    methods: ``give`` sets an output, ``take`` sets a function that makes it.
+    """
 
     _taken: Callable[[], Any] | None = None
     _parts: Sequence[InterleavedForward] = ()
     _join: Callable[[Sequence[LazyAwaitable[Any]]], LazyAwaitable[Any]] | None = None
 
     def of_part(self, module: Any, name: str) -> InterleavedForward:
-        """The forward of a part of the module, on the same input.
+        """Copies this forward for a part of the module with the same input.
 
         Args:
             module: The part.
-            name: Of the part.
+            name: Name of the part.
         """
         part = copy.copy(self)
         part._module, part._name = module, name
@@ -37,24 +41,24 @@ class InterleavedForward(PipelinedForward):
         parts: Sequence[InterleavedForward],
         join: Callable[[Sequence[LazyAwaitable[Any]]], LazyAwaitable[Any]],
     ) -> None:
-        """From now on a call gives what calls of the parts give, joined."""
+        """Makes later calls return the joined outputs of the parts."""
         self._parts, self._join = parts, join
 
     def take(self, output: Callable[[], Any]) -> None:
-        """The next call gives what this gives then."""
+        """Makes the next call return the result of ``output``, which runs at that call."""
         self._taken = output
 
     def give(self, output: Any) -> None:
-        """The next call returns this output."""
+        """Makes the next call return this output."""
         is_lazy = isinstance(output, LazyAwaitable)
         self._taken = lambda: output if is_lazy else LazyNoWait(output)
 
     def of_whole_batch(self) -> Any:
-        """What TorchRec's pipelined forward returns."""
+        """Returns the output of TorchRec's pipelined forward."""
         return super().__call__()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Gives what the micro-batch asks for."""
+        """Returns the output for the current micro-batch; arguments are ignored."""
         if self._join is not None:
             return self._join([part() for part in self._parts])
         taken, self._taken = self._taken, None

@@ -1,10 +1,10 @@
-"""What a model's losses are, and so what a micro-batch's part of them is.
+"""The meaning of a model's losses, and so the loss of one micro-batch.
 
-The losses of a batch are trained as in TorchRec: their sum. Gradients of micro-batches add up to
-those of the batch where the loss of a micro-batch counts as said here.
+As in TorchRec, a batch trains the sum of its losses. The gradients of micro-batches add up to those
+of the batch if the loss of a micro-batch is scaled as follows.
 
-- ``"mean"`` over samples: by its share of the samples.
-- ``"sum"`` over samples: as it is.
+- ``"mean"`` over samples: times its share of the samples.
+- ``"sum"`` over samples: not scaled.
 - ``"ratio"`` of two sums over samples, such as weighted losses over weights: the model returns
   ``((numerators, denominators), output)``. With N and D the sums over the whole batch,
   ``d(N / D) = sum over k of dn_k / D - N / D^2 dd_k``.
@@ -28,13 +28,13 @@ _REDUCTIONS = ("mean", "sum", "ratio")
 
 
 class Losses:
-    """Losses of batches and of their micro-batches.
+    """Computes losses of batches and of their micro-batches.
 
     Args:
         reduction: ``"mean"``, ``"sum"`` or ``"ratio"``.
 
     Raises:
-        ConfigError: If it is none of these.
+        ConfigError: If ``reduction`` is none of these.
     """
 
     def __init__(self, reduction: str) -> None:
@@ -45,11 +45,14 @@ class Losses:
         self.reduction = reduction
 
     def checked(self, losses: Any) -> Any:
-        """The losses of a model, if they are what was said.
+        """Validates the losses that a model returned.
+
+        Returns:
+            The losses, unchanged.
 
         Raises:
-            CompatError: If a ratio was promised and something else came, or tensors without data
-                that a proof had the model keep.
+            CompatError: If the reduction is a ratio and the losses are no pair of tensors, or the
+                losses are tensors without data that the model kept from a proof.
         """
         if type(losses).__name__ == "FakeTensor":
             raise CompatError(
@@ -68,7 +71,7 @@ class Losses:
         )
 
     def of_whole(self, losses: Any) -> Tensor:
-        """The losses of a whole batch, a vector or 0-d."""
+        """Returns the losses of a whole batch, a vector or 0-d."""
         if self.reduction != "ratio":
             whole: Tensor = losses
             return whole
@@ -77,18 +80,18 @@ class Losses:
         return ratios
 
     def of_stand_in(self, losses: Any) -> Tensor:
-        """A 0-d loss of a batch without samples, whose value is of no meaning."""
+        """Makes a 0-d loss for a batch without samples; its value has no meaning."""
         if self.reduction != "ratio":
             return torch.sum(losses, dim=0)
         return torch.stack([part.sum() for part in losses]).sum()  # a ratio would divide by 0
 
     def of_part(self, losses_K: Mapping[int, Any], index: int, sizes_K: Sequence[int]) -> Tensor:
-        """A 0-d loss of one micro-batch; their gradients sum up to those of the whole batch.
+        """Computes the 0-d loss of one micro-batch; their gradients sum up to those of the batch.
 
         Args:
             losses_K: Losses of all micro-batches that have samples.
-            index: Which micro-batch.
-            sizes_K: Samples of each.
+            index: Index of the micro-batch.
+            sizes_K: Samples of each micro-batch.
         """
         losses = losses_K[index]
         if self.reduction == "mean":
@@ -96,17 +99,18 @@ class Losses:
         if self.reduction == "sum":
             return torch.sum(losses, dim=0)
         numerators, denominators = losses
+        # N and D are constants of the gradient: the formula at the head of the file has dn and dd
         with torch.no_grad():
             whole_N, whole_D = (torch.stack(sums).sum(0) for sums in zip(*losses_K.values()))
         terms = numerators / whole_D - denominators * (whole_N / whole_D.square())
         return torch.sum(terms, dim=0)
 
     def of_batch(self, losses_K: Mapping[int, Any], sizes_K: Sequence[int]) -> Tensor:
-        """The 0-d loss of a whole batch, without its graph.
+        """Computes the 0-d loss of a whole batch, without its graph.
 
         Args:
             losses_K: Losses of all micro-batches that have samples.
-            sizes_K: Samples of each.
+            sizes_K: Samples of each micro-batch.
         """
         with torch.no_grad():
             if self.reduction == "ratio":

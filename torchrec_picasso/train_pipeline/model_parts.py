@@ -1,13 +1,13 @@
-"""Which parts of a model are sharded and which are dense, and what cannot be micro-batched.
+"""Finds a model's sharded and dense parts, and what prevents micro-batches.
 
-Whatever TorchRec's pipeline trains is trained. A sharded module is one of three, or has tables of
-the first two kinds:
+The pipeline trains every model that TorchRec's pipeline trains. A sharded module is of one of three
+kinds, or has tables of the first two kinds:
 
-- *interleaved*: its tables are hot/cold, a schedule drives its exchange;
-- *computed once* per batch: its ids are exchanged early, as in TorchRec's pipeline, and its output
-  is handed out to micro-batches in parts;
+- *interleaved*: its tables are hot/cold, and a schedule drives its exchange;
+- *computed once* per batch: its ids are exchanged early, as in TorchRec's pipeline, and
+  micro-batches use parts of its full-batch output;
 - *not pipelined*: TorchRec cannot find its input without running the model. It runs inside the
-  model, and updates its rows in every backward, so there is one per batch.
+  model, and updates its rows in every backward, so batches must be whole.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _CURES = {
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside TorchRec's wrapper."""
+    """Returns the model inside TorchRec's wrapper."""
     return model.module if isinstance(model, DistributedModelParallel) else model
 
 
 def process_group_of(model: nn.Module) -> dist.ProcessGroup:
-    """The group that a model is sharded over."""
+    """Returns the process group that a model is sharded over."""
     pg = dist.group.WORLD
     if isinstance(model, DistributedModelParallel):
         pg = model._env.process_group
@@ -67,12 +67,15 @@ def process_group_of(model: nn.Module) -> dist.ProcessGroup:
 def unpipelined_modules(
     model: nn.Module, pipelined: Collection[nn.Module], called: Collection[str]
 ) -> dict[str, str]:
-    """Sharded modules that TorchRec does not pipeline, each with the reason.
+    """Finds sharded modules that TorchRec does not pipeline, each with the reason.
 
     Args:
         model: The model inside its wrapper.
-        pipelined: Modules that TorchRec's tracer found a plain input for.
-        called: Names of the others that it saw called.
+        pipelined: Modules whose input TorchRec's tracer found in the batch.
+        called: Names of other modules whose call the tracer saw.
+
+    Returns:
+        A reason by module name.
     """
     known = {id(module) for module in pipelined}
     return {
@@ -83,7 +86,7 @@ def unpipelined_modules(
 
 
 def as_scheduled(module: ShardedModule) -> ScheduledModule | None:
-    """A module as a schedule drives it; ``None`` = not all of its tables are hot/cold."""
+    """Returns a module in the form that schedules drive; ``None`` = some table is not hot/cold."""
     tables = _tables_of(module)
     if not isinstance(tables, HotColdModule) or not tables.is_all_hot_cold:
         return None
@@ -91,13 +94,13 @@ def as_scheduled(module: ShardedModule) -> ScheduledModule | None:
 
 
 def _tables_of(module: ShardedModule) -> ShardedModule:
-    """A module without the feature processors in front of it."""
+    """Returns a module without its feature processors."""
     is_processed = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
     return module._embedding_bag_collection if is_processed else module
 
 
 def why_computed_once(module: ShardedModule) -> str:
-    """Why a pipelined module is not interleaved."""
+    """Reason why a pipelined module is not interleaved."""
     kind, module = type(module).__name__, _tables_of(module)
     if not isinstance(module, HotColdModule):
         return f"it is a {kind}, with TorchRec's exchange"
@@ -109,14 +112,14 @@ def why_computed_once(module: ShardedModule) -> str:
 
 
 def why_whole_batches(model: nn.Module, unpipelined: Mapping[str, str]) -> str | None:
-    """Why a model's batches cannot be cut into micro-batches, with advice.
+    """Reason why a model's batches cannot be split into micro-batches, with advice.
 
     Args:
         model: The model inside its wrapper.
         unpipelined: Result of :func:`unpipelined_modules`.
 
     Returns:
-        ``None`` = nothing is known that speaks against it.
+        A reason; ``None`` = none is known.
     """
     for name, module in outside_of_sharded(model):
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -141,14 +144,14 @@ def why_whole_batches(model: nn.Module, unpipelined: Mapping[str, str]) -> str |
 
 
 def samples_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """How many samples a module's input has.
+    """Counts the samples of a module's input.
 
     Args:
-        args: Its input for a batch.
-        kwargs: The same.
+        args: The module's positional input for a batch.
+        kwargs: The module's keyword input for a batch.
 
     Returns:
-        ``None`` = a batch size per feature.
+        The number of samples; ``None`` = features have their own batch sizes.
     """
     given = [maybe_td_to_kjt(value, None) for value in (*args, *kwargs.values())]
     kjts = [kjt for kjt in given if isinstance(kjt, KeyedJaggedTensor)]
@@ -161,8 +164,8 @@ def has_weights(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a module's input has per-sample weights.
 
     Args:
-        args: Its input for a batch.
-        kwargs: The same.
+        args: The module's positional input for a batch.
+        kwargs: The module's keyword input for a batch.
     """
     return any(
         isinstance(kjt, KeyedJaggedTensor) and kjt.weights_or_none() is not None

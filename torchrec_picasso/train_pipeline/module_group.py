@@ -1,8 +1,8 @@
 """Hot/cold modules whose rows travel together: one header, one exchange of ids and rows for all.
 
-A step then has as many collectives for ten modules as for one. Modules stay apart where they cannot
-be joined: with another wire precision, with per-sample weights beside none, with samples of their
-own beside the batch's, or in waves.
+A step thus has as many collectives for ten modules as for one. Modules stay in groups of their own
+if they cannot be joined: modules with different wire precision, with and without per-sample
+weights, with and without variable-batch (VBE) features, and modules with several waves.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 __all__ = ["ModuleGroup", "ScheduledModule", "group_modules"]
 
 ScheduledModule = HotColdModule | ProcessedModule
-"""What a schedule can drive the exchange of."""
+"""Modules whose exchange a schedule can drive."""
 
 
 class ModuleGroup:
     """Sharded modules whose exchange a schedule drives as one.
 
     Args:
-        modules: They, by name, in the order of the group's modules.
-        is_odd: Whether their features have samples of their own; the batch is one part then.
+        modules: The group's modules by name, in the order of their rows in the group.
+        is_odd: Whether the modules have variable-batch (VBE) features; their batch is never split.
     """
 
     def __init__(self, modules: Mapping[str, ScheduledModule], *, is_odd: bool = False) -> None:
@@ -47,29 +47,31 @@ class ModuleGroup:
 
     @property
     def num_waves(self) -> int:
-        """Waves that its packs travel in where a schedule staggers them."""
+        """Number of waves that its packs travel in if a schedule staggers them."""
         return len(self.rows.plan.waves)
 
     def request(self, batch: Any, sizes_K: Sequence[int], has_data: bool) -> RowRequest:
-        """Starts asking for the rows of a batch. Collective.
+        """Starts to request the rows of a batch. Collective.
 
         Args:
             batch: The whole batch, as the model gets it.
-            sizes_K: Samples of each part.
+            sizes_K: Samples of each micro-batch.
             has_data: Whether the batch comes from this rank's data.
 
         Raises:
-            InputError: If features have a batch size each and do not say whose rows samples have.
+            InputError: If features have their own batch sizes and no inverse indices.
         """
         modules = self.modules.values()
         sound = [sound_features(self._input_of(module, batch)) for module in modules]
-        features_of = [self._features_of(module, of) for module, of in zip(modules, sound)]
+        features_of = [self._features_of(module, kjt) for module, kjt in zip(modules, sound)]
+        # VBE rows belong to no micro-batch
         sizes = None if self._is_odd else sizes_K
         with torch.no_grad():
             ids = BatchIds.read(features_of, self.rows, sizes, has_data, sound)
             return RowRequest(self.rows, ids)
 
     def _input_of(self, module: ScheduledModule, batch: Any) -> KeyedJaggedTensor:
+        """Builds a module's input from the batch, as TorchRec's pipeline does."""
         args, kwargs = module.forward.args.build_args_kwargs(batch)
         args, kwargs = module.preprocess_input(args, kwargs)
         return maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
@@ -77,18 +79,19 @@ class ModuleGroup:
     def _features_of(
         self, module: ScheduledModule, features: KeyedJaggedTensor
     ) -> KeyedJaggedTensor:
+        """Selects the features that a module looks up, in the order of its tables."""
         if not self._is_odd:
             return module.features_of(features)
-        if not module.group.plan.takes_weights:  # nothing is pooled
+        if not module.group.plan.takes_weights:  # sequences: weights have no use
             features = with_weights(features, None)
         return OddFeatures.of(module.features_of(features), features)
 
     def joined_output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:
-        """The output of a module for some parts of a batch, one after the other.
+        """Computes a module's output for several micro-batches, joined along the samples.
 
         Args:
             name: Name of the module.
-            parts: Rows and number of samples of each part.
+            parts: Rows and number of samples of each micro-batch.
         """
         outputs = [self.output(name, rows) for rows, _ in parts]
         if len(outputs) == 1:
@@ -97,11 +100,11 @@ class ModuleGroup:
         return LazyNoWait(join_outputs([output.wait() for output in outputs], sizes))
 
     def output(self, name: str, rows: PartRows) -> LazyAwaitable[Any]:
-        """The output of a module for one part of a batch.
+        """Computes a module's output for one micro-batch.
 
         Args:
-            name: Of the module.
-            rows: Of the part.
+            name: Name of the module.
+            rows: Rows of the micro-batch.
         """
         module = self.modules[name]
         return spread(module, rows) if self._is_odd else module.output(rows)
@@ -110,14 +113,16 @@ class ModuleGroup:
 def group_modules(
     modules: Mapping[str, ScheduledModule], weighted: Collection[str], odd: Collection[str] = ()
 ) -> list[ModuleGroup]:
-    """Joins what can travel together.
+    """Groups the modules that can travel together.
 
     Args:
-        modules: By name, in the order in which the model calls them.
-        weighted: Those whose bags have per-sample weights.
-        odd: Those whose features have other samples than the batch.
+        modules: Modules by name, in the order in which the model calls them.
+        weighted: Names of modules whose input has per-sample weights.
+        odd: Names of modules with variable-batch (VBE) features.
     """
     alike: dict[Any, dict[str, ScheduledModule]] = {}
+    # All ranks build the same keys. One exchange needs one process group and one wire precision;
+    # a module with several waves has its own name in the key, so it travels alone.
     for name, module in modules.items():
         ranks = module.group.ranks
         has_weights = name in weighted or isinstance(module, ProcessedModule)
@@ -125,4 +130,4 @@ def group_modules(
         alone = name if module.group.plan.num_row_waves > 1 else None
         key = (name in odd, ranks.pg, *ranks.wire, is_weighted, alone)
         alike.setdefault(key, {})[name] = module
-    return [ModuleGroup(of_group, is_odd=is_odd) for (is_odd, *_), of_group in alike.items()]
+    return [ModuleGroup(group, is_odd=is_odd) for (is_odd, *_), group in alike.items()]

@@ -1,12 +1,12 @@
-"""Features with other samples than the batch: every feature's own rows, and the way to the samples.
+"""Variable-batch (VBE) features: their own rows are looked up, then expanded to the samples.
 
 User-side features often come once per user and not once per sample (TorchRec's variable batch per
-feature): each feature of a KeyedJaggedTensor has a batch size of its own, and its inverse indices
-say which of its rows every sample has. What is looked up and pooled are a feature's own rows, each
-once; the output is then spread over the samples. A gradient comes back to a row from all samples
-that have it, summed by autograd.
+feature): each feature of a KeyedJaggedTensor has its own batch size, and its inverse indices name
+each sample's row. The lookup and the pooling work on the feature's own rows, each once; the output
+is then expanded to the samples. Autograd sums the gradients of all samples with the same row.
 
-Samples of such features cannot be cut, so the batch is one part.
+The samples of such features cannot be split, so the batch stays whole. The code calls VBE features
+"odd".
 
 Shape letters: B samples, F features, N lookups.
 """
@@ -32,22 +32,22 @@ __all__ = ["OddFeatures", "spread"]
 
 
 class OddFeatures(KeyedJaggedTensor):
-    """Features of a module, in the order of its tables, each with a batch size of its own."""
+    """Features of a module in the order of its tables, each with its own batch size."""
 
     row_of_sample_FB: Tensor | None
-    """Which of a feature's rows every sample has; ``None`` = all features have the same rows, and
-    the module's output has these."""
+    """Inverse index: each sample's row, counted within its feature; ``None`` = all features have
+    the same rows, and so does the module's output."""
 
     @staticmethod
     def of(features: KeyedJaggedTensor, given: KeyedJaggedTensor) -> OddFeatures:
-        """Makes features odd, whether they are or not; no copy.
+        """Converts features, with or without their own batch sizes; no copy.
 
         Args:
-            features: In the order of the tables.
-            given: As the batch has them.
+            features: The features in the order of the tables.
+            given: The features as the batch has them, with their inverse indices.
 
         Raises:
-            InputError: If they have a batch size per feature and no inverse indices.
+            InputError: If features have their own batch sizes and no inverse indices.
         """
         row_of_sample_FB = None
         if features.variable_stride_per_key():
@@ -65,6 +65,7 @@ class OddFeatures(KeyedJaggedTensor):
 
 
 def _rows_of_samples(keys: Sequence[str], given: KeyedJaggedTensor) -> Tensor:
+    """Selects the inverse indices ``(F, B)`` of these features, in their order."""
     inverse = given.inverse_indices_or_none()
     if inverse is None:
         raise InputError(
@@ -80,11 +81,11 @@ def _rows_of_samples(keys: Sequence[str], given: KeyedJaggedTensor) -> Tensor:
 
 
 def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:
-    """The output of a module that looked up odd features, by samples.
+    """Computes a module's output from VBE features, expanded to the samples.
 
     Args:
-        module: Pools bags, or gives sequences.
-        rows: Of the whole batch.
+        module: A module with pooled tables, or with sequences.
+        rows: Rows of the whole batch.
     """
     features = rows.rows.layout.features_of[rows.module]
     assert isinstance(features, OddFeatures)
@@ -94,6 +95,7 @@ def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:
     padded = _PaddedRows(**{field.name: getattr(rows, field.name) for field in fields(rows)})
     if row_FB is None:
         return module.output(padded)
+    # from rows counted within a feature to rows counted over all features
     starts_F = torch.tensor([0, *accumulate(strides_F[:-1])], device=row_FB.device)
     rows_FB = row_FB + starts_F.unsqueeze(1)
     return SpreadSequences(module.output(padded), features.lengths(), rows_FB)
@@ -101,7 +103,7 @@ def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _PaddedRows(PartRows):
-    """Rows of sequences whose features are filled up to one batch size with empty ones."""
+    """Rows of sequences whose features are padded to one batch size with empty sequences."""
 
     @property
     def features(self) -> KeyedJaggedTensor:

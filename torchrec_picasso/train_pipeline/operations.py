@@ -1,4 +1,4 @@
-"""What each operation of a schedule does to a batch."""
+"""Runs each operation of a schedule on an in-flight batch."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ __all__ = ["Operations", "Program"]
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a pipeline's user gave it to run, each as TorchRec's pipeline calls it.
+    """The functions that a pipeline's user gave it, each called as by TorchRec's pipeline.
 
     Args:
-        model: As given to the pipeline.
-        forward: Gives ``(losses, output)`` for a batch or micro-batch.
+        model: The model that was passed to the pipeline.
+        forward: Returns ``(losses, output)`` for a batch or micro-batch.
         backward: Runs backward from the losses of a whole batch.
-        step: Steps the optimizer.
-        losses: What the model's losses are.
+        step: Steps the dense optimizer.
+        losses: Meaning of the model's losses.
     """
 
     model: nn.Module
@@ -54,17 +54,17 @@ class Program:
 
 
 class Operations:
-    """The operations of a schedule, a method each, named as in the schedule.
+    """The operations of a schedule: one method per kind, with the kind's name.
 
     Args:
         pg: Process group.
-        device: Where collectives of ``pg`` run.
+        device: Device of the collectives of ``pg``.
         program: Model, backward and optimizer.
-        groups: Sharded modules whose exchange the schedule drives, those together that travel so.
-        plain: Sharded modules computed once per batch, by name.
-        id_stream: Where ids are made ready.
-        start_plain: Starts the input dists of the plain modules.
-        wait_plain: Waits for them.
+        groups: Interleaved modules, grouped by common exchange.
+        plain: Non-interleaved modules, computed once per batch, by name.
+        id_stream: Stream on which ids are prepared.
+        start_plain: Starts the input dists of the non-interleaved modules.
+        wait_plain: Waits for these input dists.
     """
 
     def __init__(
@@ -87,40 +87,52 @@ class Operations:
         self._id_stream = id_stream
         self._start_plain = start_plain
         self._wait_plain = wait_plain
-        # by module: whether it got gradients when any rank last had samples
+        # by module name: whether it got gradients when any rank last had samples
         self._is_trained: dict[str, bool] = {}
 
     def run(self, op: Op, flights: Sequence[Flight]) -> None:
-        """Runs one operation on the batch it is for."""
+        """Runs one operation.
+
+        Args:
+            op: The operation.
+            flights: The in-flight batches; ``op.batch`` is the index of its batch.
+        """
         if not KINDS[op.kind].on_id_stream:
             self._run(op, flights)
             return
         with self._id_stream.working():
             self._run(op, flights)
-        if op.kind == "lay_out":  # nothing else asks what the ids' stream made
+        # the layout is the last result of the ids' stream that other streams read
+        if op.kind == "lay_out":
             flight = flights[op.batch]
             tensors = chain.from_iterable(rows.layout.tensors() for rows in flight.rows)
             self._id_stream.hand_over([flight.batch, *flight.micro_batches_K], tensors)
 
     def _run(self, op: Op, flights: Sequence[Flight]) -> None:
+        """Calls the method of an operation."""
         flight = flights[op.batch]
         if op.kind == "send_marks":
+            # dirty mask: the owner ranks compare with the rows that the batch before updates
             self._send_marks(flight, flights[op.batch - 1])
             return
         which = {"index": op.index, "wave": op.wave}
         given = {name: number for name, number in which.items() if number is not None}
+        # the kind names its method: "fetch_dirty" -> self._fetch_dirty(flight, index, wave)
         getattr(self, f"_{op.kind}")(flight, **given)
 
     def _request(self, flight: Flight) -> None:
+        """Starts the header exchanges, and the input dists of non-interleaved modules."""
         for group in self._groups:
             request = group.request(flight.batch, flight.sizes_K, flight.has_data)
             flight.requests.append(request)
         if not self._groups:
+            # without a header, a separate all-reduce says whether any rank has data
             flight.any_data = AnyData(self._pg, self._device, flight.has_data)
         if self._plain:
             self._start_plain(flight)
 
     def _send_ids(self, flight: Flight) -> None:
+        """Waits for the headers and sends ids; learns whether the data of all ranks has ended."""
         go_on = [request.send_ids() for request in flight.requests]
         if self._plain:
             self._wait_plain(flight.context)
@@ -128,42 +140,51 @@ class Operations:
             go_on.append(flight.any_data.wait())
         flight.is_end = not all(go_on)
         if flight.is_end:
+            # no rank trains this batch; TorchRec's started requests still have to end
             for request in flight.context.input_dist_tensors_requests.values():
                 request.wait()
         elif flight.fetched.refusal is not None:
             raise flight.fetched.refusal
 
     def _receive_ids(self, flight: Flight) -> None:
+        """Waits for the ids; then owner ranks know the requested rows."""
         for request in flight.requests:
             request.receive_ids()
 
     def _send_marks(self, flight: Flight, before: Flight) -> None:
+        """Sends the dirty mask: which requested rows the batch before updates."""
         for request, request_before in zip(flight.requests, before.requests):
             request.send_marks(request_before)
 
     def _lay_out(self, flight: Flight) -> None:
+        """Builds the layout of the rows, on the requesting rank and on the owner rank."""
         for group, request in zip(self._groups, flight.requests):
             layout = request.lay_out()
             flight.rows.append(BatchRows(group.rows, layout))
             flight.gradients.append(BatchGradients(group.rows, layout))
 
     def _fetch_clean(self, flight: Flight) -> None:
+        """Starts to fetch the rows that the batch before does not update."""
         for rows in flight.rows:
             rows.fetch_clean()
 
     def _fetch_dirty(self, flight: Flight, index: int, wave: int | None = None) -> None:
+        """Starts to fetch the other rows of one chunk."""
         for rows in flight.rows:
             rows.fetch_dirty(index, wave)
 
     def _read_hot(self, flight: Flight) -> None:
+        """Reads replicas into the batch's row matrices."""
         for rows in flight.rows:
             rows.read_hot()
 
     def _forward(self, flight: Flight, index: int) -> None:
+        """Runs the model on one micro-batch; a whole batch runs in the first slot."""
         if index not in flight.run_indices:
             return
         run = flight.run_indices.index(index)
         for group, rows, gradients in zip(self._groups, flight.rows, flight.gradients):
+            # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(group.modules.items()):
                 weights = flight.weights_of(name, module, rows, number)
                 sink = partial(partial, flight.take_gradients, name, gradients, number)
@@ -172,33 +193,36 @@ class Operations:
         flight.compute_wholes(self._plain)
         for name, module in self._plain.items():
             module.forward.give(flight.wholes[name].part(flight.run_sizes, run))
-        is_alone = len(flight.run_sizes) == 1
-        with nullcontext() if is_alone else without_reduction(self._program.model):
+        is_single_run = len(flight.run_sizes) == 1
+        # with several micro-batches, DDP reduces only in the last backward (_run_backward)
+        with nullcontext() if is_single_run else without_reduction(self._program.model):
             losses, output = self._program.forward(flight.run_batch(run))
         flight.outputs_K[index] = output
-        if self._program.model.training:  # in evaluation losses may be anything
+        if self._program.model.training:  # in evaluation losses may have any form
             flight.losses_K[index] = self._program.losses.checked(losses)
 
     def _backward(self, flight: Flight, index: int) -> None:
+        """Runs backward of one micro-batch, and after the last one that of full-batch outputs."""
         if flight.runs_backward_at(index):
             self._run_backward(flight, 0 if flight.is_whole else index)
         if index == 0:
+            # index 0 runs last: the leaves of full-batch outputs now have all their gradients
             for whole in flight.wholes.values():
                 whole.backward()
             self._note_trained(flight)
 
     def _run_backward(self, flight: Flight, index: int) -> None:
-        """Runs backward of a micro-batch; DDP reduces in the one of the first, which is the last.
+        """Runs backward of one micro-batch; DDP reduces in that of micro-batch 0, the last one.
 
-        The loss of a batch that stands in for data that has ended counts nothing. Its backward runs
-        all the same, as the wrapper waits for it.
+        An empty batch, which replaces data that has ended, adds nothing to the gradients. Its
+        backward still runs, because DDP waits for it.
         """
         program, model = self._program, self._program.model
-        is_alone = len(flight.run_sizes) == 1
-        if is_alone and flight.has_data:
+        is_single_run = len(flight.run_sizes) == 1
+        if is_single_run and flight.has_data:
             program.backward(program.losses.of_whole(flight.losses_K[index]))
             return
-        if index == 0 and not is_alone:
+        if index == 0 and not is_single_run:
             announce_last_backward(model)
         if not flight.has_data:
             loss = program.losses.of_stand_in(flight.losses_K[index])
@@ -208,10 +232,10 @@ class Operations:
         loss.backward()
 
     def _note_trained(self, flight: Flight) -> None:
-        """Notes which modules a gradient came to; a plain loop would not update the others.
+        """Records which modules got a gradient; a plain loop would not update the others.
 
-        A rank without samples may get other gradients than the others, or none. It must leave the
-        rows that it is home to, or has replicas of, as the others leave theirs. Collective.
+        A rank without samples may see other gradients than other ranks, or none. It must still
+        update, or not update, its owned rows and replicas as the other ranks do. Collective.
         """
         names = [name for group in self._groups for name in group.modules]
         # 4 = trained, 3 = not; without samples 2 = trained, 0 = not known. The largest vote wins.
@@ -220,6 +244,7 @@ class Operations:
         if any(request.any_looks_up_nothing for request in flight.requests):
             votes_N = torch.tensor(votes, device=self._device)
             if is_watched():
+                # bytes of a ring all-reduce
                 world_size = self._pg.size()
                 note_sent(2 * (world_size - 1) * votes_N.nbytes // world_size)
             dist.all_reduce(votes_N, op=dist.ReduceOp.MAX, group=self._pg)
@@ -227,15 +252,19 @@ class Operations:
         self._is_trained |= {name: vote != 3 for name, vote in zip(names, votes) if vote}
 
     def _send_gradients(self, flight: Flight, index: int, wave: int | None = None) -> None:
+        """Sends the gradients of one chunk's rows to their owner ranks."""
         for gradients in flight.gradients:
             gradients.send(index, wave)
 
     def _reduce_hot(self, flight: Flight, wave: int | None = None) -> None:
+        """Starts to sum the replicas' gradients over ranks."""
         for gradients in flight.gradients:
             gradients.reduce_hot(wave)
 
     def _update(self, flight: Flight, wave: int | None = None) -> None:
+        """Updates owned rows and replicas, and releases the rows' memory after the last pack."""
         for group, rows, gradients in zip(self._groups, flight.rows, flight.gradients):
+            # modules by position in the group, whose rows must not be updated
             untrained = {
                 number
                 for number, name in enumerate(group.modules)
@@ -245,5 +274,6 @@ class Operations:
                 rows.release()
 
     def _dense_step(self, flight: Flight) -> None:
+        """Steps the dense optimizer."""
         note_reduction(self._program.model)
         self._program.step()

@@ -1,8 +1,8 @@
-"""What TorchRec's ``TrainPipelineSparseDist`` may be told and this pipeline refuses, by name.
+"""Refuses the options of TorchRec's ``TrainPipelineSparseDist`` that this pipeline does not have.
 
-Every argument of TorchRec's constructor is either taken or listed here. What is listed changes no
-result: it saves memory or reorders copies in an exchange that hot/cold tables do not use. So
-nothing is lost by leaving it out, and nothing is ignored silently.
+Every argument of TorchRec's constructor is either accepted or listed here. The listed options
+change no result: they save memory or reorder copies in an exchange that hot/cold tables do not use.
+Leaving them out loses nothing, and no option is ignored silently.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ REFUSED_OPTIONS: Mapping[str, str] = {
         "enable_inplace_copy_batch"
     ),
 }
-"""Why, and what to do instead, by name of the argument."""
+"""Reason and remedy by name of the argument."""
 
 
 def refuse_options(options: Mapping[str, bool]) -> None:
     """Refuses arguments of TorchRec's constructor that have no meaning here.
 
+    Args:
+        options: Value of each argument in :data:`REFUSED_OPTIONS` that the user passed.
+
     Raises:
-        CompatError: Names each of them, why, and what to do.
+        CompatError: If any is true; lists each with reason and remedy.
     """
     refused = [f"{name}: {REFUSED_OPTIONS[name]}" for name, given in options.items() if given]
     if refused:
@@ -62,7 +65,7 @@ def refuse_model(model: nn.Module) -> None:
     """Refuses models whose dense part or tables are not the same on all ranks of one group.
 
     Raises:
-        CompatError: Names the wrapper.
+        CompatError: If the model has such a wrapper; names it.
     """
     wrapped = model._dmp_wrapped_module if isinstance(model, DistributedModelParallel) else model
     kind = None
@@ -79,7 +82,11 @@ def refuse_model(model: nn.Module) -> None:
 
 
 def refuse_backward_hook(model: nn.Module, path: str) -> None:
-    """Refuses work in the backward of a module whose backward this package schedules.
+    """Refuses user work in the backward of a module whose backward this package schedules.
+
+    Args:
+        model: The model that was passed to the pipeline.
+        path: Path of the module in the model.
 
     Raises:
         CompatError: If the module has hot/cold tables.

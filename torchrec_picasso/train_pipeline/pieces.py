@@ -1,4 +1,4 @@
-"""Ways to cut a batch: as a step does, and torn to pieces.
+"""Two ways to split a batch: in order, as a step does, and torn into shuffled pieces.
 
 Shape letter: K micro-batches.
 """
@@ -16,15 +16,15 @@ from torchrec_picasso.batches.split import FEWEST_SAMPLES
 __all__ = ["Cut"]
 
 _MOST_PIECES = 64
-"""Pieces of a torn batch."""
+"""Number of pieces of a torn batch, roughly; small batches have fewer."""
 
 
 class Cut:
-    """A batch cut to pieces, dealt out to micro-batches.
+    """A batch split into pieces, and the pieces of each micro-batch.
 
     Args:
         sizes: Samples of each piece, in the order of the batch.
-        pieces_K: Places of the pieces of each micro-batch.
+        pieces_K: Positions of the pieces of each micro-batch.
     """
 
     def __init__(self, sizes: Sequence[int], pieces_K: Sequence[Sequence[int]]) -> None:
@@ -34,25 +34,27 @@ class Cut:
 
     @staticmethod
     def in_order(sizes_K: Sequence[int]) -> Cut:
-        """To micro-batches of these sizes, one piece each."""
+        """Splits into micro-batches of these sizes, one piece each."""
         return Cut(sizes_K, [[k] for k in range(len(sizes_K))])
 
     @staticmethod
     def torn(num_samples: int, num_micro_batches: int, draw: random.Random) -> Cut:
-        """To pieces of random sizes, dealt out in random order to parts of uneven sizes.
+        """Splits into pieces of random sizes, dealt in random order to uneven micro-batches.
 
-        The last part has two samples, as few as a micro-batch ever has.
+        The last micro-batch has two samples, the fewest that one ever has.
 
         Args:
             num_samples: Samples of the batch, at least 2 K.
-            num_micro_batches: Parts, K, at least 2.
-            draw: Draws sizes and order.
+            num_micro_batches: Number of micro-batches, K, at least 2.
+            draw: Random generator for sizes and order.
         """
+        # about 64 pieces of 2 to `usual` + 1 samples; piece 0 (two samples) is the last one
         usual = max(FEWEST_SAMPLES, 2 * num_samples // min(_MOST_PIECES, num_samples))
         sizes = [FEWEST_SAMPLES]
         while (left := num_samples - sum(sizes)) >= 2 * FEWEST_SAMPLES:
             sizes.append(draw.randint(FEWEST_SAMPLES, min(usual + 1, left - FEWEST_SAMPLES)))
         sizes.append(left)
+        # shuffle pieces 1.. and split them at random positions into the other micro-batches
         others = draw.sample(range(1, len(sizes)), len(sizes) - 1)
         num_parts = min(num_micro_batches - 1, len(others))
         ends = sorted(draw.sample(range(1, len(others)), num_parts - 1))
@@ -61,15 +63,15 @@ class Cut:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether micro-batches are the pieces, in the order of the batch."""
+        """Whether micro-batch k is piece k, for all k."""
         return all(list(pieces) == [k] for k, pieces in enumerate(self.pieces_K))
 
     def joined(self, pieces: Sequence[Any], index: int) -> Any:
-        """A micro-batch, made of its pieces.
+        """Joins the pieces of one micro-batch.
 
         Args:
             pieces: All pieces, in the order of the batch.
-            index: Which micro-batch.
+            index: Index of the micro-batch.
         """
         places = self.pieces_K[index]
         return join_outputs([pieces[p] for p in places], [self.sizes[p] for p in places])

@@ -1,4 +1,4 @@
-"""A model that the pipeline has taken over: its sharded modules, sorted by how they are run."""
+"""A model that is attached to the pipeline: its sharded modules, by the way they are run."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ ODD_BATCH = (
 
 @dataclass(frozen=True)
 class FirstLook:
-    """What the first batch tells, the same on all ranks.
+    """Facts about the first batch, equal on all ranks.
 
     Args:
-        odd: Modules whose features have other samples than the batch.
-        num_samples: Of the largest batch of a rank.
+        odd: Modules with variable-batch (VBE) features.
+        num_samples: Samples of the largest batch of a rank.
         weighted: Modules whose features have per-sample weights.
-        why_whole: Why batches cannot be cut; ``None`` = nothing that is known.
+        why_whole: Reason why batches cannot be split; ``None`` = none is known.
     """
 
     odd: Collection[str] = ()
@@ -62,14 +62,14 @@ class FirstLook:
 
 
 class PipelinedModel:
-    """Takes over the forwards of the sharded modules; TorchRec's ``detach`` gives them back.
+    """Replaces the forwards of the sharded modules; TorchRec's ``detach`` restores them.
 
     Args:
-        model: As given to the pipeline.
-        batch: What TorchRec's tracer may ask.
-        context: Of the batch.
-        stream: Where ids are made ready.
-        device: Where the model runs.
+        model: The model that was passed to the pipeline.
+        batch: The first batch; TorchRec's tracer may examine it.
+        context: TorchRec's pipeline context of the batch.
+        stream: Stream on which ids are prepared.
+        device: Device of the model.
         pipeline_postproc: Whether modules without parameters run ahead of the model.
 
     Raises:
@@ -88,7 +88,7 @@ class PipelinedModel:
     ) -> None:
         self.inner = inner_model(model)
         """The model inside its wrapper."""
-        # the tracer runs the forward, with proxies
+        # the tracer runs the forward with proxies, which may change the model's own state
         with without_a_trace(self.inner, device), explained_tracing():
             self.pipelined, _, self.original_forwards, self.postproc_modules, changed = (
                 rewrite_model(
@@ -103,15 +103,15 @@ class PipelinedModel:
                 )
             )
         self._dist_forwards: dict[str, list[Callable[..., Any]]] = {}
-        """Forwards of the input dists of modules computed once, before their splits were joined."""
+        """Input dist forwards of the non-interleaved modules, before their splits were joined."""
         self.interleaved: dict[str, Any] = {}
-        """Modules whose exchange a schedule drives, by name."""
+        """Interleaved modules, whose exchange a schedule drives, by name."""
         self.groups: Sequence[ModuleGroup] = ()
-        """The same, those together whose rows travel so; from :meth:`join_exchanges` on."""
+        """The interleaved modules by common exchange; set by :meth:`join_exchanges`."""
         self._odd: Collection[str] = ()
-        """Those whose features have other samples than the batch; from then on."""
+        """Names of the modules with variable-batch (VBE) features; set with ``groups``."""
         self.plain: dict[str, Any] = {}
-        """Modules computed once per batch, by name."""
+        """Non-interleaved modules, computed once per batch, by name."""
         self._why_plain: dict[str, str] = {}
         for module in self.pipelined:
             name, scheduled = module.forward.name, as_scheduled(module)
@@ -126,7 +126,7 @@ class PipelinedModel:
         self.postprocs = Postprocs(self.postproc_modules)
 
     def _take_apart(self, name: str, module: HotColdModule) -> None:
-        """Interleaves the hot/cold tables of a module; its stock tables are computed once."""
+        """Splits a module: its hot/cold tables are interleaved, its stock tables are not."""
         forward, stock_name = module.forward, f"{name} (stock tables)"
         hot_cold, stock = module.apart()
         parts = [forward.of_part(hot_cold, name), forward.of_part(stock, stock_name)]
@@ -141,12 +141,12 @@ class PipelinedModel:
 
     @property
     def num_waves(self) -> int:
-        """Waves that the plan cut the packs into."""
+        """The largest number of waves that the plan gives a group's packs."""
         return max((group.num_waves for group in self.groups), default=1)
 
     @property
     def planned_micro_batches(self) -> int | None:
-        """Micro-batches that the plan was priced for, if it says so."""
+        """Number of micro-batches that the plan was priced for; ``None`` = not in the plan."""
         for module in self.interleaved.values():
             for placed in getattr(module, "module_sharding_plan", {}).values():
                 if isinstance(placed.cache_params, HotColdParams):
@@ -155,7 +155,7 @@ class PipelinedModel:
 
     @property
     def has_stock_means(self) -> bool:
-        """Whether TorchRec divides outputs after the exchange, which it cannot without samples."""
+        """Whether TorchRec divides outputs after the exchange, which fails without samples."""
         return any(
             getattr(inner, "_has_mean_pooling_callback", False)
             for module in self.plain.values()
@@ -163,16 +163,20 @@ class PipelinedModel:
         )
 
     def samples_of(self, batch: Any, context: TrainPipelineContext) -> dict[str, int | None]:
-        """Of each interleaved module, how many samples its features have.
+        """Counts the samples of each interleaved module's features.
+
+        Args:
+            batch: The batch.
+            context: TorchRec's pipeline context of the batch.
 
         Returns:
-            ``None`` = a batch size per feature.
+            Samples by module name; ``None`` = its features have their own batch sizes.
         """
         inputs = self._inputs_of(batch, context)
-        return {name: samples_of_input(*of_module) for name, of_module in inputs.items()}
+        return {name: samples_of_input(*args) for name, args in inputs.items()}
 
     def _inputs_of(self, batch: Any, context: TrainPipelineContext) -> dict[str, Any]:
-        """Of each interleaved module, the arguments of its call."""
+        """Builds the arguments of each interleaved module's call."""
         with self.postprocs.of_batch(context):
             return {
                 name: module.forward.args.build_args_kwargs(batch)
@@ -180,13 +184,23 @@ class PipelinedModel:
             }
 
     def count(self, batch: Any, context: TrainPipelineContext) -> int:
-        """Samples of a batch: what it says or else its modules get; 1 where nobody can tell."""
+        """Counts the samples of a batch, by itself or by its modules' features; 1 if unknown.
+
+        Args:
+            batch: The batch.
+            context: TorchRec's pipeline context of the batch.
+        """
         found = count_samples(batch)
         counts = self.samples_of(batch, context).values() if found is None else ()
         return next((count for count in counts if count is not None), 1) if found is None else found
 
     def odd_modules(self, batch: Any, context: TrainPipelineContext) -> list[str]:
-        """Interleaved modules, not known as such, whose features have other samples."""
+        """Lists interleaved modules with VBE features that earlier batches did not have.
+
+        Args:
+            batch: The batch.
+            context: TorchRec's pipeline context of the batch.
+        """
         expected = self.count(batch, context)
         counts = self.samples_of(batch, context)
         odd = [name for name, count in counts.items() if count != expected]
@@ -199,19 +213,21 @@ class PipelinedModel:
         pg: dist.ProcessGroup,
         device: torch.device,
     ) -> FirstLook:
-        """Has all ranks see alike what their first batches allow. Collective.
+        """Collects the facts about all ranks' first batches. Collective.
 
         Args:
-            batch: This rank's.
-            context: Of the batch.
+            batch: This rank's batch.
+            context: TorchRec's pipeline context of the batch.
             pg: Process group.
-            device: Where collectives of ``pg`` run.
+            device: Device of the collectives of ``pg``.
         """
         odd = self.odd_modules(batch, context)
-        mine = [int(name in odd) for name in self.interleaved]
-        mine += [int(has_weights(*of)) for of in self._inputs_of(batch, context).values()]
-        mine += [self.count(batch, context), int(count_samples(batch) is None)]
-        most = torch.tensor(mine, device=device)
+        # one vector for one all-reduce: a flag per module (VBE), a flag per module (weights),
+        # samples, and a flag for a batch without countable samples; the maximum joins each
+        own = [int(name in odd) for name in self.interleaved]
+        own += [int(has_weights(*args)) for args in self._inputs_of(batch, context).values()]
+        own += [self.count(batch, context), int(count_samples(batch) is None)]
+        most = torch.tensor(own, device=device)
         if pg.size() > 1:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=pg)
         *flags, most_samples, is_uncounted = most.tolist()
@@ -233,26 +249,29 @@ class PipelinedModel:
         return FirstLook(names, most_samples, weighted, why_whole)
 
     def join_exchanges(self, weighted: Collection[str], odd: Collection[str]) -> None:
-        """Has modules travel together where they can.
+        """Groups the modules that can travel together.
 
         Args:
             weighted: Modules whose features have per-sample weights.
-            odd: Modules whose features have other samples than the batch.
+            odd: Modules with variable-batch (VBE) features.
         """
         self._odd = odd
         self.groups = group_modules(self.interleaved, weighted, odd)
 
     def why_whole_batches(self) -> str | None:
-        """Why batches cannot be cut into micro-batches, as far as the model shows it."""
+        """Reason why batches cannot be split, as far as the model shows it; ``None`` = none."""
         return why_whole_batches(self.inner, self._unpipelined)
 
     def start_plain(self, flight: Flight) -> None:
-        """Starts input dists of modules computed once, as TorchRec does, on the ids' stream."""
+        """Starts the input dists of the non-interleaved modules, as TorchRec does.
+
+        Runs on the ids' stream. Collective: all ranks call this for the same batch.
+        """
         start_data_dist(list(self.plain.values()), flight.batch, flight.context)
         self.join_splits()
 
     def join_splits(self) -> None:
-        """From now on the splits of TorchRec's input dists travel together, once these are made."""
+        """Makes the splits of TorchRec's input dists travel in one message, once these exist."""
         plain = list(self.plain.values())
         made = not any(
             getattr(inside, "_has_uninitialized_input_dist", False)
@@ -266,9 +285,9 @@ class PipelinedModel:
 
     @property
     def original_dist_forwards(self) -> list[Callable[..., Any]]:
-        """What TorchRec's ``detach`` gives back to the input dists it finds, in its order.
+        """The forwards that TorchRec's ``detach`` restores, in the order of its input dists.
 
-        Parts of a module have input dists of their own, which it does not find.
+        The two modules of a split module have their own input dists, which ``detach`` does not see.
         """
         return [
             forward
@@ -277,7 +296,7 @@ class PipelinedModel:
         ]
 
     def lines(self) -> list[str]:
-        """A line per module."""
+        """Describes each module and the way it is run, one line per module."""
         return [
             *(
                 f"{name}: interleaved{_how(group, name)}"
@@ -294,6 +313,7 @@ class PipelinedModel:
 
 
 def _how(group: ModuleGroup, name: str) -> str:
+    """Describes the exchange of an interleaved module."""
     others = [other for other in group.modules if other != name]
     if others:
         return f" in one exchange with {', '.join(others)}"
@@ -302,7 +322,7 @@ def _how(group: ModuleGroup, name: str) -> str:
 
 
 def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:
-    """Forwards of the input dists in a module whose splits TorchRec may join."""
+    """Lists the forwards of those input dists in a module whose splits TorchRec may join."""
     return [
         input_dist._dist.forward
         for inside in module.modules()
@@ -312,7 +332,7 @@ def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def count_samples(batch: Any) -> int | None:
-    """Samples of a batch; ``None`` = they cannot be counted."""
+    """Counts the samples of a batch; ``None`` = it has no countable samples."""
     try:
         return num_samples(batch)
     except InputError:

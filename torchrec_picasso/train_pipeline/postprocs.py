@@ -1,8 +1,9 @@
-"""Modules in front of the tables that TorchRec runs ahead of the model, under micro-batches.
+"""Splits the results of modules that TorchRec runs ahead of the model, for micro-batches.
 
-With ``pipeline_postproc=True`` TorchRec's tracer takes modules without parameters, through which
-features pass on their way from the batch to a table, out of the model's forward: they run once,
-when ids are exchanged, and give the model what they gave then. A micro-batch is given its part.
+With ``pipeline_postproc=True`` TorchRec's tracer takes modules without parameters, which transform
+features between the batch and a table, out of the model's forward ("postprocs"). They run once,
+when ids are exchanged, and later return the same result to the model. A micro-batch gets its part
+of that result.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ __all__ = ["Postprocs"]
 
 
 class Postprocs:
-    """Gives postprocs what they work with.
+    """Sets the context that postprocs read and write.
 
     Args:
-        modules: As TorchRec's rewrite found them.
+        modules: The postprocs that TorchRec's rewrite found.
     """
 
     def __init__(self, modules: Sequence[PipelinedPostproc]) -> None:
@@ -35,16 +36,21 @@ class Postprocs:
 
     @contextmanager
     def of_batch(self, context: TrainPipelineContext) -> Iterator[None]:
-        """Within it they run for a batch, or give what they gave for it."""
+        """In this context, postprocs run for a batch, or return their result for it."""
         with use_context_for_postprocs(self._modules, context):
             yield
 
     @contextmanager
     def of_part(self, context: TrainPipelineContext, cut: Cut, index: int) -> Iterator[None]:
-        """Within it they give one micro-batch's part of what they gave for the batch.
+        """In this context, postprocs return one micro-batch's part of their result for the batch.
+
+        Args:
+            context: TorchRec's pipeline context of the batch.
+            cut: Pieces of the batch by micro-batch.
+            index: Index of the micro-batch.
 
         Raises:
-            CompatError: If it cannot be cut.
+            CompatError: If a result cannot be split.
         """
         if not self._modules or len(cut.sizes) == 1:
             with self.of_batch(context):
@@ -60,6 +66,7 @@ class Postprocs:
 
 
 def _cut(result: Any, sizes_K: Sequence[int], name: str) -> Sequence[Any]:
+    """Splits the result of one postproc; errors name it."""
     try:
         return split_batch(result, sizes_K)
     except (CompatError, InputError) as error:

@@ -1,4 +1,4 @@
-"""The names under which a profile shows steps and their operations; ``timeline/`` reads them."""
+"""Names of steps and operations in a profile; ``timeline/`` parses them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ STEP_PREFIX, OP_PREFIX = "picasso step ", "picasso op "
 
 @dataclass(frozen=True)
 class _Named:
+    """Builds its string only when a profiler reads it."""
+
     prefix: str
     what: object
 
@@ -23,10 +25,10 @@ class _Named:
 
 
 def step_range(number: int) -> AbstractContextManager[object]:
-    """The range of a step in a profile."""
+    """Makes the profiler range of a step."""
     return named_range(_Named(STEP_PREFIX, number))
 
 
 def op_range(op: Op) -> AbstractContextManager[object]:
-    """The range of an operation in a profile."""
+    """Makes the profiler range of an operation."""
     return named_range(_Named(OP_PREFIX, op))

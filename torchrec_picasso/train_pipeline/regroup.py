@@ -1,8 +1,9 @@
-"""Pooled columns in the order of their consumers, in one copy, where a model says so.
+"""Regroups pooled columns for their consumers in one copy, in place of FBGEMM's CPU operator.
 
-A model says so by TorchRec's ``KTRegroupAsDict``. On the CPU FBGEMM's operator behind it takes tens
-of times as long as a copy, in whatever order the columns come; with 130 fields that is more than
-all the rest of a step. There the columns are put together by name instead, backward as well.
+A model regroups columns with TorchRec's ``KTRegroupAsDict``. On the CPU FBGEMM's operator behind it
+takes tens of times as long as a copy, for any order of the columns; with 130 fields that is more
+than all the rest of a step. On the CPU the columns are therefore concatenated by name; backward is
+that of the concatenation.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ __all__ = ["Regroups", "regroup"]
 
 
 class Regroups:
-    """The regrouping modules of a model, until they are given back.
+    """The regrouping modules of a model whose forward is replaced.
 
     Args:
-        taken: Those that run :func:`regroup` from now on.
+        taken: The modules; from now on their forward is :func:`regroup`.
     """
 
     def __init__(self, taken: Sequence[KTRegroupAsDict] = ()) -> None:
@@ -32,27 +33,33 @@ class Regroups:
 
     @staticmethod
     def of(model: nn.Module, device: torch.device) -> Regroups:
-        """Takes over those of a model that runs on the CPU; elsewhere none."""
+        """Finds the modules of a model on the CPU; on other devices none.
+
+        Args:
+            model: The model.
+            device: Device of the model.
+        """
         if device.type != "cpu":
             return Regroups()
-        return Regroups([of for of in model.modules() if type(of) is KTRegroupAsDict])
+        return Regroups([m for m in model.modules() if type(m) is KTRegroupAsDict])
 
     def give_back(self) -> None:
-        """Gives them their own forward again."""
+        """Restores the modules' own forward."""
         for module in self._taken:
             vars(module).pop("forward", None)
         self._taken = ()
 
 
 def regroup(module: KTRegroupAsDict, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
-    """What a regrouping module gives, by concatenation.
+    """Computes the result of a regrouping module by concatenation.
 
     Args:
-        module: Says the groups.
-        keyed_tensors: Have their columns.
+        module: The module, which has the groups.
+        keyed_tensors: The columns, ``(B, sum of D)`` each.
 
     Returns:
-        As the module: by key ``(B, columns of the group)``. Where it may refuse, it is asked.
+        The columns of each group by key, ``(B, columns of the group)``. Inputs that the module may
+        refuse are passed to the module itself.
     """
     columns: dict[str, Tensor] = {}
     num_columns = 0
@@ -63,6 +70,7 @@ def regroup(module: KTRegroupAsDict, keyed_tensors: Sequence[KeyedTensor]) -> di
         columns |= found
         num_columns += len(found)
     groups = module._groups
+    # a name twice, an empty group or an unknown column: the module decides
     if len(columns) != num_columns or not all(
         group and columns.keys() >= set(group) for group in groups
     ):

@@ -1,4 +1,4 @@
-"""What a training step was like, for those who watch a run."""
+"""Reports of training steps, for monitoring a run."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class StepReport:
     """One training step on this rank.
 
     Args:
-        step: Training steps before it.
-        seconds: Of the whole call of ``progress``. On an accelerator the host runs ahead: seconds
-            of single steps then say little, their sum over many does.
-        num_samples: Of this rank's batch.
-        exposed_s: Of ``seconds``, those in which the host waited for exchanges of this package.
-        sent_bytes: For other ranks, by exchanges of this package and the sums of dense gradients.
-        coverage: Share of the distinct rows of this rank's batch that are hot; of tables whose rows
-            travel. ``None`` where there are no such rows.
-        peak_bytes: Most memory that the process has had so far; on CUDA, that its tensors had on
-            the device.
-        refreshed: What came of the last look at the hot set; ``None`` before the first.
+        step: Number of training steps before it.
+        seconds: Time of the whole call of ``progress``. On an accelerator the host runs ahead: the
+            time of a single step then says little, the sum over many steps is right.
+        num_samples: Samples of this rank's batch.
+        exposed_s: Part of ``seconds`` in which the host waited for exchanges of this package.
+        sent_bytes: Bytes sent to other ranks by exchanges of this package and by the reduction of
+            dense gradients.
+        coverage: Share of hot rows among the distinct rows of this rank's batch; tables that travel
+            as rows only. ``None`` if there are no such rows.
+        peak_bytes: Largest memory of the process so far; on CUDA, of its tensors on the device.
+        refreshed: Result of the last refresh evaluation; ``None`` before the first.
     """
 
     step: int
@@ -53,54 +53,56 @@ class StepReport:
 
     @property
     def samples_per_s(self) -> float:
-        """Of this rank."""
+        """Samples of this rank per second."""
         return self.num_samples / self.seconds
 
     @property
     def exposed_share(self) -> float:
-        """Part of the step in which the host waited for exchanges."""
+        """Share of the step in which the host waited for exchanges."""
         return self.exposed_s / self.seconds
 
 
 OnStep = Callable[[StepReport], None] | Sequence[Callable[[StepReport], None]]
-"""What takes reports: one callable, or several that are called in turn."""
+"""A function that receives reports, or several, which are called in order."""
 
 
 class StepReports:
-    """Keeps reports: ``InterleavedTrainPipeline(..., on_step=reports)``."""
+    """Collects reports: ``InterleavedTrainPipeline(..., on_step=reports)``."""
 
     def __init__(self) -> None:
         self.reports: list[StepReport] = []
 
     def __call__(self, report: StepReport) -> None:
-        """Keeps a report."""
+        """Appends a report."""
         self.reports.append(report)
 
     def to_frame(self) -> pd.DataFrame:
-        """A pandas DataFrame, a line per step: what a report has, and what came of a look in it.
+        """Converts the reports to a pandas DataFrame, one line per step.
 
-        ``num_moved``, ``moved_bytes`` are 0 in steps without a look.
+        ``num_moved`` and ``moved_bytes`` describe the refresh of the step; 0 in steps without a
+        refresh evaluation.
         """
         import pandas as pd
 
         lines, before = [], None
-        for of in self.reports:
-            looked = of.refreshed if of.refreshed is not before else None
-            before = of.refreshed
-            line = {name: value for name, value in vars(of).items() if name != "refreshed"}
-            line |= {"samples_per_s": of.samples_per_s, "exposed_share": of.exposed_share}
-            line["num_moved"] = 0 if looked is None else looked.num_moved
-            line["moved_bytes"] = 0 if looked is None else looked.moved_bytes
+        for report in self.reports:
+            # a report repeats the last evaluation; a new object means one in this step
+            refreshed = report.refreshed if report.refreshed is not before else None
+            before = report.refreshed
+            line = {name: value for name, value in vars(report).items() if name != "refreshed"}
+            line |= {"samples_per_s": report.samples_per_s, "exposed_share": report.exposed_share}
+            line["num_moved"] = 0 if refreshed is None else refreshed.num_moved
+            line["moved_bytes"] = 0 if refreshed is None else refreshed.moved_bytes
             lines.append(line)
         return pd.DataFrame(lines)
 
 
 class StepWatch:
-    """Measures steps where somebody wants to know; else nothing.
+    """Measures steps if there is a receiver of reports; else it does nothing.
 
     Args:
-        on_step: Takes the report of each training step; ``None`` = nobody wants any.
-        device: Where steps run.
+        on_step: Receives the report of each training step; ``None`` = no reports.
+        device: Device of the steps.
     """
 
     def __init__(self, on_step: OnStep | None, device: torch.device) -> None:
@@ -112,7 +114,7 @@ class StepWatch:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Around a step."""
+        """Measures the time and the traffic of a step, which runs in this context."""
         if not self._takers:
             yield
             return
@@ -125,8 +127,8 @@ class StepWatch:
         """Reports a training step that was measured.
 
         Args:
-            flight: The batch that it trained.
-            refreshed: What came of the last look at the hot set.
+            flight: The in-flight batch of the step.
+            refreshed: Result of the last refresh evaluation.
         """
         if not self._takers:
             return
@@ -145,13 +147,14 @@ class StepWatch:
             take(report)
 
     def _peak_bytes(self) -> int:
+        """Largest memory so far, in bytes."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
 
 
-def _coverage(rows_of: Sequence[BatchRows]) -> float | None:
-    """Share of the distinct rows of a batch that are hot."""
-    packs = [pack for rows in rows_of for pack in rows.layout.packs if not pack.is_of_bags]
+def _coverage(rows_by_group: Sequence[BatchRows]) -> float | None:
+    """Share of hot rows among the distinct rows of a batch; ``None`` = no table has rows."""
+    packs = [pack for rows in rows_by_group for pack in rows.layout.packs if not pack.is_of_bags]
     num_rows = sum(pack.num_rows for pack in packs)
     return sum(pack.hot_slots.numel() for pack in packs) / num_rows if num_rows else None

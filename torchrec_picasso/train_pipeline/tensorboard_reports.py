@@ -1,6 +1,6 @@
-"""Reports of training steps as curves in TensorBoard.
+"""Writes reports of training steps as curves for TensorBoard.
 
-Of a process group rank 0 writes what it measured itself, so that watching sends nothing.
+Rank 0 of the process group writes its own measurements, so the curves cost no communication.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torchrec_picasso.train_pipeline.step_report import StepReport
 __all__ = ["TensorBoardReports", "check_tensorboard", "figures_of"]
 
 _FLUSH_S = 10
-"""What a run that is ended from outside may lose."""
+"""Seconds of curves that a killed run may lose."""
 
 
 def check_tensorboard(folder: str | Path) -> None:
-    """Refuses to write where nothing could be written.
+    """Checks that curves can be written.
 
     Args:
-        folder: Of the event files.
+        folder: Folder of the event files.
 
     Raises:
         PicassoError: If the package ``tensorboard`` is missing.
@@ -45,17 +45,17 @@ class TensorBoardReports:
     """Writes reports: ``InterleavedTrainPipeline(..., on_step=TensorBoardReports("runs/1"))``.
 
     Curves are ``pipeline/samples_per_s``, ``/exposed_share``, ``/sent_bytes``, ``/coverage``,
-    ``/peak_bytes`` and, of looks at the hot set, ``/rows_moved`` and ``/busiest_home``
-    (:func:`figures_of`). Their steps count those trained, so the first has number
+    ``/peak_bytes`` and, for refresh evaluations, ``/rows_moved`` and ``/busiest_home``
+    (:func:`figures_of`). Steps are numbered by the steps trained, so the first has number
     ``first_step + 1``.
 
     Ranks other than 0 of the default process group write nothing.
 
     Args:
-        folder: Of the event files; made if it is not there.
-        first_step: Steps trained before, as by the run that this one continues. What is in the
-            folder of later steps is no longer shown.
-        every_steps: Steps between two points; a point is of all steps since the last.
+        folder: Folder of the event files; created if missing.
+        first_step: Steps trained before, as by the run that this one continues. Points of later
+            steps that are already in the folder are no longer shown.
+        every_steps: Steps between two points; a point covers all steps since the last one.
 
     Raises:
         PicassoError: If the package ``tensorboard`` is missing; on all ranks.
@@ -82,7 +82,7 @@ class TensorBoardReports:
             )
 
     def __call__(self, report: StepReport) -> None:
-        """Takes the report of a step; writes if a point is due."""
+        """Receives the report of a step; writes a point if one is due."""
         if self._writer is None:
             return
         self._window.append(report)
@@ -92,53 +92,62 @@ class TensorBoardReports:
             self._window, self._looked = [], report.refreshed
 
     def is_due(self, step: int) -> bool:
-        """Whether curves have a point after so many steps."""
+        """Whether curves have a point after this many steps.
+
+        Args:
+            step: Steps trained, including those before ``first_step``.
+        """
         return step % self._every_steps == 0
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Writes points of any curves.
 
         Args:
-            step: Steps trained, those before ``first_step`` included.
-            figures: By the curve's name.
+            step: Steps trained, including those before ``first_step``.
+            figures: Value by name of the curve.
         """
         if self._writer is not None:
             for name, value in figures.items():
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Brings all points to the disk and closes the file."""
+        """Flushes all points to the disk and closes the file."""
         if self._writer is not None:
             self._writer.close()
 
 
 def figures_of(reports: Sequence[StepReport], looked: Refreshed | None = None) -> dict[str, float]:
-    """What is drawn of some steps of one rank, by the curve's name.
+    """Computes the points of some steps of one rank, by name of the curve.
 
-    ``sent_bytes`` is a mean per step, ``coverage`` one over the steps that have any.
-    ``rows_moved`` and ``busiest_home`` are there where a look at the hot set was among the steps:
-    the hot rows that changed, and what the home that was used most gave, by the mean of all homes.
+    ``sent_bytes`` is a mean per step, ``coverage`` a mean over the steps that have one.
+    ``rows_moved`` and ``busiest_home`` exist if a refresh evaluation was among the steps: the
+    number of hot rows that changed, and the accesses to the busiest owner rank divided by the mean
+    over all owner ranks.
 
     Args:
-        reports: Of steps in a row, at least one.
-        looked: What came of the last look before them.
+        reports: Reports of consecutive steps, at least one.
+        looked: Result of the last refresh evaluation before them.
     """
-    seconds = sum(of.seconds for of in reports)
+    seconds = sum(report.seconds for report in reports)
     figures = {
-        "samples_per_s": sum(of.num_samples for of in reports) / seconds,
-        "exposed_share": sum(of.exposed_s for of in reports) / seconds,
-        "sent_bytes": sum(of.sent_bytes for of in reports) / len(reports),
+        "samples_per_s": sum(report.num_samples for report in reports) / seconds,
+        "exposed_share": sum(report.exposed_s for report in reports) / seconds,
+        "sent_bytes": sum(report.sent_bytes for report in reports) / len(reports),
         "peak_bytes": float(reports[-1].peak_bytes),
     }
-    coverages = [of.coverage for of in reports if of.coverage is not None]
+    coverages = [report.coverage for report in reports if report.coverage is not None]
     if coverages:
         figures["coverage"] = sum(coverages) / len(coverages)
-    return {f"pipeline/{name}": of for name, of in (figures | _of_looks(reports, looked)).items()}
+    return {
+        f"pipeline/{name}": value for name, value in (figures | _of_looks(reports, looked)).items()
+    }
 
 
 def _of_looks(reports: Sequence[StepReport], looked: Refreshed | None) -> dict[str, float]:
+    """Computes the points of the refresh evaluations among some steps; empty if there were none."""
     looks: list[Refreshed] = []
     for report in reports:
+        # a report repeats the last evaluation; a new object means one in this step
         if report.refreshed is not None and report.refreshed is not looked:
             looked = report.refreshed
             looks.append(looked)

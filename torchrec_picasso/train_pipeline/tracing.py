@@ -1,8 +1,8 @@
-"""Why a model cannot be traced, with the line of the model and what to do about it.
+"""Explains why a model cannot be traced: the line of the model, and a remedy.
 
-TorchRec's pipelines find the input of each table by torch.fx, which runs the forward of every
-module with tables inside on proxies. What a proxy cannot be (a number, a condition, something to
-iterate over) ends in an error of Python's that names neither the tracer nor the model.
+TorchRec's pipelines find the input of each table with torch.fx, which runs the forward of every
+module that contains tables on proxies. A proxy cannot be a number, a condition or an iterable; such
+a use ends in a Python error that names neither the tracer nor the model.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ _STDLIB = sysconfig.get_path("stdlib")
 
 @contextmanager
 def explained_tracing() -> Iterator[None]:
-    """Around TorchRec's rewrite of a model.
+    """Translates errors of TorchRec's rewrite of a model, which runs in this context.
 
     Raises:
-        CompatError: In place of whatever the model's forward raised while it was traced.
+        CompatError: In place of any error that the model's forward raised while it was traced.
     """
     try:
         yield
-    except Exception as error:  # whatever Python, torch.fx or the model raises
+    except Exception as error:  # any error of Python, torch.fx or the model
         frames = _traced_frames(error)
         if frames is None:
             raise
-        of_model = [frame for frame in frames if not _is_library(frame.filename)]
-        raise CompatError(_told(error, of_model[-1] if of_model else None)) from error
+        model_frames = [frame for frame in frames if not _is_library(frame.filename)]
+        # the innermost line outside the libraries is the one that the user can change
+        raise CompatError(_told(error, model_frames[-1] if model_frames else None)) from error
 
 
 def _traced_frames(error: Exception) -> list[traceback.FrameSummary] | None:
-    """What ran inside the tracer, innermost last; ``None`` = the error came from elsewhere."""
+    """Lists the frames inside the tracer, innermost last; ``None`` = the error is not from it."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     if _TRACER not in codes:
         return None
@@ -53,12 +54,14 @@ def _traced_frames(error: Exception) -> list[traceback.FrameSummary] | None:
 
 
 def _is_library(filename: str) -> bool:
+    """Whether a file belongs to Python, torch or TorchRec."""
     if filename.startswith(_STDLIB) and "site-packages" not in filename:
         return True
-    return filename.startswith((*_LIBRARIES, "<"))  # "<" = code that was generated
+    return filename.startswith((*_LIBRARIES, "<"))  # "<" marks generated code
 
 
 def _told(error: Exception, frame: traceback.FrameSummary | None) -> str:
+    """Writes the message for an error at a line of the model."""
     where = "" if frame is None else f" at {frame.filename}:{frame.lineno}, `{frame.line}`"
     return (
         "the model cannot be traced by torch.fx, which tells the pipeline what its tables look "

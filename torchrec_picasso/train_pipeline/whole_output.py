@@ -1,4 +1,4 @@
-"""The output of a module that is not interleaved: computed once per batch, given out in parts.
+"""The full-batch output of a non-interleaved module, split by samples for micro-batches.
 
 Shape letters: K micro-batches, V values that gradients run back to.
 """
@@ -23,11 +23,11 @@ __all__ = ["UncutOutput", "WholeOutput"]
 
 
 class UncutOutput:
-    """An output for a forward of the whole batch: with its graph, waited for at its use.
+    """An output for one forward of the whole batch: with its graph, awaited at its first use.
 
     Args:
-        output: What the module returned, awaitable or not.
-        name: Of the module, for messages.
+        output: The module's result, awaitable or not.
+        name: Name of the module, for messages.
     """
 
     def __init__(self, output: Any, name: str) -> None:
@@ -35,19 +35,19 @@ class UncutOutput:
         self._name = name
 
     def part(self, sizes_K: Sequence[int], index: int) -> Any:
-        """The output; there is one part."""
+        """Returns the output; there is one micro-batch."""
         return self._output
 
     def backward(self) -> None:
-        """Nothing: the module's backward is part of the model's."""
+        """Does nothing: the module's backward is part of the model's."""
 
     def detached(self) -> WholeOutput:
-        """The same output cut off from its graph, with leaves of its own. Collective."""
+        """Copies the output without its graph, with its own leaves. Collective."""
         self._output = self._waited(self._output)
         return WholeOutput(self._output, self._name)
 
     def _waited(self, value: Any) -> Any:
-        """The output without awaitables, in containers too: TorchRec's can be waited for once."""
+        """Waits for all awaitables in the output, in containers too; TorchRec's allow one wait."""
         if isinstance(value, Awaitable):
             return value.wait()
         members = None if isinstance(value, KeyedTensor | JaggedTensor) else children_of(value)
@@ -58,16 +58,17 @@ class UncutOutput:
 
 
 class WholeOutput:
-    """An output of a whole batch, cut off from its graph.
+    """An output of a whole batch, detached from its graph.
 
-    Every micro-batch gets a copy of its samples, so a model may write into it, and runs backward
-    into leaves of its own; the module's backward, which exchanges and updates, runs once, with all
-    of them. That needs tensors, pooled (KeyedTensor) or by sequences (dicts of JaggedTensors),
-    alone or in containers. Anything else is handed to a whole batch as it is, with its graph.
+    Every micro-batch gets a copy of its samples, into which a model may write, and runs backward
+    into its own leaves. The module's backward, which exchanges and updates, runs once, with the
+    gradients of all leaves. This needs pooled tensors (KeyedTensor) or sequences (dicts of
+    JaggedTensors), alone or in containers. A whole batch gets anything else unchanged, with its
+    graph.
 
     Args:
-        output: What the module returned, awaitable or not.
-        name: Of the module, for messages.
+        output: The module's result, awaitable or not.
+        name: Name of the module, for messages.
         always_leaves: Whether values are leaves even without a graph.
     """
 
@@ -75,9 +76,9 @@ class WholeOutput:
         self._name = name
         self._always_leaves = always_leaves
         self._values: list[Tensor] = []
-        """Those that gradients run back to."""
+        """Tensors of the output that gradients run back to."""
         self._has_leaf: list[bool] = []
-        """Of every tensor of the output."""
+        """For every tensor of the output, whether it is one of ``_values``."""
         self._output = self._map(output, self._off_graph)
         self._cuts: dict[tuple[int, ...], _Cut] = {}
 
@@ -87,10 +88,14 @@ class WholeOutput:
         return self._output
 
     def part(self, sizes_K: Sequence[int], index: int) -> Any:
-        """The output for one micro-batch.
+        """Returns the output for one micro-batch.
+
+        Args:
+            sizes_K: Samples of each micro-batch.
+            index: Index of the micro-batch.
 
         Raises:
-            CompatError: If it cannot be cut.
+            CompatError: If the output cannot be split.
         """
         sizes = tuple(sizes_K)
         if sizes not in self._cuts:
@@ -99,37 +104,42 @@ class WholeOutput:
         return self._cuts[sizes].parts_K[index]
 
     def backward(self) -> None:
-        """Runs the module's backward, unless no gradient came. Collective."""
+        """Runs the module's backward; not without any gradient. Collective."""
         grads = [leaf.grad for leaf in self.leaves]
         if all(grad is None for grad in grads):
-            return  # nor would the module's backward run in a plain loop
+            return  # a plain loop would not run the module's backward either
         torch.autograd.backward(self._values, self.join_gradients(grads))
 
     def detached(self) -> WholeOutput:
-        """The same output with leaves of its own, whose backward nobody waits for."""
+        """Copies the output with its own leaves; no module's backward runs from them."""
         other = copy.copy(self)
         other._cuts = {}
         return other
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What gradients of all parts that were handed out arrive at."""
+        """The leaves of all micro-batches so far, where their gradients arrive."""
         return [leaf for cut in self._cuts.values() for leaves in cut.leaves_VK for leaf in leaves]
 
     def join_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Those of the whole output's values, zeros where none came.
+        """Joins gradients of leaves to gradients of the whole output's values.
 
         Args:
-            grads: Of :attr:`leaves`, in their order.
+            grads: Gradient of each of :attr:`leaves`, in their order; ``None`` = zeros.
+
+        Returns:
+            One gradient per value, with its shape.
         """
         found = iter(grads)
+        # by cut (sizes of micro-batches), then by value; several cuts of one batch add up
         by_cut_V = [
             [_join_gradients([next(found) for _ in leaves], leaves) for leaves in cut.leaves_VK]
             for cut in self._cuts.values()
         ]
-        return [torch.stack(of).sum(0) if len(of) > 1 else of[0] for of in zip(*by_cut_V)]
+        return [torch.stack(g).sum(0) if len(g) > 1 else g[0] for g in zip(*by_cut_V)]
 
     def _split(self, sizes: tuple[int, ...]) -> Sequence[Any]:
+        """Splits the output by samples."""
         try:
             return split_batch(self._output, sizes)
         except (CompatError, InputError) as error:
@@ -139,23 +149,26 @@ class WholeOutput:
             ) from error
 
     def _with_leaves(self, parts_K: Sequence[Any]) -> _Cut:
+        """Makes leaves for each micro-batch; the model gets copies of the leaves."""
         leaves_KV: list[list[Tensor]] = []
 
         def leaf_of(tensor: Tensor, has_leaf: Iterator[bool], leaves_V: list[Tensor]) -> Tensor:
             if not next(has_leaf):
                 return tensor
             leaves_V.append(tensor.detach().requires_grad_())
+            # the model gets a clone: it may write into its input, but not into a leaf
             return leaves_V[-1].clone()
 
-        handed_out = []
+        parts = []
         for part in parts_K:
             leaves_KV.append([])
             take = partial(leaf_of, has_leaf=iter(self._has_leaf), leaves_V=leaves_KV[-1])
             with torch.enable_grad():
-                handed_out.append(self._map(part, take))
-        return _Cut(handed_out, list(zip(*leaves_KV)))
+                parts.append(self._map(part, take))
+        return _Cut(parts, list(zip(*leaves_KV)))
 
     def _off_graph(self, values: Tensor) -> Tensor:
+        """Detaches one tensor, and records whether gradients run back to it."""
         is_float = values.is_floating_point()
         self._has_leaf.append(values.requires_grad or (self._always_leaves and is_float))
         if self._has_leaf[-1]:
@@ -163,7 +176,7 @@ class WholeOutput:
         return values.detach()
 
     def _map(self, value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-        """The output with every tensor changed, always in the same order."""
+        """Applies a function to every tensor of the output, always in the same order."""
         if isinstance(value, Awaitable):
             value = value.wait()
         if isinstance(value, KeyedTensor):
@@ -191,11 +204,11 @@ class WholeOutput:
 
 @dataclass(frozen=True)
 class _Cut:
-    """An output cut to some sizes.
+    """An output split for some sizes of micro-batches.
 
     Args:
-        parts_K: By micro-batch.
-        leaves_VK: By value of the output, those of its parts.
+        parts_K: Output of each micro-batch.
+        leaves_VK: For each value of the output, the leaf of each micro-batch.
     """
 
     parts_K: Sequence[Any]
@@ -203,6 +216,7 @@ class _Cut:
 
 
 def _join_gradients(grads_K: Sequence[Tensor | None], leaves_K: Sequence[Tensor]) -> Tensor:
+    """Joins the gradients of one value's leaves along the samples; 0-d values are summed."""
     known_K = [
         torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads_K, leaves_K)
     ]

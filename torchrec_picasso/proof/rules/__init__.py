@@ -1,1 +1,1 @@
-"""What operators do along the batch, a rule for each family."""
+"""Rules for operators: how outputs depend on the batch, one file per family."""

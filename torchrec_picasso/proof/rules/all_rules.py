@@ -1,4 +1,4 @@
-"""The rules of all families: each module notes its own as it is imported."""
+"""The rules of all families: each module registers its own when it is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors from nothing: a constant along the batch is the same for every sample."""
+"""Operators that create tensors: a constant along the batch is the same for every sample."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ __all__: list[str] = []
     "empty_like scalar_tensor"
 )
 def constant(call: Call) -> Value:
-    """All entries alike."""
+    """Fills a tensor with one number; along the batch each row gets it."""
     if is_symbolic(call.args.get("fill_value")) or is_symbolic(call.args.get("s")):
         raise UnprovedError("makes a value of the batch's size")
     for operand in call.varying:
+        # zeros_like(x) has x's rows; of another tensor only the shape matters
         if operand.name == "self" and call.name.endswith("_like"):
             if operand.value.kind is Kind.ROWS:
                 return Value(Kind.ROWS, rows=operand.value.rows, outer=operand.value.outer)
@@ -35,10 +36,11 @@ def constant(call: Call) -> Value:
 
 @rule("arange")
 def arange(call: Call) -> Value:
-    """Places: of samples, or of lookups."""
+    """Counts along the batch: positions of samples, or of lookups."""
     if not call.numbers:
         return SAME
     end, is_from_0 = call.args["end"], call.args.get("start", 0) == 0
+    # exactly 0, 1, ... up to a number of rows: each entry is the position of its own row
     found = call.sizes.rows_of(end)
     if not is_from_0 or call.args.get("step", 1) != 1 or found is None or found[1] != 1:
         raise UnprovedError("counts along the batch")

@@ -10,7 +10,7 @@ __all__: list[str] = []
 
 @rule("fbgemm.asynchronous_complete_cumsum")
 def offsets(call: Call) -> Value:
-    """Where each sample's lookups begin."""
+    """Computes offsets from lengths: the first lookup of each sample."""
     (lengths,) = call.operands
     value = lengths.value
     if value.kind is not Kind.ROWS or len(value.features) != 1 or lengths.tensor.dim() != 1:
@@ -19,6 +19,7 @@ def offsets(call: Call) -> Value:
 
 
 def _feature(offsets: Operand) -> str:
+    """Returns the one feature whose offsets these are."""
     if offsets.value.kind is not Kind.OFFSETS or len(offsets.value.features) != 1:
         raise UnprovedError("has offsets that are not those of one feature")
     return offsets.value.features[0]
@@ -29,7 +30,7 @@ def _feature(offsets: Operand) -> str:
     "fbgemm.jagged_to_padded_dense_forward fbgemm.stacked_jagged_2d_to_dense"
 )
 def to_dense(call: Call) -> Value:
-    """A row of places for each sample, padded."""
+    """Pads each sample's lookups to rows of equal length, ``(n, D)`` -> ``(B, L, D)``."""
     call.refuse_numbers()
     values, (places, *others) = (
         call.of("values"),
@@ -40,13 +41,14 @@ def to_dense(call: Call) -> Value:
         raise UnprovedError("pads values of another form than one row per lookup")
     if values.value.outer != 1 or call.sizes.inner(values.tensor, values.value) != 1:
         raise UnprovedError("pads values of another form than one row per lookup")
+    # values and offsets must belong to the same lookups
     call.sizes.want_same(values.value.rows, feature, call.where)
     return Value(Kind.ROWS, rows=places.value.rows)
 
 
 @rule("fbgemm.dense_to_jagged fbgemm.dense_to_jagged_forward")
 def to_jagged(call: Call) -> list[Value]:
-    """The places of each sample that it has lookups for."""
+    """Removes the padding: entries of each sample up to its length, ``(B, L, D)`` -> ``(n, D)``."""
     dense, (places, *others) = (
         call.of("dense"),
         [operand for operand in call.operands if operand.name in ("offsets", "x_offsets")],
@@ -68,14 +70,14 @@ def to_jagged(call: Call) -> list[Value]:
     "fbgemm.regroup_keyed_tensor fbgemm.permute_pooled_embs_auto_grad fbgemm.permute_pooled_embs"
 )
 def regroup(call: Call) -> Value:
-    """Columns of pooled tensors in another order."""
+    """Reorders columns of pooled tensors ``(B, sum of D)``."""
     call.refuse_numbers()
     varying = call.varying
     if any(operand.value.kind is not Kind.ROWS or operand.value.dim for operand in varying):
         raise UnprovedError("regroups what is not one row per sample")
     if any(operand.value.counted for operand in varying):
         raise UnprovedError("computes with places in the batch")
-    pooled = [of for of in call.operands if of.name in ("pooled_embs", "embs", "keyed_tensors")]
+    pooled = [op for op in call.operands if op.name in ("pooled_embs", "embs", "keyed_tensors")]
     if any(operand.is_same for operand in pooled):
         raise UnprovedError("regroups columns that samples share")
     return call.same_rows(varying)

@@ -1,4 +1,4 @@
-"""Entries by index: from tables, within a sample, or a sample's for each of its lookups."""
+"""Operators with indices: into tables, within a sample, or from a sample to its lookups."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ __all__: list[str] = []
 
 @rule("embedding")
 def embedding(call: Call) -> Value:
-    """Rows of a table."""
+    """Looks up rows of a table."""
     if call.args["scale_grad_by_freq"]:
         raise UnprovedError("scales gradients by how often the batch has an index")
     return _of_table(call, call.of("weight"), [call.of("indices")])
 
 
 def _of_table(call: Call, table: Operand, indices: list[Operand]) -> Value:
+    """Looks up in a tensor that is the same for every batch: rows of the indices."""
     call.refuse_numbers()
     if not table.is_same:
         raise UnprovedError("looks up in a table that depends on the batch")
@@ -32,7 +33,7 @@ def _of_table(call: Call, table: Operand, indices: list[Operand]) -> Value:
 
 @rule("index_select")
 def index_select(call: Call) -> Value:
-    """Places of one dim."""
+    """Selects entries of one dim."""
     call.refuse_numbers()
     operand, index = call.of("self"), call.of("index")
     dim = call.args["dim"] % max(operand.tensor.dim(), 1)
@@ -44,6 +45,7 @@ def index_select(call: Call) -> Value:
         return operand.value
     if operand.value.kind is not Kind.ROWS:
         raise UnprovedError(f"looks up in {operand.value.kind.value}")
+    # along another dim each sample is treated alike; along the batch the index must be its own row
     if dim != operand.value.dim:
         if not index.is_same:
             raise UnprovedError("puts every sample beside every other sample")
@@ -58,7 +60,7 @@ def index_select(call: Call) -> Value:
 
 
 def _require_own(call: Call, operand: Operand, index: Operand) -> None:
-    """An index into the batch must be that of each entry's own row."""
+    """Requires an index into the batch to be the position of each entry's own row."""
     value = index.value
     if value.kind is not Kind.ROWS or not value.is_own:
         raise UnprovedError("takes entries of other samples, by an index into the batch")
@@ -71,12 +73,12 @@ def _require_own(call: Call, operand: Operand, index: Operand) -> None:
 
 @rule("index _unsafe_index")
 def index(call: Call) -> Value:
-    """Places of several dims."""
+    """Selects entries by indices of several dims."""
     call.refuse_numbers()
     operand = call.of("self")
     given = call.args["indices"]
     indices = [other for other in call.operands if other.name == "indices"]
-    by_dim = dict(zip((dim for dim, of in enumerate(given) if of is not None), indices))
+    by_dim = dict(zip((dim for dim, one in enumerate(given) if one is not None), indices))
     if any(str(other.tensor.dtype) in ("torch.bool", "torch.uint8") for other in indices):
         raise UnprovedError("takes the entries that fulfil a condition")
     if operand.is_same:
@@ -87,6 +89,7 @@ def index(call: Call) -> Value:
         return operand.value
     if operand.value.kind is not Kind.ROWS:
         raise UnprovedError(f"looks up in {operand.value.kind.value}")
+    # as in index_select: the index of the batch's dim must be each entry's own row
     own = by_dim.pop(operand.value.dim, None)
     if any(other.value.counted for other in by_dim.values()):
         raise UnprovedError("looks up by places in the batch")
@@ -101,12 +104,13 @@ def index(call: Call) -> Value:
 
 @rule("gather scatter scatter_add scatter_reduce")
 def gather(call: Call) -> Value:
-    """Places of one dim, others for each sample."""
+    """Selects or writes entries of one dim, with other indices for each sample."""
     call.refuse_numbers()
     if not call.varying:
         return SAME
     if any(operand.is_same or operand.value.kind is not Kind.ROWS for operand in call.operands):
         raise UnprovedError("takes entries by an index that is not one of each sample")
+    # all operands have the batch in one dim, and the index works along another one
     found = call.same_rows(call.operands)
     (batch_dim, *others) = {operand.value.dim for operand in call.operands}
     operand = call.of("self")
@@ -121,7 +125,7 @@ def gather(call: Call) -> Value:
 
 @rule("index_add")
 def index_add(call: Call) -> Value:
-    """Each row added to the sample that it belongs to."""
+    """Adds each row to the sample that it belongs to."""
     call.refuse_numbers()
     operand, index, source = call.of("self"), call.of("index"), call.of("source")
     dim = call.args["dim"] % max(operand.tensor.dim(), 1)
@@ -135,6 +139,7 @@ def index_add(call: Call) -> Value:
         if not index.is_same or source.value.dim != operand.value.dim:
             raise UnprovedError("adds entries to those of other samples")
         return call.same_rows([operand, source])
+    # along the batch: a sum of each sample's lookups, such as pooling by hand
     _require_own(call, operand, index)
     if source.value.dim != dim or source.value.outer != 1:
         raise UnprovedError("adds entries to those of other samples")
@@ -146,7 +151,7 @@ def index_add(call: Call) -> Value:
 
 @rule("repeat_interleave")
 def repeat_interleave(call: Call) -> Value:
-    """The place of a sample, for each of its lookups."""
+    """Repeats the position of each sample for its lookups."""
     repeats = call.of("repeats")
     value = repeats.value
     if value.kind is not Kind.ROWS or len(value.features) != 1 or repeats.tensor.dim() != 1:

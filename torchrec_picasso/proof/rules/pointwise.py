@@ -1,7 +1,7 @@
-"""Operators that compute each entry from the entries at its place, and losses that average them.
+"""Elementwise operators, and losses that average their entries.
 
-They keep samples apart where batch dims meet. Of means and sums over samples only what is linear is
-a mean or a sum again.
+Elementwise operators keep samples apart if batch dims coincide. From means and sums over samples
+only linear operators make a mean or a sum again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ RATIO = "If a loss is a ratio of two sums, give both sums and divide nothing"
     "logical_and logical_or logical_not logical_xor masked_fill where"
 )
 def pointwise(call: Call) -> Value | Sequence[Value]:
-    """Anything elementwise."""
+    """Applies to any elementwise operator."""
     return _elementwise(call)
 
 
 def _elementwise(call: Call) -> Value:
+    """Derives the value of an elementwise operator from its operands."""
     varying = call.varying
     if call.name in _COPIES and len(varying) == 1:
         return _copied(call, varying[0])
@@ -51,7 +52,7 @@ def _elementwise(call: Call) -> Value:
     operands = call.operands
     if call.name in ("bucketize", "isin"):
         operands = varying
-        if [of.name for of in varying] not in (["self"], ["elements"]):
+        if [operand.name for operand in varying] not in (["self"], ["elements"]):
             raise UnprovedError("looks entries up in a list that depends on the batch")
     found = call.aligned(operands)
     if any(operand.value.counted for operand in varying):
@@ -60,17 +61,20 @@ def _elementwise(call: Call) -> Value:
 
 
 def _copied(call: Call, operand: Operand) -> Value:
+    """Copies entries, perhaps to another dtype."""
     value, dtype = operand.value, call.outputs[0].dtype
     call.refuse_numbers()
     if value.is_partial and not dtype.is_floating_point and dtype != operand.tensor.dtype:
         raise UnprovedError(f"rounds {value.kind.value}")
     is_exact = dtype in (torch.int64, torch.int32)
     if (value.counted or value.kind is Kind.OFFSETS) and not is_exact:
+        # positions and offsets must stay exact integers
         raise UnprovedError("makes other numbers of places in the batch")
     return value if is_exact or value.kind is not Kind.ROWS else plain(value)
 
 
 def _filled(call: Call) -> Value:
+    """Fills a tensor in place; its old entries do not matter, only its rows."""
     call.refuse_numbers()
     filled = call.of("self").value
     value = call.find("value")
@@ -84,6 +88,7 @@ def _filled(call: Call) -> Value:
 
 
 def _of_lookups(call: Call, operand: Operand) -> Value:
+    """Maps the lookups of several features, with scalar constants only."""
     for other in call.operands:
         if other.is_same and other.tensor.numel() != 1:
             raise UnprovedError("has different constants for different lookups")
@@ -91,6 +96,7 @@ def _of_lookups(call: Call, operand: Operand) -> Value:
 
 
 def _difference(call: Call, varying: list[Operand], found: Value) -> Value:
+    """Allows comparison and subtraction of positions in the same rows: both start at one row."""
     counted = {operand.value.counted for operand in call.operands}
     is_of_two = len(call.operands) == 2 and len(varying) == 2 and len(counted) == 1
     if is_of_two and call.name in _COMPARISONS:
@@ -101,7 +107,7 @@ def _difference(call: Call, varying: list[Operand], found: Value) -> Value:
 
 
 def _linear(call: Call) -> Value:
-    """Sums of means are means, multiples too."""
+    """Combines means and sums over samples: linear operators give a mean or a sum again."""
     kinds = {operand.value.kind for operand in call.operands}
     partial = [operand for operand in call.operands if operand.value.is_partial]
     if call.name == "div" and partial[0].name == "self" and len(partial) == 1:
@@ -113,6 +119,7 @@ def _linear(call: Call) -> Value:
         return Value(partial[0].value.kind)
     if call.name in _SUMS and not call.outputs[0].dtype.is_floating_point:
         raise UnprovedError(f"rounds {partial[0].value.kind.value}")
+    # mean + constant stays a mean; sum + constant does not, since each part would add it
     if call.name in _SUMS and kinds <= {Kind.SAME, Kind.MEAN}:
         return Value(Kind.MEAN)
     if call.name in _SUMS and kinds == {Kind.SUM} and not _has_plain_number(call):
@@ -125,11 +132,13 @@ def _linear(call: Call) -> Value:
 
 
 def _has_plain_number(call: Call) -> bool:
+    """Whether a plain number other than 0 is added."""
     other = call.args.get("other")
     return isinstance(other, int | float) and other != 0
 
 
 def _divided(call: Call, divided: Operand) -> Value:
+    """Divides a mean or a sum: by a constant, or a sum by the number of samples."""
     divisor: Any = call.args["other"]
     if call.args.get("rounding_mode") is not None:
         raise UnprovedError(f"rounds {divided.value.kind.value}")
@@ -147,7 +156,7 @@ def _divided(call: Call, divided: Operand) -> Value:
     "huber_loss soft_margin_loss"
 )
 def loss(call: Call) -> Value:
-    """A loss of each entry, then none, its mean or its sum."""
+    """Computes a loss of each entry, then returns the entries, their mean or their sum."""
     call.refuse_numbers()
     if any(operand.value.is_partial or operand.value.counted for operand in call.varying):
         raise UnprovedError("is not linear in means over samples")
@@ -157,19 +166,20 @@ def loss(call: Call) -> Value:
         return found
     if reduction != _MEAN:
         return Value(Kind.SUM)
+    # a mean over entries is a mean over samples only if there is one row per sample
     call.sizes.want_same(SAMPLES, found.rows, call.where)
     return Value(Kind.MEAN)
 
 
 @rule("log_sigmoid_forward")
 def log_sigmoid(call: Call) -> list[Value]:
-    """Elementwise, beside it what its backward needs."""
+    """Elementwise, with a second output for its backward."""
     return call.with_scratch(_elementwise(call))
 
 
 @rule("nll_loss_forward nll_loss2d_forward")
 def nll_loss(call: Call) -> list[Value]:
-    """A loss of each row: its mean divides by those whose target is not ignored."""
+    """Computes a loss of each row; its mean divides by the targets that are not ignored."""
     logits, target = call.of("self"), call.of("target")
     weight = call.find("weight")
     if logits.value.kind is not Kind.ROWS or logits.value.dim or target.value.kind is not Kind.ROWS:
@@ -189,7 +199,7 @@ def nll_loss(call: Call) -> list[Value]:
 
 @rule("native_dropout bernoulli")
 def dropout(call: Call) -> Value:
-    """Noise for each entry of each sample."""
+    """Draws noise for each entry of each sample."""
     if any(operand.value.kind is not Kind.ROWS for operand in call.operands):
         raise UnprovedError("draws random numbers that samples share, others in each micro-batch")
     if any(operand.value.counted for operand in call.operands):

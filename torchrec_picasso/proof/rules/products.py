@@ -1,4 +1,4 @@
-"""Products of matrices, convolutions, attention, layers: all of them batched."""
+"""Batched products of matrices, convolutions, attention and layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torchrec_picasso.proof.values import SAME, Kind, UnprovedError, Value
 __all__: list[str] = []
 
 _DIMS = {"mm": ("mk", "kn"), "bmm": ("bmk", "bkn"), "mv": ("mk", "k"), "dot": ("k", "k")}
+"""Dims of both factors: b and m and n stay, k is summed over."""
 _SIDES = {
     "mm": ("self", "mat2"),
     "addmm": ("mat1", "mat2"),
@@ -19,17 +20,19 @@ _SIDES = {
     "addmv": ("mat", "vec"),
     "dot": ("self", "tensor"),
 }
+"""Names of the arguments that are the factors."""
 
 
 @rule("mm addmm bmm baddbmm mv addmv dot")
 def product(call: Call) -> Value:
-    """A product of two, and what is added to it."""
+    """Multiplies two tensors, and adds a third one in the add variants."""
     call.refuse_numbers()
     sides = [call.of(name) for name in _SIDES[call.name]]
     added = call.find("self") if call.name in ("addmm", "baddbmm", "addmv") else None
     found = _product(call, sides, _DIMS[call.name.removeprefix("add").replace("badd", "")])
     if added is None or (added.is_same and found.kind is not Kind.SUM):
         return found
+    # rows + rows, mean + constant or mean, sum + sum; other combinations are refused
     if found.kind is Kind.ROWS and added.value.kind is Kind.ROWS:
         return _added(call, added, found)
     if {found.kind, added.value.kind} <= {Kind.SAME, Kind.MEAN}:
@@ -40,6 +43,7 @@ def product(call: Call) -> Value:
 
 
 def _added(call: Call, added: Operand, found: Value) -> Value:
+    """Adds rows to a product of rows, if their batch dims coincide."""
     out = call.sizes.locate(call.outputs[0], found)
     if added.place != out.dim - call.outputs[0].dim():
         raise UnprovedError("puts every sample beside every other sample")
@@ -51,6 +55,7 @@ def _added(call: Call, added: Operand, found: Value) -> Value:
 
 
 def _product(call: Call, sides: Sequence[Operand], letters: Sequence[str]) -> Value:
+    """Derives the value of a product from the dims where its factors have the batch."""
     varying = [operand for operand in sides if not operand.is_same]
     if not varying:
         return SAME
@@ -61,7 +66,8 @@ def _product(call: Call, sides: Sequence[Operand], letters: Sequence[str]) -> Va
     if any(operand.value.counted for operand in varying):
         raise UnprovedError("computes with places in the batch")
     found = call.same_rows(varying)
-    names = [of[side.value.dim] for side, of in zip(sides, letters) if not side.is_same]
+    names = [dims[side.value.dim] for side, dims in zip(sides, letters) if not side.is_same]
+    # the batch may be k in both factors (a sum over it), b in both, or m or n in one
     if "k" in names:
         if names != ["k", "k"]:
             raise UnprovedError("adds up over the batch")
@@ -75,13 +81,13 @@ def _product(call: Call, sides: Sequence[Operand], letters: Sequence[str]) -> Va
 
 @rule("convolution _convolution")
 def convolution(call: Call) -> Value:
-    """Samples in dim 0, the same weights for all."""
+    """Convolves samples in dim 0, with the same weights for all."""
     return _first_dim(call, call.of("input"))
 
 
 @rule("native_layer_norm native_group_norm _fused_rms_norm")
 def norm(call: Call) -> Value:
-    """A norm over dims of each sample."""
+    """Normalizes over dims of each sample."""
     operand = call.of("input")
     width = len(call.args["normalized_shape"]) if "normalized_shape" in call.args else None
     if call.name == "native_group_norm":
@@ -98,13 +104,13 @@ def norm(call: Call) -> Value:
     "batch_norm_with_update _batch_norm_with_update batch_norm_stats"
 )
 def batch_norm(call: Call) -> Value:
-    """Statistics of the batch."""
+    """Refuses statistics of the batch."""
     raise UnprovedError("takes statistics of the batch, others in a micro-batch; use LayerNorm")
 
 
 @rule("max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d avg_pool1d max_pool1d_with_indices")
 def pool(call: Call) -> Value:
-    """Windows over the last dims."""
+    """Pools windows over the last dims."""
     operand = call.of("self")
     spatial = 1 if "1d" in call.name else 2
     if operand.value.kind is Kind.ROWS and operand.value.dim >= operand.tensor.dim() - spatial:
@@ -114,7 +120,7 @@ def pool(call: Call) -> Value:
 
 @rule("mkldnn_rnn_layer")
 def recurrent(call: Call) -> list[Value]:
-    """A layer over the steps of each sample."""
+    """Runs a recurrent layer over the steps of each sample."""
     call.refuse_numbers()
     operand = call.of("input")
     batch_dim = 0 if call.args["batch_first"] else 1
@@ -134,7 +140,7 @@ def recurrent(call: Call) -> list[Value]:
     "_scaled_dot_product_attention_math"
 )
 def attention(call: Call) -> list[Value]:
-    """Attention within each sample."""
+    """Computes attention within each sample."""
     call.refuse_numbers()
     inputs = [call.of(name) for name in ("query", "key", "value")]
     mask = call.find("attn_mask") or call.find("attn_bias")
@@ -151,13 +157,14 @@ def attention(call: Call) -> list[Value]:
 
 
 def _first_dim(call: Call, operand: Operand) -> Value:
+    """Requires the batch in dim 0; all else is the same for every batch."""
     if operand.value.kind is Kind.ROWS and operand.value.dim:
         raise UnprovedError("takes samples for channels")
     return _of_one(call, operand, may_have_numbers=call.name == "native_group_norm")
 
 
 def _of_one(call: Call, operand: Operand, may_have_numbers: bool = False) -> Value:
-    """Each sample by itself, all else the same for all."""
+    """Maps each sample by itself; all other operands are the same for every batch."""
     if not may_have_numbers:
         call.refuse_numbers()
     if operand.is_same and not call.varying:

@@ -1,4 +1,4 @@
-"""Operators along dims: within a sample anything, over the batch only a sum or a mean."""
+"""Reductions along dims: any within a sample, only sums and means over the batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__: list[str] = []
 
 @rule("sum mean")
 def total(call: Call) -> Value:
-    """A sum or a mean, of what is one already too."""
+    """Sums or averages; a mean or sum over samples stays one."""
     (operand,) = call.operands
     value = operand.value
     call.refuse_numbers()
@@ -23,6 +23,7 @@ def total(call: Call) -> Value:
         return Value(Kind.ROWS, rows=value.rows, outer=value.outer)
     if call.name == "sum":
         return Value(Kind.SUM)
+    # the mean's divisor must be the number of samples, whose shares are known
     if value.rows != SAMPLES and not call.sizes.are_same(SAMPLES, value.rows):
         raise UnprovedError(
             "averages over lookups, of which each part of a batch has another share; divide their "
@@ -38,7 +39,7 @@ def total(call: Call) -> Value:
     "count_nonzero nansum"
 )
 def along(call: Call) -> Value:
-    """Anything along dims that are not the batch's."""
+    """Computes along dims other than the batch's."""
     (operand, *others) = call.operands
     value = operand.value
     call.refuse_numbers()
@@ -51,6 +52,7 @@ def along(call: Call) -> Value:
     if value.kind is not Kind.ROWS or value.counted:
         raise UnprovedError(f"computes with {value.kind.value}, or with places in the batch")
     default = -1 if call.name in ("sort", "argsort", "topk", "kthvalue", "mode", "glu") else None
+    # these operators have -1 as default dim, the others reduce all dims
     if "dim" not in call.args and default is None:
         dims = None
     else:

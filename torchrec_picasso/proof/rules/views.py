@@ -1,4 +1,4 @@
-"""Operators that give the same entries in another shape, or some of them."""
+"""Operators that keep entries and change the shape, or select some entries."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__: list[str] = []
 
 
 def _only(call: Call) -> Operand:
+    """Returns the one operand that depends on the batch."""
     (operand, *others) = call.varying or call.operands
     if others:
         raise UnprovedError("takes a place from a tensor that depends on the batch")
@@ -24,13 +25,13 @@ def _only(call: Call) -> Operand:
 
 
 def _kept(value: Value) -> Value:
-    """Entries as they are, of features only where the order is theirs."""
+    """Keeps entries but not the features of rows, whose order may be another one now."""
     return replace(value, features=()) if value.kind is Kind.ROWS else value
 
 
 @rule("view _unsafe_view reshape _reshape_alias")
 def view(call: Call) -> Value:
-    """The same entries in the same order, the batch still between the same neighbours."""
+    """Reshapes; the batch must stay between the same neighbours in memory."""
     operand = _only(call)
     value, tensor, (out,) = operand.value, operand.tensor, call.outputs
     if operand.is_same or value.is_partial:
@@ -47,6 +48,7 @@ def view(call: Call) -> Value:
     (dim,) = dims
     if value.rows != SAMPLES and -1 in call.args["size"] and call.args["size"][dim] != -1:
         raise UnprovedError("infers a size from lookups, which may be none")
+    # entries before the batch: outer blocks times the dims in front; they must stay whole blocks
     before = prod(tensor.shape[: value.dim]) * value.outer
     outer, rest = divmod(before, prod(out.shape[:dim]) or 1)
     if rest or not outer or times % outer:
@@ -59,7 +61,7 @@ def view(call: Call) -> Value:
 
 @rule("permute transpose t unsqueeze movedim swapaxes numpy_T adjoint mT")
 def turned(call: Call) -> Value:
-    """Dims in another order."""
+    """Reorders dims."""
     call.refuse_numbers()
     operand = _only(call)
     if operand.value.kind in (Kind.OFFSETS, Kind.LOOKUPS):
@@ -69,7 +71,7 @@ def turned(call: Call) -> Value:
 
 @rule("squeeze")
 def squeeze(call: Call) -> Value:
-    """Without dims of one entry; a batch, or part of one, of one sample has such a dim."""
+    """Drops dims of one entry; the batch's dim would be dropped if there is one sample."""
     operand = _only(call)
     if operand.is_same or operand.value.is_partial:
         return operand.value
@@ -81,7 +83,7 @@ def squeeze(call: Call) -> Value:
 
 @rule("expand")
 def expand(call: Call) -> Value:
-    """Entries repeated along new dims, or dims of one."""
+    """Repeats entries along new dims, or along dims of one entry."""
     operand = _only(call)
     value, (out,) = operand.value, call.outputs
     if operand.is_same:
@@ -95,7 +97,7 @@ def expand(call: Call) -> Value:
 
 @rule("repeat")
 def repeat(call: Call) -> Value:
-    """Entries repeated along dims."""
+    """Repeats entries along dims."""
     operand = _only(call)
     if operand.is_same:
         return _repeated_constant(call, call.outputs[0])
@@ -109,6 +111,7 @@ def repeat(call: Call) -> Value:
 
 
 def _repeated_constant(call: Call, out: torch.Tensor) -> Value:
+    """Repeats a constant; along the batch each row gets it."""
     dims = call.sizes.batch_dims(out)
     if not dims:
         call.refuse_numbers()
@@ -121,7 +124,7 @@ def _repeated_constant(call: Call, out: torch.Tensor) -> Value:
 
 @rule("select")
 def select(call: Call) -> Value:
-    """One place of a dim."""
+    """Selects one index of a dim."""
     operand = _only(call)
     dims = call.dims(operand) or [0]
     call.refuse_numbers()
@@ -132,6 +135,7 @@ def select(call: Call) -> Value:
         raise UnprovedError("takes one place of the batch")
     if value.kind is Kind.OFFSETS:
         raise UnprovedError(f"takes a part of {value.kind.value}")
+    # lengths (F, B): the index selects a feature
     if value.features and value.dim == 1 and dims == [0]:
         return replace(value, features=(value.features[call.args["index"]],))
     return _kept(value)
@@ -139,7 +143,7 @@ def select(call: Call) -> Value:
 
 @rule("slice narrow")
 def slice_(call: Call) -> Value:
-    """Some places of a dim, one after the other."""
+    """Selects consecutive indices of a dim."""
     operand = _only(call)
     value, (out,) = operand.value, call.outputs
     dim = call.args.get("dim", 0) % max(operand.tensor.dim(), 1)
@@ -157,7 +161,7 @@ def slice_(call: Call) -> Value:
 
 
 def _slice_of_features(call: Call, value: Value, start: Any, size: Any) -> Value | None:
-    """Parts that are known: a feature's, or all offsets but the last, or the first."""
+    """Recognizes parts of the batch's dim: features, or all offsets but the last or the first."""
     sizes, features = call.sizes, value.features
     if value.kind is Kind.OFFSETS and len(features) == 1:
         is_known = sizes.is_sum(start, []) or sizes.is_sum(start - 1, [])
@@ -166,16 +170,18 @@ def _slice_of_features(call: Call, value: Value, start: Any, size: Any) -> Value
     is_packed = value.kind is Kind.LOOKUPS
     if not is_packed and not (features and value.outer == len(features)):
         return None
+    # a range of features: it starts after the lookups (or samples) of those before
     for first in range(len(features)):
         for end in range(first + 1, len(features) + 1):
             rows = features[:first], features[first:end]
-            before, within = rows if is_packed else tuple([SAMPLES] * len(of) for of in rows)
+            before, within = rows if is_packed else tuple([SAMPLES] * len(part) for part in rows)
             if sizes.is_sum(start, before) and sizes.is_sum(size, within):
                 return _of_features(value, features[first:end])
     return None
 
 
 def _of_features(value: Value, features: tuple[str, ...]) -> Value:
+    """Makes the value of a range of features; of a single one, its lookups are rows."""
     if value.kind is Kind.LOOKUPS and len(features) == 1:
         return Value(Kind.ROWS, rows=features[0])
     outer = value.outer if value.kind is Kind.LOOKUPS else len(features)
@@ -184,7 +190,7 @@ def _of_features(value: Value, features: tuple[str, ...]) -> Value:
 
 @rule("split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unbind")
 def split(call: Call) -> Value | list[Value]:
-    """A dim in parts."""
+    """Splits a dim into parts."""
     operand = _only(call)
     value, outs = operand.value, call.outputs
     dim = call.args.get("dim", 0) % max(operand.tensor.dim(), 1)
@@ -197,11 +203,12 @@ def split(call: Call) -> Value | list[Value]:
             return [replace(value, features=(feature,)) for feature in value.features]
         return _kept(value)
     sizes = [out.shape[dim] for out in outs] if call.name != "unbind" else []
+    # along the batch each part must be known: a feature, or offsets
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + size)
     found = [_slice_of_features(call, value, start, end - start) for start, end in pairwise(starts)]
-    known = [of for of in found if of is not None]
+    known = [part for part in found if part is not None]
     if len(known) != len(outs):
         raise UnprovedError("cuts the batch")
     return known
@@ -209,7 +216,7 @@ def split(call: Call) -> Value | list[Value]:
 
 @rule("cat stack")
 def cat(call: Call) -> Value:
-    """Tensors side by side: it fails where they have not equally many rows."""
+    """Concatenates or stacks tensors; the operator fails if their rows differ in number."""
     tensors, varying = call.operands, call.varying
     call.refuse_numbers()
     if not varying:
@@ -234,7 +241,7 @@ def cat(call: Call) -> Value:
 
 @rule("diagonal unfold flip roll constant_pad_nd tril triu")
 def within(call: Call) -> Value:
-    """Entries of a sample in another order, or some of them."""
+    """Reorders or selects entries within a sample."""
     operand = _only(call)
     call.refuse_numbers()
     value = operand.value
@@ -243,6 +250,7 @@ def within(call: Call) -> Value:
     if value.kind is not Kind.ROWS:
         raise UnprovedError(f"moves entries of {value.kind.value}")
     num_dims = operand.tensor.dim()
+    # dims along which entries move; the batch's must not be among them
     if call.name == "diagonal":
         touched = [call.args["dim1"] % num_dims, call.args["dim2"] % num_dims]
     elif call.name in ("tril", "triu"):
