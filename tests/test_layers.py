@@ -27,9 +27,8 @@ ROWS = (
     ("refresh",),
     ("sharding", "planner"),
     ("train_pipeline",),
-    ("app/launch", "app/checkpoints"),
-    ("app/config",),
-    ("app/timeline", "app/zoo"),
+    ("app/launch", "app/config"),
+    ("app/checkpoints", "app/timeline", "app/zoo"),
     ("app/runs",),
     ("app/cli",),
     ("__main__",),
@@ -44,7 +43,8 @@ NOT_IN_CONFIG = ("torch", "torchrec", "fbgemm_gpu")
 
 
 def _files() -> list[Path]:
-    return sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+    beside = {ROOT / "__init__.py", ROOT / "app" / "__init__.py"}
+    return sorted(path for path in ROOT.rglob("*.py") if path not in beside)
 
 
 def _room(path: Path) -> str:

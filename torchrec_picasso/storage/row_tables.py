@@ -144,7 +144,8 @@ class RowTables(nn.Module):
         Args:
             rows_n: Home rows, integer, shape ``(n,)``; gradients of a repeated row are summed
                 first.
-            hot_slots_h: Hot slots of the replicas, int64, shape ``(h,)``.
+            hot_slots_h: Hot slots of the replicas, int64, shape ``(h,)``; gradients of a repeated
+                slot are summed first.
             grads_mD: Gradients of the home rows, then of the replicas, shape ``(n + h, D)``; may be
                 overwritten.
         """
@@ -156,7 +157,9 @@ class RowTables(nn.Module):
             summed = sum_by_row(rows_n, grads_mD[:num_home], self.layout.num_home_rows)
             _apply(self._row_update, self._all_homes(), *summed, step)
             replicas = [rows.replicas for rows in self.per_row()]
-            _apply(self._row_update, replicas, hot_slots_h, grads_mD[num_home:], step)
+            # A slot repeats where several lookups of one graph used it.
+            summed = sum_by_row(hot_slots_h, grads_mD[num_home:], len(self.weights.replicas))
+            _apply(self._row_update, replicas, *summed, step)
             return
         in_two = self.layout.in_two_tables
         # In one table the replicas follow the home rows.
