@@ -32,6 +32,7 @@ def copy_batch(value: Any) -> Any:
             weights=_cloned(value.weights_or_none()),
             lengths=value.lengths().clone(),
             stride=value.stride(),
+            inverse_indices=_cloned_inverse(value),
         )
     if isinstance(value, JaggedTensor):
         return JaggedTensor(
@@ -48,6 +49,12 @@ def copy_batch(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # any error of a user's type
         return value
+
+
+def _cloned_inverse(features: KeyedJaggedTensor) -> tuple[list[str], Tensor] | None:
+    """The map from samples to deduplicated samples, if the features have one."""
+    inverse = features.inverse_indices_or_none()
+    return None if inverse is None else (list(inverse[0]), inverse[1].clone())
 
 
 def _cloned(tensor: Tensor | None) -> Tensor | None:

@@ -23,7 +23,7 @@ from torchrec_picasso.comparison.dense_part import outside_of_sharded
 
 __all__ = ["without_a_trace"]
 
-_KEPT_BY_TORCH = frozenset(vars(nn.Module()))
+_KEPT_BY_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 @contextmanager

@@ -148,7 +148,7 @@ def _as_features(rows_of_feature: Mapping[str, Tensor]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         keys=list(rows_of_feature),
         values=torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64),
-        lengths=torch.tensor(lengths, device=rows[0].device if rows else None),
+        lengths=torch.tensor(lengths, dtype=torch.int64, device=rows[0].device if rows else None),
         stride=1,
         length_per_key=lengths,
     )
