@@ -1,8 +1,4 @@
-"""Models and programs that are made to train wrongly in micro-batches: none does.
-
-Each trains as under ``TrainPipelineSparseDist`` with defaults, whatever stands in the way of
-micro-batches; where four of them are asked for, it does so too or is refused on all ranks.
-"""
+"""Models and programs that are made to train wrongly in micro-batches: none does."""
 
 from __future__ import annotations
 
@@ -10,18 +6,23 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torchrec.datasets.utils import Batch
 
-from tests.train_pipeline.runs import ATOL, RTOL
+from tests.train_pipeline.programs import (
+    BFLOAT16,
+    SAMPLES,
+    STEPS,
+    WIDTH,
+    Head,
+    Program,
+    assert_as_stock,
+    cases_of,
+)
 from tests.train_pipeline.stock_models import batch_of
-from tests.train_pipeline.test_programs import SAMPLES, STEPS, WIDTH, Head, Program, train_program
-from torchrec_picasso.errors import CompatError
-from torchrec_picasso.launch.run_ranks import RankError, run_ranks
 
 
 class _OfClass:
@@ -154,25 +155,22 @@ def _evaluates_every_other(model: Any, step: int) -> None:
     model.train(step % 2 == 0)
 
 
-def _with_autocast(first_step: int) -> Any:
-    def make(base: type) -> type:
-        class Autocast(base):  # type: ignore[misc]
-            """Steps under autocast, from some step on."""
+def _with_late_autocast(base: type) -> type:
+    class Autocast(base):  # type: ignore[misc]
+        """Takes its last step under autocast."""
 
-            num_steps = 0
+        num_steps = 0
 
-            def progress(self, batches: Any) -> Any:
-                self.num_steps += 1
-                is_on = self.num_steps > first_step
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
-                    return super().progress(batches)
+        def progress(self, batches: Any) -> Any:
+            self.num_steps += 1
+            is_last = self.num_steps == STEPS
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_last):
+                return super().progress(batches)
 
-        return Autocast
-
-    return make
+    return Autocast
 
 
-_DIFFERS = Program(cut=False, refusal="differs by")
+_DIFFERS = Program(refusal="differs by")
 PROGRAMS = {
     "count in a class": replace(_DIFFERS, head=CountsInClass),
     "count in an object of the class": replace(_DIFFERS, head=CountsInObject),
@@ -183,58 +181,17 @@ PROGRAMS = {
         _DIFFERS, head=Switched, before_step=_second_rank_switches, batch=_second_rank_begins_late
     ),
     "hook on what is not proved": Program(
-        head=Unproved, before_step=_last_is_hooked, cut=False, refusal="a gradient hook is"
+        head=Unproved, before_step=_last_is_hooked, refusal="a gradient hook is"
     ),
-    "autocast": Program(pipeline=_with_autocast(0)),
     "autocast from the last step on": replace(
-        _DIFFERS, head=OfPrecision, pipeline=_with_autocast(STEPS - 1)
+        _DIFFERS, head=OfPrecision, pipeline=_with_late_autocast, tolerance=BFLOAT16
     ),
-    "view of a weight": Program(head=ShowsWeight, cut=False, refusal="a view into the model"),
+    "view of a weight": Program(head=ShowsWeight, refusal="a view into the model"),
     "evaluated every other step": Program(before_step=_evaluates_every_other),
     "uncertain": Program(head=Uncertain),
 }
-_ROUGH = 2.0**-6
-"""Rounding of bfloat16 in a few layers."""
 
 
-def _all_programs(rank: int, world_size: int) -> dict[Any, Any]:
-    results: dict[Any, Any] = {}
-    for name, program in PROGRAMS.items():
-        results[name, "stock"] = train_program(program, rank, is_ours=False)
-        for number in (None, 4):
-            try:
-                results[name, number] = train_program(
-                    program, rank, is_ours=True, num_micro_batches=number
-                )
-            except CompatError as error:
-                results[name, number] = str(error)
-            except Exception as error:
-                error.add_note(f"{name}, {number} micro-batches")
-                raise
-    return results
-
-
-@cache
-def _by_rank() -> list[dict[Any, Any]] | RankError:
-    try:
-        return run_ranks(_all_programs, 2, timeout_s=280)
-    except RankError as error:  # remembered: the tests that share the run must not repeat it
-        return error
-
-
-@pytest.mark.parametrize("num_micro_batches", [None, 4])
-@pytest.mark.parametrize("name", list(PROGRAMS))
+@cases_of(PROGRAMS)
 def test_nothing_trains_wrongly(name: str, num_micro_batches: int | None) -> None:
-    by_rank = _by_rank()
-    if isinstance(by_rank, RankError):
-        raise by_rank
-    program = PROGRAMS[name]
-    rtol, atol = (_ROUGH, _ROUGH) if "autocast" in name else (RTOL, ATOL)
-    for results in by_rank:
-        found = results[name, num_micro_batches]
-        if num_micro_batches == 4 and not program.cut:
-            assert program.refusal in found
-            assert found == by_rank[0][name, num_micro_batches]
-            continue
-        assert not isinstance(found, str), found
-        torch.testing.assert_close(found, results[name, "stock"], rtol=rtol, atol=atol)
+    assert_as_stock(__name__, name, num_micro_batches)
