@@ -7,7 +7,7 @@ micro-batches to be tried by default. The programs of a module's ``PROGRAMS`` sh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec import KeyedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DataParallelWrapper
@@ -101,14 +102,22 @@ class Program:
     """Around each step."""
     tolerance: Mapping[str, float] = field(default_factory=lambda: EXACT)
     refusal: str = ""
-    """Of the error that refuses four micro-batches; none = they train it."""
+    """Of an error; none = it trains in any number of micro-batches."""
+    refused: Sequence[int | None] = (4,)
+    """Numbers of micro-batches that are refused so."""
+    numbers: Sequence[int | None] = (None, 1, 4)
+    fails: bool = False
+    """Whether stock raises; then ours raises the same."""
+    planned: int | None = None
+    """Micro-batches that the plan was priced for."""
+    optimizer: Callable[[Any], torch.optim.Optimizer] = dense_optimizer
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def cases_of(programs: Mapping[str, Program]) -> Any:
     """Parametrizes a test with every program, by default and in one and four micro-batches."""
-    numbers = pytest.mark.parametrize("num_micro_batches", [None, 1, 4])
-    return lambda test: numbers(pytest.mark.parametrize("name", list(programs))(test))
+    cases = [(name, number) for name, program in programs.items() for number in program.numbers]
+    return pytest.mark.parametrize(("name", "num_micro_batches"), cases)
 
 
 def assert_as_stock(module: str, name: str, num_micro_batches: int | None) -> None:
@@ -117,13 +126,15 @@ def assert_as_stock(module: str, name: str, num_micro_batches: int | None) -> No
     if isinstance(by_rank, RankError):
         raise by_rank
     for results in by_rank:
-        found = results[name, num_micro_batches]
-        if num_micro_batches == 4 and program.refusal:
+        found, expected = results[name, num_micro_batches], results[name, "stock"]
+        assert isinstance(expected, str) == program.fails
+        if program.refusal and num_micro_batches in program.refused:
             assert program.refusal in found
             assert found == by_rank[0][name, num_micro_batches]
-            continue
-        assert not isinstance(found, str), found
-        torch.testing.assert_close(found, results[name, "stock"], **program.tolerance)
+        elif program.fails or isinstance(found, str):
+            assert found == expected
+        else:
+            torch.testing.assert_close(found, expected, **program.tolerance)
 
 
 @cache
@@ -137,14 +148,16 @@ def _by_rank(module: str) -> list[dict[Any, Any]] | RankError:
 def _train_all(rank: int, world_size: int, module: str) -> dict[Any, Any]:
     results: dict[Any, Any] = {}
     for name, program in import_module(module).PROGRAMS.items():
-        for number in ("stock", None, 1, 4):
+        for number in ("stock", *program.numbers):
             try:
                 results[name, number] = _train(program, rank, number)
             except CompatError as error:
                 results[name, number] = str(error)
             except Exception as error:
-                error.add_note(f"{name}, {number} micro-batches")
-                raise
+                if not program.fails:
+                    error.add_note(f"{name}, {number} micro-batches")
+                    raise
+                results[name, number] = str(error)
     return results
 
 
@@ -159,26 +172,32 @@ def _train(program: Program, rank: int, number: Any) -> Any:
         is_wrapped=program.is_wrapped,
         wrapper=program.wrapper(),
         stock_is_row_wise=False,
+        planned=program.planned,
     )
     program.prepare(sharded)
     kind = program.pipeline(InterleavedTrainPipeline if is_ours else TrainPipelineSparseDist)
     options = {"num_micro_batches": number, **program.options} if is_ours else {}
-    pipeline = kind(sharded, dense_optimizer(sharded), CPU, **options)
+    pipeline = kind(sharded, program.optimizer(sharded), CPU, **options)
     batches = iter([program.batch(rank, step) for step in range(STEPS)])
     outputs = []
-    for step in range(STEPS):
-        program.before_step(sharded, step)
-        with program.within():
-            outputs.append(pipeline.progress(batches))
+    with suppress(StopIteration):
+        for step in range(STEPS):
+            program.before_step(sharded, step)
+            with program.within():
+                outputs.append(pipeline.progress(batches))
     return outputs, _gathered(sharded)
 
 
 def _gathered(model: Any) -> dict[str, Tensor]:
-    """Weights and optimizer state of all ranks, whatever the placement."""
+    """Tables and their optimizer state of all ranks, whatever the placement; the rest of each."""
     values = dict(model.state_dict())
     for name, states in model.fused_optimizer.state_dict()["state"].items():
         values |= {f"{name}/{key}": value for key, value in states.items()}
-    mine = Result([], {}, {name: local_shards(value) for name, value in values.items()}, {}, [])
+    mine = {
+        name if isinstance(value, ShardedTensor) else f"{name} of {dist.get_rank()}": value
+        for name, value in values.items()
+    }
+    shards = {name: local_shards(value) for name, value in mine.items()}
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    dist.all_gather_object(every, Result([], {}, shards, {}, []))
     return whole(every, "states")

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 from torchrec.datasets.utils import Batch
 
 from tests.train_pipeline.programs import (
@@ -22,7 +24,7 @@ from tests.train_pipeline.programs import (
     assert_as_stock,
     cases_of,
 )
-from tests.train_pipeline.stock_models import batch_of
+from tests.train_pipeline.stock_models import DIM, batch_of
 
 
 class _OfClass:
@@ -71,6 +73,101 @@ class CountsInObject(Scaled):
         CountsInObject.meter = _OfObject()
 
 
+class CountsItself(Head):
+    """Another loss from its fourth forward on."""
+
+    num_calls = 0
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        self.num_calls += 1
+        return super().loss(out, batch) * (1 + self.num_calls // 4)
+
+
+class Spectral(Head):
+    """A step of a power iteration in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = spectral_norm(self.hidden)
+
+
+class Communicates(Head):
+    """Sums a number over all ranks in its forward."""
+
+    def output(self, out: Tensor, batch: Batch) -> Any:
+        num_samples = torch.tensor(float(len(out)))
+        dist.all_reduce(num_samples)
+        return out.detach(), num_samples
+
+
+class Gated(Head):
+    """A gate over dense features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(DIM, WIDTH)
+
+    def gates(self, dense: Tensor) -> Tensor:
+        return torch.softmax(4 * self.gate(dense), dim=1)
+
+    def tower(self, x: Tensor) -> Tensor:
+        return self.over(torch.tanh(self.hidden(x)) * self.gates(x[:, :DIM]))
+
+
+class Balanced(Gated):
+    """Its loss has a small term of the gates' sums over the batch."""
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        sums = self.gates(batch.dense_features).sum(0)
+        return super().loss(out, batch) + 1e-3 * sums.var(unbiased=False) / sums.mean() ** 2
+
+
+class _AddLoss(torch.autograd.Function):
+    """Adds a loss to the backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones(())
+
+
+class BalancedInBackward(Gated):
+    """The gates are balanced in the backward alone."""
+
+    def gates(self, dense: Tensor) -> Tensor:
+        gates = super().gates(dense)
+        return _AddLoss.apply(gates, gates.mean(0).square().sum())
+
+
+class Penalised(Head):
+    """Adds slopes, of a backward in its forward."""
+
+    def tower(self, x: Tensor) -> Tensor:
+        out = super().tower(x)
+        (slopes,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + slopes.square().sum(dim=1, keepdim=True)
+
+
+class Pairs(Head):
+    """Compares neighbours; a cut into even micro-batches keeps them together."""
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        clicked, other = out.view(-1, 2).unbind(1)
+        return functional.softplus(other - clicked).mean()
+
+
+class Sessions(Head):
+    """A softmax over the samples of a session, told by its id."""
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        _, session = batch.dense_features[:, 0].unique(return_inverse=True)
+        sums = torch.zeros(len(session)).index_add(0, session, out.exp())
+        return (sums[session].log() - 3 * out * batch.labels).mean()
+
+
 class Cached(Head):
     """Keeps a tensor that its first forward makes in a cache."""
 
@@ -90,6 +187,25 @@ class Switched(Head):
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         loss = super().loss(out, batch)
         return loss + (out.sum() / SAMPLES**0.5).square() if self.compares else loss
+
+
+class Checkpointed(Switched):
+    """Compares samples behind a reentrant checkpoint."""
+
+    compares = True
+
+    def tower(self, x: Tensor) -> Tensor:
+        return self.over(torch.tanh(checkpoint(self.hidden, x, use_reentrant=True)))
+
+
+class Draws(Switched):
+    """Compares samples, and draws some for a log."""
+
+    compares = True
+
+    def output(self, out: Tensor, batch: Batch) -> Any:
+        torch.randperm(len(out))
+        return super().output(out, batch)
 
 
 class Unproved(Switched):
@@ -151,6 +267,18 @@ def _second_rank_begins_late(rank: int, step: int) -> Batch:
     return batch_of(rank, step, 0 if rank and not step else SAMPLES)
 
 
+def _few_last_on_second_rank(rank: int, step: int) -> Batch:
+    return batch_of(rank, step, 2 if rank and step == STEPS - 1 else SAMPLES)
+
+
+def _in_sessions(rank: int, step: int) -> Batch:
+    """Sessions of four samples, which a cut of 32, 96, 96 and 96 keeps together."""
+    batch = batch_of(rank, step, 320)
+    batch.dense_features[:, 0] = torch.arange(320) // 4 / 80
+    batch.labels = (torch.arange(320) % 4 == step % 4).float()
+    return batch
+
+
 def _evaluates_every_other(model: Any, step: int) -> None:
     model.train(step % 2 == 0)
 
@@ -174,6 +302,19 @@ _DIFFERS = Program(refusal="differs by")
 PROGRAMS = {
     "count in a class": replace(_DIFFERS, head=CountsInClass),
     "count in an object of the class": replace(_DIFFERS, head=CountsInObject),
+    "count in itself": replace(_DIFFERS, head=CountsItself),
+    "spectral norm": Program(head=Spectral, refusal="differs"),
+    "collective": Program(
+        head=Communicates, batch=_few_last_on_second_rank, refusal="or communicates"
+    ),
+    "gate": Program(head=Gated),
+    "balanced gate": replace(_DIFFERS, head=Balanced),
+    "gate balanced in backward": replace(_DIFFERS, head=BalancedInBackward),
+    "slopes": Program(head=Penalised),
+    "pairs": Program(head=Pairs, batch=_in_sessions, refusal="in uneven parts"),
+    "sessions": Program(head=Sessions, batch=_in_sessions, refusal="in uneven parts"),
+    "comparison behind a checkpoint": replace(_DIFFERS, head=Checkpointed),
+    "comparison beside a draw": Program(head=Draws, refusal="the model is random by itself"),
     "cached tensor": Program(head=Cached),
     "switch": replace(_DIFFERS, head=Switched, before_step=_last_switches),
     "switch of what is not proved": replace(_DIFFERS, head=Unproved, before_step=_last_switches),

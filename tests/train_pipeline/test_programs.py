@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
+from torchrec.distributed.train_pipeline.backward_injection import (
+    FirstGradTensorFinder,
+    InjectionSite,
+    InjectionTargetType,
+    OutputDistTensorFinder,
+)
+from torchrec.distributed.types import ShardingType
 
 from tests.train_pipeline.programs import (
     BFLOAT16,
@@ -25,7 +39,7 @@ from tests.train_pipeline.programs import (
     assert_as_stock,
     cases_of,
 )
-from tests.train_pipeline.stock_models import Stock, batch_of
+from tests.train_pipeline.stock_models import Stock, batch_of, dense_optimizer
 from torchrec_picasso.batches.split import split_batch
 
 
@@ -76,6 +90,62 @@ class Metric(Head):
 
     def output(self, out: Tensor, batch: Batch) -> Any:
         return out.detach() if self.training else out.detach().median()
+
+
+class Prior(Head):
+    """Weighs the loss by what a batch brings that has no samples."""
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        return super().loss(out, batch) * float(batch.prior[0])
+
+
+class Unused(Head):
+    """A layer that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(1, 1)
+
+
+class UsedByOne(Unused):
+    """A layer that one rank uses."""
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        is_first = dist.get_rank() == 0
+        return super().loss(out + self.side(out[:, None])[:, 0] if is_first else out, batch)
+
+
+class InBackward(Head):
+    """Dense weights that an optimizer of their own updates in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        apply_optimizer_in_backward(torch.optim.SGD, self.parameters(), {"lr": 0.1})
+
+
+class NoGraph(Head):
+    """A loss that nothing can be learned from."""
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        return super().loss(out, batch).detach()
+
+
+class Dropping(Head):
+    """Drops half of the layer."""
+
+    def tower(self, x: Tensor) -> Tensor:
+        return self.over(functional.dropout(self.hidden(x), training=self.training))
+
+
+class Double(Head):
+    """Weights in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def tower(self, x: Tensor) -> Tensor:
+        return super().tower(x.double())
 
 
 class Squeezed(Head):
@@ -152,6 +222,97 @@ def _scaled(base: type) -> type:
     return Scaled
 
 
+def _detached(base: type) -> type:
+    class Detached(base):  # type: ignore[misc]
+        """Gives the model back after each step."""
+
+        def progress(self, batches: Any) -> Any:
+            output = super().progress(batches)
+            self.detach()
+            return output
+
+    return Detached
+
+
+def _in_two_parts(base: type) -> type:
+    class InTwoParts(base):  # type: ignore[misc]
+        """Gets the batches by two iterators; what the first leaves in flight waits for the next."""
+
+        part: Any = None
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, execute_all_batches=False, **options)
+
+        def progress(self, batches: Any) -> Any:
+            self.part = self.part or islice(batches, 3)
+            try:
+                return super().progress(self.part)
+            except StopIteration:
+                if self.part is batches:
+                    raise
+                self.part = batches
+                return super().progress(batches)
+
+    return InTwoParts
+
+
+def _injected(path: str, finder: Any, where: InjectionTargetType) -> Callable[[type], type]:
+    def make(base: type) -> type:
+        class Injected(base):  # type: ignore[misc]
+            """Halves the dense optimizer's rate in every backward."""
+
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options)
+                site = InjectionSite(fqn=path, tensor_finder=finder, target_type=where)
+                self.register_backward_hook(site, self.work)
+
+            @staticmethod
+            def work(pipeline: Any) -> None:
+                pipeline._optimizer.param_groups[0]["lr"] /= 2
+
+        return Injected
+
+    return make
+
+
+class _Zeroing(torch.optim.SGD):
+    """Keeps gradients, as zeros."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none=False)
+
+
+def _decaying(kind: type[torch.optim.SGD]) -> Callable[[Any], torch.optim.Optimizer]:
+    def make(model: Any) -> torch.optim.Optimizer:
+        (group,) = dense_optimizer(model).param_groups
+        return kind(group["params"], lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    return make
+
+
+@contextmanager
+def _default_of_double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@dataclass
+class _WithPrior(Batch):
+    """Takes along what is no tensor of samples."""
+
+    prior: Any = None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> _WithPrior:
+        return self
+
+
+def _with_prior(prior: Any) -> Callable[[int, int], Batch]:
+    return lambda rank, step: _WithPrior(**vars(batch_of(rank, step, SAMPLES)), prior=prior)
+
+
 def _empty_on_one(rank: int, step: int) -> Batch:
     batch = batch_of(rank, step, SAMPLES)
     return split_batch(batch, [0, SAMPLES])[0] if rank and step % 2 else batch
@@ -166,8 +327,8 @@ def _warm_up(model: Any, step: int) -> None:
         group["lr"] = 0.02 * (step + 1)
 
 
-def _evaluated(model: Any, step: int) -> None:
-    model.train(step not in (2, 3))
+def _evaluated(*steps: int) -> Callable[[Any, int], None]:
+    return lambda model, step: model.train(step not in steps)
 
 
 PROGRAMS = {
@@ -196,7 +357,33 @@ PROGRAMS = {
     "replicate()": Program(
         prepare=_replicated, is_wrapped=False, refusal="replicate() was applied to"
     ),
+    "work in the backward of a layer": Program(
+        pipeline=_injected("head.over", FirstGradTensorFinder(), InjectionTargetType.ACTIVATION),
+        refusal="register_backward_hook injected work into head.over",
+    ),
+    "work in the backward of a weight": Program(
+        pipeline=_injected("head.over", FirstGradTensorFinder(), InjectionTargetType.PARAM_GRAD),
+        refusal="a gradient hook is registered on parameter head.over.bias",
+    ),
+    "work in the backward of tables": Program(
+        pipeline=_injected(
+            "ebc",
+            OutputDistTensorFinder(sharding_type=ShardingType.TABLE_WISE),
+            InjectionTargetType.ACTIVATION,
+        ),
+        refused=(None, 1, 4),
+        refusal="register_backward_hook: 'ebc' has hot/cold tables",
+    ),
+    "optimizer in backward": Program(
+        head=InBackward, fails=True, refusal="dense parameters have optimizers that step in"
+    ),
+    "loss without a graph": Program(
+        head=NoGraph, fails=True, refusal="RuntimeError on the whole batch"
+    ),
+    "unused parameters of a static graph": Program(head=Unused, optimizer=_decaying(_Zeroing)),
     "unused parameters": Program(
+        head=UsedByOne,
+        optimizer=_decaying(torch.optim.SGD),
         wrapper=lambda: DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True),
         refusal="DistributedDataParallel looks for unused parameters",
     ),
@@ -208,8 +395,21 @@ PROGRAMS = {
     "autocast": Program(
         within=lambda: torch.autocast("cpu", dtype=torch.bfloat16), tolerance=BFLOAT16
     ),
-    "metric in evaluation": Program(head=Metric, before_step=_evaluated),
+    "metric in evaluation": Program(head=Metric, before_step=_evaluated(2, 3)),
+    "metric in evaluation first": Program(head=Metric, before_step=_evaluated(0, 1), planned=4),
     "small last batch": Program(head=Squeezed, batch=_small_last),
+    "dropout": Program(head=Dropping, prepare=lambda model: torch.manual_seed(5), numbers=(1,)),
+    "default of double": Program(head=Double, within=_default_of_double),
+    "detached after each step": Program(
+        head=Normed, pipeline=_detached, refusal="head.norm is a BatchNorm1d"
+    ),
+    "batches in two parts": Program(pipeline=_in_two_parts),
+    "tensor without samples": Program(
+        head=Prior, batch=_with_prior(torch.tensor([0.5, 2.0])), planned=4
+    ),
+    "array without samples": Program(
+        head=Prior, batch=_with_prior(np.array([0.5, 2.0])), planned=4
+    ),
     "ratio of sums": Program(head=Ratio, options={"loss_reduction": "ratio"}),
 }
 
