@@ -98,8 +98,12 @@ def build(
     is_wrapped: bool = True,
     wrapper: DataParallelWrapper | None = None,
     stock_is_row_wise: bool = True,
+    planned: int | None = None,
 ) -> DistributedModelParallel:
-    """Shards a model, with what is listed as TorchRec does it; ``None`` = all of it."""
+    """Shards a model, with what is listed as TorchRec does it; ``None`` = all of it.
+
+    ``planned``: micro-batches that the plan was priced for.
+    """
     world_size = dist.get_world_size()
     hot_cold = HotColdEmbeddingBagCollectionSharder()
     sharders = {
@@ -139,7 +143,9 @@ def build(
         for table in tables:
             is_stock = stock is None or not may_be_hot or of_stock is None or table in of_stock
             if not is_stock:
-                plans[name][table].cache_params = HotColdParams(hot_rows=[0, 3])
+                plans[name][table].cache_params = HotColdParams(
+                    hot_rows=[0, 3], num_micro_batches=planned
+                )
     sharded = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),

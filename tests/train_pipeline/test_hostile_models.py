@@ -1,8 +1,4 @@
-"""Models and programs that are made to train wrongly in micro-batches: none does.
-
-Each trains as under ``TrainPipelineSparseDist`` with defaults, whatever stands in the way of
-micro-batches; where four of them are asked for, it does so too or is refused on all ranks.
-"""
+"""Models and programs that are made to train wrongly in micro-batches: none does."""
 
 from __future__ import annotations
 
@@ -10,18 +6,33 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 from torchrec.datasets.utils import Batch
 
+<<<<<<< HEAD
 from tests.train_pipeline.runs import ATOL, RTOL
 from tests.train_pipeline.stock_models import batch_of
 from tests.train_pipeline.test_programs import SAMPLES, STEPS, WIDTH, Head, Program, train_program
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import CompatError
+=======
+from tests.train_pipeline.programs import (
+    BFLOAT16,
+    SAMPLES,
+    STEPS,
+    WIDTH,
+    Head,
+    Program,
+    assert_as_stock,
+    cases_of,
+)
+from tests.train_pipeline.stock_models import DIM, batch_of
+>>>>>>> repros
 
 
 class _OfClass:
@@ -70,6 +81,101 @@ class CountsInObject(Scaled):
         CountsInObject.meter = _OfObject()
 
 
+class CountsItself(Head):
+    """Another loss from its fourth forward on."""
+
+    num_calls = 0
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        self.num_calls += 1
+        return super().loss(out, batch) * (1 + self.num_calls // 4)
+
+
+class Spectral(Head):
+    """A step of a power iteration in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = spectral_norm(self.hidden)
+
+
+class Communicates(Head):
+    """Sums a number over all ranks in its forward."""
+
+    def output(self, out: Tensor, batch: Batch) -> Any:
+        num_samples = torch.tensor(float(len(out)))
+        dist.all_reduce(num_samples)
+        return out.detach(), num_samples
+
+
+class Gated(Head):
+    """A gate over dense features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(DIM, WIDTH)
+
+    def gates(self, dense: Tensor) -> Tensor:
+        return torch.softmax(4 * self.gate(dense), dim=1)
+
+    def tower(self, x: Tensor) -> Tensor:
+        return self.over(torch.tanh(self.hidden(x)) * self.gates(x[:, :DIM]))
+
+
+class Balanced(Gated):
+    """Its loss has a small term of the gates' sums over the batch."""
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        sums = self.gates(batch.dense_features).sum(0)
+        return super().loss(out, batch) + 1e-3 * sums.var(unbiased=False) / sums.mean() ** 2
+
+
+class _AddLoss(torch.autograd.Function):
+    """Adds a loss to the backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones(())
+
+
+class BalancedInBackward(Gated):
+    """The gates are balanced in the backward alone."""
+
+    def gates(self, dense: Tensor) -> Tensor:
+        gates = super().gates(dense)
+        return _AddLoss.apply(gates, gates.mean(0).square().sum())
+
+
+class Penalised(Head):
+    """Adds slopes, of a backward in its forward."""
+
+    def tower(self, x: Tensor) -> Tensor:
+        out = super().tower(x)
+        (slopes,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + slopes.square().sum(dim=1, keepdim=True)
+
+
+class Pairs(Head):
+    """Compares neighbours; a cut into even micro-batches keeps them together."""
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        clicked, other = out.view(-1, 2).unbind(1)
+        return functional.softplus(other - clicked).mean()
+
+
+class Sessions(Head):
+    """A softmax over the samples of a session, told by its id."""
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        _, session = batch.dense_features[:, 0].unique(return_inverse=True)
+        sums = torch.zeros(len(session)).index_add(0, session, out.exp())
+        return (sums[session].log() - 3 * out * batch.labels).mean()
+
+
 class Cached(Head):
     """Keeps a tensor that its first forward makes in a cache."""
 
@@ -89,6 +195,25 @@ class Switched(Head):
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         loss = super().loss(out, batch)
         return loss + (out.sum() / SAMPLES**0.5).square() if self.compares else loss
+
+
+class Checkpointed(Switched):
+    """Compares samples behind a reentrant checkpoint."""
+
+    compares = True
+
+    def tower(self, x: Tensor) -> Tensor:
+        return self.over(torch.tanh(checkpoint(self.hidden, x, use_reentrant=True)))
+
+
+class Draws(Switched):
+    """Compares samples, and draws some for a log."""
+
+    compares = True
+
+    def output(self, out: Tensor, batch: Batch) -> Any:
+        torch.randperm(len(out))
+        return super().output(out, batch)
 
 
 class Unproved(Switched):
@@ -150,32 +275,54 @@ def _second_rank_begins_late(rank: int, step: int) -> Batch:
     return batch_of(rank, step, 0 if rank and not step else SAMPLES)
 
 
+def _few_last_on_second_rank(rank: int, step: int) -> Batch:
+    return batch_of(rank, step, 2 if rank and step == STEPS - 1 else SAMPLES)
+
+
+def _in_sessions(rank: int, step: int) -> Batch:
+    """Sessions of four samples, which a cut of 32, 96, 96 and 96 keeps together."""
+    batch = batch_of(rank, step, 320)
+    batch.dense_features[:, 0] = torch.arange(320) // 4 / 80
+    batch.labels = (torch.arange(320) % 4 == step % 4).float()
+    return batch
+
+
 def _evaluates_every_other(model: Any, step: int) -> None:
     model.train(step % 2 == 0)
 
 
-def _with_autocast(first_step: int) -> Any:
-    def make(base: type) -> type:
-        class Autocast(base):  # type: ignore[misc]
-            """Steps under autocast, from some step on."""
+def _with_late_autocast(base: type) -> type:
+    class Autocast(base):  # type: ignore[misc]
+        """Takes its last step under autocast."""
 
-            num_steps = 0
+        num_steps = 0
 
-            def progress(self, batches: Any) -> Any:
-                self.num_steps += 1
-                is_on = self.num_steps > first_step
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
-                    return super().progress(batches)
+        def progress(self, batches: Any) -> Any:
+            self.num_steps += 1
+            is_last = self.num_steps == STEPS
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_last):
+                return super().progress(batches)
 
-        return Autocast
-
-    return make
+    return Autocast
 
 
-_DIFFERS = Program(cut=False, refusal="differs by")
+_DIFFERS = Program(refusal="differs by")
 PROGRAMS = {
     "count in a class": replace(_DIFFERS, head=CountsInClass),
     "count in an object of the class": replace(_DIFFERS, head=CountsInObject),
+    "count in itself": replace(_DIFFERS, head=CountsItself),
+    "spectral norm": Program(head=Spectral, refusal="differs"),
+    "collective": Program(
+        head=Communicates, batch=_few_last_on_second_rank, refusal="or communicates"
+    ),
+    "gate": Program(head=Gated),
+    "balanced gate": replace(_DIFFERS, head=Balanced),
+    "gate balanced in backward": replace(_DIFFERS, head=BalancedInBackward),
+    "slopes": Program(head=Penalised),
+    "pairs": Program(head=Pairs, batch=_in_sessions, refusal="in uneven parts"),
+    "sessions": Program(head=Sessions, batch=_in_sessions, refusal="in uneven parts"),
+    "comparison behind a checkpoint": replace(_DIFFERS, head=Checkpointed),
+    "comparison beside a draw": Program(head=Draws, refusal="the model is random by itself"),
     "cached tensor": Program(head=Cached),
     "switch": replace(_DIFFERS, head=Switched, before_step=_last_switches),
     "switch of what is not proved": replace(_DIFFERS, head=Unproved, before_step=_last_switches),
@@ -183,58 +330,17 @@ PROGRAMS = {
         _DIFFERS, head=Switched, before_step=_second_rank_switches, batch=_second_rank_begins_late
     ),
     "hook on what is not proved": Program(
-        head=Unproved, before_step=_last_is_hooked, cut=False, refusal="a gradient hook is"
+        head=Unproved, before_step=_last_is_hooked, refusal="a gradient hook is"
     ),
-    "autocast": Program(pipeline=_with_autocast(0)),
     "autocast from the last step on": replace(
-        _DIFFERS, head=OfPrecision, pipeline=_with_autocast(STEPS - 1)
+        _DIFFERS, head=OfPrecision, pipeline=_with_late_autocast, tolerance=BFLOAT16
     ),
-    "view of a weight": Program(head=ShowsWeight, cut=False, refusal="a view into the model"),
+    "view of a weight": Program(head=ShowsWeight, refusal="a view into the model"),
     "evaluated every other step": Program(before_step=_evaluates_every_other),
     "uncertain": Program(head=Uncertain),
 }
-_ROUGH = 2.0**-6
-"""Rounding of bfloat16 in a few layers."""
 
 
-def _all_programs(rank: int, world_size: int) -> dict[Any, Any]:
-    results: dict[Any, Any] = {}
-    for name, program in PROGRAMS.items():
-        results[name, "stock"] = train_program(program, rank, is_ours=False)
-        for number in (None, 4):
-            try:
-                results[name, number] = train_program(
-                    program, rank, is_ours=True, num_micro_batches=number
-                )
-            except CompatError as error:
-                results[name, number] = str(error)
-            except Exception as error:
-                error.add_note(f"{name}, {number} micro-batches")
-                raise
-    return results
-
-
-@cache
-def _by_rank() -> list[dict[Any, Any]] | RankError:
-    try:
-        return run_ranks(_all_programs, 2, timeout_s=280)
-    except RankError as error:  # remembered: the tests that share the run must not repeat it
-        return error
-
-
-@pytest.mark.parametrize("num_micro_batches", [None, 4])
-@pytest.mark.parametrize("name", list(PROGRAMS))
+@cases_of(PROGRAMS)
 def test_nothing_trains_wrongly(name: str, num_micro_batches: int | None) -> None:
-    by_rank = _by_rank()
-    if isinstance(by_rank, RankError):
-        raise by_rank
-    program = PROGRAMS[name]
-    rtol, atol = (_ROUGH, _ROUGH) if "autocast" in name else (RTOL, ATOL)
-    for results in by_rank:
-        found = results[name, num_micro_batches]
-        if num_micro_batches == 4 and not program.cut:
-            assert program.refusal in found
-            assert found == by_rank[0][name, num_micro_batches]
-            continue
-        assert not isinstance(found, str), found
-        torch.testing.assert_close(found, results[name, "stock"], rtol=rtol, atol=atol)
+    assert_as_stock(__name__, name, num_micro_batches)

@@ -53,12 +53,14 @@ def _clipped_by_torchrec(how: GradientClipping) -> Callable[..., torch.optim.Opt
     return lambda model: GradientClippingOptimizer(_keyed(model), how, MAX_NORM)
 
 
-def _warming_up(model: DistributedModelParallel) -> torch.optim.Optimizer:
+def _warming_up(
+    model: DistributedModelParallel, dense: KeyedOptimizer | None = None
+) -> torch.optim.Optimizer:
     stages = [
         WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.1),
         WarmupStage(WarmupPolicy.CONSTANT, max_iters=100),
     ]
-    return WarmupOptimizer(_with_fused(model, _keyed(model)), stages, lr=0.1)
+    return WarmupOptimizer(_with_fused(model, dense or _keyed(model)), stages, lr=0.1)
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -67,6 +69,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "clipping by norm": _clipped_by_torchrec(GradientClipping.NORM),
     "clipping by value": _clipped_by_torchrec(GradientClipping.VALUE),
     "warm-up": _warming_up,
+    "warm-up over clipping": lambda model: _warming_up(
+        model, GradientClippingOptimizer(_keyed(model), GradientClipping.NORM, MAX_NORM)
+    ),
     "rates per step": lambda model: _with_fused(model, _keyed(model)),
 }
 

@@ -40,6 +40,10 @@ def hang() -> None:
     raise BrokenError("nobody waits any more")
 
 
+def forget_graphs() -> None:
+    torch.set_grad_enabled(False)
+
+
 def with_fault(batches: list[Batch], act: Callable[[], None]) -> Iterator[Batch]:
     yield from batches[:BROKEN_STEP]
     act()
@@ -114,6 +118,15 @@ def test_a_rank_that_raises_is_heard_by_all(tmp_path: Path, job: Job, where: str
         else:
             expected = f"rank {FAULTY} failed in {at}: BrokenError: the user's own words"
             assert (kind, text) == (PeerError.__name__, expected)
+
+
+def test_a_loss_without_a_graph_on_one_rank_is_heard_by_all(tmp_path: Path) -> None:
+    args = (str(tmp_path), HOT_COLD, "forward", forget_graphs)
+    raised = run_ranks(fail_on_one_rank, WORLD_SIZE, *args, timeout_s=60)
+    kinds = ["RuntimeError" if rank == FAULTY else "PeerError" for rank in range(WORLD_SIZE)]
+    assert [kind for kind, _, _ in raised] == kinds
+    for _, text, _ in raised:
+        assert "element 0 of tensors does not require grad" in text
 
 
 def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path: Path) -> None:
