@@ -20,8 +20,6 @@ from benchmarks.reliability import (
     checkpoint_moves,
     drift,
     faults,
-    fuzz_files,
-    hostile_batches,
     link_faults,
     soak,
 )
@@ -86,8 +84,6 @@ _QUESTIONS = {
     ),
     "faults": _Question(faults.main, _summary_of("faults"), _as_it_is),
     "link_faults": _Question(link_faults.main, _summary_of("link_faults"), _as_it_is),
-    "hostile_batches": _Question(hostile_batches.main, _summary_of("hostile_batches"), _as_it_is),
-    "fuzz_files": _Question(fuzz_files.main, _summary_of("fuzz_files"), _as_it_is),
     "soak": _Question(soak.main, {"soak": "soak.json"}, _of_soak),
     "drift": _Question(
         drift.main,

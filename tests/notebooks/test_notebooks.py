@@ -29,7 +29,6 @@ from traitlets.config import Config
 
 from tests.support.packaging import ROOT, pins, setup_settings
 from torchrec_picasso import CommCurves
-from torchrec_picasso.app.zoo.data.drifting import generate_drifting
 
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -37,38 +36,9 @@ CELL_TIMEOUT_S = 200
 
 CHECKS = {
     "03_interleaving.ipynb": """
-# float32 sums in another order, over some steps
-assert exactness.iloc[:, 0].max() < 1e-4
-assert (interleaved.iloc[:, 1] < 1e-3).all()
-assert [timeline.rank for timeline in timelines] == [0, 1]
-ops = spans.query("kind == 'compute' and rank == 0")["op"]
-assert list(ops) == list(training_schedule(Setting(4, lookahead=True)).to_frame()["op"])
-""",
-    "04_sequence.ipynb": """
-assert len(losses) == STEPS
-assert difference.max() < 1e-4  # float32 sums in another order
-assert losses["stock"].tail(5).mean() < 0.95 * losses["stock"].head(5).mean()  # it learns
-assert set(explained["placement"]) == {"hot_cold"}
-assert exchange.loc["stock"].iloc[0] > 5 * exchange.loc["ours"].iloc[0]
-assert "interleaved in one exchange" in trained["ours"].summary
-assert (share[TARGETS].diff().dropna() < 0).all().all()  # larger batches repeat more
-""",
-    "05_drift.ipynb": """
-assert len(losses) == task.num_steps(RANKS) == 160
-assert difference.max().max() < 1e-4  # float32 sums in another order
-assert losses["stock"].tail(5).mean() < 0.5 * losses["stock"].head(5).mean()  # it learns
-counted = uses[uses["rank"] == 0].groupby("step")["frozen"].mean()
-assert (reports["frozen"]["coverage"] - counted).abs().max() < 1e-12  # reports say what is so
-assert (by_hour["frozen"].diff().dropna() < 0).mean() > 0.7
-assert by_hour["frozen"].iloc[-1] < 0.5 * by_hour["frozen"].iloc[0]
-assert of_oracle["followed"] >= 0.85
-assert of_oracle["frozen"] < of_oracle["followed"] - 0.2
-assert (by_hour["oracle"] >= by_hour["frozen"]).all()
-assert cost["looks"].tolist() == [160 / 4, 96 / 4, 96 / 4]
-assert cost.loc["drifting", "rows moved per look"] > 2
-assert cost.loc["still", "rows moved per look"] < 0.2
-assert cost.loc["still, deviations=0", "rows moved per look"] > 2
-assert not reports["frozen"]["num_moved"].any()
+assert (difference.max() < 1e-4).all()  # float32 sums in another order
+assert len(trained["losses"]) == STEPS
+assert picture.stat().st_size > 10_000
 """,
 }
 """Run behind the last cell, where a notebook's own numbers are to be right."""
@@ -80,8 +50,6 @@ def test_there_are_notebooks() -> None:
         "01_skew.ipynb",
         "02_plan.ipynb",
         "03_interleaving.ipynb",
-        "04_sequence.ipynb",
-        "05_drift.ipynb",
     ]
 
 
@@ -178,30 +146,6 @@ def test_plan_runs_on_a_file_of_curves(tmp_path: Path) -> None:
     names, tables = run(FOLDER / "02_plan.ipynb", CURVES=str(tmp_path / "curves.json"))
     assert names["decision"].curves == curves
     assert names["decision"].world_size == 8
-    assert all(len(table) for table in tables)
-
-
-def test_drift_runs_on_a_parquet_file(tmp_path: Path) -> None:
-    ids, hours = generate_drifting(5, 800, num_rows=300, turnover=0.3)
-    hour_ms = 3_600_000
-    columns = {"article": ids * 1_000_003, "at_ms": 17 + hours * hour_ms}  # ids are hashes
-    shuffled = np.random.default_rng(0).permutation(len(ids))
-    table = pa.table({name: values[shuffled] for name, values in columns.items()})
-    pq.write_table(table, tmp_path / "clicks.parquet")
-    names, tables = run(
-        FOLDER / "05_drift.ipynb",
-        DATA=str(tmp_path / "clicks.parquet"),
-        ID_COLUMN="article",
-        TIME_COLUMN="at_ms",
-        STILL_HOURS=3,
-        IDS_PER_HOUR=800,
-        BATCH_SIZE=100,
-        HOT_ROWS=20,
-    )
-    assert list(names["by_hour"].index) == [2, 3, 4]
-    assert names["task"].num_rows == len(np.unique(ids))
-    assert len(names["losses"]) == 3 * 800 // 200
-    assert names["difference"].max().max() < 1e-4  # float32 sums in another order
     assert all(len(table) for table in tables)
 
 

@@ -47,7 +47,7 @@ FEWEST_BLOCKS, FEWEST_PYTHON, FEWEST_COMMANDS = 5, 1, 6
 TIMEOUT_S = 120
 
 SHORT = {
-    "demo": "--steps 10 --ranks 2 --batch-size 32 --dim 8 --hot-rows 20",
+    "demo": "--steps 10 --ranks 2 --batch-size 32 --dim 8",
     "calibrate": "--max-mib 1 --seconds 0.01 --no-local",
 }
 """Arguments added to our subcommands, unless they are asked for help only."""
@@ -57,7 +57,6 @@ SHORT_CONFIG = {
     "log_every": 2,
     "data": {"batch_size": 16, "row_scale": 0.001, "heldout_steps": 1},
     "model": {"embedding_dim": 8, "dense_layers": [8], "over_layers": [8]},
-    "sharding": {"hot_rows": 20},
     "checkpoint": {"every_steps": 2},
 }
 """Laid over every configuration of the repository."""

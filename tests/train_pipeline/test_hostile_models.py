@@ -14,13 +14,6 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 from torchrec.datasets.utils import Batch
 
-<<<<<<< HEAD
-from tests.train_pipeline.runs import ATOL, RTOL
-from tests.train_pipeline.stock_models import batch_of
-from tests.train_pipeline.test_programs import SAMPLES, STEPS, WIDTH, Head, Program, train_program
-from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
-from torchrec_picasso.errors import CompatError
-=======
 from tests.train_pipeline.programs import (
     BFLOAT16,
     SAMPLES,
@@ -32,7 +25,6 @@ from tests.train_pipeline.programs import (
     cases_of,
 )
 from tests.train_pipeline.stock_models import DIM, batch_of
->>>>>>> repros
 
 
 class _OfClass:

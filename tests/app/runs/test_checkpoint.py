@@ -130,7 +130,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_to_resume_from(tmp_path: Path) -> None:
-    with pytest.raises(PicassoError, match=r"no checkpoint to resume from; expected folders named"):
+    with pytest.raises(PicassoError, match=r"no checkpoint in it; expected folders named"):
         newest_checkpoint(tmp_path / "none")
     (tmp_path / "step_00000003.tmp").mkdir()
     with pytest.raises(PicassoError, match=r"found only step_00000003\.tmp"):

@@ -67,7 +67,7 @@ def has_checkpoint(folder: str | Path) -> bool:
 
 
 def newest_checkpoint(folder: str | Path) -> tuple[Path, list[Path]]:
-    """Finds the checkpoint to resume from.
+    """Finds the newest checkpoint of a run.
 
     Args:
         folder: Where a run wrote its checkpoints.
@@ -86,8 +86,8 @@ def newest_checkpoint(folder: str | Path) -> tuple[Path, list[Path]]:
         left = [*unfinished, *(path for path in entries if path.name.endswith(DAMAGED_SUFFIX))]
         found = f"; found only {', '.join(path.name for path in left)}" if left else ""
         raise PicassoError(
-            f"{folder}: no checkpoint to resume from; expected folders named step_<number>{found}; "
-            "train without --resume first, or name another folder"
+            f"{folder}: no checkpoint in it; expected folders named step_<number>{found}; name "
+            "another folder, or train without --resume first"
         )
     newest = max(whole, key=lambda path: step_of(path.name) or 0)
     if not is_whole(newest):

@@ -2,7 +2,7 @@
 
 The format is torch.distributed.checkpoint's, with SHA-256 sums of the files beside it. All ranks
 must see the same file system. What becomes of old ones is up to
-:mod:`torchrec_picasso.app.checkpoints.old`.
+:mod:`torchrec_picasso.app.checkpoints.retention`.
 """
 
 from __future__ import annotations

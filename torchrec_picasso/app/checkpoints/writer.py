@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torchrec.distributed.types import ShardedTensor
 
 from torchrec_picasso.app.checkpoints.folder import step_of, whole_name
-from torchrec_picasso.app.checkpoints.old import delete_old_checkpoints
+from torchrec_picasso.app.checkpoints.retention import delete_old_checkpoints
 from torchrec_picasso.app.checkpoints.write import (
     Beside,
     CheckpointFiles,

@@ -36,7 +36,7 @@ _DEMO_EXAMPLE = """\
 example:
   torchrec-picasso demo
   torchrec-picasso demo --data day_0.tsv --hot-rows 20000 --out criteo_demo
-  torchrec-picasso demo --model din --batch-size 1024
+  torchrec-picasso demo --model din
 """
 
 
@@ -67,14 +67,17 @@ def _demo(subcommands: _Subcommands) -> None:
     for flag, default, text in (
         ("--steps", 30, "steps of each side"),
         ("--ranks", 2, "processes on this machine"),
-        ("--batch-size", 4096, "samples per rank and step"),
-        ("--hot-rows", 5000, "replicated rows, over all tables"),
-        ("--dim", 64, "columns of every table"),
         ("--seed", 0, "seed of weights and generated samples"),
     ):
         parser.add_argument(
             flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
         )
+    for flag, text in (
+        ("--batch-size", "samples per rank and step (default: 4096, or 512 with histories)"),
+        ("--dim", "columns of every table (default: 64, or 16 with histories)"),
+        ("--hot-rows", "replicated rows, a total over all tables (default: the planner's choice)"),
+    ):
+        parser.add_argument(flag, type=int, metavar="N", help=text)
     parser.add_argument(
         "--out", metavar="DIR", default="demo_out", help="folder of the results (default: demo_out)"
     )
@@ -327,9 +330,8 @@ def _train(subcommands: _Subcommands) -> None:
 
 _CONVERT_EXAMPLE = """\
 example:
-  torchrec-picasso convert --config configs/dlrm_criteo.yaml --checkpoint runs/dlrm -o dlrm.pt
-  torchrec-picasso convert --config configs/dlrm_criteo.yaml \\
-      --checkpoint runs/dlrm/step_00000200 -o dlrm_200.pt
+  torchrec-picasso convert --checkpoint runs/dlrm -o dlrm.pt
+  torchrec-picasso convert --checkpoint runs/dlrm/step_00000200 -o dlrm_200.pt
 """
 
 
@@ -344,9 +346,6 @@ def _convert(subcommands: _Subcommands) -> None:
         ),
         epilog=_CONVERT_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", help="YAML configuration it was trained with"
     )
     parser.add_argument(
         "--checkpoint",

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from torchrec_picasso.app.checkpoints.plain_file import find_checkpoint, read_plain, write_plain
 from torchrec_picasso.app.cli.outputs import check_outputs
-from torchrec_picasso.app.config import load_config
-from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.errors import ConfigError
 
 __all__ = ["run"]
@@ -18,15 +16,13 @@ def run(args: argparse.Namespace) -> None:
     """Runs the subcommand.
 
     Raises:
-        PicassoError: If the configuration or the checkpoint cannot be used, or the file exists.
+        PicassoError: If the checkpoint cannot be used, or the file exists.
     """
-    config = load_config(args.config)
     check_outputs(args, "out")
     if Path(args.out).exists():
         raise ConfigError(f"--out {args.out}: exists already; move it away or name another file")
     path = find_checkpoint(args.checkpoint)
-    model = build_model(config, make_source(config.data, config.seed))
-    plain = read_plain(path, model.state_dict())
+    plain = read_plain(path)
     write_plain(plain, args.out)
     size_mb = sum(tensor.nbytes for tensor in plain.values()) / 1e6
     print(f"wrote {args.out}: {len(plain)} tensors, {size_mb:,.1f} MB, from {path}")

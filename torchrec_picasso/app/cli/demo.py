@@ -28,6 +28,9 @@ __all__ = ["run", "demo_spec"]
 
 _MIN_STEPS = 10  # warm-up, counted steps and one timed block
 _GENERATED_ROW_SCALE = 0.02  # 10 million rows become 200,000
+_BATCH_SIZE, _DIM = 4096, 64
+_CLICKS_BATCH_SIZE, _CLICKS_DIM, _MAX_HISTORY = 512, 16, 20
+"""Models of histories compute an attention or a recurrent layer over every click of a history."""
 _TIMEOUT_S = 3600
 
 
@@ -39,18 +42,25 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
     """
     if args.steps < _MIN_STEPS:
         raise ConfigError(f"--steps: expected at least {_MIN_STEPS}, got {args.steps}")
+    has_histories = needs_clicks(args.model)
+    batch_size, dim = args.batch_size, args.dim
+    if batch_size is None:
+        batch_size = _CLICKS_BATCH_SIZE if has_histories else _BATCH_SIZE
+    if dim is None:
+        dim = _CLICKS_DIM if has_histories else _DIM
     config = TrainConfig(
         steps=args.steps,
         ranks=args.ranks,
         seed=args.seed,
         data=DataConfig(
-            kind="clicks" if needs_clicks(args.model) else "criteo",
+            kind="clicks" if has_histories else "criteo",
             path=args.data,
-            batch_size=args.batch_size,
+            batch_size=batch_size,
             row_scale=1.0 if args.data else _GENERATED_ROW_SCALE,
+            max_history=_MAX_HISTORY,
             heldout_steps=2,
         ),
-        model=_model(args.model, args.dim),
+        model=_model(args.model, dim),
         sharding=ShardingConfig(hot_rows=args.hot_rows),
     )
     spec = CompareSpec(config=config)

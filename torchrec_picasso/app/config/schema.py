@@ -196,7 +196,7 @@ class ShardingConfig(Rules):
 
     placement: str = rule("hot_cold", "Who places the tables.", choices=PLACEMENTS)
     hot_rows: int | Mapping[str, int] | None = rule(
-        5_000,
+        None,
         "Replicated rows: a total over all tables, or a count per table; 0 = no replicas; null = "
         "the cost model chooses, for each table, between hot/cold and stock too.",
         at_least=0,

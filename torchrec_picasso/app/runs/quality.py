@@ -16,20 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from torchrec_picasso.app.config import PipelineConfig, TrainConfig
 from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.runs.evaluate import areas_under_curves, predict_all
 from torchrec_picasso.app.runs.trainer import Trainer
 from torchrec_picasso.app.zoo.registry import make_source
 
 __all__ = [
     "Interval",
     "Scores",
-    "area_under_curve",
     "as_hot_cold",
     "as_stock",
     "mean_auc",
@@ -62,7 +59,7 @@ class Scores:
     @property
     def aucs(self) -> list[float]:
         """Area under the ROC curve of each task."""
-        return [area_under_curve(*of) for of in zip(self.labels_NT.T, self.scores_NT.T)]
+        return areas_under_curves(self.labels_NT, self.scores_NT)
 
     @property
     def auc(self) -> float:
@@ -127,28 +124,8 @@ def score_on_rank(rank: int, world_size: int, config: TrainConfig) -> Scores:
     source = make_source(config.data, config.seed)
     trainer = Trainer(config, source)
     losses = trainer.train(source.batches(rank, world_size), config.steps)
-    found = list(trainer.predict(source.heldout(rank, world_size)))
-    mine = [torch.cat([of[place].reshape(len(of[place]), -1) for of in found]) for place in (0, 1)]
-    gathered: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
-    dist.all_gather_object(gathered, mine)
-    scores_NT, labels_NT = (torch.cat(of).numpy() for of in zip(*gathered))
+    labels_NT, scores_NT = predict_all(trainer, source.heldout(rank, world_size))
     return Scores(losses=trainer.mean_over_ranks(losses), labels_NT=labels_NT, scores_NT=scores_NT)
-
-
-def area_under_curve(labels_N: NDArray[np.float32], scores_N: NDArray[np.float32]) -> float:
-    """Chance that a sample with label 1 scores higher than one with label 0; ties count half.
-
-    Returns:
-        0.5 where one class is missing.
-    """
-    rank_N = pd.Series(scores_N).rank().to_numpy()  # from 1 on, equal scores their mean rank
-    is_one_N = labels_N > 0.5
-    num_ones = int(is_one_N.sum())
-    num_zeros = len(labels_N) - num_ones
-    if not num_ones or not num_zeros:
-        return 0.5
-    above = rank_N[is_one_N].sum() - num_ones * (num_ones + 1) / 2
-    return float(above / (num_ones * num_zeros))
 
 
 def paired_bootstrap(

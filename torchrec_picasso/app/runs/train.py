@@ -27,7 +27,7 @@ from torchrec_picasso.app.checkpoints.writer import CheckpointWriter
 from torchrec_picasso.app.config import TrainConfig
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
-from torchrec_picasso.app.runs.evaluate import evaluate_auc
+from torchrec_picasso.app.runs.evaluate import areas_under_curves, predict_all
 from torchrec_picasso.app.runs.pipelines import describe_pipeline, is_settled, pipeline_maker
 from torchrec_picasso.app.runs.profiling import ProfileRequest, StepProfiler, Stretch, steps_at_once
 from torchrec_picasso.app.runs.trainer import Trainer
@@ -147,11 +147,11 @@ def _train(
             writer.save(step, trainer.state, _beside(trainer, config, world_size))
     writer.finish()
     progress.close()
-    num_heldout = config.data.heldout_steps * config.data.batch_size * world_size
-    aucs = evaluate_auc(trainer, source.heldout(rank, world_size), num_heldout)
+    labels_NT, scores_NT = predict_all(trainer, source.heldout(rank, world_size))
+    aucs = areas_under_curves(labels_NT, scores_NT)
     in_words = ", ".join(f"{auc:.5f}" for auc in aucs)
     watch.end(step, aucs)
-    progress.say(f"AUC {in_words} on {num_heldout} held-out samples")
+    progress.say(f"AUC {in_words} on {len(labels_NT)} held-out samples")
     return {"first_step": first_step, "losses": losses, "auc": aucs[0], "aucs": aucs}
 
 

@@ -20,7 +20,7 @@ from torchrec_picasso.app.timeline.spans import (
 )
 from torchrec_picasso.schedule.schedule import OF_BATCH, Op
 
-__all__ = ["draw_timeline", "plot_timeline", "plot_timelines"]
+__all__ = ["draw_timeline", "plot_timeline"]
 
 _COLORS = {
     "forward": "#4c6ef5",
@@ -34,29 +34,17 @@ _LETTER_SHARE = 0.006  # of the width; a bar too narrow for its name is not name
 
 
 def draw_timeline(timelines: Mapping[str, HasSpans], path: str | Path) -> None:
-    """Writes a picture of timelines under each other.
-
-    Args:
-        timelines: As for :func:`plot_timelines`.
-        path: Its name says the format.
-    """
-    from matplotlib.figure import Figure  # here, because only a picture needs it; slow to import
-
-    height = 0.8 + sum(map(_height, timelines.values()))
-    figure = Figure(figsize=(12, height), layout="constrained")
-    plot_timelines(timelines, figure)
-    figure.savefig(path, dpi=150)
-
-
-def plot_timelines(timelines: Mapping[str, HasSpans], figure: Any) -> None:
-    """Draws timelines under each other, all on one scale of time.
+    """Writes a picture of timelines under each other, all on one scale of time.
 
     Args:
         timelines: By title, such as a rank or a contestant. Each starts at its own first operation;
             clocks are not compared.
-        figure: An empty one of matplotlib, best with its constrained layout.
+        path: Its name says the format.
     """
+    from matplotlib.figure import Figure  # here, because only a picture needs it; slow to import
+
     heights = [_height(timeline) for timeline in timelines.values()]
+    figure = Figure(figsize=(12, 0.8 + sum(heights)), layout="constrained")
     rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     for axes, (title, timeline) in zip(rows[:, 0], timelines.items()):
         plot_timeline(timeline, axes, with_legend=False)
@@ -65,6 +53,7 @@ def plot_timelines(timelines: Mapping[str, HasSpans], figure: Any) -> None:
         axes.set_xlabel("")
     rows[0, 0].set_xlim(0, max(_end_ms(timeline) for timeline in timelines.values()))
     figure.legend(handles=_legend(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 def plot_timeline(timeline: HasSpans, axes: Any, with_legend: bool = True) -> None:

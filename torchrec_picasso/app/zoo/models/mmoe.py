@@ -52,6 +52,9 @@ class MMoE(nn.Module):
         )
 
     def forward(self, found: Found, dense_BI: Tensor) -> Tensor:
-        """Gives the logits, shape ``(B, num_tasks)``."""
+        """Gives the logits, shape ``(B, num_tasks)``, or ``(B,)`` of one task."""
         mixtures = self.experts(torch.cat([dense_BI, *found["fields"]], dim=1))
-        return torch.cat([task(of) for task, of in zip(self.towers, mixtures)], dim=1)
+        logits_B1 = [task(mixture) for task, mixture in zip(self.towers, mixtures)]
+        if len(logits_B1) == 1:
+            return logits_B1[0].squeeze(1)  # as the labels of one task
+        return torch.cat(logits_B1, dim=1)

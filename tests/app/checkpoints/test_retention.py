@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torchrec_picasso.app.checkpoints.folder import newest_checkpoint
-from torchrec_picasso.app.checkpoints.old import delete_old_checkpoints
+from torchrec_picasso.app.checkpoints.retention import delete_old_checkpoints
 
 PARTS = (".metadata", "__0_0.distcp", "__1_0.distcp")
 

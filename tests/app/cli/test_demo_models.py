@@ -1,0 +1,53 @@
+"""``demo --model`` compares every model with stock TorchRec; all of them on the same two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from torchrec_picasso.app.cli.arguments import make_parser
+from torchrec_picasso.app.cli.demo import demo_spec
+from torchrec_picasso.app.cli.report import Comparison, print_comparison
+from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.runs.compare import CompareSpec, compare_on_rank
+from torchrec_picasso.app.zoo.kinds import model_kinds
+
+TINY = ["--steps", "10", "--batch-size", "32", "--dim", "8"]
+
+
+def tiny_spec(model: str) -> CompareSpec:
+    """What ``demo --model`` runs, on few clicks of a history and against one stock plan."""
+    spec = demo_spec(make_parser("0").parse_args(["demo", "--model", model, *TINY]))
+    data = dataclasses.replace(spec.config.data, max_history=4, row_scale=0.0005)
+    config = dataclasses.replace(spec.config, data=data)
+    return dataclasses.replace(spec, config=config, stock=("table_wise",))
+
+
+def compare_all(rank: int, world_size: int, specs: dict[str, CompareSpec]) -> dict[str, Any]:
+    """Every comparison, one after the other; for the launcher."""
+    return {model: compare_on_rank(rank, world_size, spec) for model, spec in specs.items()}
+
+
+def test_every_model_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    specs = {model: tiny_spec(model) for model in model_kinds()}
+    assert len(specs) >= 12
+    results = run_ranks(compare_all, 2, specs, timeout_s=180)[0]
+    for model, spec in specs.items():
+        comparison = Comparison(spec=spec, **results[model])
+        print_comparison(comparison)
+        assert model.upper() in capsys.readouterr().out
+        assert len(comparison.stock.losses) == len(comparison.ours.losses) == 10
+        assert comparison.max_relative_loss_difference < 1e-4, model  # sums in another order
+
+
+def test_models_of_histories_have_smaller_defaults() -> None:
+    parser = make_parser("0")
+    dlrm, tbsm = (
+        demo_spec(parser.parse_args(["demo", *options])).config
+        for options in ([], ["--model", "tbsm"])
+    )
+    assert (dlrm.data.batch_size, dlrm.model.embedding_dim) == (4096, 64)
+    assert (tbsm.data.batch_size, tbsm.model.embedding_dim) == (512, 16)
+    assert dlrm.sharding.hot_rows is None
