@@ -35,8 +35,6 @@ from torchrec_picasso.cost.curve import Curve
 from torchrec_picasso.cost.curves import COLLECTIVES
 from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.local import LocalWork
-from torchrec_picasso.frequency.summary import summarize
-from torchrec_picasso.frequency.tail import TailSample
 from torchrec_picasso.options.rules import Rules
 
 __all__ = ["TARGETS"]
@@ -80,17 +78,13 @@ class _Quality(_Configs):
 class _Statistics(Target):
     def seeds(self, folder: Path) -> list[Path]:
         model = SmallModel()
-        stats = FrequencyStats.collect((rank_batch(step, 0, 1) for step in range(20)), model)
-        forms = {
-            "exact": stats,
-            "decayed": stats.decayed(0.5),
-            "shrunk": stats.merge(stats, max_rows_counted=5),
-        }
         paths = []
-        for name, of_form in forms.items():
+        for name, budget in (("exact", 1000), ("heavy", 5)):
+            batches = (rank_batch(step, 0, 1) for step in range(20))
+            stats = FrequencyStats.collect(batches, model, max_rows_counted=budget)
+            assert all(counts.is_exact for counts in stats.tables.values()) == (name == "exact")
             paths.append(folder / f"{name}.parquet")
-            of_form.to_parquet(paths[-1])
-        assert any(isinstance(of.tail, TailSample) for of in forms["shrunk"].tables.values())
+            stats.to_parquet(paths[-1])
         return paths
 
     def change(self, draw: random.Random, seed: Path, marker: Path) -> tuple[str, bytes]:
@@ -118,12 +112,9 @@ class _Statistics(Target):
             cold = counts.spectrum().expected_unique(5)
             assert math.isfinite(cold), f"{cold} unique rows"
             counts.most_frequent_first()
-            for feature in counts.feature_names if counts.feature_bags else ():
-                assert 0 <= counts.pooling_factor(feature) < math.inf
         assert stats.merge(stats).tables.keys() == stats.tables.keys()
-        stats.decayed(0.5)
         stats.to_frame()
-        summarize(stats.tables, stats.num_batches, stats.num_samples)
+        stats.summary(stats.num_batches)
 
 
 def _other_column(draw: random.Random, table: pa.Table) -> tuple[str, pa.Table]:
