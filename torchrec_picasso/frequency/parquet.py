@@ -131,9 +131,10 @@ def _table(facts: Mapping[str, Any], rows_U: np.ndarray, counts_U: np.ndarray) -
     total_lookups = facts["total_lookups"]
     num_counted = int(counts_U.sum())
     _check(num_embeddings >= 0, "num_embeddings is negative")
-    _check((rows_U >= 0).all() and (rows_U < num_embeddings).all(), "a row is outside its table")
-    _check((np.diff(rows_U) > 0).all(), "a row has two lines")
-    _check((counts_U > 0).all(), "a count is not above 0")
+    is_inside_U = (rows_U >= 0) & (rows_U < num_embeddings)
+    _check(bool(is_inside_U.all()), "a row is outside its table")
+    _check(bool((np.diff(rows_U) > 0).all()), "a row has two lines")
+    _check(bool((counts_U > 0).all()), "a count is not above 0")
     _check(counts_U.sum(dtype=np.float64) < _MAX_TOTAL, "counts are beyond 2**53 together")
     _check(0 <= max_undercount < _MAX_TOTAL, "max_undercount is out of range")
     if max_undercount:
