@@ -27,6 +27,7 @@ __all__ = ["read_tables", "write_tables"]
 _METADATA_KEY = b"torchrec_picasso.frequency_stats"
 _SCHEMA = pa.schema([("table", pa.string()), ("row", pa.int64()), ("count", pa.int64())])
 _MAX_TOTAL = 1 << 53  # lookups that a float64 holds exactly
+_MAX_ROWS = 1 << 62
 
 
 def write_tables(
@@ -130,7 +131,7 @@ def _table(facts: Mapping[str, Any], rows_U: np.ndarray, counts_U: np.ndarray) -
     num_embeddings, max_undercount = int(facts["num_embeddings"]), int(facts["max_undercount"])
     total_lookups = facts["total_lookups"]
     num_counted = int(counts_U.sum())
-    _check(num_embeddings >= 0, "num_embeddings is negative")
+    _check(0 <= num_embeddings < _MAX_ROWS, "num_embeddings is out of range")
     is_inside_U = (rows_U >= 0) & (rows_U < num_embeddings)
     _check(bool(is_inside_U.all()), "a row is outside its table")
     _check(bool((np.diff(rows_U) > 0).all()), "a row has two lines")
