@@ -35,8 +35,7 @@ def stats(halves: tuple[np.ndarray, np.ndarray]) -> FrequencyStats:
         counter = CountAccumulator(
             ModelTable(name=name, num_embeddings=rows, feature_names=(name,))
         )
-        ids_N = torch.from_numpy(halves[0][:, column].copy())
-        counter.add(name, ids_N, ids_N.numel())
+        counter.add(torch.from_numpy(halves[0][:, column].copy()))
         tables[name] = counter.result()
     return FrequencyStats(tables=tables, num_samples=len(halves[0]))
 

@@ -1,6 +1,10 @@
-"""Small models, batches and statistics that the tests of this room share."""
+"""Models, batches, streams of ids and statistics that the tests of frequency share."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -14,10 +18,13 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 
-from torchrec_picasso.frequency import FrequencyStats, TableCounts
+from torchrec_picasso.frequency import FrequencyStats, ModelTable, TableCounts
+from torchrec_picasso.frequency.accumulate import CountAccumulator
 
 META = torch.device("meta")
 ROWS = {"small": 3, "large": 40}
+HUGE = 10_000_000
+"""Rows of a table that no test counts densely."""
 
 
 class TwoCollections(nn.Module):
@@ -84,3 +91,38 @@ def dense_counts(counts: TableCounts) -> np.ndarray:
     dense = np.zeros(counts.num_embeddings, dtype=np.int64)
     dense[counts.rows_U.numpy()] = counts.counts_U.numpy()
     return dense
+
+
+def chunks_of(num_ids: int) -> st.SearchStrategy[list[list[int]]]:
+    """Any stream of ids below ``num_ids`` in any chunks, empty ones included."""
+    return st.lists(st.lists(st.integers(0, num_ids - 1), max_size=30), max_size=8)
+
+
+def table_of(num_embeddings: int | None) -> ModelTable:
+    return ModelTable(name="t", num_embeddings=num_embeddings, feature_names=("f",))
+
+
+def counted(
+    chunks: Iterable[Sequence[int] | np.ndarray], num_embeddings: int | None, **budget: int
+) -> TableCounts:
+    """What an accumulator makes of the chunks."""
+    counter = CountAccumulator(table_of(num_embeddings), **budget)
+    for chunk in chunks:
+        counter.add(torch.tensor(np.asarray(chunk, dtype=np.int64)))
+    return counter.result()
+
+
+def true_counts(chunks: Iterable[Iterable[int]]) -> Counter[int]:
+    return Counter(chain.from_iterable(chunks))
+
+
+def as_dict(counts: TableCounts) -> dict[int, int]:
+    return dict(zip(counts.rows_U.tolist(), counts.counts_U.tolist()))
+
+
+def zipf_ids(num_lookups: int, num_rows: int, exponent: float, seed: int) -> np.ndarray:
+    """Skewed ids: row r is drawn in proportion to ``(r + 1) ** -exponent``."""
+    weights = np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent
+    ends = weights.cumsum()
+    drawn = np.random.default_rng(seed).random(num_lookups) * ends[-1]
+    return np.searchsorted(ends, drawn)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.frequency.streams import HUGE, as_dict, chunks_of, counted, table_of, true_counts
-from torchrec_picasso.frequency import ModelTable, accumulate
+from tests.frequency.samples import HUGE, as_dict, chunks_of, counted, table_of, true_counts
+from torchrec_picasso.frequency import accumulate
 from torchrec_picasso.frequency.accumulate import CountAccumulator
 
 # 60 ids: dense below 4 * 15 rows counted, sorted otherwise
@@ -33,24 +33,23 @@ def test_counts_are_exact_while_rows_fit(
 ) -> None:
     counts = counted(chunks, num_embeddings, max_rows_counted=NUM_IDS)
     true = true_counts(chunks)
-    assert as_dict(counts.rows_U, counts.counts_U) == true
+    assert as_dict(counts) == true
     assert (counts.rows_U.diff() > 0).all()
     assert counts.rows_U.dtype == counts.counts_U.dtype == torch.int64
     assert counts.is_exact
     assert counts.num_rows_seen == len(true)
     assert counts.num_lookups == true.total()
-    assert counts.feature_lookups == counts.feature_bags == (true.total(),)
     smallest_table = 1 + max(true, default=-1)
     assert counts.num_embeddings == (smallest_table if num_embeddings is None else num_embeddings)
 
 
-@given(STREAM, st.integers(1, 12), st.integers(1, 30))
+@given(STREAM, st.integers(1, 12))
 def test_beyond_the_budget_counts_keep_the_bounds_of_misra_and_gries(
-    chunks: list[list[int]], max_rows: int, max_sampled: int
+    chunks: list[list[int]], max_rows: int
 ) -> None:
-    counts = counted(chunks, HUGE, max_rows_counted=max_rows, max_rows_sampled=max_sampled)
+    counts = counted(chunks, HUGE, max_rows_counted=max_rows)
     true = true_counts(chunks)
-    head = as_dict(counts.rows_U, counts.counts_U)
+    head = as_dict(counts)
     assert counts.rows_U.numel() <= max_rows
     assert counts.max_undercount <= true.total() / (max_rows + 1)
     for row, count in true.items():
@@ -58,20 +57,6 @@ def test_beyond_the_budget_counts_keep_the_bounds_of_misra_and_gries(
     assert set(head) <= set(true)
     assert counts.num_lookups == true.total()
     assert counts.is_exact == (len(true) <= max_rows)
-    if counts.tail is not None:
-        assert counts.tail.rows_V.numel() <= max_sampled
-        tail = as_dict(counts.tail.rows_V, counts.tail.counts_V)
-        assert tail == {row: true[row] for row in tail}
-
-
-@given(STREAM, st.integers(1, 12), st.integers(1, 30))
-def test_the_tail_does_not_depend_on_the_chunks(
-    chunks: list[list[int]], max_rows: int, max_sampled: int
-) -> None:
-    budget = {"max_rows_counted": max_rows, "max_rows_sampled": max_sampled}
-    at_once = counted([[i for chunk in chunks for i in chunk]], HUGE, **budget)
-    one_by_one = counted([[i] for chunk in chunks for i in chunk], HUGE, **budget)
-    assert at_once.tail == one_by_one.tail == counted(chunks, HUGE, **budget).tail
 
 
 @given(STREAM, STREAM, st.sampled_from([NUM_IDS, HUGE]))
@@ -86,19 +71,14 @@ def test_both_counters_take_int32_and_int64_ids() -> None:
     for num_embeddings in (10, HUGE):
         counter = CountAccumulator(table_of(num_embeddings), max_rows_counted=3)
         for dtype in (torch.int32, torch.int64):
-            counter.add("f", torch.tensor([7, 2, 7], dtype=dtype), 3)
-        assert as_dict(*_head(counter)) == {2: 2, 7: 4}
-
-
-def _head(counter: CountAccumulator) -> tuple[torch.Tensor, torch.Tensor]:
-    counts = counter.result()
-    return counts.rows_U, counts.counts_U
+            counter.add(torch.tensor([7, 2, 7], dtype=dtype))
+        assert as_dict(counter.result()) == {2: 2, 7: 4}
 
 
 @pytest.mark.parametrize("num_embeddings", [1 << 41, None])
 def test_ids_beyond_32_bits_are_counted(num_embeddings: int | None) -> None:
     counts = counted([[1 << 40, 3], [1 << 40]], num_embeddings)
-    assert as_dict(counts.rows_U, counts.counts_U) == {3: 1, 1 << 40: 2}
+    assert as_dict(counts) == {3: 1, 1 << 40: 2}
 
 
 def test_ids_may_be_a_view_that_changes_later() -> None:
@@ -106,26 +86,9 @@ def test_ids_may_be_a_view_that_changes_later() -> None:
         patch.setattr(accumulate, "_MIN_PENDING_LOOKUPS", 100)
         counter = CountAccumulator(table_of(HUGE))
         batch = torch.tensor([5, 6, 7])
-        counter.add("f", batch[1:], 2)
+        counter.add(batch[1:])
         batch.fill_(0)
-        assert as_dict(*_head(counter)) == {6: 1, 7: 1}
-
-
-def test_lookups_and_samples_are_counted_by_feature() -> None:
-    table = ModelTable(name="t", num_embeddings=9, feature_names=("f", "g"))
-    counter = CountAccumulator(table)
-    counter.add("g", torch.tensor([1, 1, 2]), 2)
-    counter.add("f", torch.tensor([], dtype=torch.int64), 4)
-    counter.add("g", torch.tensor([8]), 1)
-    counts = counter.result()
-    assert (counts.feature_lookups, counts.feature_bags) == ((0, 4), (4, 3))
-    assert as_dict(counts.rows_U, counts.counts_U) == {1: 2, 2: 1, 8: 1}
-
-
-def test_a_dense_counter_goes_on_where_32_bits_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulate, "_INT32_MAX", 5)
-    counts = counted([[1, 1, 2], [1, 3, 3], [1]], 9)
-    assert as_dict(counts.rows_U, counts.counts_U) == {1: 4, 2: 1, 3: 2}
+        assert as_dict(counter.result()) == {6: 1, 7: 1}
 
 
 def test_memory_is_bounded_on_real_sizes() -> None:
@@ -135,10 +98,6 @@ def test_memory_is_bounded_on_real_sizes() -> None:
     chunks = [
         np.concatenate([rng.integers(0, HUGE, 50_000), np.repeat(heavy, 200)]) for _ in range(20)
     ]
-    counts = counted(chunks, HUGE, max_rows_counted=1000, max_rows_sampled=2048)
+    counts = counted(chunks, HUGE, max_rows_counted=1000)
     assert counts.rows_U.numel() <= 1000
-    assert counts.tail is not None
-    assert counts.tail.rows_V.numel() <= 2048
     assert set(heavy.tolist()) <= set(counts.rows_U.tolist())
-    true = np.unique(np.concatenate(chunks)).size
-    assert counts.num_rows_seen == pytest.approx(true, rel=3 / 1024**0.5)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.frequency.streams import zipf_ids
+from tests.frequency.samples import zipf_ids
 from torchrec_picasso.frequency import CountSpectrum
 from torchrec_picasso.frequency.spectrum import _log_absent
 
@@ -135,23 +135,30 @@ def test_the_coverage_curve_is_the_ranked_sum(counts: list[int]) -> None:
     assert (rows_K[-1], float(share_K[-1])) == (len(counts), pytest.approx(1))
 
 
+@given(COUNTS, st.integers(0, 45))
+def test_coverage_is_the_share_of_the_largest_counts(counts: list[int], num_rows: int) -> None:
+    taken = sum(sorted(counts, reverse=True)[:num_rows])
+    expected = taken / sum(counts) if counts else 0
+    assert spectrum_of(counts).coverage(num_rows) == pytest.approx(expected)
+
+
 @given(SOME_COUNTS, st.integers(0, 25), st.integers(0, 60))
-def test_hot_and_cold_rows_are_all_rows(counts: list[int], num_hot: int, drawn: int) -> None:
+def test_cold_rows_are_those_outside_the_most_frequent(
+    counts: list[int], num_hot: int, drawn: int
+) -> None:
     spectrum = spectrum_of(counts)
     presence = dict(zip(spectrum.counts_K.tolist(), spectrum.presence(drawn).tolist()))
-    ranked = sorted(counts, reverse=True)
-    expected = sum(presence[count] for count in ranked[:num_hot])
-    assert spectrum.expected_hot(drawn, num_hot) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    hot = sum(presence[count] for count in sorted(counts, reverse=True)[:num_hot])
+    expected = max(0.0, spectrum.expected_unique(drawn) - hot)
+    assert spectrum.expected_cold(drawn, num_hot) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-def test_sampled_rows_stand_for_many() -> None:
-    """Rows of which one in eight was sampled count eight times each."""
-    spectrum = CountSpectrum.of(
-        torch.tensor([50, 40]), 1000, torch.tensor([3, 1, 1]), 8.0, num_lookups=130
-    )
-    assert spectrum.counts_K.tolist() == [50, 40, 3, 1]
-    assert spectrum.rows_K.tolist() == [1, 1, 8, 16]
-    assert spectrum.num_lookups == 130
+def test_lookups_without_a_count_are_rare_rows_as_far_as_the_table_has_rows() -> None:
+    counts = torch.tensor([50, 40])
+    many, few = (CountSpectrum.of(counts, rows, num_uncounted=30) for rows in (1000, 17))
+    assert (many.counts_K.tolist(), many.rows_K.tolist()) == ([50, 40, 1], [1, 1, 30])
+    assert (few.counts_K.tolist(), few.rows_K.tolist()) == ([50, 40, 2], [1, 1, 15])
+    assert many.num_lookups == few.num_lookups == 120
 
 
 def test_rarefaction_is_right_of_a_long_skewed_stream() -> None:

@@ -1,17 +1,25 @@
-"""The laws of merge, coverage and expected_unique, and the order of the frame."""
+"""The laws of merge, coverage and expected_unique; the frame and the summary, by hand."""
 
 from __future__ import annotations
 
 import pickle
 from dataclasses import replace
 from math import comb
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.frequency.samples import ROWS, dense_counts, make_stats, stats_of
+from tests.frequency.samples import (
+    ROWS,
+    TwoCollections,
+    dense_counts,
+    kjt,
+    make_stats,
+    stats_of,
+)
 from torchrec_picasso.errors import PicassoError, PlanError
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
 
@@ -132,3 +140,54 @@ def test_check_model() -> None:
         stats.check_model({"small": 3, "large": 41})
     with pytest.raises(PlanError, match="the statistics have no table 'other'"):
         stats.check_model({"other": 1})
+
+
+def collected() -> FrequencyStats:
+    """Two samples: table a has lookups 0, 0, 9 and 3; b none; c those of ``shared``."""
+    batch = kjt(f0=[[0, 0], []], shared=[[9], [3]], f1=[[], []])
+    return FrequencyStats.collect([batch], TwoCollections())
+
+
+def test_the_summary_has_a_line_per_table() -> None:
+    lines = {line["table"]: line for line in collected().summary(batch_size=1).to_dict("records")}
+    assert list(lines) == ["a", "b", "c"]
+    unique = lines["a"].pop("unique_per_batch")
+    assert lines["a"] == {
+        "table": "a",
+        "rows": 10,
+        "features": "f0, shared",
+        "lookups": 4,
+        "pooling_factor": 2.0,
+        "distinct": 3,
+        "unseen_mass": 0.5,
+        "rows_for_50": 1,
+        "rows_for_80": 3,
+        "rows_for_90": 3,
+        "max_undercount": 0,
+    }
+    assert unique == pytest.approx(2 - 1 / 6)  # of six pairs of lookups one is of row 0 twice
+    assert lines["b"]["lookups"] == lines["b"]["unique_per_batch"] == lines["b"]["rows_for_90"] == 0
+    assert lines["b"]["unseen_mass"] == 1
+
+
+def test_without_samples_each_feature_is_taken_to_have_one_lookup() -> None:
+    stats = replace(make_stats({"a": 9}, {"a": {0: 3, 1: 1}}), num_samples=0)
+    line = stats.summary(batch_size=2).to_dict("records")[0]
+    assert line["pooling_factor"] == 1
+    assert line["unique_per_batch"] == pytest.approx(1.5)  # of six pairs three are of both rows
+
+
+def test_an_empty_batch_has_no_distinct_rows() -> None:
+    assert collected().summary(batch_size=0)["unique_per_batch"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("batch_size", [-1, 0.5, True])
+def test_a_batch_size_is_a_whole_number(batch_size: Any) -> None:
+    with pytest.raises(PicassoError, match=f"batch_size is {batch_size}, expected an integer of"):
+        collected().summary(batch_size)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_a_memory_budget_is_a_positive_integer(value: Any) -> None:
+    with pytest.raises(PicassoError, match=f"max_rows_counted is {value}, expected an integer of"):
+        FrequencyStats.collect([], TwoCollections(), max_rows_counted=value)

@@ -1,9 +1,8 @@
 """What one table asks of a step: expected rows as a function of how many of its rows are hot.
 
 Built once per (table, batch, world size) from the table's spectrum; every question afterwards is
-an interpolation in cumulative sums, so trying thousands of hot sets costs nothing. What the hot
-set owes to luck in the sample it was chosen from is taken off (:mod:`frequency.split`), and what
-later batches do not use of it any more.
+an interpolation in cumulative sums, so trying thousands of hot sets costs nothing. Hot rows are
+judged by the sample that chose them: cold rows are a few percent low where many rows are hot.
 
 Shape letters: K distinct counts, descending: the hottest rows come first; Q quantities of rows that
 add up; S first parts of a batch.
@@ -12,18 +11,15 @@ add up; S first parts of a batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from torchrec_picasso.frequency.spectrum import CountSpectrum
-from torchrec_picasso.frequency.split import WinnersCurse
 
 __all__ = ["EARLY_SHARES", "HotSplit", "TableLoad", "TableWork"]
 
 EARLY_SHARES = (1 / 46, 1 / 10, 1 / 3)
 """First parts of a batch whose rows are known: the first micro-batch of 16, of 4, and more."""
-_LUCK_POINTS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,20 +134,14 @@ class TableWork:
         Args:
             num_hot: Hot rows; rows of equal count are taken in part.
         """
-        luck = self._luck(num_hot)
-        coverage, used, touched, *rest = self._sums_of_first(num_hot)
-        lasting = self._persistence(num_hot)
-        hot_used = lasting * max(0.0, used - luck)
-        hot_touched = max(hot_used, lasting * (touched - luck))
-        # what luck takes off, it takes off alike in every part of a batch
-        held = hot_used / used if used else 0.0
+        coverage, hot_used, hot_touched, *rest = self._sums_of_first(num_hot)
         all_rest = self._sums_KQ[-1, 3:].tolist()
-        left = [max(0.0, total - held * hot) for total, hot in zip(all_rest, rest)]
+        left = [max(0.0, total - hot) for total, hot in zip(all_rest, rest)]
         num_early = len(EARLY_SHARES)
         unseen = [share * self._unseen_used for share in EARLY_SHARES]
         return HotSplit(
             num_hot=num_hot,
-            coverage=lasting * coverage,
+            coverage=coverage,
             hot_used=hot_used,
             hot_touched=hot_touched,
             cold_used=max(0.0, self.unique - hot_used),
@@ -172,37 +162,6 @@ class TableWork:
         low, high = self._sums_KQ[right - 1], self._sums_KQ[right]
         sums: list[float] = (low + (high - low) * ((num_hot - start) / (end - start))).tolist()
         return sums
-
-    def _persistence(self, num_hot: float) -> float:
-        spectrum = self.load.spectrum
-        return 1.0 if spectrum is None or not num_hot else spectrum.persistence_of(num_hot)
-
-    def _luck(self, num_hot: float) -> float:
-        """Hot rows that a batch of the sample uses, but a new batch does not."""
-        spectrum, lookups = self.load.spectrum, self.load.lookups
-        if num_hot <= 0 or spectrum is None or not spectrum.num_lookups or lookups <= 0:
-            return 0.0
-        return _luck_curve(spectrum, lookups).at(num_hot)
-
-
-class _LuckCurve:
-    """The winner's curse by numbers of hot rows, interpolated between a few."""
-
-    def __init__(self, spectrum: CountSpectrum, lookups: float) -> None:
-        curse = WinnersCurse(spectrum, lookups)  # not kept: it is large
-        points_X = np.geomspace(1, max(2.0, float(spectrum.rows_K.sum())), _LUCK_POINTS)
-        self._hot_X = np.concatenate([[0.0], points_X])
-        self._luck_X = np.array([0.0, *(max(0.0, curse.of(float(hot))) for hot in points_X)])
-
-    def at(self, num_hot: float) -> float:
-        """The curse of ``num_hot`` hot rows; that of the last point beyond it."""
-        return float(np.interp(num_hot, self._hot_X, self._luck_X))
-
-
-@lru_cache(maxsize=1 << 14)
-def _luck_curve(spectrum: CountSpectrum, lookups: float) -> _LuckCurve:
-    """One curve for a table and batch size, for all decisions."""
-    return _LuckCurve(spectrum, lookups)
 
 
 def _chance_of_row(num_rows: float, num_lookups: float) -> float:

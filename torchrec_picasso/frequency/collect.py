@@ -16,9 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import InputError, PlanError
 from torchrec_picasso.frequency.accumulate import MAX_ROWS_COUNTED, CountAccumulator
-from torchrec_picasso.frequency.counts import TableCounts
-from torchrec_picasso.frequency.table import ModelTable
-from torchrec_picasso.frequency.whole_batches import WholeBatches
+from torchrec_picasso.frequency.counts import ModelTable, TableCounts
 
 __all__ = ["count_lookups", "model_tables"]
 
@@ -36,7 +34,7 @@ def model_tables(model: nn.Module) -> list[ModelTable]:
         PlanError: If there is no table, or one name stands for two tables.
     """
     tables: dict[str, ModelTable] = {}
-    homes: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, EmbeddingBagCollection):
             configs = module.embedding_bag_configs()
@@ -47,11 +45,11 @@ def model_tables(model: nn.Module) -> list[ModelTable]:
         for config in configs:
             if config.name in tables:
                 raise PlanError(
-                    f"table {config.name!r} exists in module {homes[config.name]!r} and in module "
+                    f"table {config.name!r} exists in module {paths[config.name]!r} and in module "
                     f"{path!r}; frequency statistics are kept by table name, so give each table of "
                     "the model its own name"
                 )
-            homes[config.name] = path
+            paths[config.name] = path
             tables[config.name] = ModelTable(
                 name=config.name,
                 num_embeddings=config.num_embeddings,
@@ -77,7 +75,7 @@ def count_lookups(
         batches: KeyedJaggedTensors, or objects with one in their ``sparse_features``.
         tables: Tables to count; batch features that none of them uses are ignored.
         num_batches: How many batches to take from ``batches``; ``None`` takes all.
-        max_rows_counted: Rows of a table that are counted one by one, about.
+        max_rows_counted: Most rows of a large table that are counted one by one.
 
     Returns:
         Counts per table name, batches read, samples read.
@@ -87,27 +85,16 @@ def count_lookups(
             table.
     """
     counters = [CountAccumulator(table, max_rows_counted) for table in tables]
-    wholes = [WholeBatches() for _ in tables]
     batches_read = samples_read = 0
     for batch in islice(batches, num_batches):
         features = _sparse_features(batch)
         values_by_feature = _values_by_feature(features)
-        num_bags = dict(zip(features.keys(), features.stride_per_key()))
-        for table, counter, batches_of in zip(tables, counters, wholes):
-            ids_of = {
-                feature: _checked_ids(values_by_feature, feature, table)
-                for feature in table.feature_names
-            }
-            for feature, ids_N in ids_of.items():
-                counter.add(feature, ids_N, num_bags[feature])
-            if not batches_of.are_enough:
-                batches_of.add(list(ids_of.values()))
+        for table, counter in zip(tables, counters):
+            for feature in table.feature_names:
+                counter.add(_checked_ids(values_by_feature, feature, table))
         batches_read += 1
         samples_read += features.stride()
-    counts = {
-        table.name: batches_of.told(counter.result())
-        for table, counter, batches_of in zip(tables, counters, wholes)
-    }
+    counts = {table.name: counter.result() for table, counter in zip(tables, counters)}
     return counts, batches_read, samples_read
 
 

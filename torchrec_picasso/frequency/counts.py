@@ -1,33 +1,44 @@
-"""One table's lookup counts: of every row while that is cheap, else of frequent rows and a tail.
+"""The lookup counts of one table: exact, or of its most frequent rows.
 
-Exact counts are the rule: 16 bytes per row seen. A table with more rows in use than fit its budget
-has a *head*, rows whose counts may lack at most ``max_undercount`` lookups, and a *tail*, exact
-counts of a random sample of all its rows. Together they answer for the whole table.
+Counts are exact while the rows seen fit the budget of :class:`.accumulate.CountAccumulator`. Beyond
+it the most frequent rows (heavy hitters) remain, and each count lacks at most ``max_undercount``
+lookups.
 
-Shape letters: U rows counted, V rows sampled.
+Shape letters: U rows counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from torchrec_picasso.errors import PlanError
-from torchrec_picasso.frequency.dependence import INDEPENDENT, Dependence
-from torchrec_picasso.frequency.heavy_hitters import keep_heaviest
+from torchrec_picasso.frequency.sparse_counts import add_counts
 from torchrec_picasso.frequency.spectrum import CountSpectrum
-from torchrec_picasso.frequency.sums import sum_counts
-from torchrec_picasso.frequency.tail import TailSample
 
-__all__ = ["TableCounts"]
+__all__ = ["ModelTable", "TableCounts"]
 
-# A counted row stands for itself in the spectrum when it has at least this many times the most it
-# may lack; rarer ones are left to the tail's sample, whose counts are exact.
-_SURE_COUNT = 4
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTable:
+    """An embedding table whose lookups are counted.
+
+    Args:
+        name: Table name.
+        num_embeddings: Rows; ``None`` = the largest id seen plus 1.
+        feature_names: Features that look the table up.
+    """
+
+    name: str
+    num_embeddings: int | None
+    feature_names: tuple[str, ...]
+
+    @property
+    def row_range(self) -> str:
+        """The table's row ids, for messages."""
+        return "0 and up" if self.num_embeddings is None else f"0..{self.num_embeddings - 1}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,157 +47,78 @@ class TableCounts:
 
     Args:
         num_embeddings: Rows of the table.
-        feature_names: Features that look it up, in the model's order.
+        feature_names: Features that look the table up, in the model's order.
         rows_U: Rows counted, ascending int64, shape ``(U,)``.
-        counts_U: Lookups of each, above 0, int64 (float64 once decayed), shape ``(U,)``.
-        max_undercount: What a count may lack at most; 0 = all rows seen are there, with their
-            exact counts. A row that is not there was looked up at most this often.
-        tail: Exact counts of a sample of the rows; ``None`` where ``rows_U`` says all.
+        counts_U: Lookups of each row, above 0, int64, shape ``(U,)``.
+        max_undercount: Most lookups that a count may lack; 0 = every row seen is in ``rows_U`` with
+            its exact count. A row that is not in ``rows_U`` was looked up at most this often.
         total_lookups: Lookups of the table; ``None`` = the sum of ``counts_U``.
-        feature_lookups: Lookups by feature, in the order of ``feature_names``; empty = not known.
-        feature_bags: Bags (samples) by feature, empty ones included; empty = not known.
-        dependence: How lookups of batches depend on each other; as if they did not where no batches
-            were looked at.
     """
 
     num_embeddings: int
     feature_names: tuple[str, ...]
     rows_U: Tensor
     counts_U: Tensor
-    max_undercount: float = 0
-    tail: TailSample | None = None
-    total_lookups: float | None = None
-    feature_lookups: tuple[float, ...] = ()
-    feature_bags: tuple[float, ...] = ()
-    dependence: Dependence = INDEPENDENT
+    max_undercount: int = 0
+    total_lookups: int | None = None
 
     @property
-    def num_lookups(self) -> float:
-        """Lookups of the table that were counted: a whole number unless decayed."""
-        if self.total_lookups is not None:
-            return self.total_lookups
-        return self.counts_U.sum().item()
+    def num_lookups(self) -> int:
+        """Lookups of the table, those of rows that are not in ``rows_U`` included."""
+        return int(self.counts_U.sum()) if self.total_lookups is None else self.total_lookups
 
     @property
     def num_rows_seen(self) -> int:
-        """Distinct rows among them; an estimate where there is a tail."""
-        if self.tail is None:
-            return self.rows_U.numel()
-        return min(self.num_embeddings, max(self.rows_U.numel(), self.tail.num_distinct))
+        """Distinct rows looked up; an estimate where the counts are not exact."""
+        return round(float(self.spectrum().rows_K.sum()))
 
     @property
     def is_exact(self) -> bool:
         """Whether every row seen has its exact count."""
-        return self.tail is None and not self.max_undercount
+        return not self.max_undercount
 
     def spectrum(self) -> CountSpectrum:
-        """How many rows were looked up how often, head and tail united."""
+        """Returns how many rows were looked up how often."""
         return self._spectrum
 
     @cached_property
     def _spectrum(self) -> CountSpectrum:
-        if self.tail is None:
-            return CountSpectrum.of(
-                self.counts_U,
-                self.num_embeddings,
-                num_lookups=self.total_lookups,
-                dependence=self.dependence,
-            )
-        sure_U = self.counts_U >= max(_SURE_COUNT * self.max_undercount, 1)
-        head_U, rows_U = self.counts_U[sure_U], self.rows_U[sure_U]
-        # sampled rows of the head: their exact counts say what the others lack on average
-        place_V, is_head_V = _find(rows_U, self.tail.rows_V)
-        place_V, exact_V = place_V[is_head_V], self.tail.counts_V[is_head_V].to(head_U.dtype)
-        if self.max_undercount:
-            lacking_V = (exact_V - head_U[place_V]).double()
-            lacks = float(lacking_V.mean()) if lacking_V.numel() else self.max_undercount
-            head_U = head_U + (lacks if head_U.is_floating_point() else round(lacks))
-            head_U[place_V] = exact_V
-        return CountSpectrum.of(
-            head_U,
-            self.num_embeddings,
-            self.tail.counts_V[~is_head_V],
-            self.tail.rows_per_sampled,
-            self.num_lookups,
-            self.dependence,
-        )
-
-    def pooling_factor(self, feature: str) -> float:
-        """Lookups per sample of one of its features.
-
-        Raises:
-            PlanError: If the counts do not say.
-        """
-        if not self.feature_bags:
-            raise PlanError(
-                f"the statistics hold no number of samples for feature {feature!r}; collect them "
-                "with FrequencyStats.collect or FrequencyStats.from_files"
-            )
-        place = self.feature_names.index(feature)
-        bags = self.feature_bags[place]
-        return self.feature_lookups[place] / bags if bags else 0.0
+        num_uncounted = self.num_lookups - int(self.counts_U.sum())
+        # A row that stayed among the heavy hitters throughout lacks max_undercount lookups exactly.
+        # The other lookups without a count went to rows that are not in rows_U.
+        lacking = min(self.max_undercount, num_uncounted // max(1, self.rows_U.numel()))
+        rest = num_uncounted - lacking * self.rows_U.numel()
+        return CountSpectrum.of(self.counts_U + lacking, self.num_embeddings, rest)
 
     def most_frequent_first(self) -> tuple[Tensor, Tensor]:
-        """Rows and counts, both ``(U,)``, by count descending, then row ascending."""
+        """Returns rows and counts, both ``(U,)``, by count descending, then row ascending."""
         counts_U, order_U = self.counts_U.sort(descending=True, stable=True)
         return self.rows_U[order_U], counts_U
 
-    def merge(self, other: TableCounts, max_rows_counted: int | None = None) -> TableCounts:
-        """The counts of two samples of the same table; exact if both are and the rows fit.
+    def merge(self, other: TableCounts) -> TableCounts:
+        """Returns the counts of two samples of the same table; exact if both are.
 
         Args:
-            other: Same table, same features.
-            max_rows_counted: Rows counted one by one that the result may have; ``None`` = all.
+            other: Counts of the same table, with the same features.
         """
-        rows_U, counts_U = sum_counts(self.rows_U, self.counts_U, other.rows_U, other.counts_U)
-        tail = None
-        if self.tail is not None or other.tail is not None:
-            tail = self._sample().merge(other._sample())
-        merged = TableCounts(
+        large, small = (
+            (self, other) if self.rows_U.numel() >= other.rows_U.numel() else (other, self)
+        )
+        rows, counts = add_counts(
+            large.rows_U.numpy(),
+            large.counts_U.numpy(),
+            small.rows_U.numpy(),
+            small.counts_U.numpy(),
+        )
+        max_undercount = self.max_undercount + other.max_undercount
+        return TableCounts(
             num_embeddings=self.num_embeddings,
             feature_names=self.feature_names,
-            rows_U=rows_U,
-            counts_U=counts_U,
-            max_undercount=self.max_undercount + other.max_undercount,
-            tail=tail,
-            total_lookups=None if tail is None else self.num_lookups + other.num_lookups,
-            feature_lookups=_added(self.feature_lookups, other.feature_lookups),
-            feature_bags=_added(self.feature_bags, other.feature_bags),
-            dependence=self.dependence.mean(other.dependence, self.num_lookups, other.num_lookups),
-        )
-        return merged if max_rows_counted is None else merged.shrunk(max_rows_counted)
-
-    def shrunk(self, max_rows_counted: int) -> TableCounts:
-        """These counts with at most so many rows counted one by one, the most frequent ones."""
-        if self.rows_U.numel() <= max_rows_counted:
-            return self
-        rows, counts, subtracted = keep_heaviest(
-            self.rows_U.numpy(), self.counts_U.numpy(), max_rows_counted
-        )
-        return replace(
-            self,
             rows_U=torch.from_numpy(rows),
             counts_U=torch.from_numpy(counts),
-            max_undercount=self.max_undercount + subtracted,
-            tail=self._sample(),
-            total_lookups=self.num_lookups,
+            max_undercount=max_undercount,
+            total_lookups=self.num_lookups + other.num_lookups if max_undercount else None,
         )
-
-    def decayed(self, factor: float) -> TableCounts:
-        """These counts, all multiplied by a factor; they become float64."""
-        return replace(
-            self,
-            counts_U=self.counts_U.double() * factor,
-            max_undercount=self.max_undercount * factor,
-            tail=None if self.tail is None else self.tail.scaled(factor),
-            total_lookups=None if self.total_lookups is None else self.total_lookups * factor,
-            feature_lookups=tuple(number * factor for number in self.feature_lookups),
-            feature_bags=tuple(number * factor for number in self.feature_bags),
-        )
-
-    def _sample(self) -> TailSample:
-        """The tail, or of exact counts the one that a stream of them would have left."""
-        return TailSample.of(self.rows_U, self.counts_U) if self.tail is None else self.tail
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -194,24 +126,7 @@ class TableCounts:
             and self.num_embeddings == other.num_embeddings
             and self.feature_names == other.feature_names
             and torch.equal(self.rows_U, other.rows_U)
-            and torch.equal(self.counts_U.double(), other.counts_U.double())
+            and torch.equal(self.counts_U, other.counts_U)
             and self.max_undercount == other.max_undercount
-            and self.tail == other.tail
             and self.num_lookups == other.num_lookups
-            and self.feature_lookups == other.feature_lookups
-            and self.feature_bags == other.feature_bags
-            and self.dependence == other.dependence
         )
-
-
-def _find(rows_U: Tensor, wanted_V: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each wanted row stands among ascending rows, and whether it does."""
-    if not rows_U.numel():
-        return torch.zeros_like(wanted_V), torch.zeros(wanted_V.numel(), dtype=torch.bool)
-    place_V = torch.searchsorted(rows_U, wanted_V).clamp(max=rows_U.numel() - 1)
-    return place_V, rows_U[place_V] == wanted_V
-
-
-def _added(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, ...]:
-    """Sums by feature; not known if either is not."""
-    return tuple(a + b for a, b in zip(ours, theirs)) if ours and theirs else ()

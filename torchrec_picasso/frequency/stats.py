@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -19,13 +19,9 @@ from torch import nn
 from torchrec_picasso.errors import PicassoError, PlanError
 from torchrec_picasso.frequency.accumulate import MAX_ROWS_COUNTED
 from torchrec_picasso.frequency.collect import count_lookups, model_tables
-from torchrec_picasso.frequency.counts import TableCounts
-from torchrec_picasso.frequency.files import CHUNK_ROWS, Reading, count_files
+from torchrec_picasso.frequency.counts import ModelTable, TableCounts
+from torchrec_picasso.frequency.files import count_files
 from torchrec_picasso.frequency.parquet import read_tables, write_tables
-from torchrec_picasso.frequency.spectrum import CountSpectrum
-from torchrec_picasso.frequency.split import coverage, expected_unique_cold
-from torchrec_picasso.frequency.summary import summarize
-from torchrec_picasso.frequency.table import ModelTable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,13 +35,13 @@ class FrequencyStats:
 
     Args:
         tables: Counts by table name, in model order.
-        num_batches: Batches the sample held; 0 where it was read from files.
-        num_samples: Samples it held; both are whole numbers unless decayed.
+        num_batches: Batches of the sample; 0 where it was read from files.
+        num_samples: Samples of the sample.
     """
 
     tables: Mapping[str, TableCounts]
-    num_batches: float = 0
-    num_samples: float = 0
+    num_batches: int = 0
+    num_samples: int = 0
 
     @classmethod
     def collect(
@@ -66,7 +62,7 @@ class FrequencyStats:
             batches: Yields KeyedJaggedTensors or objects with a ``sparse_features`` attribute.
             model: The model before sharding; meta device is fine.
             num_batches: How many batches to read, at least 1; ``None`` reads to the end.
-            max_rows_counted: Rows of a table that are counted one by one, 16 bytes each.
+            max_rows_counted: Most rows of a large table that are counted one by one.
 
         Returns:
             The statistics; a table without lookups is part of them.
@@ -77,7 +73,7 @@ class FrequencyStats:
             PicassoError: If a number is not a positive integer.
 
         Cost:
-            5 to 50 ns per lookup; at most 16 bytes per table and row of ``max_rows_counted``.
+            5 to 50 ns per lookup; at most 32 bytes per table and row of ``max_rows_counted``.
         """
         if num_batches is not None:
             _check_count("num_batches", num_batches, at_least=1)
@@ -96,7 +92,6 @@ class FrequencyStats:
         hash_ids: bool = False,
         missing_id: int | None = None,
         max_rows_counted: int = MAX_ROWS_COUNTED,
-        chunk_rows: int = CHUNK_ROWS,
         progress: Callable[[int], None] | None = None,
     ) -> FrequencyStats:
         """Counts the lookups in Parquet data files, in one pass and bounded memory.
@@ -105,84 +100,56 @@ class FrequencyStats:
             paths: One file or several; each line is a sample.
             tables: Tables to count; each feature is a column of integers or of lists of integers.
             hash_ids: Whether ids are taken modulo the table's rows.
-            missing_id: The id that a null stands for; ``None`` = no lookup.
-            max_rows_counted: Rows of a table that are counted one by one, as in :meth:`collect`.
-            chunk_rows: Samples read at a time.
-            progress: Called with the samples of each chunk once they are counted.
+            missing_id: Id that stands for a null; ``None`` = a null is no lookup.
+            max_rows_counted: Most rows of a large table that are counted one by one.
+            progress: Called with the number of samples of each chunk after it is counted.
 
         Returns:
-            The statistics; tables whose ``num_embeddings`` is ``None`` get the fewest that do.
+            The statistics; a table whose ``num_embeddings`` is ``None`` has its largest id plus 1.
 
         Raises:
             InputError: If a file cannot be read, lacks a column, or holds something else than ids
                 of the table; names the file and the column.
-            PicassoError: If a number is not a positive integer.
+            PicassoError: If ``max_rows_counted`` is not a positive integer.
 
         Cost:
             One core, 100 million lookups of 26 tables: see ``benchmarks/stats_scale.py``.
         """
         _check_count("max_rows_counted", max_rows_counted, at_least=1)
-        _check_count("chunk_rows", chunk_rows, at_least=1)
-        reading = Reading(hash_ids=hash_ids, missing_id=missing_id, chunk_rows=chunk_rows)
-        counts, num_samples = count_files(paths, tables, reading, max_rows_counted, progress)
+        counts, num_samples = count_files(
+            paths,
+            tables,
+            hash_ids=hash_ids,
+            missing_id=missing_id,
+            max_rows_counted=max_rows_counted,
+            progress=progress,
+        )
         return cls(tables=counts, num_samples=num_samples)
 
-    def merge(
-        self, other: FrequencyStats, *, max_rows_counted: int | None = None
-    ) -> FrequencyStats:
+    def merge(self, other: FrequencyStats) -> FrequencyStats:
         """Adds the counts of two samples, for instance of two ranks or of two days.
 
-        Exact counts stay exact; bounds on what others may lack add up.
+        Exact counts stay exact; bounds on the lookups that other counts lack add up.
 
         Args:
             other: Statistics of the same model, or of other tables of it.
-            max_rows_counted: Rows of a table that stay counted one by one; ``None`` = all of both.
 
         Returns:
-            Statistics over the union of the tables, these tables first.
+            Statistics over the union of the tables, the tables of ``self`` first.
 
         Raises:
             PlanError: If a table differs in its rows or features.
-            PicassoError: If ``max_rows_counted`` is not a positive integer.
         """
-        if max_rows_counted is not None:
-            _check_count("max_rows_counted", max_rows_counted, at_least=1)
         merged = dict(self.tables)
         for name, theirs in other.tables.items():
             ours = self.tables.get(name)
             if ours is not None:
                 _check_same_table(name, ours, theirs)
-                merged[name] = ours.merge(theirs, max_rows_counted)
-            else:
-                merged[name] = theirs
+            merged[name] = theirs if ours is None else ours.merge(theirs)
         return FrequencyStats(
             tables=merged,
             num_batches=self.num_batches + other.num_batches,
             num_samples=self.num_samples + other.num_samples,
-        )
-
-    def decayed(self, factor: float) -> FrequencyStats:
-        """These statistics with every number scaled, to weigh them less than newer ones.
-
-        ``stats.decayed(0.5).merge(newer)`` after every window halves what is one window old.
-
-        Args:
-            factor: Above 0, at most 1.
-
-        Returns:
-            Statistics whose counts are float64; the same for a factor of 1.
-
-        Raises:
-            PicassoError: If ``factor`` is out of range.
-        """
-        if not isinstance(factor, Real) or not 0 < float(factor) <= 1:
-            raise PicassoError(f"factor is {factor!r}, expected a number above 0 and at most 1")
-        if factor == 1:
-            return self
-        return FrequencyStats(
-            tables={name: counts.decayed(float(factor)) for name, counts in self.tables.items()},
-            num_batches=self.num_batches * float(factor),
-            num_samples=self.num_samples * float(factor),
         )
 
     def to_parquet(self, path: str | PathLike[str]) -> None:
@@ -194,7 +161,7 @@ class FrequencyStats:
             path: File to write or to replace; its folder exists.
 
         Raises:
-            PicassoError: If the folder does not exist.
+            InputError: If the folder does not exist.
         """
         write_tables(path, self.tables, self.num_batches, self.num_samples)
 
@@ -209,13 +176,13 @@ class FrequencyStats:
             Statistics equal to those written.
 
         Raises:
-            PicassoError: If the file is missing, empty, not Parquet, or not such statistics.
+            InputError: If the file is missing, not Parquet, or does not hold such statistics.
         """
         tables, num_batches, num_samples = read_tables(path)
         return cls(tables=tables, num_batches=num_batches, num_samples=num_samples)
 
     def to_frame(self) -> pd.DataFrame:
-        """A pandas DataFrame with columns ``table, row, count``.
+        """Returns a pandas DataFrame with columns ``table, row, count``.
 
         Returns:
             One line per row counted: tables in model order, count descending, then row ascending.
@@ -235,79 +202,52 @@ class FrequencyStats:
         )
 
     def summary(self, batch_size: int) -> pd.DataFrame:
-        """One line per table: how much it is looked up, how skewed, and what a batch makes of it.
+        """Summarizes each table: its lookups, its skew, and the distinct rows of a batch.
 
         Args:
             batch_size: Samples of a batch.
 
         Returns:
-            A pandas DataFrame; columns in :data:`torchrec_picasso.frequency.summary.COLUMNS`.
+            A pandas DataFrame with one line per table: ``table``, ``rows`` of the table,
+            ``features``, ``lookups``, ``pooling_factor`` (lookups per sample over all features; one
+            per feature where the samples were not counted), ``distinct`` rows seen, ``unseen_mass``
+            (share of future lookups that go to rows never seen), ``unique_per_batch`` (distinct
+            rows of a batch), ``rows_for_50``, ``_80``, ``_90`` (fewest rows that take this
+            percentage of the lookups), ``max_undercount``.
 
         Raises:
             PicassoError: If ``batch_size`` is not an integer of at least 0.
         """
+        import pandas as pd
+
         _check_count("batch_size", batch_size, at_least=0)
-        return summarize(self.tables, self.num_samples, int(batch_size))
-
-    def spectrum(self, table: str) -> CountSpectrum:
-        """How many rows of a table were looked up how often.
-
-        Args:
-            table: Table name.
-
-        Raises:
-            PlanError: If the statistics do not know the table.
-        """
-        return self._table(table).spectrum()
-
-    def pooling_factor(self, feature: str) -> float:
-        """Lookups per sample of a feature, samples without lookups included.
-
-        Args:
-            feature: Feature name.
-
-        Raises:
-            PlanError: If no table has the feature, or the statistics hold only counts of rows.
-        """
-        for counts in self.tables.values():
-            if feature in counts.feature_names:
-                return counts.pooling_factor(feature)
-        known = [name for counts in self.tables.values() for name in counts.feature_names]
-        raise PlanError(
-            f"no table of the statistics has feature {feature!r}; they know {known}. Check the name"
-        )
-
-    def num_distinct(self, table: str) -> int:
-        """Distinct rows seen, an estimate where the table was too large to count each.
-
-        Args:
-            table: Table name.
-
-        Raises:
-            PlanError: If the statistics do not know the table.
-        """
-        return self._table(table).num_rows_seen
-
-    def unseen_mass(self, table: str) -> float:
-        """Share of future lookups that go to rows the sample never saw (Good-Turing).
-
-        Args:
-            table: Table name.
-
-        Returns:
-            Between 0 and 1; 1 for a table without lookups.
-
-        Raises:
-            PlanError: If the statistics do not know the table.
-        """
-        return self._table(table).spectrum().unseen_mass
+        lines = []
+        for name, counts in self.tables.items():
+            spectrum = counts.spectrum()
+            per_sample = float(len(counts.feature_names))
+            if self.num_samples:
+                per_sample = counts.num_lookups / self.num_samples
+            line = {
+                "table": name,
+                "rows": counts.num_embeddings,
+                "features": ", ".join(counts.feature_names),
+                "lookups": counts.num_lookups,
+                "pooling_factor": per_sample,
+                "distinct": counts.num_rows_seen,
+                "unseen_mass": spectrum.unseen_mass,
+                "unique_per_batch": spectrum.expected_unique(int(batch_size) * per_sample),
+                **{f"rows_for_{p}": spectrum.rows_for_coverage(p / 100) for p in (50, 80, 90)},
+                "max_undercount": counts.max_undercount,
+            }
+            lines.append(line)
+        return pd.DataFrame(lines)
 
     def coverage(self, table: str, num_rows: int) -> float:
-        """Share of a table's lookups that its most frequent rows take.
+        """Returns the share of a table's lookups that its most frequent rows take.
 
         Args:
             table: Table name.
-            num_rows: How many of its most frequent rows.
+            num_rows: Number of most frequent rows.
 
         Returns:
             Between 0 and 1; 0 for a table without lookups.
@@ -318,14 +258,14 @@ class FrequencyStats:
         """
         counts = self._table(table)
         _check_count("num_rows", num_rows, at_least=0)
-        return coverage(counts.spectrum(), int(num_rows))
+        return counts.spectrum().coverage(int(num_rows))
 
     def expected_unique(self, table: str, num_lookups: int) -> float:
-        """Expected distinct rows among lookups drawn like the counted ones, by rarefaction.
+        """Returns the expected distinct rows among lookups drawn like the counted ones.
 
-        Unbiased up to the size of the sample; beyond it, rows never seen are extrapolated from
-        those seen once and twice. Ids that come in bursts repeat more than independent lookups do;
-        how much more is known where batches were counted (:meth:`collect`), else this is high.
+        Unbiased up to the size of the sample (rarefaction). Beyond the sample, rows never seen are
+        extrapolated from the rows seen once and twice. Lookups are taken as independent: ids that
+        come in bursts, such as histories, have fewer distinct rows than this.
 
         Args:
             table: Table name.
@@ -344,29 +284,6 @@ class FrequencyStats:
         counts = self._table(table)
         _check_count("num_lookups", num_lookups, at_least=0)
         return counts.spectrum().expected_unique(int(num_lookups))
-
-    def expected_unique_cold(self, table: str, num_lookups: int, num_hot: int) -> float:
-        """Expected distinct rows of a future batch outside the most frequent ones.
-
-        Args:
-            table: Table name.
-            num_lookups: Lookups of the table in the batch.
-            num_hot: Its most frequent rows by these statistics, which are hot.
-
-        Returns:
-            Rows; what :meth:`expected_unique` says where nothing is hot.
-
-        Raises:
-            PlanError: If the statistics do not know the table.
-            PicassoError: If a number is not an integer of at least 0.
-
-        Source:
-            :mod:`torchrec_picasso.frequency.split`.
-        """
-        counts = self._table(table)
-        _check_count("num_lookups", num_lookups, at_least=0)
-        _check_count("num_hot", num_hot, at_least=0)
-        return expected_unique_cold(counts.spectrum(), int(num_lookups), int(num_hot))
 
     def check_model(self, tables: Mapping[str, int]) -> None:
         """Refuses statistics of another model.

@@ -1,4 +1,4 @@
-"""``stats``: from files or a configuration to statistics, a table, a picture and a drift."""
+"""``stats``: from files or a configuration to statistics, a table and a picture."""
 
 from __future__ import annotations
 
@@ -42,15 +42,11 @@ def criteo_config(tmp_path: Path) -> str:
 
 @pytest.fixture
 def clicks(tmp_path: Path) -> str:
-    """Six hours of 100 clicks each; every hour has one article of its own, and one is in all."""
-    hour = np.repeat(np.arange(6), 100)
-    article = np.where(np.arange(600) % 10 < 6, hour + 1, np.where(np.arange(600) % 10 < 9, 0, 20))
-    return write(
-        tmp_path / "clicks.parquet",
-        ts_ms=hour * 3_600_000 + np.tile(np.arange(100), 6) * 1000,
-        article=article,
-        user=pa.array([[1, 2], [2], None] * 200),
-    )
+    """600 clicks: three in ten on article 0, one in ten on article 20, the rest on 1 to 6."""
+    place = np.arange(600) % 10
+    article = np.where(place < 6, np.arange(600) // 100 + 1, np.where(place < 9, 0, 20))
+    user = pa.array([[1, 2], [2], None] * 200)
+    return write(tmp_path / "clicks.parquet", article=article, user=user)
 
 
 def test_files_by_their_columns(
@@ -65,7 +61,6 @@ def test_files_by_their_columns(
     }
     assert stats.num_samples == 600
     assert stats.tables["article"].num_lookups == 600
-    assert stats.pooling_factor("user") == 1
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
     assert lines["article"][1:5] == ["21", "600", "1.00", "8"]
     assert lines["user"][1:5] == ["3", "600", "1.00", "2"]
@@ -162,44 +157,6 @@ def test_a_feature_that_a_batch_may_lack_does_not_stop_the_judgement(
     assert "a batch has 0 distinct rows beside them" in text
 
 
-def test_drift_is_told_by_age(
-    tmp_path: Path, clicks: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One hot row: the hour's article, which nobody reads an hour later; two: the lasting one."""
-    argv = ["stats", clicks, "--features", "article", "--time-column", "ts_ms"]
-    argv += ["-o", str(tmp_path / "stats.parquet")]
-    text = output_of([*argv, "--hot-rows", "1"], capsys)
-    assert "1 hot rows chosen in a window of 1 h cover, later:" in text
-    assert "1 h       0.0%" in text
-    text = output_of([*argv, "--hot-rows", "2", "--window", "60m"], capsys)
-    assert "1 h      30.0%       100%" in text
-    assert "more than half is left after 5 h" in text
-
-
-def test_a_half_life_fades_old_lookups(
-    tmp_path: Path, clicks: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = str(tmp_path / "stats.parquet")
-    argv = ["stats", clicks, "--features", "article", "--time-column", "ts_ms", "-o", out]
-    output_of([*argv, "--half-life", "2h"], capsys)
-    stats = FrequencyStats.from_parquet(out)
-    weight = sum(0.5 ** (age / 2) for age in range(6))
-    assert stats.tables["article"].num_lookups == pytest.approx(100 * weight)
-    found = dict(zip(*(part.tolist() for part in stats.tables["article"].most_frequent_first())))
-    assert found[6] == pytest.approx(60)  # of the last hour, in full
-    assert found[4] == pytest.approx(30)
-    assert found[0] == pytest.approx(30 * weight)
-
-
-def test_a_unit_of_time_may_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path / "a.parquet", when=[0, 60], a=[1, 1])
-    argv = ["stats", file, "--features", "a", "--time-column", "when", "--window", "1m"]
-    argv += ["-o", str(tmp_path / "stats.parquet")]
-    assert "numbers of an unknown unit of time" in error_of(argv, capsys)
-    text = output_of([*argv, "--time-unit", "s"], capsys)
-    assert "more than half is left after 1 m" in text
-
-
 OUT = ["-o", "OUT"]
 CLICKS = ["CLICKS", "--features", "article", *OUT]
 REFUSALS: list[tuple[list[str], str]] = [
@@ -214,17 +171,8 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["--config", "CONFIG", "--hash", *OUT], "--rows and --hash: the tables and ids are"),
     (["--features", "a", *OUT], "FILES: expected at least one Parquet file, got none"),
     ([*CLICKS, "--hash"], "--hash: expected --rows, which ids are taken modulo of; add --rows"),
-    ([*CLICKS, "--window", "1h"], "--window: expected --time-column, the column of the time"),
-    ([*CLICKS, "--half-life", "1h"], "--half-life: expected --time-column, the column of the"),
-    ([*CLICKS, "--time-unit", "s"], "--time-unit: expected --time-column, the column of the"),
-    ([*CLICKS, "--time-column", "ts_ms", "--window", "1"], "--window 1: expected a time such as"),
-    ([*CLICKS, "--time-column", "ts_ms", "--window", "0h"], "--window 0h: expected a time such"),
-    ([*CLICKS, "--time-column", "ts_ms", "--half-life", "x"], "--half-life x: expected a time"),
-    ([*CLICKS, "--time-column", "ts_ms", "--window", "30d"], "no two windows in a row have"),
-    ([*CLICKS, "--time-column", "when"], "CLICKS: missing column when; the file has ts_ms,"),
-    (["--config", "CONFIG", "--time-column", "t", *OUT], "--time-column: expected Parquet files"),
     (["CLICKS", "--features", " ,", *OUT], "--features ' ,': expected column names, such as c1,c2"),
-    (["CLICKS", "--features", "price", *OUT], "CLICKS: missing column price; the file has ts_ms"),
+    (["CLICKS", "--features", "price", *OUT], "CLICKS: missing column price; the file has article"),
     ([*CLICKS, "--rows", "many"], "--rows many: expected N or c1=N,c2=N with whole numbers above"),
     ([*CLICKS, "--rows", "0"], "--rows 0: expected N or c1=N,c2=N with whole numbers above 0"),
     ([*CLICKS, "--rows", "5,6"], "--rows 5,6: '' is not among --features article"),
@@ -272,7 +220,6 @@ def test_what_cannot_be_counted_is_refused(
         (["a", "--features", "f"], "required: -o/--out"),
         (["a", "-o", "b"], "one of the arguments --features --config/--tables-from is required"),
         (["a", "--features", "f", "--config", "c", "-o", "b"], "not allowed with argument"),
-        (["a", "--features", "f", "--time-unit", "h", "-o", "b"], "invalid choice: 'h'"),
     ],
 )
 def test_arguments_that_do_not_fit_together_end_with_the_usage(

@@ -102,7 +102,6 @@ def _models(subcommands: _Subcommands) -> None:
 _STATS_EXAMPLE = """\
 example:
   torchrec-picasso stats day_0.parquet day_1.parquet --features user,item -o stats.parquet
-  torchrec-picasso stats clicks.parquet --features article --time-column ts_ms -o stats.parquet
   torchrec-picasso stats day_0.tsv --config configs/dlrm_criteo.yaml -o stats.parquet
   torchrec-picasso stats --config configs/dlrm_criteo.yaml -o stats.parquet
 """
@@ -114,7 +113,7 @@ def _stats(subcommands: _Subcommands) -> None:
         help="count how often each row is looked up",
         description=(
             "Counts the ids of data files in one pass, writes the statistics that planning needs "
-            "and prints a line per table. With a time column also: how fast a hot set goes stale."
+            "and prints a line per table."
         ),
         epilog=_STATS_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -147,24 +146,12 @@ def _stats(subcommands: _Subcommands) -> None:
         help="samples of the batch that is judged (default: the configuration's, or 4096)",
     )
     parser.add_argument("--hot-rows", type=int, metavar="N", help="rows to judge as a hot set")
-    parser.add_argument("--time-column", metavar="C", help="column of the time, for drift")
-    parser.add_argument(
-        "--time-unit",
-        choices=("s", "ms", "us", "ns"),
-        help="of a column of numbers (default: as its name ends, such as ts_ms)",
-    )
-    parser.add_argument(
-        "--window", metavar="1h", help="time that a hot set is chosen from (default: 1h)"
-    )
-    parser.add_argument(
-        "--half-life", metavar="6h", help="let a lookup count half when it is that old"
-    )
     parser.add_argument(
         "--max-rows-counted",
         type=int,
         default=1 << 20,
         metavar="N",
-        help="rows of a table counted one by one, 16 bytes each (default: 1048576)",
+        help="rows of a large table counted one by one, 16 bytes each (default: 1048576)",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw coverage curves, such as stats.png")
 

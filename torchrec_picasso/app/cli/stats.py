@@ -1,10 +1,9 @@
-"""``torchrec-picasso stats``: counts the ids of data files; how skewed and stable they are."""
+"""``torchrec-picasso stats``: counts the ids of data files and prints how skewed they are."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +23,7 @@ from torchrec_picasso.app.zoo.tables import table_specs
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_rows
 from torchrec_picasso.frequency.collect import count_lookups, model_tables
-from torchrec_picasso.frequency.decay import decayed_stats
-from torchrec_picasso.frequency.drift import DriftReport, drift_of_windows
-from torchrec_picasso.frequency.files import CHUNK_ROWS, Reading, num_samples_of
-from torchrec_picasso.frequency.windows import TimedIds, read_windows
+from torchrec_picasso.frequency.files import CHUNK_ROWS, num_samples_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,8 +32,6 @@ __all__ = ["run"]
 
 _PARQUET_MAGIC = b"PAR1"
 _TEXT_BYTES_PER_CHUNK = 16 << 20  # about, for the progress bar
-_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_SHOWN_AGES = (1, 2, 3, 6, 12, 24, 48)
 _MAX_LEGEND = 12
 
 
@@ -53,37 +47,18 @@ def run(args: argparse.Namespace) -> None:
         config = replace(config, data=replace(config.data, path=args.files[0]))
     batch_size = args.batch_size or (config.data.batch_size if config is not None else 4096)
     if config is None:
-        tables = _tables_of(args)
-        reading = Reading(hash_ids=args.hash)
-        stats = _count_parquet(args, args.files, tables, reading)
+        stats = _count_parquet(args, args.files, _tables_of(args), hash_ids=args.hash)
     else:
         tables = model_tables(build_model(config, make_source(config.data, config.seed)))
-        reading = Reading(hash_ids=True, missing_id=MISSING_ID)
         files = args.files or ([config.data.path] if config.data.path is not None else [])
         if files and config.data.kind == "criteo" and all(_is_parquet(file) for file in files):
-            stats = _count_parquet(args, files, tables, reading)
+            stats = _count_parquet(args, files, tables, hash_ids=True, missing_id=MISSING_ID)
         else:
             stats = _count_batches(args, files, config, tables)
-        args.files = files
-    tables = [  # sizes that were found while counting
-        replace(table, num_embeddings=stats.tables[table.name].num_embeddings) for table in tables
-    ]
-    window_s = _seconds("--window", args.window or "1h")
-    if args.half_life:
-        stats = decayed_stats(
-            _windows(args, tables, reading, window_s, "decay"),
-            tables,
-            _seconds("--half-life", args.half_life) / window_s,
-            max_rows_counted=args.max_rows_counted,
-        )
     stats.to_parquet(args.out)  # hours of counting are not lost to what follows
     _print_tables(stats.summary(batch_size), batch_size)
     if args.hot_rows:
         _print_hot_set(stats, args.hot_rows, batch_size)
-    if args.time_column:
-        num_hot = args.hot_rows or max(1, sum(map(stats.num_distinct, stats.tables)) // 100)
-        windows = _windows(args, tables, reading, window_s, "drift")
-        _print_drift(drift_of_windows(windows, 1.0, num_hot), window_s)
     if args.plot:
         draw_coverage(stats, Path(args.plot))
     print("wrote " + " and ".join(filter(None, (args.out, args.plot))))
@@ -102,16 +77,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("FILES: expected at least one Parquet file, got none")
     if args.hash and not args.rows:
         raise ConfigError("--hash: expected --rows, which ids are taken modulo of; add --rows")
-    for flag in ("window", "half_life", "time_unit"):
-        if getattr(args, flag) and not args.time_column:
-            raise ConfigError(
-                f"--{flag.replace('_', '-')}: expected --time-column, the column of the time; add "
-                "it"
-            )
-    if args.window:
-        _seconds("--window", args.window)
-    if args.half_life:
-        _seconds("--half-life", args.half_life)
 
 
 def _tables_of(args: argparse.Namespace) -> list[ModelTable]:
@@ -146,17 +111,25 @@ def _rows_of(text: str | None, features: list[str]) -> Mapping[str, int]:
 
 
 def _count_parquet(
-    args: argparse.Namespace, files: list[str], tables: list[ModelTable], reading: Reading
+    args: argparse.Namespace,
+    files: list[str],
+    tables: list[ModelTable],
+    *,
+    hash_ids: bool,
+    missing_id: int | None = None,
 ) -> FrequencyStats:
-    if reading.hash_ids and any(table.num_embeddings is None for table in tables):
-        names = [table.name for table in tables if table.num_embeddings is None]
-        raise ConfigError(f"--hash: expected --rows for every feature, none for {', '.join(names)}")
-    progress = _progress("count", files)
+    unknown = [table.name for table in tables if table.num_embeddings is None]
+    if hash_ids and unknown:
+        raise ConfigError(
+            f"--hash: expected --rows for every feature, none for {', '.join(unknown)}"
+        )
+    num_chunks = sum(-(-num_samples_of(file) // CHUNK_ROWS) for file in files)
+    progress = Progress("count", num_chunks)
     stats = FrequencyStats.from_files(
         files,
         tables,
-        hash_ids=reading.hash_ids,
-        missing_id=reading.missing_id,
+        hash_ids=hash_ids,
+        missing_id=missing_id,
         max_rows_counted=args.max_rows_counted,
         progress=lambda _: progress.advance(),
     )
@@ -170,9 +143,7 @@ def _count_batches(
     config: TrainConfig,
     tables: list[ModelTable],
 ) -> FrequencyStats:
-    """Criteo's text; clicks, whose histories no file has as columns; or generated samples."""
-    if args.time_column:
-        raise ConfigError("--time-column: expected Parquet files, which have columns by name")
+    """Counts Criteo's text, clicks (no file has their histories as columns), or generated data."""
     batches: Iterator[Batch]
     is_text = bool(files) and config.data.kind == "criteo"
     if is_text:
@@ -206,43 +177,11 @@ def _text_batches(file: str, data: DataConfig) -> Iterator[Batch]:
         yield make_batch(chunk.labels_N, log_dense(chunk.dense_NI), ids_BF, names)
 
 
-def _windows(
-    args: argparse.Namespace,
-    tables: list[ModelTable],
-    reading: Reading,
-    window_s: float,
-    label: str,
-) -> Iterator[TimedIds]:
-    progress = _progress(label, args.files)
-    yield from read_windows(
-        args.files,
-        tables,
-        args.time_column,
-        window_s,
-        time_unit=args.time_unit,
-        reading=reading,
-        progress=lambda _: progress.advance(),
-    )
-    progress.close()
-
-
-def _progress(label: str, files: list[str]) -> Progress:
-    return Progress(label, sum(-(-num_samples_of(file) // CHUNK_ROWS) for file in files))
-
-
 def _is_parquet(file: str) -> bool:
     if not Path(file).is_file():
         return False
     with open(file, "rb") as opened:
         return opened.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
-
-
-def _seconds(flag: str, text: str) -> float:
-    """``1h``, ``30m``, ``2d`` in seconds."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?)(ms|s|m|h|d)", text.strip())
-    if found is None or not float(found[1]):
-        raise ConfigError(f"{flag} {text}: expected a time such as 30s, 15m, 1h or 2d")
-    return float(found[1]) * _SECONDS[found[2]]
 
 
 def _print_tables(summary: pd.DataFrame, batch_size: int) -> None:
@@ -278,41 +217,20 @@ def _print_tables(summary: pd.DataFrame, batch_size: int) -> None:
 
 
 def _print_hot_set(stats: FrequencyStats, num_hot: int, batch_size: int) -> None:
+    """Prints what the most frequent rows of all tables take, and what they leave."""
     rows = {name: counts.num_embeddings for name, counts in stats.tables.items()}
     hot = select_hot_rows(rows, num_hot, stats)
     served = total = cold = 0.0
     for name, counts in stats.tables.items():
-        served += stats.coverage(name, hot[name].numel()) * counts.num_lookups
+        spectrum, num_hot_here = counts.spectrum(), hot[name].numel()
+        served += spectrum.coverage(num_hot_here) * counts.num_lookups
         total += counts.num_lookups
         per_sample = counts.num_lookups / stats.num_samples if stats.num_samples else 0.0
-        cold += stats.expected_unique_cold(name, round(batch_size * per_sample), hot[name].numel())
+        cold += spectrum.expected_cold(batch_size * per_sample, num_hot_here)
     print(
         f"  the {num_hot:,} most frequent rows took {served / max(total, 1):.1%} of the lookups; "
         f"a batch has {cold:,.0f} distinct rows beside them"
     )
-
-
-def _print_drift(drift: DriftReport, window_s: float) -> None:
-    """Prints coverage by age."""
-    print(
-        f"\n  {drift.num_hot:,} hot rows chosen in a window of {_time(window_s)} cover, later:\n"
-        f"  {'age':>8}{'coverage':>11}{'of fresh':>11}"
-    )
-    for age in _SHOWN_AGES:
-        if age <= len(drift.coverage):
-            of, fresh = drift.coverage[age - 1], drift.coverage_fresh[age - 1]
-            kept = f"{of / fresh:.0%}" if fresh else "-"
-            print(f"  {_time(age * window_s):>8}{of:>11.1%}{kept:>11}")
-    if drift.half_life is None:
-        print(f"  more than half is left after {_time(len(drift.coverage) * window_s)}")
-    else:
-        half_life = _time(drift.half_life * window_s)
-        print(f"  half of the fresh coverage is gone after {half_life}: refresh hot sets as often")
-
-
-def _time(seconds: float) -> str:
-    unit = next((u for u in ("d", "h", "m", "s") if seconds >= _SECONDS[u]), "s")
-    return f"{seconds / _SECONDS[unit]:.3g} {unit}"
 
 
 def draw_coverage(stats: FrequencyStats, path: Path) -> None:
