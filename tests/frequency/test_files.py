@@ -28,7 +28,7 @@ def write(path: Path, row_group_size: int | None = None, **columns: Any) -> Path
     return path
 
 
-def counts_of(path: Path | list[Path], table: ModelTable, **how: Any) -> dict[int, float]:
+def counts_of(path: Path | list[Path], table: ModelTable, **how: Any) -> dict[int, int]:
     return as_dict(FrequencyStats.from_files(path, [table], **how).tables[table.name])
 
 

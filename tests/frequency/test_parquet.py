@@ -153,6 +153,7 @@ def test_wrong_lines_are_refused(
         *({"num_samples": math.inf}, {"num_batches": -1}, {"tables": {"large": 1}}),
         *(("feature_names", None), ("num_embeddings", -1), ("num_embeddings", 10**400)),
         *(("num_embeddings", math.nan), ("max_undercount", math.nan)),
+        *(("effective_share", 0), ("effective_share", 1.5), ("effective_share", None)),
         *(("max_undercount", -1), ("max_undercount", "x"), ("max_undercount", 1)),
     ],
     ids=lambda facts: str(facts)[:30],

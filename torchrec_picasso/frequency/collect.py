@@ -7,6 +7,7 @@ sets of rows that do not exist. The check costs one pass over each feature's ids
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -17,8 +18,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.errors import InputError, PlanError
 from torchrec_picasso.frequency.accumulate import MAX_ROWS_COUNTED, CountAccumulator
 from torchrec_picasso.frequency.counts import ModelTable, TableCounts
+from torchrec_picasso.frequency.sparse_counts import count_rows
 
 __all__ = ["count_lookups", "model_tables"]
+
+_BATCHES_LOOKED_AT = 16
+"""First batches whose distinct rows show how often a batch repeats a row."""
 
 
 def model_tables(model: nn.Module) -> list[ModelTable]:
@@ -85,16 +90,32 @@ def count_lookups(
             table.
     """
     counters = [CountAccumulator(table, max_rows_counted) for table in tables]
+    distinct_rows = dict.fromkeys((table.name for table in tables), 0)
+    num_lookups = dict(distinct_rows)  # both of the first batches alone
     batches_read = samples_read = 0
     for batch in islice(batches, num_batches):
         features = _sparse_features(batch)
         values_by_feature = _values_by_feature(features)
         for table, counter in zip(tables, counters):
-            for feature in table.feature_names:
-                counter.add(_checked_ids(values_by_feature, feature, table))
+            ids = [_checked_ids(values_by_feature, name, table) for name in table.feature_names]
+            for ids_N in ids:
+                counter.add(ids_N)
+            if batches_read < _BATCHES_LOOKED_AT:
+                ids_N = torch.cat(ids)
+                num_lookups[table.name] += ids_N.numel()
+                distinct_rows[table.name] += count_rows(ids_N.numpy())[0].size
         batches_read += 1
         samples_read += features.stride()
     counts = {table.name: counter.result() for table, counter in zip(tables, counters)}
+    num_looked_at = min(batches_read, _BATCHES_LOOKED_AT)
+    if num_looked_at > 1:  # one batch is the whole sample, whose distinct rows are known
+        for name, table_counts in counts.items():
+            spectrum = table_counts.spectrum().with_distinct(
+                num_lookups[name] / num_looked_at,
+                distinct_rows[name] / num_looked_at,
+                num_looked_at,
+            )
+            counts[name] = replace(table_counts, effective_share=spectrum.effective_share)
     return counts, batches_read, samples_read
 
 

@@ -9,7 +9,7 @@ Shape letters: U rows counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -53,6 +53,7 @@ class TableCounts:
         max_undercount: Most lookups that a count may lack; 0 = every row seen is in ``rows_U`` with
             its exact count. A row that is not in ``rows_U`` was looked up at most this often.
         total_lookups: Lookups of the table; ``None`` = the sum of ``counts_U``.
+        effective_share: Independent lookups that one lookup of a batch counts as.
     """
 
     num_embeddings: int
@@ -61,6 +62,7 @@ class TableCounts:
     counts_U: Tensor
     max_undercount: int = 0
     total_lookups: int | None = None
+    effective_share: float = 1.0
 
     @property
     def num_lookups(self) -> int:
@@ -88,7 +90,8 @@ class TableCounts:
         # The other lookups without a count went to rows that are not in rows_U.
         lacking = min(self.max_undercount, num_uncounted // max(1, self.rows_U.numel()))
         rest = num_uncounted - lacking * self.rows_U.numel()
-        return CountSpectrum.of(self.counts_U + lacking, self.num_embeddings, rest)
+        spectrum = CountSpectrum.of(self.counts_U + lacking, self.num_embeddings, rest)
+        return replace(spectrum, effective_share=self.effective_share)
 
     def most_frequent_first(self) -> tuple[Tensor, Tensor]:
         """Returns rows and counts, both ``(U,)``, by count descending, then row ascending."""
@@ -111,13 +114,17 @@ class TableCounts:
             small.counts_U.numpy(),
         )
         max_undercount = self.max_undercount + other.max_undercount
+        num_lookups = self.num_lookups + other.num_lookups
+        ours = self.num_lookups / num_lookups if num_lookups else 1.0
         return TableCounts(
             num_embeddings=self.num_embeddings,
             feature_names=self.feature_names,
             rows_U=torch.from_numpy(rows),
             counts_U=torch.from_numpy(counts),
             max_undercount=max_undercount,
-            total_lookups=self.num_lookups + other.num_lookups if max_undercount else None,
+            total_lookups=num_lookups if max_undercount else None,
+            effective_share=other.effective_share
+            + ours * (self.effective_share - other.effective_share),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -129,4 +136,5 @@ class TableCounts:
             and torch.equal(self.counts_U, other.counts_U)
             and self.max_undercount == other.max_undercount
             and self.num_lookups == other.num_lookups
+            and self.effective_share == other.effective_share
         )

@@ -61,6 +61,7 @@ def write_tables(
                 "feature_names": counts.feature_names,
                 "max_undercount": counts.max_undercount,
                 "total_lookups": counts.total_lookups,
+                "effective_share": counts.effective_share,
             }
             for name, counts in tables.items()
         },
@@ -138,6 +139,8 @@ def _table(facts: Mapping[str, Any], rows_U: np.ndarray, counts_U: np.ndarray) -
     _check(bool((counts_U > 0).all()), "a count is not above 0")
     _check(counts_U.sum(dtype=np.float64) < _MAX_TOTAL, "counts are beyond 2**53 together")
     _check(0 <= max_undercount < _MAX_TOTAL, "max_undercount is out of range")
+    effective_share = float(facts["effective_share"])
+    _check(0 < effective_share <= 1, "effective_share is out of range")
     if max_undercount:
         total_lookups = int(total_lookups)
         _check(num_counted <= total_lookups < _MAX_TOTAL, "total_lookups is out of range")
@@ -148,6 +151,7 @@ def _table(facts: Mapping[str, Any], rows_U: np.ndarray, counts_U: np.ndarray) -
         counts_U=torch.from_numpy(counts_U.copy()),
         max_undercount=max_undercount,
         total_lookups=total_lookups if max_undercount else None,
+        effective_share=effective_share,
     )
 
 

@@ -7,7 +7,8 @@ so a table of millions of rows answers in microseconds.
 Distinct rows of a batch follow rarefaction: the batch is a random subset of the sampled lookups.
 The estimate is unbiased up to the size of the sample, whereas shares in ``1 - (1 - p)^n`` miss the
 rows that the sample never saw. Beyond the sample, rows not seen yet are extrapolated. Rarefaction
-takes lookups as independent: ids that come in bursts have fewer distinct rows than it says.
+takes lookups as independent. Ids that come in bursts, such as histories, repeat more: there one
+lookup counts as ``effective_share`` independent lookups (Kish 1965, effective sample size).
 
 Source: Hurlbert 1971 (rarefaction); Chao 1984 and Colwell et al. 2012, eq. 9 (extrapolation);
 Good 1953 (mass of the unseen).
@@ -18,7 +19,7 @@ Shape letters: U rows counted, K distinct counts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +30,10 @@ __all__ = ["CountSpectrum"]
 
 _EXACT_UP_TO = 1e6
 """Lookups up to which differences of log-gammas keep enough digits."""
+_INDEPENDENT_WITHIN, _SIGMAS = 0.01, 2.0
+"""Excess of predicted distinct rows up to which lookups count as independent: as a share of them,
+and in standard deviations of the average."""
+_LEAST_SHARE, _HALVINGS = 1e-4, 24
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,12 +45,14 @@ class CountSpectrum:
         rows_K: Rows that have each count, float64, shape ``(K,)``.
         num_lookups: Lookups counted, the sum of ``counts_K * rows_K``.
         num_embeddings: Rows of the table.
+        effective_share: Independent lookups that one lookup of a batch counts as.
     """
 
     counts_K: Tensor
     rows_K: Tensor
     num_lookups: float
     num_embeddings: int
+    effective_share: float = 1.0
 
     @staticmethod
     def of(counts_U: Tensor, num_embeddings: int, num_uncounted: int = 0) -> CountSpectrum:
@@ -82,9 +89,13 @@ class CountSpectrum:
         """
         if not self.num_lookups:
             return torch.zeros_like(self.counts_K)
-        drawn = min(float(num_lookups), self.num_lookups)
-        log_absent_K = _log_absent(self.num_lookups, self.counts_K, drawn)
-        can_be_absent_K = self.num_lookups - self.counts_K >= drawn
+        total, counts_K = (
+            self.num_lookups * self.effective_share,
+            self.counts_K * self.effective_share,
+        )
+        drawn = min(float(num_lookups) * self.effective_share, total)
+        log_absent_K = _log_absent(total, counts_K, drawn)
+        can_be_absent_K = total - counts_K >= drawn
         return (1 - log_absent_K.exp() * can_be_absent_K).clamp(0, 1)
 
     def expected_unique(self, num_lookups: float) -> float:
@@ -93,6 +104,30 @@ class CountSpectrum:
         return min(
             seen + self.expected_unseen(num_lookups), float(self.num_embeddings), num_lookups
         )
+
+    def with_distinct(
+        self, num_lookups: float, num_distinct: float, num_batches: int
+    ) -> CountSpectrum:
+        """Returns the spectrum with the share at which a batch has ``num_distinct`` distinct rows.
+
+        Args:
+            num_lookups: Lookups of a batch, on average.
+            num_distinct: Distinct rows among them, on average.
+            num_batches: Batches that these are the averages of.
+
+        Returns:
+            The spectrum itself where independent lookups have about as many distinct rows.
+        """
+        noise = _SIGMAS * math.sqrt(num_distinct / num_batches)
+        excess = self.expected_unique(num_lookups) - num_distinct
+        if excess <= max(noise, _INDEPENDENT_WITHIN * num_distinct):
+            return self
+        low, high = _LEAST_SHARE, 1.0
+        for _ in range(_HALVINGS):  # fewer independent lookups have fewer distinct rows
+            middle = math.sqrt(low * high)
+            found = replace(self, effective_share=middle).expected_unique(num_lookups)
+            low, high = (middle, high) if found < num_distinct else (low, middle)
+        return replace(self, effective_share=math.sqrt(low * high))
 
     def expected_cold(self, num_lookups: float, num_hot: float) -> float:
         """Returns the expected distinct rows among some lookups outside the most frequent rows.

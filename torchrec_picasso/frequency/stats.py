@@ -264,8 +264,9 @@ class FrequencyStats:
         """Returns the expected distinct rows among lookups drawn like the counted ones.
 
         Unbiased up to the size of the sample (rarefaction). Beyond the sample, rows never seen are
-        extrapolated from the rows seen once and twice. Lookups are taken as independent: ids that
-        come in bursts, such as histories, have fewer distinct rows than this.
+        extrapolated from the rows seen once and twice. Ids that come in bursts, such as histories,
+        have fewer distinct rows than independent lookups; how many fewer is known where batches
+        were counted (:meth:`collect`), else the estimate is high.
 
         Args:
             table: Table name.
