@@ -27,9 +27,9 @@ ROWS = (
     ("refresh",),
     ("sharding", "planner"),
     ("train_pipeline",),
-    ("app/launch", "app/checkpoints"),
+    ("app/launch",),
     ("app/config",),
-    ("app/timeline", "app/zoo"),
+    ("app/checkpoints", "app/timeline", "app/zoo"),
     ("app/runs",),
     ("app/cli",),
     ("__main__",),
@@ -44,7 +44,8 @@ NOT_IN_CONFIG = ("torch", "torchrec", "fbgemm_gpu")
 
 
 def _files() -> list[Path]:
-    return sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+    packages = (ROOT / "__init__.py", ROOT / "app" / "__init__.py")
+    return sorted(path for path in ROOT.rglob("*.py") if path not in packages)
 
 
 def _room(path: Path) -> str:
