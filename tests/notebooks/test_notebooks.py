@@ -37,7 +37,7 @@ CELL_TIMEOUT_S = 200
 CHECKS = {
     "03_interleaving.ipynb": """
 assert (difference.max() < 1e-4).all()  # float32 sums in another order
-assert len(trained["losses"]) == STEPS
+assert "AUC 0." in done.stdout
 assert picture.stat().st_size > 10_000
 """,
 }
