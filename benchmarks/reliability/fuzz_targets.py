@@ -167,7 +167,6 @@ class _Curves(Target):
             backend="gloo",
             device="cpu",
             collectives=known,
-            levels={"intra_host": known, "inter_host": known},
             dense=DenseTimes(forward_ms=1.0, backward_ms=2.0, in_parts=((2, 1.1, 2.1),)),
             wire_core_ns=1.5,
             measured_on={"date": "2026-01-01", "cores": 4},
@@ -193,7 +192,7 @@ class _Curves(Target):
 
     def use(self, path: Path) -> None:
         curves = CommCurves.from_json(path)
-        for of in (curves.collectives, *curves.levels.values()):
+        for of in (curves.collectives,):
             for name, curve in of.items():
                 for size in (0, 1, 5000, 10**9):
                     ms = curve.ms_at(size)
