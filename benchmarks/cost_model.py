@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torchrec.distributed.planner import Topology
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.cluster import run_on_hosts, why_unavailable
@@ -30,14 +31,13 @@ from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.runs.exchange_step import ExchangeStep, bag_collection, one_hot_batch
-from torchrec_picasso.app.runs.placements import make_placement
+from torchrec_picasso.app.runs.placements import hot_cold_sharders, make_placement
 from torchrec_picasso.app.zoo.data.generated import zipf_cdf
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.stock import max_over_mean, stock_cost, stock_totals
-from torchrec_picasso.decision.decision import decide
 from torchrec_picasso.exchange.meter import WireMeter
 from torchrec_picasso.frequency import FrequencyStats
-from torchrec_picasso.planner.table_facts import facts_of_model
+from torchrec_picasso.planner import hot_cold_planner
 
 _STATS_BATCHES = 20
 _WARMUP_STEPS, _TIMED_STEPS = 2, 9
@@ -178,15 +178,17 @@ def _measure(
     gc.collect()  # a sharded module is full of cycles, and its tables of memory
     sent = torch.tensor(float(meter.count.sent_bytes), dtype=torch.float64)
     dist.all_reduce(sent)
-    facts = facts_of_model(collection, stats, point.batch_size)
-    decision = decide(
-        facts,
+    planner = hot_cold_planner(
+        Topology(world_size=pg.size(), local_world_size=1, compute_device="cpu"),
         stats,
-        curves,
-        world_size=pg.size(),
-        batch_size=point.batch_size,
         hot_rows=point.hot_rows,
+        curves=curves,
+        batch_size=point.batch_size,
+        debug=False,
     )
+    tables = bag_collection([point.rows] * point.tables, [point.dim] * point.tables)
+    planner.plan(tables, hot_cold_sharders())
+    decision = planner.decision
     cost = decision.choice.cost
     if name == "table_wise":
         cost = stock_cost(

@@ -14,7 +14,7 @@ from torchrec_picasso.app.runs.placements import Placement
 from torchrec_picasso.cost.step_price import PIECES, StepPricer
 from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.decision.decision import Decision
-from torchrec_picasso.decision.plan_parts import PlanParts
+from torchrec_picasso.decision.priced_plan import price_plan
 from torchrec_picasso.placement import Form, HotColdParams
 
 __all__ = ["Errors", "Predicted", "errors_of", "mean_of", "predict"]
@@ -91,17 +91,22 @@ def predict(
         if sharding.sharding_type == ShardingType.TABLE_WISE.value:
             (homes[position],) = sharding.ranks or [0]
     pricer = StepPricer(decision.curves, decision.world_size, decision.dense, PIECES)
-    parts = PlanParts(decision.works, num_hot, stock_types, pricer, homes)
-    cost = parts.cost(forms)
-    if num_micro_batches is not None and forms:
-        price = parts.price(forms, [num_micro_batches])
-    else:
-        price = pricer.sparse_dist(cost)
+    plan = price_plan(
+        decision.works,
+        forms,
+        num_hot,
+        stock_types,
+        pricer,
+        homes=homes,
+        num_micro_batches=num_micro_batches,
+    )
+    is_interleaved = num_micro_batches is not None and bool(forms)
+    price = plan.step if is_interleaved else pricer.sparse_dist(plan.cost)
     return Predicted(
         step_ms=price.step_ms,
         wire_ms=price.wire_ms,
         compute_ms=price.compute_ms,
-        sent_bytes=cost.total_bytes,
+        sent_bytes=plan.cost.total_bytes,
     )
 
 

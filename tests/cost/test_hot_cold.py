@@ -12,11 +12,16 @@ import pytest
 import torch
 
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.cost.exchange_totals import HotColdTotals, hot_cold_totals
+from torchrec_picasso.cost.exchange_totals import HotColdTotals
 from torchrec_picasso.cost.hot_cold import hot_cold_cost, hot_cold_memory_bytes
 from torchrec_picasso.cost.local import LocalCosts, SideCosts
-from torchrec_picasso.cost.marginal import marginal_hot_cold_costs, marginal_stock_costs
-from torchrec_picasso.cost.stock import STOCK_TYPES, max_over_mean, stock_cost, stock_totals
+from torchrec_picasso.cost.stock import (
+    STOCK_TYPES,
+    marginal_stock_costs,
+    max_over_mean,
+    stock_cost,
+    stock_totals,
+)
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
@@ -117,31 +122,15 @@ def test_the_busiest_rank_of_few_tables() -> None:
 def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:
     works = [TableWork(load(str(i), dim=8 * (i + 1)), world_size=2) for i in range(3)]
     curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2)
-    hot = [0, 1, 2]
-
-    def all_of(chosen: list[int]) -> float:
-        totals = hot_cold_totals([works[i] for i in chosen], [hot[i] for i in chosen])
-        return hot_cold_cost(totals, curves, 2, num_packs=3).total_ms
-
-    added = marginal_hot_cold_costs(works, hot, curves, 2)
-    for left_out in range(3):
-        rest = [i for i in range(3) if i != left_out]
-        saved = all_of([0, 1, 2]) - all_of(rest)
-        assert added[left_out].total_ms == pytest.approx(saved)
     for kind in STOCK_TYPES:
-        assert all(cost.total_ms > 0 for cost in marginal_stock_costs(kind, works, curves, 2))
-
-
-def test_marginal_costs_are_of_what_travels() -> None:
-    works = [TableWork(load(str(i), bags=500.0), world_size=2) for i in range(2)]
-    curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2)
-    rows, bags = marginal_hot_cold_costs(works, [0, 0], curves, 2, [None, "bags"])
-    only_rows, _ = marginal_hot_cold_costs(works, [0, 0], curves, 2)
-    assert rows.total_bytes == pytest.approx(only_rows.total_bytes)
-    as_bags = HotColdTotals.of(works[1], 0, "bags")
-    alone = hot_cold_cost(as_bags, curves, 2)
-    assert bags.total_bytes == pytest.approx(alone.total_bytes, rel=0.01)  # but for the header
-    assert bags.total_bytes > 1.5 * rows.total_bytes
+        uneven = max_over_mean(kind, [work.load for work in works], 2)
+        added = marginal_stock_costs(kind, works, curves, 2)
+        steps = [
+            stock_cost(kind, stock_totals(kind, some), curves, 2, uneven=uneven).total_ms
+            for some in (works, works[1:])
+        ]
+        assert added[0].total_ms == pytest.approx(steps[0] - steps[1])
+        assert all(cost.total_ms > 0 for cost in added)
 
 
 def test_the_parts_of_a_step_add_up() -> None:
@@ -152,9 +141,6 @@ def test_the_parts_of_a_step_add_up() -> None:
     assert cost.total_ms == pytest.approx(cost.forward_ms + cost.backward_ms)
     assert 0 < cost.hidden_ms < cost.total_ms
     assert cost.plus(cost, -1.0).total_ms == pytest.approx(0)
-    uneven = hot_cold_cost(HotColdTotals.of(work, 1), curves, 2, home_max_over_mean=1.5)
-    assert uneven.total_ms > cost.total_ms
-    assert uneven.total_bytes == cost.total_bytes
 
 
 def test_memory_counts_homes_replicas_and_state() -> None:

@@ -70,13 +70,6 @@ def test_memory_beyond_what_is_kept_costs_extra() -> None:
     assert cost.ms(LocalWork(buffer_elements=kept + 1e6)) == pytest.approx(1.0)
 
 
-def test_slower_cores_take_longer() -> None:
-    work = _works(1)[0]
-    costs, slower = LocalCosts(), LocalCosts().scaled(3.0)
-    assert slower.stock.forward.ms(work) == pytest.approx(3 * costs.stock.forward.ms(work))
-    assert LocalCosts.from_dict(dataclasses.asdict(slower)) == slower
-
-
 def test_measurements_that_are_none_are_refused() -> None:
     for works, ms in (([], []), (_works(2), [1.0]), (_works(1), [0.0])):
         with pytest.raises(PicassoError, match="expected one time above 0"):

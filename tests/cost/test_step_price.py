@@ -9,7 +9,7 @@ import torch
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.dense import DenseTimes
-from torchrec_picasso.cost.exchange_totals import HotColdTotals, hot_cold_totals, sum_hot_cold
+from torchrec_picasso.cost.exchange_totals import HotColdTotals, sum_hot_cold
 from torchrec_picasso.cost.hot_cold import exchange_bytes, hot_cold_cost
 from torchrec_picasso.cost.local import LocalCosts, SideCosts
 from torchrec_picasso.cost.step_price import PIECES, StepPricer, _shares, _used
@@ -141,7 +141,7 @@ def test_stock_tables_beside_the_exchange_are_exposed() -> None:
     works = [work(0.6) for _ in range(20)]
     stock = stock_cost("table_wise", stock_totals("table_wise", works), network(), 2)
     pricer = StepPricer(network(), 2, DenseTimes.of(1000.0))
-    totals = hot_cold_totals(works, [0] * 20)
+    totals = sum_hot_cold(HotColdTotals.of(of_table, 0) for of_table in works)
     alone, beside = pricer.price(totals), pricer.price(totals, stock)
     waits_ms = stock.forward_comms_ms + stock.backward_comms_ms
     assert beside.step_ms >= alone.step_ms + waits_ms

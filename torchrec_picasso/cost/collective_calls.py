@@ -19,16 +19,13 @@ __all__ = ["BYTES_PER_FLOAT", "CALLS", "COLLECTIVES", "Call"]
 BYTES_PER_FLOAT = 4
 COLLECTIVES = (
     "all_to_all",
-    "all_to_all_skewed",
     "row_exchange",
     "all_reduce",
     "reduce_scatter",
     "all_gather",
 )
-"""Collectives with a curve. ``all_to_all_skewed``: one rank is asked for half of all rows.
-``row_exchange``: this package's all-to-all, see :mod:`torchrec_picasso.exchange.all_to_all`."""
-
-_SKEWED_SHARE = 0.5  # of every rank's rows, to one rank
+"""Collectives with a curve. ``row_exchange`` is this package's all-to-all, see
+:mod:`torchrec_picasso.exchange.all_to_all`."""
 
 Call = tuple[int, Callable[[], object]]
 """Bytes that the busiest rank sends or receives, and what is timed."""
@@ -48,16 +45,6 @@ def _row_exchange(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Ca
     source, target = _buffers(sum(block_W), sum(block_W), device)
     sent = sum(block_W[1:]) * BYTES_PER_FLOAT
     return sent, lambda: start_all_to_all(pg, target, source, block_W, block_W).wait()
-
-
-def _all_to_all_skewed(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Call:
-    world_size, rank = pg.size(), pg.rank()
-    rest = int(numel * (1 - _SKEWED_SHARE)) // (world_size - 1)
-    send = [numel - rest * (world_size - 1)] + [rest] * (world_size - 1)
-    receive = [send[rank]] * world_size
-    source, target = _buffers(sum(send), sum(receive), device)
-    busiest = max(send[0] * (world_size - 1), sum(send[:-1])) * BYTES_PER_FLOAT
-    return busiest, lambda: dist.all_to_all_single(target, source, receive, send, group=pg)
 
 
 def _all_reduce(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Call:
@@ -86,7 +73,6 @@ def _buffers(first: int, second: int, device: torch.device) -> tuple[Tensor, Ten
 
 CALLS: dict[str, Callable[[dist.ProcessGroup, int, torch.device], Call]] = {
     "all_to_all": _all_to_all,
-    "all_to_all_skewed": _all_to_all_skewed,
     "row_exchange": _row_exchange,
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,

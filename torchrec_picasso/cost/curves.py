@@ -1,8 +1,8 @@
 """CommCurves: how long each collective takes here, measured once, kept in a file.
 
-The planner reads two things from it: communication (a curve per collective, per level of the
-network when hosts have several ranks) and local work (:class:`LocalCosts`). Both come from the
-process group and the machine that will train, because published bandwidths say little of either.
+The planner reads two things from it: communication (a curve per collective) and local work
+(:class:`LocalCosts`). Both come from the process group and the machine that will train, because
+published bandwidths say little of either.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ class CommCurves:
         backend: Its backend, such as ``"gloo"``.
         device: Where the tensors were, ``"cpu"`` or ``"cuda"``.
         collectives: Curve by name, one of :data:`COLLECTIVES`.
-        levels: The same among the ranks of one host (``"intra_host"``) and among ranks of
-            different hosts (``"inter_host"``), where a host has several.
         local: Local work per row; assumed, not measured, when left out.
         dense: The dense part of a model; ``None`` = not known.
         wire_core_ns: What a byte takes of the core that its message is sent and received by,
@@ -62,7 +60,6 @@ class CommCurves:
     backend: str
     device: str
     collectives: Mapping[str, Curve]
-    levels: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict)
     local: LocalCosts = field(default_factory=LocalCosts)
     dense: DenseTimes | None = None
     wire_core_ns: float | None = None
@@ -162,22 +159,6 @@ class CommCurves:
         more_peers = (world_size - 1) / max(1, self.world_size - 1) - 1
         return max(0.0, curve.ms_at(busiest_bytes) + curve.latency_ms * more_peers)
 
-    def with_bandwidth(self, factor: float) -> CommCurves:
-        """The same network with ``factor`` times the bandwidth: a what-if."""
-
-        def scaled(curve: Curve) -> Curve:
-            gained = tuple(curve.ms_per_byte * n * (1 - 1 / factor) for n in curve.sent_bytes)
-            least = curve.latency_ms or min(curve.ms)
-            return dataclasses.replace(
-                curve,
-                ms=tuple(max(least, ms - gain) for ms, gain in zip(curve.ms, gained)),
-                ms_per_byte=curve.ms_per_byte / factor,
-            )
-
-        return dataclasses.replace(
-            self, collectives={name: scaled(curve) for name, curve in self.collectives.items()}
-        )
-
     def mismatch(self, *, world_size: int, device: str) -> str | None:
         """How these curves differ from what they are to be used for, or ``None``.
 
@@ -253,7 +234,7 @@ class CommCurves:
 def _read_curves(document: dict[str, Any]) -> CommCurves:
     """Curves of what ``dataclasses.asdict`` made of them."""
     document["collectives"] = _curves(document["collectives"])
-    document["levels"] = {name: _curves(of) for name, of in document["levels"].items()}
+    document.pop("levels", None)  # of earlier files; nothing was planned by them
     document["local"] = LocalCosts.from_dict(document["local"])
     if document.get("dense") is not None:
         document["dense"] = DenseTimes.from_dict(document["dense"])

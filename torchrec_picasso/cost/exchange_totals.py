@@ -14,7 +14,7 @@ from torchrec_picasso.cost.step_cost import sum_columns
 from torchrec_picasso.cost.table_work import EARLY_SHARES, TableWork
 from torchrec_picasso.placement import Form
 
-__all__ = ["HotColdTotals", "hot_cold_totals", "sum_hot_cold"]
+__all__ = ["HotColdTotals", "sum_hot_cold"]
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,6 @@ class HotColdTotals:
     bag_lookups: float = 0.0
     bag_lookup_elements: float = 0.0
 
-    def plus(self, other: HotColdTotals, times: float = 1.0) -> HotColdTotals:
-        """The sum with ``times`` the other; ``times=-1`` takes a table out again."""
-        sums = (a + times * b for a, b in zip(_values(self), _values(other)))
-        return HotColdTotals(*sums)
-
     @staticmethod
     def of(work: TableWork, num_hot: float, form: Form = "rows") -> HotColdTotals:
         """One table whose ``num_hot`` most frequent rows are hot, or whose bags travel."""
@@ -113,17 +108,6 @@ class HotColdTotals:
             rows=load.num_embeddings,
         )
 
-    @staticmethod
-    def sum_of(tables: Iterable[tuple[float, ...]]) -> HotColdTotals:
-        """The sum of tables, of each its :attr:`values`."""
-        return HotColdTotals(*sum_columns(tables, len(_FIELDS)))
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        """All of it, in order."""
-        found: tuple[float, ...] = _values(self)
-        return found
-
     @property
     def cold_early(self) -> tuple[float, ...]:
         """Elements of the cold rows of the first parts of a batch."""
@@ -141,11 +125,6 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(HotColdTotals))
 _values = attrgetter(*_FIELDS)
 
 
-def hot_cold_totals(works: Iterable[TableWork], num_hot: Iterable[float]) -> HotColdTotals:
-    """Sums tables that travel as rows, with their numbers of hot rows."""
-    return sum_hot_cold(HotColdTotals.of(work, hot) for work, hot in zip(works, num_hot))
-
-
 def sum_hot_cold(tables: Iterable[HotColdTotals]) -> HotColdTotals:
     """Sums what single tables ask for."""
-    return HotColdTotals.sum_of(map(_values, tables))
+    return HotColdTotals(*sum_columns(map(_values, tables), len(_FIELDS)))

@@ -49,7 +49,6 @@ def hot_cold_cost(
     world_size: int,
     *,
     num_packs: int = 1,
-    home_max_over_mean: float = 1.0,
 ) -> StepCost:
     """Expected cost of one step of one module's hot/cold tables.
 
@@ -58,7 +57,6 @@ def hot_cold_cost(
         curves: Measured communication and local work.
         world_size: Ranks.
         num_packs: Distinct dims among the tables.
-        home_max_over_mean: Load of the busiest home over the mean.
 
     Returns:
         Zero for no tables.
@@ -67,10 +65,10 @@ def hot_cold_cost(
         return StepCost()
     wire = exchange_bytes(totals, world_size, num_packs)
 
-    def ms(collective: str, name: str, uneven: float = 1.0) -> float:
-        return curves.ms(collective, wire[name] * uneven, world_size)
+    def ms(collective: str, name: str) -> float:
+        return curves.ms(collective, wire[name], world_size)
 
-    header_and_ids_ms = ms("row_exchange", "header") + ms("row_exchange", "ids", home_max_over_mean)
+    header_and_ids_ms = ms("row_exchange", "header") + ms("row_exchange", "ids")
     hot_ms = ms("all_reduce", "hot") if wire["hot"] else 0.0
     work = exchange_work(totals)
     costs = curves.local.hot_cold
@@ -79,9 +77,9 @@ def hot_cold_cost(
     return StepCost(
         input_dist_ms=ids_cost_ms(totals, curves.local) + header_and_ids_ms,
         forward_compute_ms=costs.forward.ms(work.fetched) + packs_ms + bags_forward_ms,
-        forward_comms_ms=ms("row_exchange", "rows", home_max_over_mean),
+        forward_comms_ms=ms("row_exchange", "rows"),
         backward_compute_ms=costs.backward.ms(work.updated) + packs_ms + bags_backward_ms,
-        backward_comms_ms=ms("row_exchange", "gradients", home_max_over_mean) + hot_ms,
+        backward_comms_ms=ms("row_exchange", "gradients") + hot_ms,
         input_dist_wire_ms=header_and_ids_ms,
         sent_bytes=wire,
     )

@@ -10,7 +10,6 @@ Shape letters: M measurements, X terms.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -220,19 +219,6 @@ class LocalCosts:
             for name in ("hot_cold", "stock")
         }
         return LocalCosts(**sides, measured=bool(document["measured"]))
-
-    def scaled(self, factor: float) -> LocalCosts:
-        """The same on cores ``1 / factor`` times as fast: a what-if."""
-
-        def phase(cost: PhaseCost) -> PhaseCost:
-            return dataclasses.replace(
-                cost, **{term: getattr(cost, term) * factor for term in _TERMS}
-            )
-
-        def side(costs: SideCosts) -> SideCosts:
-            return SideCosts(**{name: phase(getattr(costs, name)) for name in PHASES})
-
-        return dataclasses.replace(self, hot_cold=side(self.hot_cold), stock=side(self.stock))
 
 
 def _non_negative_least_squares(a_MX: np.ndarray, b_M: np.ndarray) -> np.ndarray:

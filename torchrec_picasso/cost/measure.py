@@ -45,38 +45,23 @@ def measure_curves(
     device = device or torch.device("cpu")
     per_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     clock = _AgreedClock(pg)
-    groups = {"": pg}
-    if _has_levels(pg.size(), per_host):
-        groups = {**_level_groups(pg, per_host), "": pg}
-    curves = {}
-    for index, (level, group) in enumerate(groups.items()):
-        now_s = clock.elapsed_s()
-        until_s = now_s + (budget_s - now_s) / (len(groups) - index)
-        measuring = _Measuring(group, clock, device, seconds_per_point, until_s, advance)
-        curves[level] = measuring.curves(_sizes(max_bytes), level)
-    core_ns = measuring.core_ns_per_byte(curves[""]["row_exchange"])  # the last group is the whole
+    measuring = _Measuring(pg, clock, device, seconds_per_point, budget_s, advance)
+    curves = measuring.curves(_sizes(max_bytes))
+    core_ns = measuring.core_ns_per_byte(curves["row_exchange"])
     return {
         "world_size": pg.size(),
         "ranks_per_host": per_host,
         "backend": dist.get_backend(pg),
         "device": device.type,
-        "collectives": curves.pop(""),
-        "levels": curves,
+        "collectives": curves,
         "wire_core_ns": core_ns,
         "measured_on": _told_by_first_rank(describe_hardware(device), pg),
     }
 
 
-def num_points(world_size: int, ranks_per_host: int, max_bytes: int) -> int:
+def num_points(world_size: int, max_bytes: int) -> int:
     """How often a measurement calls its ``advance``."""
-    if world_size == 1:
-        return 0
-    num_groups = 3 if _has_levels(world_size, ranks_per_host) else 1
-    return num_groups * len(COLLECTIVES) * len(_sizes(max_bytes))
-
-
-def _has_levels(world_size: int, per_host: int) -> bool:
-    return 1 < per_host < world_size and world_size % per_host == 0
+    return 0 if world_size == 1 else len(COLLECTIVES) * len(_sizes(max_bytes))
 
 
 def _sizes(max_bytes: int) -> list[int]:
@@ -84,21 +69,6 @@ def _sizes(max_bytes: int) -> list[int]:
     while sizes[-1] * _GROWTH <= max_bytes:
         sizes.append(sizes[-1] * _GROWTH)
     return sizes
-
-
-def _level_groups(pg: dist.ProcessGroup, per_host: int) -> dict[str, dist.ProcessGroup]:
-    """This rank's host, and the ranks of all hosts with its local rank. Collective."""
-    rank, world_size = pg.rank(), pg.size()
-    members = dist.get_process_group_ranks(pg)
-    hosts = [members[start : start + per_host] for start in range(0, world_size, per_host)]
-    across = [members[local::per_host] for local in range(per_host)]
-    mine = {}
-    for name, groups in (("intra_host", hosts), ("inter_host", across)):
-        for ranks in groups:
-            group = dist.new_group(ranks)
-            if members[rank] in ranks:
-                mine[name] = group
-    return mine
 
 
 class _AgreedClock:
@@ -121,11 +91,11 @@ class _AgreedClock:
 
 
 class _Measuring:
-    """The curves of one group, while all groups of its kind measure theirs.
+    """The curves of a group.
 
     Args:
-        group: This rank's group.
-        clock: Agreed on by all ranks of all groups.
+        group: Its ranks.
+        clock: Agreed on by all of them.
         device: Where the tensors are.
         seconds_per_point: About how long a size is repeated, if the time allows.
         until_s: When the clock stops the measurement.
@@ -145,7 +115,7 @@ class _Measuring:
         self._seconds_per_point, self._until_s = seconds_per_point, until_s
         self._advance = advance
 
-    def curves(self, sizes: list[int], level: str) -> dict[str, Curve]:
+    def curves(self, sizes: list[int]) -> dict[str, Curve]:
         """Measures every collective. Collective."""
         if self._group.size() == 1:
             return {name: Curve.line(0.0, float("inf")) for name in COLLECTIVES}
@@ -160,8 +130,7 @@ class _Measuring:
                     seconds = min(self._seconds_per_point, max(0.0, left_s) / points_left)
                     points[name].append(self._point(name, size, seconds))
                 points_left -= 1
-                of_level = f"{name} ({level})" if level else name
-                self._advance(f"{of_level}, {size >> 10} KiB")
+                self._advance(f"{name}, {size >> 10} KiB")
         return {name: Curve.fit(*zip(*found)) for name, found in points.items()}
 
     def core_ns_per_byte(self, row_exchange: Curve) -> float | None:

@@ -24,12 +24,11 @@ from torchrec_picasso.cost.table_work import TableLoad, TableWork
 __all__ = [
     "STOCK_TYPES",
     "StockTotals",
+    "marginal_stock_costs",
     "max_over_mean",
     "placed_over_mean",
     "stock_cost",
-    "stock_memory_bytes",
     "stock_totals",
-    "sum_stock",
 ]
 
 STOCK_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
@@ -97,12 +96,8 @@ _values = attrgetter(*_FIELDS)
 
 def stock_totals(sharding_type: str, works: Iterable[TableWork]) -> StockTotals:
     """Sums tables of one sharding type."""
-    return sum_stock(StockTotals.of(sharding_type, work) for work in works)
-
-
-def sum_stock(tables: Iterable[StockTotals]) -> StockTotals:
-    """Sums what single tables ask for."""
-    return StockTotals(**dict(zip(_FIELDS, sum_columns(map(_values, tables), len(_FIELDS)))))
+    tables = (_values(StockTotals.of(sharding_type, work)) for work in works)
+    return StockTotals(**dict(zip(_FIELDS, sum_columns(tables, len(_FIELDS)))))
 
 
 def stock_cost(
@@ -166,6 +161,30 @@ def stock_cost(
     )
 
 
+def marginal_stock_costs(
+    sharding_type: str, works: Sequence[TableWork], curves: CommCurves, world_size: int
+) -> list[StepCost]:
+    """What each table adds to a step in which all of them have one stock sharding type.
+
+    Args:
+        sharding_type: One of :data:`STOCK_TYPES`.
+        works: The tables.
+        curves: Measured communication and local work.
+        world_size: Ranks.
+    """
+    uneven = max_over_mean(sharding_type, [work.load for work in works], world_size)
+    totals = stock_totals(sharding_type, works)
+
+    def cost(some: StockTotals) -> StepCost:
+        return stock_cost(sharding_type, some, curves, world_size, uneven=uneven)
+
+    all_tables = cost(totals)
+    return [
+        all_tables.plus(cost(totals.plus(StockTotals.of(sharding_type, work), -1.0)), -1.0)
+        for work in works
+    ]
+
+
 def _data_parallel(totals: StockTotals, curves: CommCurves, world_size: int) -> StepCost:
     work = LocalWork(
         features=totals.features,
@@ -226,12 +245,6 @@ def placed_over_mean(loads: Sequence[TableLoad], homes: Sequence[int], world_siz
 def _busiest_over_mean(rank_loads: Sequence[float]) -> float:
     total = sum(rank_loads)
     return max(rank_loads) * len(rank_loads) / total if total else 1.0
-
-
-def stock_memory_bytes(sharding_type: str, load: TableLoad, world_size: int) -> float:
-    """Expected bytes of a table per rank: weights and optimizer state, a copy if data-parallel."""
-    total = load.num_embeddings * load.row_bytes
-    return total if sharding_type == "data_parallel" else total / world_size
 
 
 def _column_shards(load: TableLoad, world_size: int) -> int:

@@ -1,26 +1,20 @@
-"""A decision as a table that can be read: numbers per table, and one sentence why."""
+"""A decision as a table that can be read: what each table is, and one sentence why."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from torchrec_picasso.cost.hot_cold import hot_cold_memory_bytes
-from torchrec_picasso.cost.marginal import marginal_hot_cold_costs, marginal_stock_costs
-from torchrec_picasso.cost.step_cost import StepCost
-from torchrec_picasso.cost.stock import STOCK_TYPES, stock_memory_bytes
 from torchrec_picasso.decision.decision import Decision
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["explain", "summarize"]
+__all__ = ["explain", "summarize", "why_nothing_is_hot_cold"]
 
 
 def explain(decision: Decision) -> pd.DataFrame:
-    """What was chosen for each table, what it costs, and what every alternative would cost.
-
-    Costs of a table are what it adds to a step in which all tables are of one kind, because those
-    share their exchanges; the latencies they share belong to none of them.
+    """What was chosen for each table, and why.
 
     Args:
         decision: The decision.
@@ -29,21 +23,11 @@ def explain(decision: Decision) -> pd.DataFrame:
         One line per table, in model order: ``table, rows, dim, placement, form`` (``rows`` or
         ``bags``) and ``wave`` (both missing for stock tables), ``hot_rows, coverage`` (share of
         lookups that replicas serve), ``lookups, unique_rows, cold_rows`` (expected, per rank and
-        step); ``<kind>_ms, <kind>_bytes`` per rank and step for ``hot_cold`` in its form and each
-        stock sharding type, nothing hidden; ``home_bytes, replica_bytes, optimizer_bytes,
-        buffer_bytes, stock_bytes`` per rank; ``why``.
+        step); ``home_bytes, replica_bytes`` (per rank, if hot/cold); ``why``.
     """
     import pandas as pd
 
-    works = decision.works
-    num_hot, forms = decision.choice.num_hot, decision.choice.forms
-    curves, world_size = decision.curves, decision.world_size
-    costs = {"hot_cold": marginal_hot_cold_costs(works, num_hot, curves, world_size, forms)}
-    for kind in STOCK_TYPES:
-        costs[kind] = marginal_stock_costs(kind, works, curves, world_size)
-    lines = [
-        _line(decision, i, {kind: of[i] for kind, of in costs.items()}) for i in range(len(works))
-    ]
+    lines = [_line(decision, index) for index in range(len(decision.works))]
     return pd.DataFrame(lines).astype({"wave": "Int64"})
 
 
@@ -57,8 +41,9 @@ def summarize(decision: Decision) -> dict[str, Any]:
         Plain numbers, ready for JSON. ``step_ms`` is the whole step under the schedule that will
         run, with ``num_micro_batches`` (``None`` = nothing is interleaved); ``wire_ms`` and
         ``compute_ms`` are what no schedule gets below; ``dense_ms`` is the part of it without
-        tables, 0 where nothing is known of it; ``embedding_ms`` is the rest with nothing hidden.
-        ``stock_ms`` and ``speedup`` are ``None`` where some table has no stock option.
+        tables, 0 where nothing is known of it; ``embedding_ms`` is the rest with nothing hidden;
+        ``priced_ms`` has the step of every plan that was weighed, empty where the caller named the
+        hot rows. ``stock_ms`` and ``speedup`` are ``None`` where some table has no stock option.
     """
     choice, homes = decision.choice, decision.homes
     chosen = [work for work, form in zip(decision.works, choice.forms) if form]
@@ -78,6 +63,7 @@ def summarize(decision: Decision) -> dict[str, Any]:
         "dense_ms": decision.dense.total_ms,
         "embedding_ms": choice.cost.total_ms,
         "sent_bytes": choice.cost.total_bytes,
+        "priced_ms": dict(choice.priced_ms),
         "stock_ms": stock.step_ms if stock is not None else None,
         "stock_sent_bytes": choice.stock_cost.total_bytes if choice.stock_cost else None,
         "speedup": stock.step_ms / choice.step.step_ms
@@ -93,12 +79,28 @@ def summarize(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _line(decision: Decision, index: int, costs: dict[str, StepCost]) -> dict[str, Any]:
+def why_nothing_is_hot_cold(decision: Decision) -> str | None:
+    """One sentence where every table is stock; ``None`` where a table is hot/cold.
+
+    Args:
+        decision: The decision.
+    """
+    if any(decision.choice.hot_cold):
+        return None
+    reasons = {fact.not_hot_cold for fact in decision.facts}
+    if None not in reasons:
+        return f"no table can be: {sorted(map(str, reasons))[0]}"
+    if not decision.choice.priced_ms:
+        return "hot_rows names no table"
+    return _weighed(decision)
+
+
+def _line(decision: Decision, index: int) -> dict[str, Any]:
     work, choice = decision.works[index], decision.choice
     load, num_hot = work.load, choice.num_hot[index]
     split = work.split(num_hot)
     memory = hot_cold_memory_bytes([work], [num_hot])
-    line: dict[str, Any] = {
+    return {
         "table": load.name,
         "rows": load.num_embeddings,
         "dim": load.dim,
@@ -110,56 +112,41 @@ def _line(decision: Decision, index: int, costs: dict[str, StepCost]) -> dict[st
         "lookups": load.lookups,
         "unique_rows": work.unique,
         "cold_rows": split.cold_used,
-    }
-    for kind, cost in costs.items():
-        line[f"{kind}_ms"] = cost.total_ms
-        line[f"{kind}_bytes"] = cost.total_bytes
-    line |= {
         "home_bytes": memory["home"],
         "replica_bytes": memory["replica"],
-        "optimizer_bytes": memory["optimizer"],
-        "buffer_bytes": memory["buffers"],
-        "stock_bytes": stock_memory_bytes("table_wise", load, decision.world_size),
-        "why": _why(decision, index, costs),
+        "why": _why(decision, index),
     }
-    return line
 
 
-def _why(decision: Decision, index: int, costs: dict[str, StepCost]) -> str:
+def _why(decision: Decision, index: int) -> str:
     work, choice, fact = decision.works[index], decision.choice, decision.facts[index]
-    stock_type, num_hot = choice.stock_types[index], choice.num_hot[index]
-    ours_ms, ours_wire_ms = costs["hot_cold"].total_ms, costs["hot_cold"].wire_ms
-    stock_ms = costs[stock_type].total_ms if stock_type is not None else None
-    distinct = work.unique / max(1.0, work.load.lookups)
+    num_hot = choice.num_hot[index]
     if not choice.hot_cold[index]:
         if fact.not_hot_cold is not None:
             return f"stock: {fact.not_hot_cold}"
-        return (
-            f"stock {stock_type}: {distinct:.0%} of its lookups are distinct rows, so the packed "
-            f"exchange ({ours_ms:.2f} ms, {ours_wire_ms:.2f} of them on the wire) does not beat it "
-            f"({stock_ms:.2f} ms)"
-        )
-    if stock_ms is None:
-        against = f"{ours_ms:.2f} ms; no stock type is allowed"
-    else:
-        against = f"{ours_ms:.2f} ms against {stock_ms:.2f} ms for {stock_type}"
-        if ours_ms > stock_ms:
-            against += f", but {ours_wire_ms:.2f} ms of it can be hidden, and stock waits"
-    if choice.forms[index] == "bags":
-        return (
-            f"hot/cold as bags: {work.load.bags:,.0f} pooled vectors travel instead of "
-            f"{work.unique:,.0f} distinct rows ({against})"
-        )
+        return f"stock {choice.stock_types[index]}: {_weighed(decision)}"
     split = work.split(num_hot)
-    if not num_hot:
-        reason = fact.no_hot_rows or (
-            "an update on every rank would cost more than fetching a row where that is hidden"
+    rows = f"{split.cold_used:,.0f} distinct rows travel for {work.load.lookups:,.0f} lookups"
+    if choice.forms[index] == "bags":
+        why = (
+            f"hot/cold as bags: {work.load.bags:,.0f} pooled vectors travel instead of "
+            f"{work.unique:,.0f} distinct rows"
         )
-        return (
-            f"hot/cold without replicas: {work.unique:,.0f} distinct rows travel for "
-            f"{work.load.lookups:,.0f} lookups ({against}); {reason}"
-        )
+    elif num_hot:
+        why = f"hot/cold: {num_hot:,} replicas serve {split.coverage:.0%} of lookups, {rows}"
+    else:
+        reason = fact.no_hot_rows or "replicas are not predicted to shorten the step"
+        why = f"hot/cold without replicas: {rows}; {reason}"
+    return why if choice.stock_types[index] else f"{why}; no stock type is allowed"
+
+
+def _weighed(decision: Decision) -> str:
+    """The plans that were weighed, in words."""
+    priced_ms = decision.choice.priced_ms
+    if not priced_ms:
+        return "hot_rows does not name it"
+    others = min(ms for name, ms in priced_ms.items() if name != "stock")
     return (
-        f"hot/cold: {num_hot:,} replicas serve {split.coverage:.0%} of lookups, "
-        f"{split.cold_used:,.0f} cold rows travel for {work.load.lookups:,.0f} lookups ({against})"
+        f"a step is predicted to take {priced_ms['stock']:.1f} ms with stock tables and "
+        f"{others:.1f} ms with the packed exchange"
     )

@@ -22,7 +22,6 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.dense import DenseTimes
-from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.decision.decision import Decision, TableFacts, decide, given_hot_sets
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
@@ -35,7 +34,7 @@ from torchrec_picasso.planner.hot_options import (
     cut_home_blocks,
     hot_cold_options,
 )
-from torchrec_picasso.planner.prices import Prices, make_prices, price_options
+from torchrec_picasso.planner.prices import price_options
 from torchrec_picasso.planner.refusals import TableRefusals, asked_form, refusals_of
 from torchrec_picasso.planner.table_facts import (
     assumed_curves,
@@ -89,7 +88,6 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self._has_prices = curves is not None or hot_rows is None
         self._curves = curves if curves is not None else assumed_curves(topology)
         self._decision: Decision | None = None
-        self._prices: Prices = {}
         self._refusals: dict[tuple[str, str], TableRefusals] = {}
         self._listed: list[ShardingOption] | None = None
         self._estimators: list[ShardEstimator]
@@ -115,7 +113,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         Raises:
             PlanError: If the hot rows asked for cannot be placed; the message says why.
         """
-        self._prices = {}
+        self._decision = None
         options_by_path = self._list_options(module, sharders)
         self._refusals = self._refusals_of(options_by_path)
         rows = hot_cold_candidates(
@@ -131,6 +129,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
             hot_sets = given_hot_sets(rows, without, self._hot_rows, self._frequency_stats)
             blocks, waves = {}, {}
             forms = {name: asked_form(of) or "rows" for (_, name), of in options_by_path.items()}
+        num_micro_batches = self._num_micro_batches
         space: list[ShardingOption] = []
         for key, options in options_by_path.items():
             table, is_able = key[1], key in self._refusals and self._refusals[key].hot_cold is None
@@ -142,19 +141,38 @@ class HotColdEnumerator(EmbeddingEnumerator):
                     hot_set,
                     waves.get(table, 0),
                     form=form,
-                    num_micro_batches=self._num_micro_batches,
+                    num_micro_batches=num_micro_batches,
                 )
                 if form == "rows":
                     cut_home_blocks(options, blocks.get(table))
             elif not isinstance(self._hot_rows, Mapping):
                 options = self._stock_options(options)
             space.extend(options)
-        if self._decision is not None:
-            # hot/cold tables are on all ranks alike: what they take decides nothing
-            self._prices = make_prices(self._decision, STOCK_TYPES if self._has_prices else ())
         self.populate_estimates(space)
         self._hot_cold_space = copy_options(space)
         return space
+
+    def decided_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
+        """One option for each table: of the decided kind, or else the one TorchRec rates fastest.
+
+        Args:
+            space: What ``enumerate`` returned, estimated.
+        """
+        stock_types: dict[str, str | None] = {}
+        decision = self._decision
+        if decision is not None and self._has_prices and not isinstance(self._hot_rows, Mapping):
+            names = (fact.load.name for fact in decision.facts)
+            stock_types = dict(zip(names, decision.choice.stock_types))
+        by_table: dict[tuple[str, str], list[ShardingOption]] = {}
+        for option in space:
+            by_table.setdefault((option.path, option.name), []).append(option)
+
+        def rank(option: ShardingOption) -> tuple[bool, float]:
+            # a hot/cold table has no other options; of several kernels, the fastest
+            is_other = option.sharding_type != stock_types.get(option.name)
+            return is_other and self._can_be_hot_cold(option), _slowest_shard(option)
+
+        return [min(options, key=rank) for options in by_table.values()]
 
     @property
     def _num_micro_batches(self) -> int | None:
@@ -181,7 +199,9 @@ class HotColdEnumerator(EmbeddingEnumerator):
             return
         self._estimate(sharding_options, only_memory=True)
         add_replica_storage(sharding_options, self._compute_device)
-        unpriced = price_options(sharding_options, self._prices, self._topology.world_size)
+        unpriced = sharding_options
+        if self._decision is not None and self._has_prices:
+            unpriced = price_options(sharding_options, self._decision)
         self._estimate(unpriced, only_memory=False)
 
     def _list_options(
@@ -301,3 +321,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
     def _can_be_hot_cold(self, option: ShardingOption) -> bool:
         sharder = self.sharder_map[option.module_type_key]
         return getattr(type(sharder), "supports_hot_cold", False) is True
+
+
+def _slowest_shard(option: ShardingOption) -> float:
+    return max(shard.perf.total if shard.perf is not None else 0.0 for shard in option.shards)

@@ -1,13 +1,12 @@
 """``hot_cold_planner``: TorchRec's planner with the hot/cold enumerator in it.
 
-Partitioner, performance model and validation are TorchRec's, and so are the proposers on a GPU. On
-CPU only those that work there by construction are used: Greedy and Uniform, since grid search is
-slow for nothing and dynamic programming divides HBM into bins that a CPU does not have. What they
-would find is searched for directly (:mod:`torchrec_picasso.planner.search`).
+Partitioner, performance model and validation are TorchRec's, and so are the proposers of the plans
+that are tried where the decided one does not fit (:mod:`torchrec_picasso.planner.decided_plan`).
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.constants import BATCH_SIZE
-from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
+from torchrec.distributed.planner.proposers import (
+    GreedyProposer,
+    GridSearchProposer,
+    UniformProposer,
+)
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
@@ -28,17 +31,19 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.decision.decision import Decision
-from torchrec_picasso.decision.explain import explain
+from torchrec_picasso.decision.explain import explain, summarize, why_nothing_is_hot_cold
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.planner.capacity import explain_shortage
+from torchrec_picasso.planner.decided_plan import DecidedPlan
 from torchrec_picasso.planner.enumerator import HotColdEnumerator
-from torchrec_picasso.planner.search import PlanSearch
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["HotColdPlanner", "hot_cold_planner"]
+
+_LOGGER = logging.getLogger("torchrec_picasso.planner")
 
 
 def hot_cold_planner(
@@ -114,8 +119,8 @@ def hot_cold_planner(
     if dense_ms is not None and not dense_ms >= 0:
         raise PlanError(f"dense_ms is {dense_ms}, expected a number of milliseconds from 0 on")
     batch_size = batch_size or BATCH_SIZE
-    if topology.compute_device == "cpu":
-        planner_kwargs.setdefault("proposer", _cpu_proposers(planner_kwargs))
+    if planner_kwargs.get("proposer") is None:
+        planner_kwargs["proposer"] = DecidedPlan(_torchrec_proposers(topology.compute_device))
     return HotColdPlanner(
         topology=topology,
         batch_size=batch_size,
@@ -134,12 +139,10 @@ def hot_cold_planner(
     )
 
 
-def _cpu_proposers(planner_kwargs: Mapping[str, Any]) -> list[Proposer]:
-    """The search for what Greedy and Uniform would find, or these where it could not know."""
-    own = ("partitioner", "performance_model", "timeout_seconds", "plan_loader")
-    if all(planner_kwargs.get(name) is None for name in own):
-        return [PlanSearch()]
-    return [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
+def _torchrec_proposers(device_type: str) -> list[Proposer]:
+    """TorchRec's own; on CPU without grid search, which is slow there and finds nothing more."""
+    greedy = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
+    return greedy if device_type == "cpu" else [GridSearchProposer(), *greedy]
 
 
 class HotColdPlanner(EmbeddingShardingPlanner):
@@ -187,10 +190,13 @@ class HotColdPlanner(EmbeddingShardingPlanner):
             PlanError: If the tables do not fit; names the largest and the memory that would do.
         """
         try:
-            return super().plan(module, sharders)
+            plan = super().plan(module, sharders)
         except PlannerError as error:
             space = self._enumerator.last_stored_search_space or []
             raise (explain_shortage(space, self._topology) or error) from error
+        if self._enumerator.decision is not None:
+            _log(self._enumerator.decision)
+        return plan
 
     def collective_plan(
         self,
@@ -228,3 +234,20 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         if outcome[1] is not None:
             raise PlanError(f"rank 0 could not make the plan: {outcome[1]}")
         return outcome[0]
+
+
+def _log(decision: Decision) -> None:
+    """Says what was planned; a plan without a hot/cold table is a warning with its reason."""
+    reason = why_nothing_is_hot_cold(decision)
+    if reason is not None:
+        _LOGGER.warning("no table is hot/cold, so this package changes nothing: %s", reason)
+        return
+    summary = summarize(decision)
+    _LOGGER.info(
+        "%d tables hot/cold (%d as bags) with %d hot rows, %d stock; predicted step %.1f ms",
+        summary["hot_cold_tables"],
+        summary["bag_tables"],
+        summary["hot_rows"],
+        summary["stock_tables"],
+        summary["step_ms"],
+    )

@@ -1,63 +1,41 @@
-"""Writes the cost model's milliseconds into TorchRec's options, so that its proposers weigh them.
+"""Writes the cost model's milliseconds into TorchRec's options, for its partitioner to balance.
 
 TorchRec adds up the ``Perf`` of the shards on a rank and compares ranks. ``Perf.total`` leaves out
-the input dist, so its cost goes with the forward exchange.
+the input dist, so its cost goes with the forward exchange. A table whose bags travel loads its one
+home as a table-wise table does; a table whose rows travel loads all ranks alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 from torchrec.distributed.planner.types import Perf, ShardingOption
 
-from torchrec_picasso.cost.marginal import marginal_hot_cold_costs, marginal_stock_costs
-from torchrec_picasso.cost.step_cost import StepCost
-from torchrec_picasso.cost.stock import STOCK_TYPES
+from torchrec_picasso.cost.stock import STOCK_TYPES, marginal_stock_costs
 from torchrec_picasso.decision.decision import Decision
-from torchrec_picasso.placement import HotColdParams
 
-__all__ = ["Prices", "make_prices", "price_options"]
-
-Prices = Mapping[tuple[str, str], StepCost]
-"""What a table adds to a step, by (table, kind); kind is ``"hot_cold"`` or a sharding type."""
+__all__ = ["price_options"]
 
 
-def make_prices(
-    decision: Decision, stock_types: Collection[str] = STOCK_TYPES
-) -> dict[tuple[str, str], StepCost]:
-    """Marginal costs of every table, hot/cold and under kinds of stock placement.
-
-    Args:
-        decision: The tables and where they go.
-        stock_types: Those to price; others are TorchRec's to estimate.
-    """
-    names = [work.load.name for work in decision.works]
-    curves, world_size, choice = decision.curves, decision.world_size, decision.choice
-    ours = marginal_hot_cold_costs(decision.works, choice.num_hot, curves, world_size, choice.forms)
-    prices = {(name, "hot_cold"): cost for name, cost in zip(names, ours)}
-    for kind in stock_types:
-        stock = marginal_stock_costs(kind, decision.works, curves, world_size)
-        prices |= {(name, kind): cost for name, cost in zip(names, stock)}
-    return prices
-
-
-def price_options(
-    options: Sequence[ShardingOption], prices: Prices, world_size: int
-) -> list[ShardingOption]:
-    """Sets the times of options that have a price.
+def price_options(options: Sequence[ShardingOption], decision: Decision) -> list[ShardingOption]:
+    """Sets the times of options by what their table adds to a step of tables of that sharding type.
 
     Args:
         options: TorchRec's options, hot/cold ones among them.
-        prices: Cost of each table by kind, per rank when its work is spread over all ranks.
-        world_size: Ranks.
+        decision: The tables that have a price.
 
     Returns:
-        The options without one, whose times are TorchRec's to estimate.
+        The options without a price, whose times are TorchRec's to estimate.
     """
+    world_size, works = decision.world_size, decision.works
+    costs = {
+        (work.load.name, kind): cost
+        for kind in STOCK_TYPES
+        for work, cost in zip(works, marginal_stock_costs(kind, works, decision.curves, world_size))
+    }
     unpriced = []
     for option in options:
-        is_ours = isinstance(option.cache_params, HotColdParams)
-        cost = prices.get((option.name, "hot_cold" if is_ours else option.sharding_type))
+        cost = costs.get((option.name, option.sharding_type))
         if cost is None:
             unpriced.append(option)
             continue

@@ -1,4 +1,4 @@
-"""From TorchRec options, or a model alone, to the plain facts that a decision is made from."""
+"""From TorchRec's options to the plain facts that a decision is made from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ __all__ = [
     "assumed_curves",
     "config_of",
     "dense_bytes_of",
-    "facts_of_model",
     "facts_of_options",
     "stock_types_of",
 ]
@@ -105,43 +104,6 @@ def _leaves_a_rank_without_rows(options: Sequence[ShardingOption]) -> bool:
         and any(shard.size[0] == 0 for shard in option.shards)
         for option in options
     )
-
-
-def facts_of_model(
-    model: nn.Module, stats: FrequencyStats | None, batch_size: int
-) -> list[TableFacts]:
-    """Facts of an unsharded model's tables, without TorchRec's planner.
-
-    Args:
-        model: May be on the meta device.
-        stats: Lookup counts, or ``None``.
-        batch_size: Samples per rank and step.
-    """
-    facts = []
-    for path, module in model.named_modules():
-        if not isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
-            continue
-        parameters = {
-            name.removesuffix(".weight").rpartition(".")[2]: parameter
-            for name, parameter in module.named_parameters()
-        }
-        for config in _configs(module):
-            tensor = parameters[config.name]
-            optimizer = getattr(tensor, "_optimizer_classes", [None])[0]
-            facts.append(
-                TableFacts(
-                    load=_load(
-                        config,
-                        stats,
-                        batch_size,
-                        lookups_per_sample=len(config.feature_names),
-                        element_bytes=tensor.element_size(),
-                        optimizer_share=optimizer_multiplier(optimizer, tensor.shape),
-                    ),
-                    module=path,
-                )
-            )
-    return facts
 
 
 def dense_bytes_of(model: nn.Module) -> int:

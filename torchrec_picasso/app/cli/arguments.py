@@ -169,8 +169,8 @@ def _calibrate(subcommands: _Subcommands) -> None:
         "calibrate",
         help="measure the network and the local work for the planner",
         description=(
-            "Measures all-to-all (even and skewed), all-reduce, reduce-scatter and all-gather on "
-            "the process group at hand, fits latency and bandwidth, and measures what a step does "
+            "Measures all-to-all, all-reduce, reduce-scatter and all-gather on the process group "
+            "at hand, fits latency and bandwidth, and measures what a step does "
             "on the rank itself, and with --config the dense part of a model. Spawns its ranks on "
             "this machine, or uses those of torchrun."
         ),
@@ -220,9 +220,7 @@ def _calibrate(subcommands: _Subcommands) -> None:
 _PLAN_EXAMPLE = """\
 example:
   torchrec-picasso plan --config configs/dlrm_criteo.yaml --stats stats.parquet \\
-      --curves curves.json --world-size 16
-  torchrec-picasso plan --config configs/dlrm_criteo.yaml --stats stats.parquet \\
-      --curves curves.json --sweep world_size=2..1024 --plot sweep.png
+      --curves curves.json --world-size 16 --plot plan.png
 """
 
 
@@ -232,7 +230,7 @@ def _plan(subcommands: _Subcommands) -> None:
         help="decide hot rows and placements for a cluster, and say why",
         description=(
             "Plans the model of a configuration for N ranks, on any machine: prints for each table "
-            "what was chosen, what it costs, what every alternative would cost, and why."
+            "what was chosen and why, then the predicted step."
         ),
         epilog=_PLAN_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -262,13 +260,8 @@ def _plan(subcommands: _Subcommands) -> None:
         metavar="MS",
         help="forward and backward of the model without its tables (default: that of the curves)",
     )
-    parser.add_argument(
-        "--sweep",
-        metavar="WHAT=A..B",
-        help="what-if: world_size=2..1024 or bandwidth=0.1..10, in powers of 2",
-    )
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="draw it")
+    parser.add_argument("--plot", metavar="FILE", help="draw the plans that were priced")
 
 
 _TRAIN_EXAMPLE = """\

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from pathlib import Path
 
 import torch
@@ -86,7 +85,7 @@ def calibrate_on_rank(
     device = torch.device("cpu")
     if torch.cuda.is_available() and "nccl" in dist.get_backend(pg):
         device = torch.device("cuda", torch.cuda.current_device())
-    points = num_points(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), max_bytes)
+    points = num_points(world_size, max_bytes)
     points += len(PROBES) * with_local + (config is not None)
     progress = Progress("calibrate", points, shown=rank == 0)
 
@@ -124,16 +123,13 @@ def print_curves(curves: CommCurves) -> None:
         f"  {'collective':<20}{'latency ms':>12}{'GB/s':>9}{'fit error, median':>19}{'worst':>8}"
         f"{'largest, MB':>13}"
     )
-    levels = {"": curves.collectives, **curves.levels}
-    for level, of in levels.items():
-        for name in COLLECTIVES:
-            curve = of[name]
-            label = f"{name} ({level})" if level else name
-            print(
-                f"  {label:<20}{curve.latency_ms:>12.3f}{curve.gbytes_per_s:>9.3f}"
-                f"{curve.median_error:>19.0%}{curve.worst_error:>8.0%}"
-                f"{curve.sent_bytes[-1] / 1e6:>13.3f}"
-            )
+    for name in COLLECTIVES:
+        curve = curves.collectives[name]
+        print(
+            f"  {name:<20}{curve.latency_ms:>12.3f}{curve.gbytes_per_s:>9.3f}"
+            f"{curve.median_error:>19.0%}{curve.worst_error:>8.0%}"
+            f"{curve.sent_bytes[-1] / 1e6:>13.3f}"
+        )
     local = curves.local
     print(f"  local work per step ({'measured' if local.measured else 'assumed'}), ns per element:")
     for side in ("hot_cold", "stock"):
