@@ -104,7 +104,7 @@ class Job:
     kwargs_of_table: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     num_steps: int = 10
     lr_decay: float = 1.0
-    batch_sizes: tuple[int, ...] = (6,)
+    batch_sizes: tuple[int, ...] = (16,)
     """Samples of each rank, cyclic; 0 is allowed."""
     weighted: bool = False
     wire: str | None = None

@@ -78,7 +78,7 @@ class SequenceJob:
     optimizer: str = "rowwise_adagrad"
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1, "eps": 1e-2})
     num_steps: int = 6
-    batch_sizes: tuple[int, ...] = (6,)
+    batch_sizes: tuple[int, ...] = (16,)
     need_indices: bool = False
     weighted: bool = False
     """Whether the batch has per-sample weights, which sequences ignore."""

@@ -102,9 +102,9 @@ def _comparisons() -> dict[str, Comparison]:
         found[f"{optimizer}/weighted/row_wise"] = Comparison(weighted, "row_wise")
         bags = {"*": "bags"} if optimizer == "sgd" else {"*": "bags", "a": 2, "two_rows": 0}
         found[f"{optimizer}/bags/table_wise"] = Comparison(
-            dataclasses.replace(base, placement=bags, batch_sizes=(6, 3, 0)), "table_wise"
+            dataclasses.replace(base, placement=bags, batch_sizes=(16, 9, 0)), "table_wise"
         )
-    _change(found, "adagrad/table_wise", batch_sizes=(6, 3, 0))
+    _change(found, "adagrad/table_wise", batch_sizes=(16, 9, 0))
     _change(found, "adagrad/weighted/row_wise", placement={"*": 0})
     return found
 

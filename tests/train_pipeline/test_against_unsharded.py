@@ -46,7 +46,7 @@ JOBS = {
         tables=TABLES,
         optimizer="sgd",
         optimizer_kwargs={"lr": 0.5},
-        batch_sizes=(6, 3, 0),
+        batch_sizes=(16, 9, 0),
         num_steps=NUM_STEPS,
     ),
     "adagrad": Job(
@@ -77,7 +77,7 @@ JOBS = {
         tables=TABLES,
         optimizer="adam",
         optimizer_kwargs={"lr": 0.1, "eps": EPS, "beta1": 0.8, "weight_decay": 0.1},
-        batch_sizes=(6, 3, 0),
+        batch_sizes=(16, 9, 0),
         num_steps=NUM_STEPS,
     ),
     "partial_rowwise_lamb": Job(

@@ -1,7 +1,7 @@
 """What ``TrainPipelineSparseDist`` trains, ours trains: to the same weights, state and outputs.
 
 The witness is TorchRec itself: its sharders, its exchange, its pipeline. Summation order differs,
-hence the tolerance. In three micro-batches samples are put in order as well.
+hence the tolerance.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ JOBS = {
     "uneven": Job(
         placement={"*": 3, "one_row": 0, "two_rows": 2},
         tables=ODD,
-        batch_sizes=(6, 3, 0),
+        batch_sizes=(16, 9, 0),
         num_steps=NUM_STEPS,
     ),
     "mixed": Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN, num_steps=NUM_STEPS),
@@ -68,7 +68,7 @@ JOBS = {
         tables=tuple(dataclasses.replace(table, mean=False) for table in ODD),
         waves={"b": 1, "d": 3},
         weighted=True,
-        batch_sizes=(6, 3, 0),
+        batch_sizes=(16, 9, 0),
         num_steps=NUM_STEPS,
     ),
     "waves_half_wire": Job(

@@ -38,7 +38,7 @@ JOBS = {
         placement={"*": 3, "one_row": 1, "two_rows": 0},
         tables=ODD,
         optimizer="adagrad",
-        batch_sizes=(6, 3, 0),
+        batch_sizes=(16, 9, 0),
     ),
     "waves": Job(
         placement={"*": 5, "b": 2},

@@ -14,7 +14,7 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.exchange.meter import WireMeter
 from torchrec_picasso.exchange.tally import is_watched
 
-JOB = Job(placement={"a": 20, "b": 4, "c": "bags"}, batch_sizes=(6, 3), num_steps=9)
+JOB = Job(placement={"a": 20, "b": 4, "c": "bags"}, batch_sizes=(16, 9), num_steps=9)
 NOT_CHECKED = (4, 5, 6)
 """Steps in which no comparison of the cut, and no change of DDP's buckets, sends anything; of 9."""
 SETTINGS = ((1, False), (2, True), (4, True))
