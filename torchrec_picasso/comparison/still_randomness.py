@@ -3,7 +3,8 @@
 A dropout draws per sample, so a batch that is cut draws other numbers, of other shapes; equal
 seeds do not help. Here every draw gives its average: dropout leaves its input as it is, noise is
 its mean. This is done at the operators, so it makes no difference which layer or function draws.
-What draws in a way that has no such mean is named, and the forwards cannot be compared.
+What draws in a way that has no such mean is named, and the forwards cannot be compared: so is a
+single number, which decides something for a batch.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ class StillRandomness(TorchDispatchMode):
             self.drawn.add(str(func))
         if torch.Tag.nondeterministic_seeded in func.tags:
             if func in _MEANS:
-                return _MEANS[func](*args, **kwargs)
+                mean = _MEANS[func](*args, **kwargs)
+                if isinstance(mean, Tensor) and mean.numel() == 1:
+                    self.drawn.add(f"{func} of a single number")
+                return mean
             args, kwargs, is_still = _without_dropout(func, args, kwargs)
             if not is_still:
                 self.drawn.add(str(func))
