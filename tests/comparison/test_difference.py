@@ -43,11 +43,25 @@ def test_samples_without_gradient_do_not_hide_the_others() -> None:
     assert difference_of(sparse, other, FLOAT32) == "differs by 10 %"
 
 
-def test_nothing_compares_with_nothing_or_with_what_is_no_number() -> None:
+def test_nothing_compares_with_nothing() -> None:
     assert difference_of(ROWS[:0], ROWS[:0], FLOAT32) is None
     assert difference_of(torch.zeros(3), torch.zeros(3), FLOAT32) is None
-    assert difference_of(torch.tensor(torch.nan), torch.tensor(1.0), FLOAT32) is None
     assert difference_of(ROWS, ROWS[1:], FLOAT32) == "has shape (3999, 8) instead of (4000, 8)"
+
+
+def test_what_is_no_number_differs_and_what_is_endless_compares() -> None:
+    nan, inf = torch.tensor([torch.nan, 1.0]), torch.tensor([-torch.inf, 1.0])
+    assert difference_of(nan, nan, FLOAT32) == "is not a number, so it cannot be compared"
+    assert difference_of(inf, inf, FLOAT32) is None
+    for one, other in ((inf, inf.abs()), (inf, 1.1 * inf), (inf.exp(), inf), (inf.exp(), nan)):
+        assert difference_of(one, other, FLOAT32) is not None
+
+
+def test_few_integers_may_differ() -> None:
+    ranks = torch.arange(4000)
+    assert difference_of_outputs(ranks, ranks.clamp(min=4), FLOAT32) is None
+    found = difference_of_outputs({"over": ranks > 99}, {"over": ranks > 120}, FLOAT32)
+    assert found == "output['over'] differs in 21 of 4000 entries"
 
 
 def test_outputs_are_compared_part_by_part() -> None:

@@ -58,6 +58,13 @@ def test_random_states_are_not_touched_and_what_draws_all_the_same_is_named() ->
     assert any("randperm" in name for name in still.drawn)
 
 
+def test_what_decides_for_a_batch_is_named() -> None:
+    for draw in (lambda: torch.rand(()) < 0.4, lambda: torch.bernoulli(torch.tensor([0.4]))):
+        with StillRandomness() as still:
+            draw()
+        assert "of a single number" in " ".join(still.drawn)
+
+
 def test_the_coarsest_type_is_noted() -> None:
     with StillRandomness() as still:
         ROWS * 2

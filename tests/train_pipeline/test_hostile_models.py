@@ -208,6 +208,31 @@ class Draws(Switched):
         return super().output(out, batch)
 
 
+class Shaken(Switched):
+    """Compares samples, and moves them in directions that are drawn: still, those are 0 / 0."""
+
+    compares = True
+
+    def tower(self, x: Tensor) -> Tensor:
+        way = torch.randn_like(x)
+        return super().tower(x + 1e-9 * way / way.norm(dim=1, keepdim=True))
+
+
+class NowAndThen(Switched):
+    """Compares samples in some steps that are drawn."""
+
+    @property
+    def compares(self) -> bool:  # type: ignore[override]
+        return bool(torch.rand(()) < 0.4)
+
+
+class Ranks(Head):
+    """Gives places within the batch."""
+
+    def output(self, out: Tensor, batch: Batch) -> Any:
+        return out.argsort().argsort(), out > out.median()
+
+
 class Unproved(Switched):
     """A mean over targets that are not ignored, of which nothing is proved; all are there."""
 
@@ -315,6 +340,15 @@ PROGRAMS = {
     "sessions": Program(head=Sessions, batch=_in_sessions, refusal="in uneven parts"),
     "comparison behind a checkpoint": replace(_DIFFERS, head=Checkpointed),
     "comparison beside a draw": Program(head=Draws, refusal="the model is random by itself"),
+    "comparison of what is shaken": Program(
+        head=Shaken, refusal="is not a number, so it cannot be compared"
+    ),
+    "comparison now and then": Program(
+        head=NowAndThen,
+        prepare=lambda model: torch.manual_seed(3),
+        refusal="the model is random by itself",
+    ),
+    "ranks": Program(head=Ranks, refusal="output[0] differs in"),
     "cached tensor": Program(head=Cached),
     "switch": replace(_DIFFERS, head=Switched, before_step=_last_switches),
     "switch of what is not proved": replace(_DIFFERS, head=Unproved, before_step=_last_switches),

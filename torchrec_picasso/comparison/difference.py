@@ -10,7 +10,6 @@ Shape letters: B samples, or lookups of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,16 +53,20 @@ def difference_of(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | Non
         tolerance: The limits.
 
     Returns:
-        A description of the difference; ``None`` = within the limits.
+        How much they differ; ``None`` = no more than they may. What is not a number differs.
     """
     if whole.shape != cut.shape:
         return f"has shape {tuple(cut.shape)} instead of {tuple(whole.shape)}"
     if not whole.numel():
         return None
     # per sample: |whole| and |cut - whole|, each summed over the other dims
-    whole_B, off_B = _sizes(whole.detach(), cut.detach())
+    whole, cut = whole.detach(), cut.detach()
+    whole_B, off_B = _sizes(whole, cut)
     if not whole_B.isfinite().all():
-        return None  # the whole batch itself gives no reference
+        if whole.isnan().any():
+            return "is not a number, so it cannot be compared"
+        endless = whole.isinf() & (whole == cut)
+        whole_B, off_B = _sizes(whole.masked_fill(endless, 0), cut.masked_fill(endless, 0))
     wide = whole_B.dtype
     mean = float(off_B.mean() / whole_B.mean().clamp_min(torch.finfo(wide).tiny))
     floor = (_NEGLIGIBLE * whole_B.mean()).clamp_min(torch.finfo(wide).tiny)
@@ -98,7 +101,7 @@ def difference_of_outputs(
 ) -> str | None:
     """Compares a model's outputs beside the losses, member by member.
 
-    Only floats are compared: integers and booleans jump where rounding decides a tie.
+    Integers and booleans jump where rounding decides a tie, so a few of them may differ.
 
     Args:
         whole: Output for the whole batch.
@@ -117,17 +120,25 @@ def difference_of_outputs(
             if found is not None:
                 return found
         return None
-    for one, other in zip(_floats(whole), _floats(cut)):
-        found = difference_of(one, other, tolerance)
-        if found is not None:
-            return f"{path} {found}"
-    return None
+    one, other = _values(whole), _values(cut)
+    if one is None or other is None:
+        return None
+    compare = difference_of if one.is_floating_point() else _difference_of_kinds
+    found = compare(one, other, tolerance)
+    return None if found is None else f"{path} {found}"
 
 
-def _floats(value: Any) -> Sequence[Tensor]:
-    """Lists the float tensor of a value, or nothing."""
+def _values(value: Any) -> Tensor | None:
+    """Returns the tensor of a value, or ``None``."""
     if isinstance(value, (KeyedTensor, JaggedTensor)) and not isinstance(value, KeyedJaggedTensor):
         value = value.values()
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return [value]
-    return []
+    return value if isinstance(value, Tensor) else None
+
+
+def _difference_of_kinds(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | None:
+    if whole.shape != cut.shape:
+        return f"has shape {tuple(cut.shape)} instead of {tuple(whole.shape)}"
+    num_off = int((whole != cut).sum())
+    if num_off <= max(1, tolerance.mean * whole.numel()):
+        return None
+    return f"differs in {num_off} of {whole.numel()} entries"

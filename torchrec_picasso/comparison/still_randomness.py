@@ -3,7 +3,7 @@
 A dropout draws per sample, so a split batch draws other numbers, of other shapes; equal seeds do
 not help. Here every draw returns its mean: dropout keeps its input, noise is its mean. This is
 done at the operators, so it covers every layer or function that draws. An operator without such a
-mean is recorded, and the forwards cannot be compared.
+mean, or one that draws a single number for the batch, is recorded: forwards cannot be compared.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ class StillRandomness(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             # torch tags every operator that draws from a generator
             if func in _MEANS:
-                return _MEANS[func](*args, **kwargs)
+                mean = _MEANS[func](*args, **kwargs)
+                if isinstance(mean, Tensor) and mean.numel() == 1:
+                    self.drawn.add(f"{func} of a single number")
+                return mean
             args, kwargs, is_still = _without_dropout(func, args, kwargs)
             if not is_still:
                 self.drawn.add(str(func))
