@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torchrec_picasso.train_pipeline.step_report import StepReport, StepReports
     from torchrec_picasso.train_pipeline.tensorboard_reports import TensorBoardReports
 
-_MODULES = {
+MODULES = {
     "CommCurves": "cost.curves",
     "CompatError": "errors",
     "ConfigError": "errors",
@@ -89,9 +89,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
     globals()[name] = value
     return value
 

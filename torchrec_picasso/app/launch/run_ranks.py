@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+import torchrec_picasso
 from torchrec_picasso.app.launch.rank_process import (
     STACK_SIGNAL,
     RankFailure,
@@ -95,7 +96,9 @@ def run_ranks(
             f"processes: {error}; use a function at the top level of a module, and plain data"
         ) from error
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([rank_main.__module__])
+    # the library loads on first use: load it here once, not in every rank for seconds
+    library = {f"torchrec_picasso.{module}" for module in torchrec_picasso.MODULES.values()}
+    context.set_forkserver_preload([rank_main.__module__, *sorted(library)])
     with tempfile.TemporaryDirectory(prefix="picasso_ranks_") as folder:
         ranks: list[tuple[Any, Connection]] = []
         try:
