@@ -73,6 +73,8 @@ def _imported_room(module: str, name: str) -> str | None:
     package, _, rest = module.partition(".")
     if package != PACKAGE:
         return None
+    if not rest and not name:  # "import torchrec_picasso", which imports nothing by itself
+        return None
     if not rest and name not in ROW_OF_ROOM:  # "from torchrec_picasso import HotColdParams"
         home = getattr(torchrec_picasso, name, None)
         return _imported_room(getattr(home, "__module__", f"{PACKAGE}.{name}"), "")

@@ -320,17 +320,17 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         in_flight.ask()
         in_flight.fill(dataloader_iter)
         schedule, start = self._schedule_of_step(), self._clock.stamp()
-        in_flight.lead(schedule)
-        told = in_flight.agreed()
-        flight = in_flight.first
-        if attached_again or told.homes_written:  # it may have been trained while detached
-            for rows in flight.rows:
-                rows.fetch_again()
-        if self._model.training:
-            self._train(flight, schedule, start, told.model_changed)
-        else:
-            flight.is_whole = self._expects_gradients = True
-            with step_range(self._batch_count):
+        with step_range(self._batch_count):
+            in_flight.lead(schedule)
+            told = in_flight.agreed()
+            flight = in_flight.first
+            if attached_again or told.homes_written:  # it may have been trained while detached
+                for rows in flight.rows:
+                    rows.fetch_again()
+            if self._model.training:
+                self._train(flight, schedule, start, told.model_changed)
+            else:
+                flight.is_whole = self._expects_gradients = True
                 in_flight.run(schedule)
         self._batch_count += 1
         return in_flight.end_step()
@@ -350,8 +350,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         flight.is_whole |= self._cuts.is_whole
         self._expects_gradients = False
         settings = self._in_flight.settings
-        with step_range(self._batch_count):
-            self._in_flight.run(schedule)
+        self._in_flight.run(schedule)
         # from before the wait for other ranks, in which rows of this batch travel
         span = None if has_looked else (start, self._clock.stamp())
         if len(settings) == NUM_BATCHES:
