@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.options.refresh import Refresh
 from torchrec_picasso.refresh.refresher import Refreshed, Refresher
 from torchrec_picasso.refresh.saved_uses import SavedUses
@@ -22,14 +21,9 @@ class HotSets:
     Args:
         policy: Interval and thresholds of refreshes; ``None`` = the pipeline changes no hot set.
         verify_every: Steps between two comparisons of replicas with owned rows; ``None`` = never.
-
-    Raises:
-        ConfigError: If ``verify_every`` is less than 1.
     """
 
     def __init__(self, policy: Refresh | None, verify_every: int | None) -> None:
-        if verify_every is not None and verify_every < 1:
-            raise ConfigError(f"verify_every is {verify_every}, expected at least 1")
         self._policy = policy
         self._verify_every = verify_every
         self._num_steps = 0
