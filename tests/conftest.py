@@ -8,6 +8,10 @@ import hypothesis
 import pytest
 import torch
 
+from torchrec_picasso.app.launch.run_ranks import PRELOADED
+
+PRELOADED += ["pytest", "hypothesis", "torchrec.datasets.random"]  # what tests of ranks import
+
 # machines that build are slow now and then; a property that hangs is ended by the job's own limit
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")

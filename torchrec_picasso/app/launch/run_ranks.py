@@ -30,7 +30,11 @@ from torchrec_picasso.app.launch.rank_process import (
     stack_file,
 )
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["PRELOADED", "RankError", "run_ranks"]
+
+PRELOADED = ["torch.distributed.optim", "torchrec.distributed.fbgemm_qcomm_codec"]
+"""Modules that the server of ranks imports beside this package, so that no rank pays for them; may
+be extended before a program's first run."""
 
 _DRAIN_S = 0.5  # after a failure: time for an earlier one to be heard
 _BLAME_S = 5.0  # after a torn connection: time for the rank that tore it to be heard
@@ -98,7 +102,8 @@ def run_ranks(
     context = mp.get_context("forkserver")
     # the library loads on first use: load it here once, not in every rank for seconds
     library = {f"torchrec_picasso.{module}" for module in torchrec_picasso.MODULES.values()}
-    context.set_forkserver_preload([rank_main.__module__, *sorted(library)])
+    frozen = "torchrec_picasso.app.launch.frozen"  # the last one
+    context.set_forkserver_preload([rank_main.__module__, *sorted(library), *PRELOADED, frozen])
     with tempfile.TemporaryDirectory(prefix="picasso_ranks_") as folder:
         ranks: list[tuple[Any, Connection]] = []
         try:

@@ -1,0 +1,5 @@
+"""Keeps the garbage collector off what is imported so far, which forked processes share."""
+
+import gc
+
+gc.freeze()
