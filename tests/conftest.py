@@ -10,7 +10,8 @@ import torch
 
 from torchrec_picasso.app.launch.run_ranks import PRELOADED
 
-PRELOADED += ["pytest", "hypothesis", "torchrec.datasets.random"]  # what tests of ranks import
+# what the ranks of tests import
+PRELOADED += ["pytest", "hypothesis", "torchrec.datasets.random", "torchrec_picasso.app.runs.train"]
 
 # machines that build are slow now and then; a property that hangs is ended by the job's own limit
 hypothesis.settings.register_profile("patient", deadline=None)

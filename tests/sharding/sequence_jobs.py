@@ -77,7 +77,7 @@ class SequenceJob:
     placement: Mapping[str, Place]
     optimizer: str = "rowwise_adagrad"
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1, "eps": 1e-2})
-    num_steps: int = 6
+    num_steps: int = 5
     batch_sizes: tuple[int, ...] = (16,)
     need_indices: bool = False
     weighted: bool = False

@@ -29,7 +29,7 @@ RTOL, ATOL = 1e-4, 2e-5
 WIRE_RTOL, WIRE_ATOL = 2e-2, 2e-2
 """Rows and gradients rounded to 16 bits on the wire, against an unrounded run."""
 
-NUM_STEPS = 6
+NUM_STEPS = 4
 UNEVEN = (6, 4, 0)
 
 
@@ -49,7 +49,7 @@ def _variants() -> dict[str, Job]:
         "sgd": dataclasses.replace(base, optimizer="sgd"),
         "adagrad": dataclasses.replace(base, optimizer="adagrad"),
         "rowwise_adagrad": base,
-        "schedule": dataclasses.replace(base, lr_decay=0.7, num_steps=12),
+        "schedule": dataclasses.replace(base, lr_decay=0.7, num_steps=6),
         "per_table": dataclasses.replace(
             base,
             optimizer="adagrad",

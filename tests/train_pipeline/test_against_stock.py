@@ -42,7 +42,7 @@ from tests.train_pipeline.runs import batches_of, pipeline_of, run_to_the_end
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
-NUM_STEPS = 6
+NUM_STEPS = 5
 WORLD_SIZES = (2, 3)
 SETTINGS = [
     (world_size, *setting) for world_size in WORLD_SIZES for setting in SETTINGS_OF[world_size]

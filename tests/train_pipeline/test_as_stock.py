@@ -33,7 +33,7 @@ from tests.train_pipeline.stock_models import (
 )
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
-NUM_STEPS = 6
+NUM_STEPS = 5
 
 
 class _Model(nn.Module):

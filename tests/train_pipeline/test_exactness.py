@@ -34,7 +34,7 @@ from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 RTOL, ATOL = 1e-4, 2e-5
-NUM_STEPS = 6
+NUM_STEPS = 5
 JOBS = {
     "rowwise_adagrad": Job(placement={"*": 2, "one_row": 1}, tables=ODD, num_steps=NUM_STEPS),
     "sgd": Job(

@@ -26,7 +26,7 @@ from tests.train_pipeline.runs import (
 from torchrec_picasso import Refresh
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
-NUM_CASES, NUM_STEPS = 12, 4
+NUM_CASES, NUM_STEPS = 8, 4
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "sgd": {"lr": 0.1},
     "adagrad": {"lr": 0.1, "eps": 1e-2},

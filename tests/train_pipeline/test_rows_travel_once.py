@@ -32,7 +32,7 @@ TABLES = (
 )
 """Two features share a table, one feature looks up two tables; three dims."""
 
-NUM_STEPS, NUM_WARM = 6, 3
+NUM_STEPS, NUM_WARM = 4, 3
 JOBS = {
     "hot": Job(placement={"*": 3}, tables=TABLES, batch_sizes=(20, 16), num_steps=NUM_STEPS),
     "no_hot": Job(placement={"*": 0}, tables=TABLES, batch_sizes=(20,), num_steps=NUM_STEPS),

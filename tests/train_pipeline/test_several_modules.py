@@ -22,7 +22,7 @@ from tests.train_pipeline.runs import ATOL, RTOL, pipeline_of, plain_steps, run_
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
-NUM_STEPS = 8
+NUM_STEPS = 5
 TABLES = {"user": {"u": (8, 30, 0)}, "item": {"i": (8, 20, 0), "j": (4, 10, 1), "k": (8, 5, 7)}}
 """By module and table: dim, rows and wave."""
 FEATURES = {name: rows for tables in TABLES.values() for name, (_, rows, _) in tables.items()}

@@ -26,7 +26,7 @@ from torchrec_picasso.errors import ConfigError, InputError
 FOLDER = Path(__file__).parents[3] / "configs"
 CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("quality"))
 STEPS = 4
-RESUMED = ("dien_taobao", "mmoe_generated", "deepfm_criteo")
+RESUMED = ("din_taobao", "mmoe_generated", "deepfm_criteo")
 """One with sequences, one with several tasks, one with two collections of bags."""
 
 

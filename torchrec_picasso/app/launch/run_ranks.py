@@ -32,7 +32,12 @@ from torchrec_picasso.app.launch.rank_process import (
 
 __all__ = ["PRELOADED", "RankError", "run_ranks"]
 
-PRELOADED = ["torch.distributed.optim", "torchrec.distributed.fbgemm_qcomm_codec"]
+PRELOADED = [
+    "pandas",
+    "torch.distributed.optim",
+    "torch.export._trace",  # imported by fake tensors, with which a model is proved
+    "torchrec.distributed.fbgemm_qcomm_codec",
+]
 """Modules that the server of ranks imports beside this package, so that no rank pays for them; may
 be extended before a program's first run."""
 
