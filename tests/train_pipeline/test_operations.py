@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchrec_picasso.feed.batch_feed import Fetched
+from torchrec_picasso.batches.feed import Fetched
 from torchrec_picasso.schedule.schedule import Op, Setting
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.losses import Losses

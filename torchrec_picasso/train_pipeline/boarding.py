@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torchrec_picasso.batches.end_of_data import SplitBatch
+from torchrec_picasso.batches.feed import Fetched
+from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.batches.split import micro_batch_sizes, split_batch
 from torchrec_picasso.errors import CompatError, InputError
-from torchrec_picasso.feed.batch_feed import Fetched
-from torchrec_picasso.feed.end_of_data import SplitBatch
-from torchrec_picasso.feed.id_stream import IdStream
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.pipelined_model import ODD_BATCH, PipelinedModel

@@ -32,18 +32,18 @@ from torch.utils._pytree import tree_leaves
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_picasso.batches.copy import copy_batch
+from torchrec_picasso.batches.end_of_data import SplitBatch
 from torchrec_picasso.batches.split import split_batch
-from torchrec_picasso.comparison.dense_part import dense_parameters
-from torchrec_picasso.comparison.difference import (
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.consensus import agree_on
+from torchrec_picasso.proof.dense_part import dense_parameters
+from torchrec_picasso.proof.difference import (
     Tolerance,
     difference_of,
     difference_of_outputs,
 )
-from torchrec_picasso.comparison.model_copy import ModelState, copy_model
-from torchrec_picasso.comparison.still_randomness import StillRandomness
-from torchrec_picasso.errors import CompatError
-from torchrec_picasso.exchange.consensus import agree_on
-from torchrec_picasso.feed.end_of_data import SplitBatch
+from torchrec_picasso.proof.model_copy import ModelState, copy_model
+from torchrec_picasso.proof.still_randomness import StillRandomness
 from torchrec_picasso.train_pipeline.data_parallel import instead_of_wrapped
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.operations import Program

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.feed.batch_feed import Fetched
-from torchrec_picasso.feed.end_of_data import AnyData
+from torchrec_picasso.batches.end_of_data import AnyData
+from torchrec_picasso.batches.feed import Fetched
 from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows, GradientSink, PartRows
 from torchrec_picasso.rows.request import RowRequest

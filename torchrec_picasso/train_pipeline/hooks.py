@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
-from torchrec.distributed.types import ShardedModule
 
-from torchrec_picasso.comparison.dense_part import outside_of_sharded
+from torchrec_picasso.proof.dense_part import dense_modules
 from torchrec_picasso.proof.hooks import why_parameter_hooked
 from torchrec_picasso.train_pipeline.data_parallel import wrapper_of
 from torchrec_picasso.train_pipeline.model_parts import inner_model
@@ -45,9 +44,7 @@ def on_wrappers(model: nn.Module) -> str | None:
 
 def _inside(model: nn.Module) -> Iterator[str]:
     """Yields descriptions of hooks on gradients inside the wrappers."""
-    for path, module in outside_of_sharded(inner_model(model)):
-        if isinstance(module, ShardedModule):
-            continue
+    for path, module in dense_modules(inner_model(model)):
         where = path or "the model"
         if _hooks_backward(module):
             yield f"a backward hook is registered on {where}"

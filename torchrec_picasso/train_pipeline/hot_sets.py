@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torchrec_picasso.options.refresh import Refresh
+from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.refresh.refresher import Refreshed, Refresher
 from torchrec_picasso.refresh.saved_uses import SavedUses
 from torchrec_picasso.rows.replica_check import check_replicas

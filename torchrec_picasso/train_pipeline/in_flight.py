@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchrec_picasso.batches.feed import BatchFeed, Fetched
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.agreement import Agreement, Flags
-from torchrec_picasso.feed.batch_feed import BatchFeed, Fetched
 from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
     Op,

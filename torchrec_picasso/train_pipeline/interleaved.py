@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchrec_picasso._torchrec import BackwardHookWork, InjectionSite, TrainPipelineContext
+from torchrec_picasso.batches.end_of_data import SplitBatch
+from torchrec_picasso.batches.feed import BatchFeed
+from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.exchange.peers import Peers
-from torchrec_picasso.feed.batch_feed import BatchFeed
-from torchrec_picasso.feed.end_of_data import SplitBatch
-from torchrec_picasso.feed.id_stream import IdStream
-from torchrec_picasso.options.refresh import Refresh
+from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.refresh.refresher import Refreshed
 from torchrec_picasso.refresh.saved_uses import SavedUses
 from torchrec_picasso.schedule.schedule import (

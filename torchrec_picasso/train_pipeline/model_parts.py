@@ -24,8 +24,8 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_picasso.comparison.dense_part import outside_of_sharded
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.proof.dense_part import outside_of_sharded
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.module_group import ScheduledModule
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule

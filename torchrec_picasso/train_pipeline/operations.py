@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.exchange.tally import is_watched, note_sent
-from torchrec_picasso.feed.end_of_data import AnyData
-from torchrec_picasso.feed.id_stream import IdStream
+from torchrec_picasso.batches.end_of_data import AnyData
+from torchrec_picasso.batches.id_stream import IdStream
+from torchrec_picasso.exchange.tally import note_all_reduce
 from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.schedule.kinds import KINDS
@@ -243,10 +243,7 @@ class Operations:
         votes = [yes if name in flight.trained else no for name in names]
         if any(request.any_looks_up_nothing for request in flight.requests):
             votes_N = torch.tensor(votes, device=self._device)
-            if is_watched():
-                # bytes of a ring all-reduce
-                world_size = self._pg.size()
-                note_sent(2 * (world_size - 1) * votes_N.nbytes // world_size)
+            note_all_reduce(votes_N.nbytes, self._pg.size())
             dist.all_reduce(votes_N, op=dist.ReduceOp.MAX, group=self._pg)
             votes = votes_N.tolist()
         self._is_trained |= {name: vote != 3 for name, vote in zip(names, votes) if vote}

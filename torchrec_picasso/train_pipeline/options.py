@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrec_picasso.batches.end_of_data import SplitBatch
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.feed.end_of_data import SplitBatch
-from torchrec_picasso.options.refresh import Refresh
+from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.step_report import OnStep
 

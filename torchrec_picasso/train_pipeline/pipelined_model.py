@@ -17,9 +17,9 @@ from torchrec_picasso._torchrec import (
     start_data_dist,
 )
 from torchrec_picasso.batches.split import SPLIT_ADVICE, num_samples
-from torchrec_picasso.comparison.model_memory import without_a_trace
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.proof.model_memory import without_a_trace
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 
-from torchrec_picasso.comparison.dense_part import outside_of_sharded
-from torchrec_picasso.comparison.difference import Tolerance, difference_of
+from torchrec_picasso.proof.dense_part import MODULE_ATTRIBUTES, dense_modules, outside_of_sharded
+from torchrec_picasso.proof.difference import Tolerance, difference_of
 
 __all__ = ["ModelState", "copy_model"]
 
-_KEPT_BY_TORCH = frozenset(vars(nn.Module())) - {"_buffers", "_parameters", "training"}
-"""Attributes of ``nn.Module`` itself that are not the model's state."""
+_NO_STATE = MODULE_ATTRIBUTES - {"_buffers", "_parameters", "training"}
+"""Attributes that are not the model's state."""
 
 
 def copy_model(model: nn.Module, shared: Iterable[nn.Module] = ()) -> nn.Module:
@@ -72,10 +72,10 @@ class ModelState:
         Raises:
             Exception: The error of any attribute that cannot be pickled.
         """
-        modules = [m for m in outside_of_sharded(model) if not isinstance(m[1], ShardedModule)]
-        found = [_Bytes.of(module) for _, module in modules]
+        modules = dict(dense_modules(model))
+        found = [_Bytes.of(module) for module in modules.values()]
         return ModelState(
-            [name or "the model" for name, _ in modules],
+            [name or "the model" for name in modules],
             [part for part, _ in found],
             [tensors for _, tensors in found],
         )
@@ -128,5 +128,5 @@ class _Bytes(pickle.Pickler):
         """Returns the attributes of one module as bytes, and the tensors in them."""
         buffer = io.BytesIO()
         writer = _Bytes(buffer)
-        writer.dump({k: v for k, v in vars(module).items() if k not in _KEPT_BY_TORCH})
+        writer.dump({k: v for k, v in vars(module).items() if k not in _NO_STATE})
         return buffer.getvalue(), writer.tensors
