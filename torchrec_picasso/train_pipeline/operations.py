@@ -43,6 +43,7 @@ class Program:
         forward: Returns ``(losses, output)`` for a batch or micro-batch.
         backward: Runs backward from the losses of a whole batch.
         step: Steps the dense optimizer.
+        zero_grad: Clears gradients, and passes learning rates to FBGEMM.
         losses: Meaning of the model's losses.
     """
 
@@ -50,6 +51,7 @@ class Program:
     forward: Callable[[Any], tuple[Any, Any]]
     backward: Callable[[Tensor], None]
     step: Callable[[], None]
+    zero_grad: Callable[[], None]
     losses: Losses
 
 
@@ -123,7 +125,7 @@ class Operations:
     def _request(self, flight: Flight) -> None:
         """Starts the header exchanges, and the input dists of non-interleaved modules."""
         for group in self._groups:
-            request = group.request(flight.batch, flight.sizes_K, flight.has_data)
+            request = group.request(flight.inputs, flight.sizes_K, flight.has_data)
             flight.requests.append(request)
         if not self._groups:
             # without a header, a separate all-reduce says whether any rank has data
