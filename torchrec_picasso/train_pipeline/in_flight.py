@@ -20,6 +20,7 @@ from torchrec_picasso.batches.split import micro_batch_sizes, reason_of
 from torchrec_picasso.errors import CompatError, InputError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.exchange.peers import Peers
+from torchrec_picasso.exchange.waiting import OP_RANGE, named_range
 from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
     Op,
@@ -37,7 +38,6 @@ from torchrec_picasso.train_pipeline.model_parts import process_group_of
 from torchrec_picasso.train_pipeline.operations import Operations, Program
 from torchrec_picasso.train_pipeline.options import PipelineOptions
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
-from torchrec_picasso.train_pipeline.ranges import op_range
 
 __all__ = ["InFlight"]
 
@@ -283,7 +283,8 @@ class InFlight:
             for op in schedule:
                 if op.batch < len(self._flights) and op not in self._led:
                     self._op = op
-                    with op_range(op), self._taken.postprocs.of_op(op, self._flights[op.batch]):
+                    in_postprocs = self._taken.postprocs.of_op(op, self._flights[op.batch])
+                    with named_range(OP_RANGE, op), in_postprocs:
                         self._operations.run(op, self._flights)
                     if self._flights[-1].is_end:  # other operations of the batch are left out
                         self._feed.end()

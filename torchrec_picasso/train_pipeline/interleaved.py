@@ -19,6 +19,7 @@ from torchrec_picasso.batches.end_of_data import SplitBatch
 from torchrec_picasso.batches.feed import BatchFeed
 from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.waiting import STEP_RANGE, named_range
 from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.refresh.refresher import Refreshed
 from torchrec_picasso.refresh.saved_uses import SavedUses
@@ -41,7 +42,6 @@ from torchrec_picasso.train_pipeline.options import (
     refuse_options,
 )
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
-from torchrec_picasso.train_pipeline.ranges import step_range
 from torchrec_picasso.train_pipeline.regroup import Regroups
 from torchrec_picasso.train_pipeline.step_report import OnStep, StepWatch
 
@@ -258,7 +258,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if self._hot_sets.have_changed():  # batches in flight have layouts of an older hot set
             in_flight.prepare_again()
         in_flight.start_step(dataloader_iter)
-        with step_range(self._batch_count):
+        with named_range(STEP_RANGE, self._batch_count):
             in_flight.run_step(fetch_again=is_attached_again)
             if self._model.training:
                 self._hot_sets.end_step()
