@@ -22,7 +22,8 @@ def outside_of_sharded(
         module: The module.
         given: Modules whose submodules are left out, as those of sharded modules are.
     """
-    closed, seen = {id(known) for known in given}, set()
+    closed = {id(known) for known in given}
+    seen: set[int] = set()
 
     def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         if id(module) in seen:

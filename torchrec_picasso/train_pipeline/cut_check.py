@@ -110,7 +110,7 @@ class CutCheck:
             "in uneven parts": Cut.torn(num_samples, num_parts, self._draw),
         }
         # torn pieces are joined by join_outputs, which may not know a user's type of batch
-        if self._options.split_batch is not None:
+        if self._options.split is not split_batch:
             ways.popitem()
         still, whole = StillRandomness(), None
         for way, cut in ways.items():

@@ -46,13 +46,7 @@ class Lifecycle:
     """Holds the state of a pipeline, and refuses transitions that are not allowed."""
 
     def __init__(self) -> None:
-        self._state = State.NEW
-        self._after_reset = State.NEW
-
-    @property
-    def state(self) -> State:
-        """The current state."""
-        return self._state
+        self.state = self._after_reset = State.NEW
 
     def change_to(self, state: State) -> None:
         """Changes the state; a failed pipeline changes to it when it is reset.
@@ -60,13 +54,13 @@ class Lifecycle:
         Raises:
             PicassoError: If the state may not follow the current state.
         """
-        if self._state is State.FAILED:
+        if self.state is State.FAILED:
             self._after_reset = state
-        elif state in _NEXT[self._state]:
-            self._state = state
+        elif state in _NEXT[self.state]:
+            self.state = state
         else:
             raise PicassoError(
-                f"the pipeline is {self._state.value} and cannot become {state.value}; attach, "
+                f"the pipeline is {self.state.value} and cannot become {state.value}; attach, "
                 "detach and take steps between two calls of progress()"
             )
 
@@ -77,7 +71,7 @@ class Lifecycle:
         try:
             yield
         except BaseException:
-            self._state, self._after_reset = State.FAILED, State.ATTACHED
+            self.state, self._after_reset = State.FAILED, State.ATTACHED
             raise
         self.change_to(State.ATTACHED)
 
@@ -87,7 +81,7 @@ class Lifecycle:
         Raises:
             PicassoError: If the step before raised, or runs.
         """
-        if self._state in (State.IN_STEP, State.FAILED):
+        if self.state in (State.IN_STEP, State.FAILED):
             raise PicassoError(
                 "the step before raised and did not end; call reset() on all ranks, which forgets "
                 "its batches, then go on"
@@ -95,5 +89,5 @@ class Lifecycle:
 
     def reset(self) -> None:
         """Leaves the failed state; does nothing in other states."""
-        if self._state is State.FAILED:
-            self._state = self._after_reset
+        if self.state is State.FAILED:
+            self.state = self._after_reset

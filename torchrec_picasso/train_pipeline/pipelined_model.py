@@ -228,7 +228,7 @@ class PipelinedModel:
         # one vector for one all-reduce: a flag per module (VBE), a flag per module (weights),
         # samples, and a flag for a batch without countable samples; the maximum joins each
         own = [int(name in odd) for name in inputs]
-        own += [int(has_weights(*given)) for given in inputs.values()]
+        own += [int(has_weights(given)) for given in inputs.values()]
         own += [count, int(_count_samples(batch) is None)]
         most = torch.tensor(own, device=self.device)
         if self.pg.size() > 1:
@@ -333,14 +333,14 @@ def _count(batch: Any, inputs: Mapping[str, ModuleInput]) -> int:
     """Counts the samples of a batch, by itself or by its modules' features; 1 if unknown."""
     found = _count_samples(batch)
     if found is None:
-        counts = (samples_of_input(*given) for given in inputs.values())
+        counts = (samples_of_input(given) for given in inputs.values())
         found = next((count for count in counts if count is not None), 1)
     return found
 
 
 def _odd_modules(inputs: Mapping[str, ModuleInput], num_samples: int) -> list[str]:
     """Lists the modules with another number of samples, or a batch size per feature (VBE)."""
-    return [name for name, given in inputs.items() if samples_of_input(*given) != num_samples]
+    return [name for name, given in inputs.items() if samples_of_input(given) != num_samples]
 
 
 def _count_samples(batch: Any) -> int | None:
