@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_picasso.batches.copy import copy_batch
+from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.consensus import agree_on
 from torchrec_picasso.proof.dense_part import dense_parameters
