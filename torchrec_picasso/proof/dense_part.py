@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from torch import nn
 from torchrec.distributed.types import ShardedModule
@@ -13,37 +13,23 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every ``nn.Module`` has."""
 
 
-def outside_of_sharded(
-    module: nn.Module, given: Collection[nn.Module] = ()
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module and its submodules by path, each once, but none inside sharded modules.
+def outside_of_sharded(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yields a module and its submodules by path, but no submodules of sharded modules.
 
     Args:
         module: The module.
-        given: Modules whose submodules are left out, as those of sharded modules are.
+        path: Path of the module, which begins the yielded paths.
     """
-    closed = {id(known) for known in given}
-    seen: set[int] = set()
-
-    def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        yield path, module
-        if not isinstance(module, ShardedModule) and id(module) not in closed:
-            for name, child in module.named_children():
-                yield from walk(child, f"{path}.{name}" if path else name)
-
-    return walk(module, "")
+    yield path, module
+    if not isinstance(module, ShardedModule):
+        for name, child in module.named_children():
+            yield from outside_of_sharded(child, f"{path}.{name}" if path else name)
 
 
-def dense_modules(
-    module: nn.Module, given: Collection[nn.Module] = ()
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module and its submodules by path, each once, without sharded and given modules."""
-    left_out = {id(known) for known in given}
-    for path, part in outside_of_sharded(module, given):
-        if not isinstance(part, ShardedModule) and id(part) not in left_out:
+def dense_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields a module and its submodules by path, without sharded modules and their submodules."""
+    for path, part in outside_of_sharded(module):
+        if not isinstance(part, ShardedModule):
             yield path, part
 
 

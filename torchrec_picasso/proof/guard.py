@@ -15,7 +15,7 @@ from torchrec_picasso.batches.split import PLAIN_TYPES
 from torchrec_picasso.proof.hooks import accumulation_hooks, hook_dicts
 from torchrec_picasso.proof.inputs import form_of
 from torchrec_picasso.proof.python_code import Names
-from torchrec_picasso.proof.python_state import HEAP_TYPE, classes_of, dense_modules, digest
+from torchrec_picasso.proof.python_state import classes_of, dense_modules, digest
 from torchrec_picasso.proof.values import UnprovedError
 
 __all__ = ["Guard", "may_change"]
@@ -222,5 +222,9 @@ def _is_plain_object(value: Any) -> bool:
         getattr(kind, name, None) is getattr(object, name, None)
         for name in ("__reduce__", "__reduce_ex__", "__getattribute__")
     )
-    is_of_python = kind.__flags__ & HEAP_TYPE and kind.__base__ is object
+    is_of_python = kind.__flags__ & _HEAP_TYPE and kind.__base__ is object
     return bool(hasattr(value, "__dict__") and not has_slots and own_methods and is_of_python)
+
+
+_HEAP_TYPE = 1 << 9
+"""Type flag of classes from a class statement; other types keep state outside attributes."""

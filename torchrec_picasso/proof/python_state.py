@@ -11,7 +11,7 @@ import functools
 import io
 import pickle
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -21,24 +21,40 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 
 from torchrec_picasso.batches.split import PLAIN_TYPES
-from torchrec_picasso.proof.dense_part import dense_modules
 from torchrec_picasso.proof.python_code import is_users_object
 from torchrec_picasso.proof.values import UnprovedError
 
-__all__ = [
-    "HEAP_TYPE",
-    "classes_of",
-    "copy_of",
-    "dense_modules",
-    "digest",
-    "is_of_library",
-    "state_of",
-]
+__all__ = ["classes_of", "copy_of", "dense_modules", "digest", "is_of_library", "state_of"]
 
 _BY_ID = (
     *(Tensor, nn.Module, FunctionType, BuiltinFunctionType, ModuleType, type, dist.ProcessGroup),
     *(property, staticmethod, classmethod),
 )
+
+
+def dense_modules(
+    module: nn.Module, given: Collection[nn.Module], name: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields a module and its submodules by path, without modules whose output is given.
+
+    Args:
+        module: The model.
+        given: Modules that do not run.
+        name: Path of the model, which begins the yielded paths.
+    """
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen or isinstance(module, ShardedModule):
+            return
+        if any(module is known for known in given):
+            return
+        seen.add(id(module))
+        yield name, module
+        for child_name, child in module.named_children():
+            yield from walk(child, f"{name}.{child_name}" if name else child_name)
+
+    return walk(module, name)
 
 
 def copy_of(module: nn.Module, given: Collection[nn.Module]) -> nn.Module:
@@ -74,7 +90,7 @@ def _culprit(module: nn.Module, given: Collection[nn.Module], memo: dict[int, An
     """Finds the attribute that cannot be copied, for a message."""
     for path, inside in dense_modules(module, given):
         for name, value in vars(inside).items():
-            if name in _MEMBERS:
+            if name in _KEPT_BY_TORCH:
                 continue
             try:
                 copy.deepcopy(value, dict(memo))
@@ -83,7 +99,7 @@ def _culprit(module: nn.Module, given: Collection[nn.Module], memo: dict[int, An
     return "the model"
 
 
-_MEMBERS = frozenset(("_parameters", "_buffers", "_modules"))
+_KEPT_BY_TORCH = frozenset(("_parameters", "_buffers", "_modules"))
 
 
 def is_of_library(module: nn.Module) -> bool:
@@ -116,16 +132,16 @@ def refuse_hidden(value: Any) -> None:
 
 def _copies_itself(kind: type[Any]) -> bool:
     """Whether the user's class, or a base of it, defines how it is copied or pickled."""
-    return bool(kind.__flags__ & HEAP_TYPE) and any(
+    return bool(kind.__flags__ & _HEAP_TYPE) and any(
         name in vars(cls)
         for cls in kind.__mro__
-        if cls.__flags__ & HEAP_TYPE and is_users_object(cls)
+        if cls.__flags__ & _HEAP_TYPE and is_users_object(cls)
         for name in _OWN_COPIES
     )
 
 
-HEAP_TYPE = 1 << 9
-"""Type flag of classes from a class statement; other types keep state outside attributes."""
+_HEAP_TYPE = 1 << 9
+"""Type flag of classes from a class statement."""
 
 
 class _Pickler(pickle.Pickler):
