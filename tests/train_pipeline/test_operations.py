@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,16 +49,8 @@ def _operations() -> Operations:
         zero_grad=lambda: None,
         losses=Losses("mean"),
     )
-    return Operations(
-        pg,
-        torch.device("cpu"),
-        program,
-        groups,
-        {},
-        id_stream=streams,
-        start_plain=lambda flight: None,
-        wait_plain=lambda context: None,
-    )
+    taken: Any = SimpleNamespace(pg=pg, device=torch.device("cpu"), groups=groups, plain={})
+    return Operations(program, taken, streams, lambda context: None)
 
 
 def _updates(operations: Operations, trained: set[str], num_samples: int) -> dict[str, int]:

@@ -111,16 +111,7 @@ class InFlight:
         """
         self._taken, self._program = taken, program
         self._feed.asks_ahead = taken.has_stock_means
-        self._operations = Operations(
-            self._pg,
-            taken.device,
-            program,
-            taken.groups,
-            taken.plain,
-            id_stream=self._id_stream,
-            start_plain=taken.start_plain,
-            wait_plain=wait_plain,
-        )
+        self._operations = Operations(program, taken, self._id_stream, wait_plain)
 
     def fetch_first(self, batches: Iterator[Any]) -> Fetched:
         """Fetches the batch of a step while no batch is in flight. Collective.
