@@ -1,11 +1,4 @@
-"""The state of a pipeline and its transitions, in one place.
-
-::
-
-    NEW --take over--> ATTACHED --operations--> IN_STEP --> ATTACHED
-     ^                     |                       |
-     +-- attach -- DETACHED                      FAILED --reset--> the state before
-"""
+"""The states of a pipeline and the transitions between them."""
 
 from __future__ import annotations
 
@@ -49,7 +42,7 @@ class Lifecycle:
         self.state = self._after_reset = State.NEW
 
     def change_to(self, state: State) -> None:
-        """Changes the state; a failed pipeline changes to it when it is reset.
+        """Changes the state; of a failed pipeline, the state that it has after a reset.
 
         Raises:
             PicassoError: If the state may not follow the current state.
