@@ -19,7 +19,6 @@ ROOMS = (
     "storage",
     "batches",
     "schedule",
-    "feed",
     "train_pipeline",
 )
 _SUFFIX = re.compile(r"[a-z0-9]_(?=[A-Z])([A-Z]+)\d?$|[a-z0-9]_([hmnt])D?\d?$")

@@ -19,11 +19,11 @@ ROOT = Path(torchrec_picasso.__file__).parent
 
 ROWS = (
     ("errors", "version"),
-    ("compat", "options"),
+    ("compat", "rules"),
     ("ops", "_torchrec"),
     ("placement", "frequency", "exchange", "batches", "schedule"),
     ("cost", "storage"),
-    ("rows", "comparison", "proof", "feed", "decision"),
+    ("rows", "proof", "decision"),
     ("refresh",),
     ("sharding", "planner"),
     ("train_pipeline",),

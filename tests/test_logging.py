@@ -3,26 +3,55 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from torchrec_picasso.batches.feed import Fetched
+from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.train_pipeline.cuts import Cuts
+from torchrec_picasso.train_pipeline.in_flight import InFlight
+from torchrec_picasso.train_pipeline.lifecycle import Lifecycle
+from torchrec_picasso.train_pipeline.options import PipelineOptions
 
 
 def test_whole_batches_are_logged_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="torchrec_picasso")
-    cuts = Cuts(None, None)
-    cuts.begin(
-        None,  # type: ignore[arg-type]  # nothing asks it
-        "a BatchNorm1d compares samples",
-        planned=None,
-        num_samples=512,
-        is_interleaved=True,
+    cuts = Cuts(None, None, torch.device("cpu"))
+    taken = SimpleNamespace(
+        why_whole_batches=lambda: "a BatchNorm1d compares samples",
+        planned_micro_batches=None,
+        look=SimpleNamespace(num_samples=512),
+        interleaved={"tables": None},
     )
+    cuts.begin(SimpleNamespace(taken=taken))  # type: ignore[arg-type]  # nothing else is asked
     assert "batches are trained whole: a BatchNorm1d compares samples" in caplog.text
-    assert cuts.choice.current == Setting(1, True)
+    assert cuts.current == Setting(1, True)
 
 
 def test_the_library_adds_no_handlers() -> None:
     assert not logging.getLogger("torchrec_picasso").handlers
+
+
+def test_a_batch_that_cannot_be_split_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="torchrec_picasso")
+    taken: Any = SimpleNamespace(read=lambda batch, context: ({}, 8))
+    cuts: Any = SimpleNamespace(current=Setting(2, True))
+    nothing: Any = None
+    in_flight = InFlight(
+        torch.nn.Linear(1, 1),
+        nothing,
+        PipelineOptions(),
+        cuts,
+        Lifecycle(),
+        IdStream(None, None),
+    )
+    in_flight._taken = taken
+    for _ in range(2):
+        flight = in_flight._prepared(Fetched({"ids": object()}, nothing))
+        assert flight.sizes_K == [8, 0]
+    (record,) = caplog.records
+    assert "do not know how to cut object by samples" in record.getMessage()

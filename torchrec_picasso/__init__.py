@@ -13,6 +13,7 @@ from torchrec_picasso.version import __version__
 check_installed()  # before anything imports torch, whose own message would help nobody
 
 if TYPE_CHECKING:
+    from torchrec_picasso.app.runs.tensorboard_reports import TensorBoardReports
     from torchrec_picasso.cost.curves import CommCurves
     from torchrec_picasso.errors import (
         CompatError,
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
         PlanError,
     )
     from torchrec_picasso.frequency.stats import FrequencyStats
-    from torchrec_picasso.options.refresh import Refresh
     from torchrec_picasso.placement import HotColdParams
     from torchrec_picasso.planner.planner import hot_cold_planner
+    from torchrec_picasso.refresh.policy import Refresh
     from torchrec_picasso.sharding.hot_row_refresher import HotRowRefresher
     from torchrec_picasso.sharding.plain_state import export_plain
     from torchrec_picasso.sharding.processed_sharder import (
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     )
     from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
     from torchrec_picasso.train_pipeline.step_report import StepReport, StepReports
-    from torchrec_picasso.train_pipeline.tensorboard_reports import TensorBoardReports
 
 MODULES = {
     "CommCurves": "cost.curves",
@@ -54,10 +54,10 @@ MODULES = {
     "PeerError": "errors",
     "PicassoError": "errors",
     "PlanError": "errors",
-    "Refresh": "options.refresh",
+    "Refresh": "refresh.policy",
     "StepReport": "train_pipeline.step_report",
     "StepReports": "train_pipeline.step_report",
-    "TensorBoardReports": "train_pipeline.tensorboard_reports",
+    "TensorBoardReports": "app.runs.tensorboard_reports",
     "export_plain": "sharding.plain_state",
     "hot_cold_planner": "planner.planner",
 }

@@ -20,7 +20,7 @@ from tests.train_pipeline.runs import Run, assert_same_runs, batches_of, run_to_
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.train_pipeline.parent_options import REFUSED_OPTIONS, refuse_model
+from torchrec_picasso.train_pipeline.options import REFUSED_OPTIONS, refuse_model
 
 JOB = Job(placement={"*": 2}, tables=PLAIN)
 STOCK = Job(placement={"*": "table_wise"}, tables=PLAIN)

@@ -23,9 +23,9 @@ from tests.train_pipeline.runs import (
     run_to_the_end,
 )
 from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.batches.end_of_data import empty_batch
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.meter import WireMeter
-from torchrec_picasso.feed.end_of_data import empty_batch
 
 JOBS = {
     "hot_cold": Job(placement={"*": 2, "one_row": 1}, tables=ODD),

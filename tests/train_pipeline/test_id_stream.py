@@ -26,7 +26,7 @@ from tests.train_pipeline.runs import batches_of, pipeline_of, run_to_the_end
 from tests.train_pipeline.stream_races import RaceDetector
 from torchrec_picasso import Refresh
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
-from torchrec_picasso.feed.id_stream import IdStream
+from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.ops import order
 from torchrec_picasso.train_pipeline import interleaved
 

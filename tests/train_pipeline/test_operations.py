@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from torchrec_picasso.feed.batch_feed import Fetched
+from torchrec_picasso.batches.feed import Fetched
 from torchrec_picasso.schedule.schedule import Op, Setting
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.losses import Losses
@@ -45,18 +46,11 @@ def _operations() -> Operations:
         forward=lambda batch: (batch, batch),
         backward=lambda losses: None,
         step=lambda: None,
+        zero_grad=lambda: None,
         losses=Losses("mean"),
     )
-    return Operations(
-        pg,
-        torch.device("cpu"),
-        program,
-        groups,
-        {},
-        id_stream=streams,
-        start_plain=lambda flight: None,
-        wait_plain=lambda context: None,
-    )
+    taken: Any = SimpleNamespace(pg=pg, device=torch.device("cpu"), groups=groups, plain={})
+    return Operations(program, taken, streams, lambda context: None)
 
 
 def _updates(operations: Operations, trained: set[str], num_samples: int) -> dict[str, int]:

@@ -140,6 +140,8 @@ def _trained_while_detached(job: Job, rank: int, world_size: int, num_micro_batc
     pipeline.attach()
     outputs += [pipeline.progress(batches) for _ in range(2)]
     pipeline.detach()
+    pipeline.attach()
+    pipeline.detach()  # no step has taken the modules over
     outputs += plain_steps(model, batches_of(job, rank, (12,)))
     outputs += run_to_the_end(pipeline, batches)  # attaches by itself
     pipeline.detach()

@@ -1,1 +1,1 @@
-"""Splits a batch into micro-batches by samples, and joins a model's outputs for them."""
+"""Fetches batches, splits them into micro-batches by samples, and joins a model's outputs."""

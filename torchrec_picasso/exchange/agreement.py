@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso.exchange.gloo_threads import let_training_go_first
-from torchrec_picasso.exchange.tally import is_watched, note_sent
+from torchrec_picasso.exchange.tally import note_all_reduce
 from torchrec_picasso.exchange.waiting import wait_for
 
 __all__ = ["Agreement", "Flags"]
@@ -57,8 +57,7 @@ class Agreement:
         self._agreed = None
         # One int64 per flag, on the CPU: gloo reduces host memory.
         self._largest = torch.tensor(list(vars(flags).values()), dtype=torch.int64, device="cpu")
-        if is_watched():
-            note_sent(2 * (pg.size() - 1) * self._largest.nbytes // pg.size())
+        note_all_reduce(self._largest.nbytes, pg.size())
         self._work = dist.all_reduce(
             self._largest, op=dist.ReduceOp.MAX, group=_group_of_flags(pg, device), async_op=True
         )

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_picasso.exchange.all_to_all import Pending
-from torchrec_picasso.exchange.tally import is_watched, note_sent
+from torchrec_picasso.exchange.tally import note_all_reduce
 
 __all__ = ["start_sum"]
 
@@ -21,7 +21,6 @@ def start_sum(pg: dist.ProcessGroup, values: Tensor) -> Pending:
     Cost:
         A ring sends ``2 (W - 1) / W`` of the values.
     """
-    if is_watched():
-        note_sent(2 * (pg.size() - 1) * values.nbytes // pg.size())
+    note_all_reduce(values.nbytes, pg.size())
     work: Pending = dist.all_reduce(values, group=pg, async_op=True)
     return work

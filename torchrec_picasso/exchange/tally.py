@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["WireTally", "is_watched", "note_sent", "note_waited", "tallied"]
+__all__ = ["WireTally", "is_watched", "note_all_reduce", "note_sent", "note_waited", "tallied"]
 
 
 @dataclass
@@ -47,6 +47,16 @@ def note_sent(num_bytes: int) -> None:
     """Adds bytes sent to other ranks."""
     for tally in _watching:
         tally.sent_bytes += num_bytes
+
+
+def note_all_reduce(num_bytes: int, world_size: int) -> None:
+    """Adds the bytes that a rank sends in a ring all-reduce: a reduce-scatter, then an all-gather.
+
+    Args:
+        num_bytes: Bytes of the reduced tensor.
+        world_size: Number of ranks.
+    """
+    note_sent(2 * (world_size - 1) * num_bytes // world_size)
 
 
 def note_waited(seconds: float) -> None:

@@ -14,23 +14,28 @@ import torch.autograd.profiler as autograd_profiler
 from torchrec_picasso.exchange.all_to_all import Pending
 from torchrec_picasso.exchange.tally import is_watched, note_waited
 
-__all__ = ["WAIT_RANGE", "named_range", "wait_for"]
+__all__ = ["OP_RANGE", "STEP_RANGE", "WAIT_RANGE", "named_range", "wait_for"]
 
 WAIT_RANGE = "picasso wait"
 """Name of the profiler ranges in which a rank waits."""
 
+STEP_RANGE, OP_RANGE = "picasso step", "picasso op"
+"""First words of the names of the profiler ranges of steps and of operations."""
+
 _NO_RANGE: AbstractContextManager[object] = nullcontext()
 
 
-def named_range(name: object) -> AbstractContextManager[object]:
+def named_range(*name: object) -> AbstractContextManager[object]:
     """Returns a profiler range.
 
     Args:
-        name: Object whose ``str`` names the range; converted only while a profiler runs.
+        name: Words of its name; converted to strings only while a profiler runs.
     """
     if not autograd_profiler._is_profiler_enabled:  # a range costs 11 us
         return _NO_RANGE
-    range_: AbstractContextManager[object] = autograd_profiler.record_function(str(name))
+    range_: AbstractContextManager[object] = autograd_profiler.record_function(
+        " ".join(map(str, name))
+    )
     return range_
 
 

@@ -1,1 +1,1 @@
-"""Proves that a model may train in micro-batches, by following its operators."""
+"""Shows whether a model may train in micro-batches: by its operators, or by a comparison."""

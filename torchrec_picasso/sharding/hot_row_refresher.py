@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchrec_picasso.options.refresh import Refresh
+from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.refresh.refresher import Refreshed, Refresher
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.sharded_module import HotColdModule

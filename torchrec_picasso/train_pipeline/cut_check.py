@@ -19,34 +19,33 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_picasso.batches.copy import copy_batch
 from torchrec_picasso.batches.split import split_batch
-from torchrec_picasso.comparison.dense_part import dense_parameters
-from torchrec_picasso.comparison.difference import (
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.consensus import agree_on
+from torchrec_picasso.proof.dense_part import dense_parameters
+from torchrec_picasso.proof.difference import (
     Tolerance,
     difference_of,
     difference_of_outputs,
 )
-from torchrec_picasso.comparison.model_copy import ModelState, copy_model
-from torchrec_picasso.comparison.still_randomness import StillRandomness
-from torchrec_picasso.errors import CompatError
-from torchrec_picasso.exchange.consensus import agree_on
-from torchrec_picasso.feed.end_of_data import SplitBatch
+from torchrec_picasso.proof.model_copy import ModelState, copy_model
+from torchrec_picasso.proof.still_randomness import StillRandomness
 from torchrec_picasso.train_pipeline.data_parallel import instead_of_wrapped
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.operations import Program
+from torchrec_picasso.train_pipeline.options import PipelineOptions
 from torchrec_picasso.train_pipeline.pieces import Cut
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 from torchrec_picasso.train_pipeline.whole_output import WholeOutput
@@ -80,34 +79,19 @@ class CutCheck:
     Args:
         program: Model and losses.
         taken: The model's sharded modules.
-        split: Splits a batch.
-        join: Joins outputs.
-        pg: Process group.
-        device: Device of the model and of the collectives of ``pg``.
+        options: Functions that split batches and join outputs.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        taken: PipelinedModel,
-        *,
-        split: SplitBatch,
-        join: Callable[[Sequence[Any], Sequence[int]], Any],
-        pg: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, program: Program, taken: PipelinedModel, options: PipelineOptions) -> None:
         self._program = program
         self._taken = taken
-        self._split = split
-        self._join = join
-        self._pg = pg
-        self._device = device
+        self._options = options
         self._draw = random.Random(0)
 
     def why_not(self, flight: Flight) -> str | None:
         """Describes a difference on any rank; ``None`` = no rank sees one.
 
-        Collective: every rank of ``pg`` calls this, in the same order.
+        Collective: every rank calls this, in the same order.
 
         Args:
             flight: An in-flight batch whose rows are fetched or on their way.
@@ -116,7 +100,7 @@ class CutCheck:
         wholes = flight.whole_outputs(self._taken.groups, self._taken.plain)
         is_cut = flight.sizes_K[0] < flight.num_samples
         found = self._difference(flight, wholes) if is_cut else None
-        return agree_on(self._pg, self._device, found)
+        return agree_on(self._taken.pg, self._taken.device, found)
 
     def _difference(self, flight: Flight, wholes: Mapping[str, WholeOutput]) -> str | None:
         """Describes the first difference on this rank."""
@@ -127,7 +111,7 @@ class CutCheck:
             "in uneven parts": Cut.torn(num_samples, num_parts, self._draw),
         }
         # torn pieces are joined by join_outputs, which may not know a user's type of batch
-        if self._split is not split_batch:
+        if self._options.split is not split_batch:
             ways.popitem()
         still, whole = StillRandomness(), None
         for way, cut in ways.items():
@@ -150,7 +134,7 @@ class CutCheck:
 
     def _tolerance(self, still: StillRandomness) -> Tolerance:
         """The tolerance for the coarsest number format that the runs used."""
-        shortened = self._device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+        shortened = self._taken.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
         return Tolerance(max(still.coarsest, _TENSOR_FLOAT if shortened else 0.0))
 
     def _run(
@@ -171,7 +155,7 @@ class CutCheck:
         # copies: a model may write into its batch, and the step still needs the original
         batch, context = copy_batch(flight.batch), copy.copy(flight.context)
         context.postproc_fwd_results = copy_batch(context.postproc_fwd_results)
-        pieces = list(self._split(batch, cut.sizes)) if len(cut.sizes) > 1 else [batch]
+        pieces = list(self._options.split(batch, cut.sizes)) if len(cut.sizes) > 1 else [batch]
         given = {name: whole.detached() for name, whole in wholes.items()}
         losses_K: dict[int, Any] = {}
         outputs, program = [], self._program
@@ -201,7 +185,7 @@ class CutCheck:
                 grads[name] = [parameter.grad]
             return _Run(
                 loss=program.losses.of_batch(losses_K, cut.sizes_K),
-                output=self._join(outputs, cut.sizes_K) if cut.is_in_order else None,
+                output=self._options.join(outputs, cut.sizes_K) if cut.is_in_order else None,
                 grads=grads,
                 state=ModelState.of(model),
             )
@@ -235,7 +219,7 @@ class CutCheck:
     @contextmanager
     def _isolated(self) -> Iterator[nn.Module]:
         """Yields a copy of the model, and restores the states of all random generators after it."""
-        devices = [] if self._device.type == "cpu" else [self._device]
+        devices = [] if self._taken.device.type == "cpu" else [self._taken.device]
         states = random.getstate(), np.random.get_state()
         try:
             with torch.random.fork_rng(devices=devices):

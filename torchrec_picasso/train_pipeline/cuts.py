@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchrec_picasso.batches.split import num_samples
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.consensus import agree_on
 from torchrec_picasso.proof.guard import Guard
 from torchrec_picasso.proof.proof import Proof
-from torchrec_picasso.schedule.schedule import Setting
+from torchrec_picasso.schedule.schedule import NUM_BATCHES, Setting
 from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates, pieces_for
+from torchrec_picasso.schedule.step_clock import StepClock
+from torchrec_picasso.train_pipeline.evidence import CutEvidence
 from torchrec_picasso.train_pipeline.flight import Flight
 
-__all__ = ["Cuts", "Evidence", "is_due"]
+__all__ = ["Cuts", "is_due"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,109 +45,89 @@ def is_due(step: int) -> bool:
     return is_power_of_2 and (step <= _OFTEN_UNTIL or step.bit_length() % 2 == 1)
 
 
-class Evidence(Protocol):
-    """The facts for and against micro-batches of a model, on this rank."""
-
-    def objection(self) -> str | None:
-        """The known fact against micro-batches, with advice; ``None`` = none."""
-
-    def news(self) -> str | None:
-        """An objection outside the model, which may arise between two steps; cheap, every step."""
-
-    def prove(self, flight: Flight) -> Proof:
-        """Tries to prove that micro-batches train the same as the batch. Collective."""
-
-    def compare(self, flight: Flight) -> str | None:
-        """Compares micro-batches of a batch with the batch; a difference on any rank, or ``None``.
-
-        Collective: every rank calls this at the same step.
-        """
-
-
 class Cuts:
-    """Decides between micro-batches and whole batches, for one model.
+    """Decides between micro-batches and whole batches, for one model, and times the steps.
 
     Args:
         num_micro_batches: Number that the user requested; ``None`` = the fastest.
         lookahead: Whether clean rows are fetched early; ``None`` = the faster choice.
+        device: Device of the model and of collectives.
     """
 
-    def __init__(self, num_micro_batches: int | None, lookahead: bool | None) -> None:
+    def __init__(
+        self, num_micro_batches: int | None, lookahead: bool | None, device: torch.device
+    ) -> None:
         self._asked, self._lookahead = num_micro_batches, lookahead
-        self._evidence: Evidence | None = None
-        self._planned: int | None = None
+        self._device, self._clock = device, StepClock(device)
+        self._start: Any = None
+        self._has_looked = False
+        # the first training step is whole, and so is one after forwards without backwards, which
+        # leave DistributedDataParallel waiting
+        self._is_next_whole = True
+        self._begun: CutEvidence | None = None
         self._known: Setting | None = None
-        self._num_samples = 0
-        self._is_interleaved = False
         self._proof: Proof | None = None
         self._guard: Guard | None = None
         self._num_proofs = self._num_steps = 0
         self._is_open = False
         self._why_whole: str | None = None
         self._change: str | None = None
-        self.choice = SettingChoice([Setting(1, lookahead is not False)])
-        """Chooses the setting of each batch."""
+        self._choice = SettingChoice([Setting(1, lookahead is not False)])
         if num_micro_batches is not None:
-            self.choice = SettingChoice(candidates(num_micro_batches, lookahead))
+            self._choice = SettingChoice(candidates(num_micro_batches, lookahead))
 
-    def begin(
-        self,
-        evidence: Evidence,
-        why_whole: str | None,
-        *,
-        planned: int | None,
-        num_samples: int,
-        is_interleaved: bool,
-    ) -> None:
+    def begin(self, evidence: CutEvidence) -> None:
         """Starts with a model, or starts again with a model that was attached again.
 
-        All ranks pass equal arguments, except ``evidence``.
+        All ranks have the same facts about their first batches.
 
         Args:
             evidence: The facts for and against micro-batches.
-            why_whole: Reason why its batches cannot be split; ``None`` = they can.
-            planned: Number of micro-batches that the plan was priced for.
-            num_samples: Samples of the largest batch of a rank.
-            is_interleaved: Whether any module is; without one there is no exchange to overlap.
 
         Raises:
             CompatError: If the user requested micro-batches and batches cannot be split.
         """
-        self._evidence, self._proof, self._guard = evidence, None, None
+        self._begun, self._proof, self._guard = evidence, None, None
         self._num_proofs = self._num_steps = 0
-        self._planned, self._num_samples = planned, num_samples
-        self._is_interleaved = is_interleaved
+        why_whole = evidence.taken.why_whole_batches()
         if self._asked is not None:
             if self._asked > 1 and why_whole is not None:
                 raise CompatError(why_whole)
-            self.choice.narrow(num_samples, is_interleaved)
+            self._narrow()
         elif why_whole is not None or not self._may_pay:
             self._settle_whole(why_whole)
 
     @property
+    def _evidence(self) -> CutEvidence:
+        """The facts about the model, which a step has shown."""
+        assert self._begun is not None
+        return self._begun
+
+    @property
+    def current(self) -> Setting:
+        """The setting of the next batch."""
+        return self._choice.current
+
+    @property
     def is_settled(self) -> bool:
         """Whether all further batches have one setting; ``False`` before the first decision."""
-        return self.choice.is_settled and (self._asked is not None or self._num_steps > 0)
+        return self._choice.is_settled and (self._asked is not None or self._num_steps > 0)
 
     @property
     def chosen(self) -> Setting | None:
         """The setting of all further batches; ``None`` before it is chosen."""
-        return self.choice.current if self._num_steps and self.choice.is_settled else None
+        return self._choice.current if self._num_steps and self._choice.is_settled else None
 
     def settle_on(self, setting: Setting) -> None:
         """Sets the choice of an earlier run, which applies wherever it is allowed."""
         self._known = setting
-        self.choice.settle_on(setting)
+        self._choice.settle_on(setting)
 
     @property
     def _may_pay(self) -> bool:
         """Whether micro-batches could be faster at all."""
-        return self._is_interleaved and len(pieces_for(self._num_samples)) > 1
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether a batch is trained whole even if it was split for the exchange of its rows."""
-        return self._asked is None and self._proof is None
+        taken = self._evidence.taken
+        return bool(taken.interleaved) and len(pieces_for(taken.look.num_samples)) > 1
 
     def has_changed(self, batch: Any) -> bool:
         """Whether the model or the form of its batches differs from what was examined.
@@ -160,43 +141,63 @@ class Cuts:
         if self._why_whole is not None:
             return False
         if self._guard is not None:
-            assert self._evidence is not None
             self._change = self._guard.changed(batch) or self._evidence.news()
         elif self._proof is not None and num_samples(batch):
             # a proof without a guard: this rank's first batch was empty, so it saw nothing
             self._change = "the first batch of a rank had no samples"
         return self._change is not None
 
-    def look(
-        self, flight: Flight, has_changed: bool, pg: dist.ProcessGroup, device: torch.device
-    ) -> bool:
-        """Decides before a training step, if a decision is due. Collective.
+    def train_whole_next(self) -> None:
+        """Makes the next training step run on a whole batch."""
+        self._is_next_whole = True
+
+    def start_step(self) -> None:
+        """Notes the start of a step, before operations that wait for other ranks."""
+        self._start = self._clock.stamp()
+
+    def decide(self, flight: Flight, has_changed: bool) -> None:
+        """Decides before a training step whether its batch is trained whole. Collective.
 
         Args:
             flight: The in-flight batch of the step.
             has_changed: Whether the model of any rank has changed since the last decision.
-            pg: Process group.
-            device: Device of the collectives of ``pg``.
-
-        Returns:
-            Whether the model was followed or run for it; the same on all ranks.
 
         Raises:
             CompatError: On all ranks, if the user requested micro-batches that do not train the
                 same as the batch. The step has not begun.
         """
+        # before a proof or comparison: these compute the outputs of the batch that the step uses
+        flight.is_whole |= self._is_next_whole
+        self._has_looked = self._look(flight, has_changed)
+        flight.is_whole |= self._asked is None and self._proof is None
+        self._is_next_whole = False
+
+    def end_step(self, settings: Sequence[Setting]) -> None:
+        """Gives the autotuner the time of a training step. Collective at some steps.
+
+        Args:
+            settings: Settings of the batches that the step worked on.
+        """
+        if len(settings) == NUM_BATCHES:
+            # a step with a proof or a comparison has no time
+            span = None if self._has_looked else (self._start, self._clock.stamp())
+            self._choice.note_step(
+                settings, span, self._clock, self._evidence.taken.pg, self._device
+            )
+
+    def _look(self, flight: Flight, has_changed: bool) -> bool:
+        """Runs a proof or a comparison if one is due; returns whether any ran. Collective."""
         self._num_steps += 1
         if self._asked == 1 or self._why_whole is not None:
             return False  # whole batches, for good
-        assert self._evidence is not None
         has_looked = self._num_steps == 1 or has_changed
         if has_looked:
-            self._prove(flight, pg, device)
+            self._prove(flight)
         if self._asked is None or self._proof is not None:
             return has_looked  # proved, or trained whole without a proof
         if has_changed or is_due(self._num_steps):
             has_looked = True
-            reason = agree_on(pg, device, self._evidence.objection())
+            reason = self._agree_on(self._evidence.objection())
             reason = reason or self._evidence.compare(flight)
             if reason is not None:
                 raise CompatError(reason)
@@ -205,36 +206,35 @@ class Cuts:
                 self._guard = self._guard.again(flight.batch)
         return has_looked
 
-    def _prove(self, flight: Flight, pg: dist.ProcessGroup, device: torch.device) -> None:
+    def _agree_on(self, reason: str | None) -> str | None:
+        """Returns a reason of any rank. Collective."""
+        return agree_on(self._evidence.taken.pg, self._device, reason)
+
+    def _prove(self, flight: Flight) -> None:
         """Runs a proof on all ranks, and settles the number of micro-batches by its result."""
-        assert self._evidence is not None
         self._proof = None
-        reason, proof = agree_on(pg, device, self._evidence.objection()), None
+        reason, proof = self._agree_on(self._evidence.objection()), None
         if reason is not None and self._asked is not None:
             raise CompatError(reason)
         self._num_proofs += 1
         if reason is None and self._num_proofs > _MOST_PROOFS:
-            reason = agree_on(pg, device, self._change)
+            reason = self._agree_on(self._change)
             reason = f"the model changes while it trains: {reason}"
         if reason is None:
             proof = self._evidence.prove(flight)
             # a failed proof keeps the earlier guard, which still watches for the next change
             self._guard = proof.guard or self._guard
-            reason = agree_on(pg, device, proof.reason)
+            reason = self._agree_on(proof.reason)
         if reason is None:
             self._proof = proof
         if self._asked is not None:
-            # a requested number stays, proved or not; unproved it is compared by look()
+            # a requested number stays, proved or not; unproved it is compared by _look()
             return
         if reason is not None:
             self._settle_whole(reason)
         elif not self._is_open:
-            self._open()
-
-    def _open(self) -> None:
-        """Lets the autotuner choose among all settings."""
-        self._is_open = True
-        self._choose_among(candidates(None, self._lookahead))
+            self._is_open = True
+            self._choose_among(candidates(None, self._lookahead))
 
     def _settle_whole(self, why_whole: str | None) -> None:
         """Lets the autotuner choose among the settings without micro-batches."""
@@ -244,12 +244,18 @@ class Cuts:
         self._choose_among(candidates(1, self._lookahead))
 
     def _choose_among(self, allowed: Sequence[Setting]) -> None:
-        self.choice = SettingChoice(allowed, self._planned)
-        self.choice.settle_on(self._known)
-        self.choice.narrow(self._num_samples, self._is_interleaved)
+        """Starts the autotuner with these settings."""
+        self._choice = SettingChoice(allowed, self._evidence.taken.planned_micro_batches)
+        self._choice.settle_on(self._known)
+        self._narrow()
+
+    def _narrow(self) -> None:
+        """Removes the settings that cannot be fastest for the model and its batches."""
+        taken = self._evidence.taken
+        self._choice.narrow(taken.look.num_samples, bool(taken.interleaved))
 
     def __str__(self) -> str:
         why = f"; batches are whole: {self._why_whole}" if self._why_whole else ""
         unproved = self._asked is not None and self._asked > 1 and self._proof is None
         compared = "; not proved, compared with whole batches now and then" if unproved else ""
-        return f"{self.choice}{why}{compared}"
+        return f"{self._choice}{why}{compared}"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_picasso.exchange.tally import is_watched, note_sent
+from torchrec_picasso.exchange.tally import is_watched, note_all_reduce
 
 __all__ = [
     "announce_last_backward",
@@ -126,9 +126,7 @@ def note_reduction(model: nn.Module) -> None:
     wrapper = wrapper_of(model)
     if is_watched() and wrapper is not None and wrapper.require_backward_grad_sync:
         num_bytes = sum(parameter.nbytes for parameter in wrapper._module_parameters)
-        world_size = wrapper.process_group.size()
-        # a ring all-reduce sends each rank's share twice: reduce-scatter, then all-gather
-        note_sent(2 * (world_size - 1) * num_bytes // world_size)
+        note_all_reduce(num_bytes, wrapper.process_group.size())
 
 
 def no_gradients(model: nn.Module) -> Tensor:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from torch import nn
+from torch.distributed._composable.contract import _get_registry
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from torchrec_picasso.proof.dense_part import dense_modules
+from torchrec_picasso.proof.hooks import why_parameter_hooked
 from torchrec_picasso.proof.proof import Given, Losses, Proof, prove
-from torchrec_picasso.train_pipeline import data_parallel, hooks
 from torchrec_picasso.train_pipeline.cut_check import CutCheck
+from torchrec_picasso.train_pipeline.data_parallel import why_whole_batches, wrapper_of
 from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.model_parts import inner_model
 from torchrec_picasso.train_pipeline.operations import Program
+from torchrec_picasso.train_pipeline.options import PipelineOptions
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 from torchrec_picasso.train_pipeline.processed_module import module_of
 
@@ -27,8 +33,7 @@ class CutEvidence:
         pipeline: Class of the pipeline.
         injected: Names of modules into whose backward the user injected work.
         taken: The model's sharded modules.
-        check: Compares micro-batches with the whole batch.
-        own_parts: Arguments in which the user passed functions that run beside the model's forward.
+        options: Functions of the user's that run beside the model's forward.
     """
 
     def __init__(
@@ -37,25 +42,26 @@ class CutEvidence:
         pipeline: type[TrainPipelineSparseDist],
         injected: Sequence[str],
         taken: PipelinedModel,
-        check: CutCheck,
-        own_parts: Sequence[str],
+        options: PipelineOptions,
     ) -> None:
         self._program = program
         self._pipeline = pipeline
         self._injected = injected
-        self._taken = taken
-        self._check = check
+        self.taken = taken
+        self._check = CutCheck(program, taken, options)
         self._why_unproved: str | None = None
         # a proof follows the model's forward only, not code that runs beside or ahead of it
-        if own_parts:
-            self._why_unproved = f"nothing is known of {', '.join(own_parts)}; give a number"
+        if options.own_functions:
+            self._why_unproved = (
+                f"nothing is known of {', '.join(options.own_functions)}; give a number"
+            )
         elif taken.postproc_modules:
             self._why_unproved = "modules run ahead of the model (pipeline_postproc=True)"
 
     def objection(self) -> str | None:
         """Names work that would run per micro-batch where the user expects it per batch."""
         model = self._program.model
-        reason = data_parallel.why_whole_batches(model) or hooks.why_whole_batches(model)
+        reason = why_whole_batches(model) or why_hooked(model)
         if reason is None and self._injected:
             reason = f"register_backward_hook injected work into {', '.join(self._injected)}"
         if reason is None and self._pipeline._backward is not TrainPipelineSparseDist._backward:
@@ -64,22 +70,66 @@ class CutEvidence:
 
     def news(self) -> str | None:
         """Names a hook on the model's wrappers; the guard of a proof sees hooks inside."""
-        return hooks.on_wrappers(self._program.model)
+        return _on_wrappers(self._program.model)
 
     def prove(self, flight: Flight) -> Proof:
         """Traces the model once, with tensors that have no data. Collective."""
         # collective, so it comes before any decision of this rank alone
-        wholes = flight.whole_outputs(self._taken.groups, self._taken.plain)
+        wholes = flight.whole_outputs(self.taken.groups, self.taken.plain)
         reason = self._why_unproved
         if reason is not None or not flight.num_samples:
             return Proof(reason)
         given = [
             Given(module_of(module), name, wholes[name].value, module.forward.give)
-            for name, module in self._taken.modules.items()
+            for name, module in self.taken.modules.items()
         ]
         losses = _LOSSES[self._program.losses.reduction]
-        return prove(self._taken.inner, flight.batch, given, losses=losses)
+        return prove(self.taken.inner, flight.batch, given, losses=losses)
 
     def compare(self, flight: Flight) -> str | None:
         """Runs the model on the whole batch and on micro-batches. Collective."""
         return self._check.why_not(flight)
+
+
+def why_hooked(model: nn.Module) -> str | None:
+    """Names a hook that micro-batches would call K times, with partial gradients or losses.
+
+    The search covers hooks on gradients of dense parameters and modules, hooks on the wrappers, and
+    ``replicate()``, which reduces gradients in hooks. Forward hooks inside the model are a part of
+    its forward.
+
+    Args:
+        model: The model that was passed to the pipeline.
+
+    Returns:
+        A reason; ``None`` = there is no such hook.
+    """
+    return _on_wrappers(model) or next(_inside(model), None)
+
+
+def _on_wrappers(model: nn.Module) -> str | None:
+    """Names a wrapper around the model that has a hook; ``None`` = there is none."""
+    inner = inner_model(model)
+    for wrapper in (model, wrapper_of(model)):
+        if wrapper is None or wrapper is inner:
+            continue
+        if wrapper._forward_hooks or wrapper._forward_pre_hooks or _hooks_backward(wrapper):
+            return f"a hook is registered on the {type(wrapper).__name__} around the model"
+    return None
+
+
+def _inside(model: nn.Module) -> Iterator[str]:
+    """Yields descriptions of hooks on gradients inside the wrappers."""
+    for path, module in dense_modules(inner_model(model)):
+        where = path or "the model"
+        if _hooks_backward(module):
+            yield f"a backward hook is registered on {where}"
+        if "replicate" in (_get_registry(module) or {}):
+            yield f"replicate() was applied to {where}"
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if why_parameter_hooked(parameter) is not None:
+                yield f"a gradient hook is registered on parameter {name}"
+
+
+def _hooks_backward(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)

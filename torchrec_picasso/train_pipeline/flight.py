@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.feed.batch_feed import Fetched
-from torchrec_picasso.feed.end_of_data import AnyData
+from torchrec_picasso.batches.end_of_data import AnyData
+from torchrec_picasso.batches.feed import Fetched
 from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows, GradientSink, PartRows
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.schedule.schedule import Setting
-from torchrec_picasso.train_pipeline.module_group import ModuleGroup
+from torchrec_picasso.train_pipeline.module_group import ModuleGroup, ModuleInput
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 from torchrec_picasso.train_pipeline.whole_output import UncutOutput, WholeOutput
 
@@ -31,6 +31,8 @@ class Flight:
     setting: Setting
     sizes_K: Sequence[int]
     micro_batches_K: Sequence[Any]
+    inputs: Mapping[str, ModuleInput] = field(default_factory=dict)
+    """Input of each interleaved module for the whole batch, by name."""
     any_data: AnyData | None = None
     """The all-reduce that asks whether any rank has data, if no header carries the answer."""
     requests: list[RowRequest] = field(default_factory=list)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torchrec_picasso.options.refresh import Refresh
+from torchrec_picasso.batches.id_stream import IdStream
+from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.refresh.refresher import Refreshed, Refresher
 from torchrec_picasso.refresh.saved_uses import SavedUses
 from torchrec_picasso.rows.replica_check import check_replicas
@@ -21,11 +22,15 @@ class HotSets:
     Args:
         policy: Interval and thresholds of refreshes; ``None`` = the pipeline changes no hot set.
         verify_every: Steps between two comparisons of replicas with owned rows; ``None`` = never.
+        id_stream: Stream of the requests, which read hot sets.
     """
 
-    def __init__(self, policy: Refresh | None, verify_every: int | None) -> None:
+    def __init__(
+        self, policy: Refresh | None, verify_every: int | None, id_stream: IdStream
+    ) -> None:
         self._policy = policy
         self._verify_every = verify_every
+        self._id_stream = id_stream
         self._num_steps = 0
         self._groups: Sequence[ModuleGroup] = ()
         self._epochs: list[int] = []
@@ -44,10 +49,12 @@ class HotSets:
                 self._refresher = Refresher(row_groups, self._policy)
                 if self._saved is not None:
                     self._refresher.go_on_with(self._saved)
+        self._hand_over()
 
-    def tensors(self) -> list[Tensor]:
-        """Lists the tensors of the hot sets that requests read."""
-        return [tensor for group in self._groups for tensor in group.rows.tensors_of_hot_set()]
+    def _hand_over(self) -> None:
+        """Makes the tensors of the hot sets safe to read on the stream of the requests."""
+        tensors = [tensor for group in self._groups for tensor in group.rows.tensors_of_hot_set()]
+        self._id_stream.take_over(tensors)
 
     def hot_rows(self) -> dict[str, Tensor]:
         """The hot rows of each table that has any, by name, int64."""
@@ -87,4 +94,7 @@ class HotSets:
         for group in self._groups:
             group.rows.follow_hot_rows()
         before, self._epochs = self._epochs, [group.rows.hot.epoch for group in self._groups]
-        return bool(before) and before != self._epochs
+        if not before or before == self._epochs:
+            return False
+        self._hand_over()
+        return True

@@ -16,8 +16,7 @@ __all__ = ["InterleavedForward"]
 class InterleavedForward(PipelinedForward):
     """Returns a sharded module's output for the current micro-batch, which the pipeline sets.
 
-    It replaces ``forward`` of the module, as TorchRec's ``PipelinedForward`` does. The names of its
-    methods: ``give`` sets an output, ``take`` sets a function that makes it.
+    It replaces ``forward`` of the module, as TorchRec's ``PipelinedForward`` does.
     """
 
     _taken: Callable[[], Any] | None = None
@@ -25,12 +24,7 @@ class InterleavedForward(PipelinedForward):
     _join: Callable[[Sequence[LazyAwaitable[Any]]], LazyAwaitable[Any]] | None = None
 
     def of_part(self, module: Any, name: str) -> InterleavedForward:
-        """Copies this forward for a part of the module with the same input.
-
-        Args:
-            module: The part.
-            name: Name of the part.
-        """
+        """Copies this forward for a part of the module with the same input."""
         part = copy.copy(self)
         part._module, part._name = module, name
         module.forward = part

@@ -12,8 +12,7 @@ kinds, or has tables of the first two kinds:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import torch.distributed as dist
 from torch import nn
@@ -24,10 +23,10 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_picasso.comparison.dense_part import outside_of_sharded
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.proof.dense_part import outside_of_sharded
 from torchrec_picasso.sharding.sharded_module import HotColdModule
-from torchrec_picasso.train_pipeline.module_group import ScheduledModule
+from torchrec_picasso.train_pipeline.module_group import ModuleInput, ScheduledModule
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 
 __all__ = [
@@ -143,31 +142,21 @@ def why_whole_batches(model: nn.Module, unpipelined: Mapping[str, str]) -> str |
     return None
 
 
-def samples_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Counts the samples of a module's input.
-
-    Args:
-        args: The module's positional input for a batch.
-        kwargs: The module's keyword input for a batch.
-
-    Returns:
-        The number of samples; ``None`` = features have their own batch sizes.
-    """
-    given = [maybe_td_to_kjt(value, None) for value in (*args, *kwargs.values())]
-    kjts = [kjt for kjt in given if isinstance(kjt, KeyedJaggedTensor)]
+def samples_of_input(given: ModuleInput) -> int | None:
+    """Counts the samples of a module's input; ``None`` = features have their own batch sizes."""
+    kjts = _kjts_in(given)
     if any(kjt.variable_stride_per_key() for kjt in kjts):
         return None
     return max((kjt.stride() for kjt in kjts), default=None)
 
 
-def has_weights(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a module's input has per-sample weights.
+def has_weights(given: ModuleInput) -> bool:
+    """Whether a module's input has per-sample weights."""
+    return any(kjt.weights_or_none() is not None for kjt in _kjts_in(given))
 
-    Args:
-        args: The module's positional input for a batch.
-        kwargs: The module's keyword input for a batch.
-    """
-    return any(
-        isinstance(kjt, KeyedJaggedTensor) and kjt.weights_or_none() is not None
-        for kjt in (*args, *kwargs.values())
-    )
+
+def _kjts_in(given: ModuleInput) -> list[KeyedJaggedTensor]:
+    """Returns the features in a module's input."""
+    args, kwargs = given
+    values = [maybe_td_to_kjt(value, None) for value in (*args, *kwargs.values())]
+    return [value for value in values if isinstance(value, KeyedJaggedTensor)]

@@ -26,10 +26,13 @@ from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.odd_features import OddFeatures, spread
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 
-__all__ = ["ModuleGroup", "ScheduledModule", "group_modules"]
+__all__ = ["ModuleGroup", "ModuleInput", "ScheduledModule", "group_modules"]
 
 ScheduledModule = HotColdModule | ProcessedModule
 """Modules whose exchange a schedule can drive."""
+
+ModuleInput = tuple[Sequence[Any], Mapping[str, Any]]
+"""Arguments of a module's call, positional and by keyword."""
 
 
 class ModuleGroup:
@@ -50,11 +53,13 @@ class ModuleGroup:
         """Number of waves that its packs travel in if a schedule staggers them."""
         return len(self.rows.plan.waves)
 
-    def request(self, batch: Any, sizes_K: Sequence[int], has_data: bool) -> RowRequest:
+    def request(
+        self, inputs: Mapping[str, ModuleInput], sizes_K: Sequence[int], has_data: bool
+    ) -> RowRequest:
         """Starts to request the rows of a batch. Collective.
 
         Args:
-            batch: The whole batch, as the model gets it.
+            inputs: Input of each module for the whole batch, by name.
             sizes_K: Samples of each micro-batch.
             has_data: Whether the batch comes from this rank's data.
 
@@ -62,19 +67,13 @@ class ModuleGroup:
             InputError: If features have their own batch sizes and no inverse indices.
         """
         modules = self.modules.values()
-        sound = [sound_features(self._input_of(module, batch)) for module in modules]
+        sound = [sound_features(_features_in(m, inputs[name])) for name, m in self.modules.items()]
         features_of = [self._features_of(module, kjt) for module, kjt in zip(modules, sound)]
         # VBE rows belong to no micro-batch
         sizes = None if self._is_odd else sizes_K
         with torch.no_grad():
             ids = BatchIds.read(features_of, self.rows, sizes, has_data, sound)
             return RowRequest(self.rows, ids)
-
-    def _input_of(self, module: ScheduledModule, batch: Any) -> KeyedJaggedTensor:
-        """Builds a module's input from the batch, as TorchRec's pipeline does."""
-        args, kwargs = module.forward.args.build_args_kwargs(batch)
-        args, kwargs = module.preprocess_input(args, kwargs)
-        return maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
 
     def _features_of(
         self, module: ScheduledModule, features: KeyedJaggedTensor
@@ -108,6 +107,12 @@ class ModuleGroup:
         """
         module = self.modules[name]
         return spread(module, rows) if self._is_odd else module.output(rows)
+
+
+def _features_in(module: ScheduledModule, given: ModuleInput) -> KeyedJaggedTensor:
+    """Returns the features in a module's input, as TorchRec's pipeline does."""
+    args, kwargs = module.preprocess_input(*given)
+    return maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
 
 
 def group_modules(

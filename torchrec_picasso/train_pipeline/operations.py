@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.exchange.tally import is_watched, note_sent
-from torchrec_picasso.feed.end_of_data import AnyData
-from torchrec_picasso.feed.id_stream import IdStream
+from torchrec_picasso.batches.end_of_data import AnyData
+from torchrec_picasso.batches.id_stream import IdStream
+from torchrec_picasso.exchange.tally import note_all_reduce
 from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.schedule.kinds import KINDS
@@ -29,7 +29,7 @@ from torchrec_picasso.train_pipeline.data_parallel import (
 )
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.losses import Losses
-from torchrec_picasso.train_pipeline.module_group import ModuleGroup
+from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 
 __all__ = ["Operations", "Program"]
 
@@ -43,6 +43,7 @@ class Program:
         forward: Returns ``(losses, output)`` for a batch or micro-batch.
         backward: Runs backward from the losses of a whole batch.
         step: Steps the dense optimizer.
+        zero_grad: Clears gradients, and passes learning rates to FBGEMM.
         losses: Meaning of the model's losses.
     """
 
@@ -50,6 +51,7 @@ class Program:
     forward: Callable[[Any], tuple[Any, Any]]
     backward: Callable[[Tensor], None]
     step: Callable[[], None]
+    zero_grad: Callable[[], None]
     losses: Losses
 
 
@@ -57,35 +59,22 @@ class Operations:
     """The operations of a schedule: one method per kind, with the kind's name.
 
     Args:
-        pg: Process group.
-        device: Device of the collectives of ``pg``.
         program: Model, backward and optimizer.
-        groups: Interleaved modules, grouped by common exchange.
-        plain: Non-interleaved modules, computed once per batch, by name.
+        taken: The sharded modules of the model.
         id_stream: Stream on which ids are prepared.
-        start_plain: Starts the input dists of the non-interleaved modules.
-        wait_plain: Waits for these input dists.
+        wait_plain: Waits for the input dists of the non-interleaved modules.
     """
 
     def __init__(
         self,
-        pg: dist.ProcessGroup,
-        device: torch.device,
         program: Program,
-        groups: Sequence[ModuleGroup],
-        plain: Mapping[str, Any],
-        *,
+        taken: PipelinedModel,
         id_stream: IdStream,
-        start_plain: Callable[[Flight], None],
         wait_plain: Callable[[TrainPipelineContext], None],
     ) -> None:
-        self._pg = pg
-        self._device = device
         self._program = program
-        self._groups = groups
-        self._plain = plain
+        self._taken = taken
         self._id_stream = id_stream
-        self._start_plain = start_plain
         self._wait_plain = wait_plain
         # by module name: whether it got gradients when any rank last had samples
         self._is_trained: dict[str, bool] = {}
@@ -122,19 +111,19 @@ class Operations:
 
     def _request(self, flight: Flight) -> None:
         """Starts the header exchanges, and the input dists of non-interleaved modules."""
-        for group in self._groups:
-            request = group.request(flight.batch, flight.sizes_K, flight.has_data)
+        for group in self._taken.groups:
+            request = group.request(flight.inputs, flight.sizes_K, flight.has_data)
             flight.requests.append(request)
-        if not self._groups:
+        if not self._taken.groups:
             # without a header, a separate all-reduce says whether any rank has data
-            flight.any_data = AnyData(self._pg, self._device, flight.has_data)
-        if self._plain:
-            self._start_plain(flight)
+            flight.any_data = AnyData(self._taken.pg, self._taken.device, flight.has_data)
+        if self._taken.plain:
+            self._taken.start_plain(flight)
 
     def _send_ids(self, flight: Flight) -> None:
         """Waits for the headers and sends ids; learns whether the data of all ranks has ended."""
         go_on = [request.send_ids() for request in flight.requests]
-        if self._plain:
+        if self._taken.plain:
             self._wait_plain(flight.context)
         if flight.any_data is not None:
             go_on.append(flight.any_data.wait())
@@ -158,7 +147,7 @@ class Operations:
 
     def _lay_out(self, flight: Flight) -> None:
         """Builds the layout of the rows, on the requesting rank and on the owner rank."""
-        for group, request in zip(self._groups, flight.requests):
+        for group, request in zip(self._taken.groups, flight.requests):
             layout = request.lay_out()
             flight.rows.append(BatchRows(group.rows, layout))
             flight.gradients.append(BatchGradients(group.rows, layout))
@@ -183,15 +172,15 @@ class Operations:
         if index not in flight.run_indices:
             return
         run = flight.run_indices.index(index)
-        for group, rows, gradients in zip(self._groups, flight.rows, flight.gradients):
+        for group, rows, gradients in zip(self._taken.groups, flight.rows, flight.gradients):
             # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(group.modules.items()):
                 weights = flight.weights_of(name, module, rows, number)
                 sink = partial(partial, flight.take_gradients, name, gradients, number)
                 parts = flight.hand_out(rows, run, sink, weights, number)
                 module.forward.take(partial(group.joined_output, name, parts))
-        flight.compute_wholes(self._plain)
-        for name, module in self._plain.items():
+        flight.compute_wholes(self._taken.plain)
+        for name, module in self._taken.plain.items():
             module.forward.give(flight.wholes[name].part(flight.run_sizes, run))
         is_single_run = len(flight.run_sizes) == 1
         # with several micro-batches, DDP reduces only in the last backward (_run_backward)
@@ -237,17 +226,14 @@ class Operations:
         A rank without samples may see other gradients than other ranks, or none. It must still
         update, or not update, its owned rows and replicas as the other ranks do. Collective.
         """
-        names = [name for group in self._groups for name in group.modules]
+        names = [name for group in self._taken.groups for name in group.modules]
         # 4 = trained, 3 = not; without samples 2 = trained, 0 = not known. The largest vote wins.
         yes, no = (4, 3) if flight.num_samples else (2, 0)
         votes = [yes if name in flight.trained else no for name in names]
         if any(request.any_looks_up_nothing for request in flight.requests):
-            votes_N = torch.tensor(votes, device=self._device)
-            if is_watched():
-                # bytes of a ring all-reduce
-                world_size = self._pg.size()
-                note_sent(2 * (world_size - 1) * votes_N.nbytes // world_size)
-            dist.all_reduce(votes_N, op=dist.ReduceOp.MAX, group=self._pg)
+            votes_N = torch.tensor(votes, device=self._taken.device)
+            note_all_reduce(votes_N.nbytes, self._taken.pg.size())
+            dist.all_reduce(votes_N, op=dist.ReduceOp.MAX, group=self._taken.pg)
             votes = votes_N.tolist()
         self._is_trained |= {name: vote != 3 for name, vote in zip(names, votes) if vote}
 
@@ -263,7 +249,7 @@ class Operations:
 
     def _update(self, flight: Flight, wave: int | None = None) -> None:
         """Updates owned rows and replicas, and releases the rows' memory after the last pack."""
-        for group, rows, gradients in zip(self._groups, flight.rows, flight.gradients):
+        for group, rows, gradients in zip(self._taken.groups, flight.rows, flight.gradients):
             # modules by position in the group, whose rows must not be updated
             untrained = {
                 number

@@ -1,18 +1,40 @@
-"""Options of the pipeline beside those of TorchRec's pipelines."""
+"""Options of the pipeline: its own, and the options of TorchRec's pipeline that it refuses.
+
+Every argument of TorchRec's constructor is either accepted or listed in :data:`REFUSED_OPTIONS`.
+The listed options change no result: they save memory or reorder copies in an exchange that hot/cold
+tables do not use. Leaving them out loses nothing, and no option is ignored silently.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.feed.end_of_data import SplitBatch
-from torchrec_picasso.options.refresh import Refresh
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
+
+from torchrec_picasso.batches.end_of_data import SplitBatch
+from torchrec_picasso.batches.join import join_outputs
+from torchrec_picasso.batches.split import split_batch
+from torchrec_picasso.errors import CompatError, ConfigError
+from torchrec_picasso.refresh.policy import Refresh
+from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.step_report import OnStep
 
-__all__ = ["PipelineOptions"]
+__all__ = [
+    "REFUSED_OPTIONS",
+    "JoinOutputs",
+    "PipelineOptions",
+    "refuse_backward_hook",
+    "refuse_model",
+    "refuse_options",
+]
+
+JoinOutputs = Callable[[Sequence[Any], Sequence[int]], Any]
+"""Joins outputs of micro-batches, with the samples of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +47,14 @@ class PipelineOptions:
     """
 
     num_micro_batches: int | None = None
-    """Micro-batches K that a batch is cut into; 1 still overlaps with the next batch. ``None`` =
-    chosen by trying some on the first steps; 1 where a cut is not proved to train the same."""
+    """Micro-batches K that a batch is split into; 1 still overlaps with the next batch.
+
+    ``None`` = chosen by trying some on the first 12 training steps or so, beginning with the number
+    that the plan was priced for. A batch is then split only if it is proved that its micro-batches
+    train what the batch trains (:mod:`torchrec_picasso.proof`); else batches are whole, and
+    ``summary()`` names the line of the model that stands in the way. A requested number without a
+    proof is compared with the whole batch in steps 1, 2, 4, 8, ... and refused on all ranks where
+    it differs (:mod:`.cut_check`)."""
     lookahead: bool | None = None
     """Whether rows of the next batch that this batch does not update are fetched early. ``None`` =
     chosen by trying both."""
@@ -34,7 +62,7 @@ class PipelineOptions:
     """Cuts a batch into parts of given sizes, ``(batch, sizes) -> parts``; sizes may be 0. ``None``
     cuts tensors, KeyedJaggedTensors, dataclasses and containers of them. On an accelerator it runs
     on the stream of input dists."""
-    join_outputs: Callable[[Sequence[Any], Sequence[int]], Any] | None = None
+    join_outputs: JoinOutputs | None = None
     """Joins the outputs of the parts, ``(outputs, sizes) -> output``; ``None`` joins the types that
     ``split_batch=None`` cuts."""
     loss_reduction: str = "mean"
@@ -47,6 +75,9 @@ class PipelineOptions:
     verify_every: int | None = None
     """Training steps between two bitwise comparisons of all replicas with their homes; ``None`` =
     no comparison. A comparison sends all hot rows to all ranks."""
+    custom_model_fwd: Callable[[Any], tuple[Any, Any]] | None = None
+    """Called instead of the model, as by TorchRec's pipelines, with every micro-batch; returns
+    ``(losses, output)``."""
     on_step: OnStep | None = None
     """Called on every rank with a report after each training step; or several such in turn. If one
     raises, the step's output is lost and the next call goes on."""
@@ -59,7 +90,100 @@ class PipelineOptions:
                 raise ConfigError(f"{name} is {number}, expected at least 1")
 
     @property
+    def split(self) -> SplitBatch:
+        """Splits a batch."""
+        return self.split_batch or split_batch
+
+    @property
+    def join(self) -> JoinOutputs:
+        """Joins outputs."""
+        return self.join_outputs or join_outputs
+
+    @property
     def own_functions(self) -> list[str]:
         """The options that are functions of the user's, run beside the model's forward."""
-        names = ("split_batch", "join_outputs")
+        names = ("split_batch", "join_outputs", "custom_model_fwd")
         return [name for name in names if getattr(self, name) is not None]
+
+
+REFUSED_OPTIONS: Mapping[str, str] = {
+    "apply_jit": (
+        "TorchRec scripts a copy of the model's graph, and leaves the model inside "
+        "DistributedModelParallel as it was; leave it out, and give torch.jit.script or "
+        "torch.compile the dense parts before the pipeline gets the model"
+    ),
+    "enqueue_batch_after_forward": (
+        "this pipeline asks for the rows of the batch after the next one before the forward, so "
+        "that batch has to be there; leave it out"
+    ),
+    "free_features_storage_early": (
+        "micro-batches, and the empty batches of a rank whose data has ended, are cut from the "
+        "batch's features after their exchange; leave it out"
+    ),
+    "clear_data_dist_inputs": (
+        "it frees what TorchRec's own exchange of ids has sent, which hot/cold tables do not use; "
+        "leave it out"
+    ),
+    "async_inplace_copy": (
+        "batches are copied on the copy stream already; leave it out, or use "
+        "enable_inplace_copy_batch"
+    ),
+}
+"""Reason and remedy by name of the argument."""
+
+
+def refuse_options(**options: bool) -> None:
+    """Refuses arguments of TorchRec's constructor that have no meaning here.
+
+    Args:
+        options: Value of each argument in :data:`REFUSED_OPTIONS`.
+
+    Raises:
+        CompatError: If any is true; lists each with reason and remedy.
+    """
+    refused = [f"{name}: {REFUSED_OPTIONS[name]}" for name, given in options.items() if given]
+    if refused:
+        raise CompatError(
+            f"InterleavedTrainPipeline does not take {'; '.join(refused)}. "
+            "TrainPipelineSparseDist does"
+        )
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Refuses models whose dense part or tables are not the same on all ranks of one group.
+
+    Raises:
+        CompatError: If the model has such a wrapper; names it.
+    """
+    wrapped = model._dmp_wrapped_module if isinstance(model, DistributedModelParallel) else model
+    kind = None
+    if isinstance(model, DMPCollection):
+        kind = "a DMPCollection, whose tables are synchronised between groups of ranks"
+    elif isinstance(wrapped, FullyShardedDataParallel):
+        kind = "wrapped in FullyShardedDataParallel, which cuts up dense weights"
+    if kind is not None:
+        raise CompatError(
+            f"the model is {kind}; InterleavedTrainPipeline reduces the gradients of whole dense "
+            "weights over one group. Use TrainPipelineSparseDist, or DistributedModelParallel "
+            "with its default wrapper, or fully_shard (FSDP2) without it"
+        )
+
+
+def refuse_backward_hook(model: nn.Module, path: str) -> None:
+    """Refuses user work in the backward of a module whose backward this package schedules.
+
+    Args:
+        model: The model that was passed to the pipeline.
+        path: Path of the module in the model.
+
+    Raises:
+        CompatError: If the module has hot/cold tables.
+    """
+    target = dict(model.named_modules()).get(path)
+    for module in [] if target is None else target.modules():
+        if isinstance(module, HotColdModule) and module.has_hot_cold:
+            raise CompatError(
+                f"register_backward_hook: {path!r} has hot/cold tables, whose gradients are "
+                "exchanged by the pipeline's schedule; inject the work into a dense module, or use "
+                "TrainPipelineSparseDist with stock tables"
+            )

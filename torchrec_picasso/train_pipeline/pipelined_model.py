@@ -16,10 +16,11 @@ from torchrec_picasso._torchrec import (
     rewrite_model,
     start_data_dist,
 )
+from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.batches.split import SPLIT_ADVICE, num_samples
-from torchrec_picasso.comparison.model_memory import without_a_trace
-from torchrec_picasso.errors import InputError
+from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.proof.model_memory import without_a_trace
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward
@@ -27,18 +28,19 @@ from torchrec_picasso.train_pipeline.model_parts import (
     as_scheduled,
     has_weights,
     inner_model,
+    process_group_of,
     samples_of_input,
     unpipelined_modules,
     why_computed_once,
     why_whole_batches,
 )
-from torchrec_picasso.train_pipeline.module_group import ModuleGroup, group_modules
+from torchrec_picasso.train_pipeline.module_group import ModuleGroup, ModuleInput, group_modules
 from torchrec_picasso.train_pipeline.postprocs import Postprocs
 from torchrec_picasso.train_pipeline.tracing import explained_tracing
 
-__all__ = ["FirstLook", "PipelinedModel", "count_samples"]
+__all__ = ["FirstLook", "PipelinedModel"]
 
-ODD_BATCH = (
+_ODD_BATCH = (
     "its KeyedJaggedTensor has a batch size per feature (variable batch), or another one than the "
     "batch"
 )
@@ -86,6 +88,7 @@ class PipelinedModel:
         device: torch.device,
         pipeline_postproc: bool,
     ) -> None:
+        self.device, self.pg = device, process_group_of(model)
         self.inner = inner_model(model)
         """The model inside its wrapper."""
         # the tracer runs the forward with proxies, which may change the model's own state
@@ -108,13 +111,14 @@ class PipelinedModel:
         """Interleaved modules, whose exchange a schedule drives, by name."""
         self.groups: Sequence[ModuleGroup] = ()
         """The interleaved modules by common exchange; set by :meth:`join_exchanges`."""
-        self._odd: Collection[str] = ()
-        """Names of the modules with variable-batch (VBE) features; set with ``groups``."""
+        self.look = FirstLook()
+        """Facts about the first batch; set with ``groups``."""
         self.plain: dict[str, Any] = {}
         """Non-interleaved modules, computed once per batch, by name."""
         self._why_plain: dict[str, str] = {}
-        for module in self.pipelined:
-            name, scheduled = module.forward.name, as_scheduled(module)
+        self._named = [(module.forward.name, module) for module in self.pipelined]
+        for name, module in self._named:
+            scheduled = as_scheduled(module)
             if scheduled is not None:
                 self.interleaved[name] = scheduled
             elif isinstance(module, HotColdModule) and module.has_hot_cold:
@@ -162,20 +166,33 @@ class PipelinedModel:
             for inner in module.modules()
         )
 
-    def samples_of(self, batch: Any, context: TrainPipelineContext) -> dict[str, int | None]:
-        """Counts the samples of each interleaved module's features.
+    def read(
+        self, batch: Any, context: TrainPipelineContext
+    ) -> tuple[Mapping[str, ModuleInput], int]:
+        """Reads off a batch what the interleaved modules look up.
 
         Args:
             batch: The batch.
             context: TorchRec's pipeline context of the batch.
 
         Returns:
-            Samples by module name; ``None`` = its features have their own batch sizes.
+            Input of each module by name, and the number of samples.
+
+        Raises:
+            CompatError: If features have their own batch sizes (VBE), unlike those of the first
+                batch.
         """
         inputs = self._inputs_of(batch, context)
-        return {name: samples_of_input(*args) for name, args in inputs.items()}
+        num_samples = _count(batch, inputs)
+        for name in _odd_modules(inputs, num_samples):
+            if name not in self.look.odd:
+                raise CompatError(
+                    f"{name}: {_ODD_BATCH}, and the first batch had not; give the pipeline such a "
+                    "batch first, or use TorchRec's TrainPipelineSparseDist"
+                )
+        return inputs, num_samples
 
-    def _inputs_of(self, batch: Any, context: TrainPipelineContext) -> dict[str, Any]:
+    def _inputs_of(self, batch: Any, context: TrainPipelineContext) -> Mapping[str, ModuleInput]:
         """Builds the arguments of each interleaved module's call."""
         with self.postprocs.of_batch(context):
             return {
@@ -183,53 +200,39 @@ class PipelinedModel:
                 for name, module in self.interleaved.items()
             }
 
-    def count(self, batch: Any, context: TrainPipelineContext) -> int:
-        """Counts the samples of a batch, by itself or by its modules' features; 1 if unknown.
+    def was_written(self) -> bool:
+        """Whether owned rows were written from outside, on this rank."""
+        return any(group.rows.was_written() for group in self.groups)
 
-        Args:
-            batch: The batch.
-            context: TorchRec's pipeline context of the batch.
-        """
-        found = count_samples(batch)
-        counts = self.samples_of(batch, context).values() if found is None else ()
-        return next((count for count in counts if count is not None), 1) if found is None else found
+    def take_writes(self) -> None:
+        """Takes over what was written into owned rows. Collective."""
+        for group in self.groups:
+            group.rows.take_writes()
 
-    def odd_modules(self, batch: Any, context: TrainPipelineContext) -> list[str]:
-        """Lists interleaved modules with VBE features that earlier batches did not have.
-
-        Args:
-            batch: The batch.
-            context: TorchRec's pipeline context of the batch.
-        """
-        expected = self.count(batch, context)
-        counts = self.samples_of(batch, context)
-        odd = [name for name, count in counts.items() if count != expected]
-        return [name for name in odd if name not in self._odd]
-
-    def look_at(
-        self,
-        batch: Any,
-        context: TrainPipelineContext,
-        pg: dist.ProcessGroup,
-        device: torch.device,
-    ) -> FirstLook:
+    def look_at(self, batch: Any, context: TrainPipelineContext, id_stream: IdStream) -> FirstLook:
         """Collects the facts about all ranks' first batches. Collective.
 
         Args:
             batch: This rank's batch.
             context: TorchRec's pipeline context of the batch.
-            pg: Process group.
-            device: Device of the collectives of ``pg``.
+            id_stream: Stream on which ids are prepared.
         """
-        odd = self.odd_modules(batch, context)
+        with id_stream.working():
+            id_stream.take_batch(batch)
+            return self._look_at(batch, context)
+
+    def _look_at(self, batch: Any, context: TrainPipelineContext) -> FirstLook:
+        inputs = self._inputs_of(batch, context)
+        count = _count(batch, inputs)
+        odd = _odd_modules(inputs, count)
         # one vector for one all-reduce: a flag per module (VBE), a flag per module (weights),
         # samples, and a flag for a batch without countable samples; the maximum joins each
-        own = [int(name in odd) for name in self.interleaved]
-        own += [int(has_weights(*args)) for args in self._inputs_of(batch, context).values()]
-        own += [self.count(batch, context), int(count_samples(batch) is None)]
-        most = torch.tensor(own, device=device)
-        if pg.size() > 1:
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=pg)
+        own = [int(name in odd) for name in inputs]
+        own += [int(has_weights(given)) for given in inputs.values()]
+        own += [count, int(_count_samples(batch) is None)]
+        most = torch.tensor(own, device=self.device)
+        if self.pg.size() > 1:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.pg)
         *flags, most_samples, is_uncounted = most.tolist()
         is_odd, is_weighted = flags[: len(self.interleaved)], flags[len(self.interleaved) :]
         names = [name for name, is_it in zip(self.interleaved, is_odd) if is_it]
@@ -237,7 +240,7 @@ class PipelinedModel:
         why_whole = None
         if names:
             why_whole = (
-                f"{', '.join(names)}: {ODD_BATCH}, so samples cannot be cut into micro-batches; "
+                f"{', '.join(names)}: {_ODD_BATCH}, so samples cannot be cut into micro-batches; "
                 "use num_micro_batches=1, or the same batch size for all features"
             )
         elif is_uncounted:
@@ -248,19 +251,14 @@ class PipelinedModel:
             )
         return FirstLook(names, most_samples, weighted, why_whole)
 
-    def join_exchanges(self, weighted: Collection[str], odd: Collection[str]) -> None:
-        """Groups the modules that can travel together.
-
-        Args:
-            weighted: Modules whose features have per-sample weights.
-            odd: Modules with variable-batch (VBE) features.
-        """
-        self._odd = odd
-        self.groups = group_modules(self.interleaved, weighted, odd)
+    def join_exchanges(self, look: FirstLook) -> None:
+        """Groups the modules that can travel together, by the facts about the first batch."""
+        self.look = look
+        self.groups = group_modules(self.interleaved, look.weighted, look.odd)
 
     def why_whole_batches(self) -> str | None:
-        """Reason why batches cannot be split, as far as the model shows it; ``None`` = none."""
-        return why_whole_batches(self.inner, self._unpipelined)
+        """Reason why batches cannot be split, as far as first batch and model show; or ``None``."""
+        return self.look.why_whole or why_whole_batches(self.inner, self._unpipelined)
 
     def start_plain(self, flight: Flight) -> None:
         """Starts the input dists of the non-interleaved modules, as TorchRec does.
@@ -291,8 +289,8 @@ class PipelinedModel:
         """
         return [
             forward
-            for module in self.pipelined
-            for forward in self._dist_forwards.get(module.forward.name, _dist_forwards(module))
+            for name, module in self._named
+            for forward in self._dist_forwards.get(name, _dist_forwards(module))
         ]
 
     def lines(self) -> list[str]:
@@ -331,7 +329,21 @@ def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:
     ]
 
 
-def count_samples(batch: Any) -> int | None:
+def _count(batch: Any, inputs: Mapping[str, ModuleInput]) -> int:
+    """Counts the samples of a batch, by itself or by its modules' features; 1 if unknown."""
+    found = _count_samples(batch)
+    if found is None:
+        counts = (samples_of_input(given) for given in inputs.values())
+        found = next((count for count in counts if count is not None), 1)
+    return found
+
+
+def _odd_modules(inputs: Mapping[str, ModuleInput], num_samples: int) -> list[str]:
+    """Lists the modules with another number of samples, or a batch size per feature (VBE)."""
+    return [name for name, given in inputs.items() if samples_of_input(given) != num_samples]
+
+
+def _count_samples(batch: Any) -> int | None:
     """Counts the samples of a batch; ``None`` = it has no countable samples."""
     try:
         return num_samples(batch)

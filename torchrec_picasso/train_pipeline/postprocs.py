@@ -9,7 +9,7 @@ of that result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torchrec_picasso._torchrec import (
@@ -19,6 +19,8 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.batches.split import reason_of, split_batch
 from torchrec_picasso.errors import CompatError, InputError
+from torchrec_picasso.schedule.schedule import Op
+from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.pieces import Cut
 
 __all__ = ["Postprocs"]
@@ -33,6 +35,15 @@ class Postprocs:
 
     def __init__(self, modules: Sequence[PipelinedPostproc]) -> None:
         self._modules = list(modules)
+
+    def of_op(self, op: Op, flight: Flight) -> AbstractContextManager[None]:
+        """The context of an operation of a schedule on a batch."""
+        if op.kind == "request":
+            return self.of_batch(flight.context)
+        if op.kind == "forward" and op.index in flight.run_indices:
+            run = flight.run_indices.index(op.index)
+            return self.of_part(flight.context, Cut.in_order(flight.run_sizes), run)
+        return nullcontext()
 
     @contextmanager
     def of_batch(self, context: TrainPipelineContext) -> Iterator[None]:

@@ -23,7 +23,7 @@ from torchrec_picasso.app.config import (
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.options.refresh import Refresh
+from torchrec_picasso.refresh.policy import Refresh
 
 NUM_HOT = 20
 OFTEN = Refresh(every_steps=4, half_life_steps=50, deviations=0.0)

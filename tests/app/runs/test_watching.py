@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.train_pipeline.test_tensorboard_reports import FLOAT32, curves_in
+from tests.app.runs.test_tensorboard_reports import FLOAT32, curves_in
 from torchrec_picasso.app.config import (
     CheckpointConfig,
     DataConfig,
@@ -26,7 +26,7 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.profiling import ProfileRequest, StepProfiler, check_profile
 from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.errors import ConfigError, PicassoError
-from torchrec_picasso.options.refresh import Refresh
+from torchrec_picasso.refresh.policy import Refresh
 
 STEPS = 12
 RESUMED_STEPS = 24

@@ -23,10 +23,9 @@ from torchrec_picasso.app.timeline.timeline import (
     Timeline,
 )
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.exchange.waiting import WAIT_RANGE, named_range
+from torchrec_picasso.exchange.waiting import OP_RANGE, STEP_RANGE, WAIT_RANGE, named_range
 from torchrec_picasso.schedule.schedule import COLLECTIVES, Op, Setting, training_schedule
 from torchrec_picasso.train_pipeline import cuts
-from torchrec_picasso.train_pipeline.ranges import op_range, step_range
 
 JOB = Job(placement={"*": 2}, tables=PLAIN, batch_sizes=(64,), num_steps=8, waves={"a": 1})
 K = 2
@@ -146,10 +145,10 @@ def test_a_profile_without_steps_is_refused() -> None:
 
 def test_without_a_profiler_a_range_is_nothing() -> None:
     nothing = named_range("a")
-    assert op_range(Op("update")) is nothing
-    assert step_range(3) is nothing
+    assert named_range(OP_RANGE, Op("update")) is nothing
+    assert named_range(STEP_RANGE, 3) is nothing
     with profile(activities=[ProfilerActivity.CPU]):
-        assert op_range(Op("update")) is not nothing
+        assert named_range(OP_RANGE, Op("update")) is not nothing
 
 
 def test_what_was_still_in_flight_is_left_out() -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torchrec_picasso.app.config.safe_yaml import read_yaml
 from torchrec_picasso.app.config.schema import TrainConfig
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.options.rules import Rules, field_types, shown, value_problems
+from torchrec_picasso.rules import Rules, field_types, shown, value_problems
 
 __all__ = ["load_config", "load_rules", "parse_config"]
 

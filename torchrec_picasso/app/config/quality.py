@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchrec_picasso.app.config.schema import CARDINALITY_NAMES, LABELS, OptimizerConfig
-from torchrec_picasso.options.rules import Rules, rule, shown
+from torchrec_picasso.rules import Rules, rule, shown
 
 __all__ = ["CHECK_KINDS", "METRICS", "QualityCheck", "QualityConfig"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.options.rules import shown
+from torchrec_picasso.rules import shown
 
 __all__ = ["read_yaml"]
 

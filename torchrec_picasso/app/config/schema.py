@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchrec_picasso.app.config.watch import WatchConfig
-from torchrec_picasso.options.refresh import Refresh
-from torchrec_picasso.options.rules import Rules, rule, shown
+from torchrec_picasso.refresh.policy import Refresh
+from torchrec_picasso.rules import Rules, rule, shown
 
 __all__ = [
     "TrainConfig",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrec_picasso.options.rules import Rules, rule
+from torchrec_picasso.rules import Rules, rule
 
 __all__ = ["WatchConfig"]
 

@@ -40,16 +40,15 @@ from torchrec_picasso.app.timeline.spans import (
     Span,
 )
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.exchange.waiting import WAIT_RANGE
+from torchrec_picasso.exchange.waiting import OP_RANGE, STEP_RANGE, WAIT_RANGE
 from torchrec_picasso.schedule.schedule import OF_BATCH, Op
-from torchrec_picasso.train_pipeline.ranges import OP_PREFIX, STEP_PREFIX
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["COMPUTE", "DONE", "EXCHANGE", "WAIT", "WAITED_FOR", "Span", "Timeline"]
 
-_OP = re.compile(rf"{OP_PREFIX}(\w+)(?: (\d+))?(?: wave (\d+))?( of .*)?")
+_OP = re.compile(rf"{OP_RANGE} (\w+)(?: (\d+))?(?: wave (\d+))?( of .*)?")
 _CALL_PREFIX, _WORK_PREFIX = "c10d::", "gloo:"
 _MESSAGES = frozenset({"gloo:send", "gloo:recv"})
 
@@ -168,7 +167,7 @@ class _Event:
 
 
 def _read(profile: Any) -> Iterable[_Event]:
-    prefixes = (STEP_PREFIX, OP_PREFIX, WAIT_RANGE, _CALL_PREFIX, _WORK_PREFIX)
+    prefixes = (STEP_RANGE, OP_RANGE, WAIT_RANGE, _CALL_PREFIX, _WORK_PREFIX)
     for event in profile.events():
         if event.name.startswith(prefixes):
             yield _Event(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3)
@@ -176,7 +175,7 @@ def _read(profile: Any) -> Iterable[_Event]:
 
 def _ops(events: Sequence[_Event]) -> list[Span]:
     """Operations in the order they ran; none overlaps another."""
-    steps = [event for event in events if event.name.startswith(STEP_PREFIX)]
+    steps = [event for event in events if event.name.startswith(STEP_RANGE)]
     starts = [step.start_ms for step in steps]
     found = []
     for event in events:
@@ -187,7 +186,7 @@ def _ops(events: Sequence[_Event]) -> list[Span]:
         kind, index, wave, of_batch = match.groups()
         found.append(
             Span(
-                step=int(steps[place].name.removeprefix(STEP_PREFIX)),
+                step=int(steps[place].name.removeprefix(STEP_RANGE)),
                 op=Op(kind, OF_BATCH.index(of_batch or ""), _number(index), _number(wave)),
                 kind=COMPUTE,
                 start_ms=event.start_ms,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,22 +21,15 @@ import torch.distributed as dist
 from torchrec_picasso.batches.split import num_samples, reason_of
 from torchrec_picasso.errors import CompatError
 
-__all__ = ["AnyData", "Census", "SplitBatch", "empty_batch", "share_empty_batch", "take_census"]
+__all__ = ["AnyData", "SplitBatch", "empty_batch", "find_data", "share_empty_batch"]
 
 SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
 """Splits a batch into micro-batches of given sizes."""
 
 
-@dataclass(frozen=True)
-class Census:
-    """The ranks that have a batch (has-data all-reduce); equal on all ranks."""
-
-    first_with_data: int | None
-    """The lowest rank that has a batch; ``None`` = no rank has one."""
-    all_have_data: bool
-
-
-def take_census(pg: dist.ProcessGroup, device: torch.device, has_data: bool) -> Census:
+def find_data(
+    pg: dist.ProcessGroup, device: torch.device, has_data: bool
+) -> tuple[int | None, bool]:
     """All-reduces whether ranks have a batch. Collective.
 
     Args:
@@ -45,16 +37,19 @@ def take_census(pg: dist.ProcessGroup, device: torch.device, has_data: bool) -> 
         device: Device of the collectives of ``pg``.
         has_data: Whether this rank has a batch.
 
+    Returns:
+        The lowest rank that has a batch, ``None`` = no rank has one; and whether all have one.
+
     Cost:
         One all-reduce of 16 bytes with a host wait; none with one rank.
     """
     if pg.size() == 1:
-        return Census(0 if has_data else None, has_data)
+        return 0 if has_data else None, has_data
     # one MIN gives both: the lowest rank with data (W = none), and 1 only if all have data
     lowest = torch.tensor([pg.rank() if has_data else pg.size(), int(has_data)], device=device)
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=pg)
     first, all_have = lowest.tolist()
-    return Census(None if first == pg.size() else first, bool(all_have))
+    return None if first == pg.size() else first, bool(all_have)
 
 
 class AnyData:

@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.types import ShardedModule
 
 from torchrec_picasso.batches.split import PLAIN_TYPES
-from torchrec_picasso.comparison.dense_part import outside_of_sharded
+from torchrec_picasso.proof.dense_part import MODULE_ATTRIBUTES, dense_modules
 
 __all__ = ["without_a_trace"]
 
-_KEPT_BY_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_NOT_RESTORED = MODULE_ATTRIBUTES - {"training"}
 
 
 @contextmanager
@@ -36,7 +35,7 @@ def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
         model: Any model.
         device: Device on which the model draws random numbers, beside the CPU.
     """
-    modules = [m for _, m in outside_of_sharded(model) if not isinstance(m, ShardedModule)]
+    modules = [module for _, module in dense_modules(model)]
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.clone())
         for module in modules
@@ -95,7 +94,7 @@ def _attributes(module: nn.Module) -> _Attributes:
     """Copies the attributes of one module that can be restored."""
     found: _Attributes = {}
     for name, value in vars(module).items():
-        if name in _KEPT_BY_TORCH:
+        if name in _NOT_RESTORED:
             continue
         found[name] = None
         if isinstance(value, Tensor):
@@ -109,7 +108,7 @@ def _attributes(module: nn.Module) -> _Attributes:
 
 def _put_back(module: nn.Module, found: _Attributes) -> None:
     """Restores the attributes of one module, and deletes those that are new."""
-    for name in vars(module).keys() - found.keys() - _KEPT_BY_TORCH:
+    for name in vars(module).keys() - found.keys() - _NOT_RESTORED:
         del vars(module)[name]
     for name, attribute in found.items():
         if attribute is not None:

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.errors import CompatError, PicassoError
-from torchrec_picasso.feed.end_of_data import (
+from torchrec_picasso.batches.end_of_data import (
     SplitBatch,
     empty_batch,
+    find_data,
     share_empty_batch,
-    take_census,
 )
-from torchrec_picasso.feed.id_stream import IdStream
+from torchrec_picasso.batches.id_stream import IdStream
+from torchrec_picasso.errors import CompatError, PicassoError
 
 __all__ = ["BatchFeed", "Fetched"]
 
@@ -92,17 +92,17 @@ class BatchFeed:
         return first
 
     def _first(self, pg: dist.ProcessGroup, own: Fetched | None) -> Fetched:
-        census = take_census(pg, self._device, own is not None)
-        if census.all_have_data and own is not None:
+        source, all_have_data = find_data(pg, self._device, own is not None)
+        if all_have_data and own is not None:
             return own
-        if census.first_with_data is None or not self._execute_all_batches:
+        if source is None or not self._execute_all_batches:
             self._kept = own
             raise StopIteration
         batch = None if own is None else own.batch
         if batch is not None:
             self._id_stream.take_batch(batch)
         # a rank without any batch so far has nothing to make an empty batch from
-        empty = share_empty_batch(pg, self._device, census.first_with_data, batch, self._split)
+        empty = share_empty_batch(pg, self._device, source, batch, self._split)
         return own or Fetched(empty, self.create_context(), has_data=False)
 
     def following(self, pg: dist.ProcessGroup, batches: Iterator[Any], last: Any) -> Fetched | None:
@@ -130,11 +130,11 @@ class BatchFeed:
 
     def _following(self, pg: dist.ProcessGroup, own: Fetched | None, last: Any) -> Fetched | None:
         if self.asks_ahead or not self._execute_all_batches:
-            census = take_census(pg, self._device, own is not None)
-            if not census.all_have_data and not self._execute_all_batches:
+            source, all_have_data = find_data(pg, self._device, own is not None)
+            if not all_have_data and not self._execute_all_batches:
                 self._kept = own
                 raise StopIteration
-            if census.first_with_data is None:
+            if source is None:
                 return None
         # without an all-reduce the header of the (empty) batch says whether any rank has data
         if own is not None or pg.size() == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 
-from torchrec_picasso.comparison.dense_part import outside_of_sharded
-from torchrec_picasso.comparison.difference import Tolerance, difference_of
+from torchrec_picasso.proof.dense_part import MODULE_ATTRIBUTES, dense_modules, outside_of_sharded
+from torchrec_picasso.proof.difference import Tolerance, difference_of
 
 __all__ = ["ModelState", "copy_model"]
 
-_KEPT_BY_TORCH = frozenset(vars(nn.Module())) - {"_buffers", "_parameters", "training"}
-"""Attributes of ``nn.Module`` itself that are not the model's state."""
+_NO_STATE = MODULE_ATTRIBUTES - {"_buffers", "_parameters", "training"}
+"""Attributes that are not the model's state."""
 
 
 def copy_model(model: nn.Module, shared: Iterable[nn.Module] = ()) -> nn.Module:
@@ -56,14 +56,10 @@ class ModelState:
     """The state in the dense part of a model.
 
     Args:
-        names: Names of the modules.
-        parts: Python attributes of each module, as bytes.
-        tensors: Copies of the tensors of each module.
+        modules: Python attributes as bytes, and copies of the tensors, by name of the module.
     """
 
-    names: Sequence[str]
-    parts: Sequence[bytes]
-    tensors: Sequence[Sequence[Tensor]]
+    modules: Mapping[str, tuple[bytes, Sequence[Tensor]]]
 
     @staticmethod
     def of(model: nn.Module) -> ModelState:
@@ -72,13 +68,8 @@ class ModelState:
         Raises:
             Exception: The error of any attribute that cannot be pickled.
         """
-        modules = [m for m in outside_of_sharded(model) if not isinstance(m[1], ShardedModule)]
-        found = [_Bytes.of(module) for _, module in modules]
-        return ModelState(
-            [name or "the model" for name, _ in modules],
-            [part for part, _ in found],
-            [tensors for _, tensors in found],
-        )
+        modules = dense_modules(model)
+        return ModelState({name or "the model": _Bytes.of(module) for name, module in modules})
 
     def difference(self, other: ModelState, tolerance: Tolerance) -> str | None:
         """Names a module whose state differs from another state's; ``None`` = none does.
@@ -87,14 +78,13 @@ class ModelState:
             other: State of the same model after another run.
             tolerance: Limits of the differences of float tensors.
         """
-        for name, one, two, tensors, others in zip(
-            self.names, self.parts, other.parts, self.tensors, other.tensors
+        for (name, (own, tensors)), (its, others) in zip(
+            self.modules.items(), other.modules.values()
         ):
-            if one != two:
+            if own != its:
                 return f"the attributes of {name} differ after the forward"
-            for tensor, its in zip(tensors, others):
-                if not _are_close(tensor, its, tolerance):
-                    return f"a buffer or tensor of {name} differs after the forward"
+            if not all(_are_close(*pair, tolerance) for pair in zip(tensors, others)):
+                return f"a buffer or tensor of {name} differs after the forward"
         return None
 
 
@@ -128,5 +118,5 @@ class _Bytes(pickle.Pickler):
         """Returns the attributes of one module as bytes, and the tensors in them."""
         buffer = io.BytesIO()
         writer = _Bytes(buffer)
-        writer.dump({k: v for k, v in vars(module).items() if k not in _KEPT_BY_TORCH})
+        writer.dump({k: v for k, v in vars(module).items() if k not in _NO_STATE})
         return buffer.getvalue(), writer.tensors

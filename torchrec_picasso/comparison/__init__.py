@@ -1,1 +1,0 @@
-"""Compares two ways of running a model, with random layers made deterministic."""

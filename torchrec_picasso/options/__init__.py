@@ -1,1 +1,0 @@
-"""What a user may set, each field with its rule."""
