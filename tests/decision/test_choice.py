@@ -44,7 +44,7 @@ def work(
     spectrum = None
     if exponent is not None:
         counts = (1e5 * torch.arange(1, rows + 1, dtype=torch.float64) ** -exponent).ceil()
-        spectrum = CountSpectrum.of(counts, rows)
+        spectrum = CountSpectrum.from_counts(counts, rows)
     load = TableLoad(
         name=name,
         num_embeddings=rows,
@@ -70,7 +70,7 @@ def hot_counts(
 
 
 def pricer(network: CommCurves, dense_ms: float = 0.0, world_size: int = 2) -> StepPricer:
-    return StepPricer(network, world_size, DenseTimes.of(dense_ms))
+    return StepPricer(network, world_size, DenseTimes.from_total(dense_ms))
 
 
 @settings(max_examples=25, deadline=None)

@@ -40,7 +40,7 @@ class DenseTimes:
     in_parts: tuple[tuple[int, float, float], ...] = ()
 
     @staticmethod
-    def of(total_ms: float, parameter_bytes: float = 0.0) -> DenseTimes:
+    def from_total(total_ms: float, parameter_bytes: float = 0.0) -> DenseTimes:
         """Of a dense step whose whole time is all that is known."""
         forward_ms = _FORWARD_SHARE * total_ms
         return DenseTimes(

@@ -74,7 +74,7 @@ class HotColdTotals:
     bag_lookup_elements: float = 0.0
 
     @staticmethod
-    def of(work: TableWork, num_hot: float, form: Form = "rows") -> HotColdTotals:
+    def from_table(work: TableWork, num_hot: float, form: Form = "rows") -> HotColdTotals:
         """One table whose ``num_hot`` most frequent rows are hot, or whose bags travel."""
         load = work.load
         if form == "bags":

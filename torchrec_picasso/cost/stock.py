@@ -71,7 +71,7 @@ class StockTotals:
         return StockTotals(**dict(zip(_FIELDS, sums)))
 
     @staticmethod
-    def of(sharding_type: str, work: TableWork) -> StockTotals:
+    def from_table(sharding_type: str, work: TableWork) -> StockTotals:
         """One table under a sharding type of :data:`STOCK_TYPES`."""
         load, world_size = work.load, work.world_size
         copies = _column_shards(load, world_size) if sharding_type == "column_wise" else 1
@@ -96,7 +96,7 @@ _values = attrgetter(*_FIELDS)
 
 def stock_totals(sharding_type: str, works: Iterable[TableWork]) -> StockTotals:
     """Sums tables of one sharding type."""
-    tables = (_values(StockTotals.of(sharding_type, work)) for work in works)
+    tables = (_values(StockTotals.from_table(sharding_type, work)) for work in works)
     return StockTotals(**dict(zip(_FIELDS, sum_columns(tables, len(_FIELDS)))))
 
 
@@ -180,7 +180,7 @@ def marginal_stock_costs(
 
     all_tables = cost(totals)
     return [
-        all_tables.plus(cost(totals.plus(StockTotals.of(sharding_type, work), -1.0)), -1.0)
+        all_tables.plus(cost(totals.plus(StockTotals.from_table(sharding_type, work), -1.0)), -1.0)
         for work in works
     ]
 

@@ -174,7 +174,7 @@ def _plans(
 
 
 def _sent_bytes(work: TableWork, form: Form) -> float:
-    totals = HotColdTotals.of(work, 0, form)
+    totals = HotColdTotals.from_table(work, 0, form)
     return sum(exchange_bytes(totals, work.world_size, num_packs=1).values())
 
 

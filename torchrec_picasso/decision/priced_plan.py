@@ -69,7 +69,9 @@ def price_plan(
             return max_over_mean(kind, loads, world_size)
         return placed_over_mean(loads, [homes[i] for i in tables], world_size)
 
-    totals = sum_hot_cold(HotColdTotals.of(works[i], num_hot.get(i, 0), forms[i]) for i in hot_cold)
+    totals = sum_hot_cold(
+        HotColdTotals.from_table(works[i], num_hot.get(i, 0), forms[i]) for i in hot_cold
+    )
     stock = StepCost()
     for kind in sorted({kind for kind in stock_types if kind is not None}):
         tables = [

@@ -264,7 +264,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
 
     def _dense(self, dense_bytes: int) -> DenseTimes:
         if self._dense_ms is not None:
-            return DenseTimes.of(self._dense_ms, dense_bytes)
+            return DenseTimes.from_total(self._dense_ms, dense_bytes)
         known = self._curves.dense or DenseTimes()
         return dataclasses.replace(known, parameter_bytes=dense_bytes)
 

@@ -1,7 +1,7 @@
 """Counts accesses during training, and refreshes the hot set at intervals.
 
 A hot set changes between two steps and on all ranks alike; the number of hot rows does not change.
-Leaving rows return to their owner ranks with their optimizer state, entering rows come with theirs,
+Leaving rows return to their home ranks with their optimizer state, entering rows come with theirs,
 so every row has the same weights and state as without the change.
 """
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 _SAVED_A_SLOT = 4
-"""Cold rows of an owner rank per replica when counts are saved; further rows rarely become hot."""
+"""Cold rows of a home rank per replica when counts are saved; further rows rarely become hot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Refreshed:
         moved_bytes: Weights and optimizer state of these rows, as each rank receives them.
         coverage: Share of accesses since the last evaluation or check that hit hot rows; an access
             is a batch of one rank that looks the row up. 0 without any access.
-        home_uses_W: Accesses to cold rows of each owner rank in that time.
+        home_uses_W: Accesses to cold rows of each home rank in that time.
     """
 
     step: int
@@ -100,14 +100,14 @@ class Refresher:
         for group, packs in self._packs_of:
             most_P = [_SAVED_A_SLOT * group.storages[pack].num_hot_rows for pack in packs]
             uses_by_table |= collect_uses(group, packs, most_P)
-        return SavedUses(num_batches=self._num_batches, of_tables=uses_by_table)
+        return SavedUses(num_batches=self._num_batches, uses_by_table=uses_by_table)
 
     def go_on_with(self, saved: SavedUses) -> None:
         """Continues from another run's counts; all ranks call it, before the first step."""
         self._settle()
         self._num_batches = saved.num_batches
         for group, packs in self._packs_of:
-            give_uses(group, packs, saved.of_tables)
+            give_uses(group, packs, saved.uses_by_table)
 
     def step(self) -> Refreshed | None:
         """Ends a training step. Collective in steps with an evaluation or a check.
@@ -200,7 +200,7 @@ class Refresher:
         ]
 
     def _coverage(self) -> tuple[float, tuple[int, ...]]:
-        """Share of accesses to hot rows, and accesses by owner rank. Collective."""
+        """Share of accesses to hot rows, and accesses by home rank. Collective."""
         group, _ = self._packs_of[0]
         ranks = group.ranks
         uses = list(self._uses())
