@@ -127,7 +127,7 @@ def test_arguments_reach_torchrec() -> None:
     ("arguments", "message"),
     [
         ({"hot_rows": 0, "curves": 1}, "curves is a int, expected CommCurves"),
-        ({"curves": CommCurves.assumed(1, gbytes_per_s=1)}, "curves are of 1 rank, which sends"),
+        ({"curves": CommCurves.assumed(1, gbytes_per_s=1)}, "curves are of 1 rank, without"),
         ({"hot_rows": 0, "stats": "s.parquet"}, "stats is a str, expected FrequencyStats"),
         ({"hot_rows": 0, "enumerator": 1}, "enumerator was given, but hot_cold_planner brings"),
     ],

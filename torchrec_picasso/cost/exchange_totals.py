@@ -1,7 +1,4 @@
-"""What the tables of one packed exchange ask of a step: sums over tables, as they share it.
-
-Every number is expected, per rank and step.
-"""
+"""Expected work of the hot/cold tables of one packed exchange, per rank and step: sums over tables."""
 
 from __future__ import annotations
 
@@ -19,34 +16,36 @@ __all__ = ["HotColdTotals", "sum_hot_cold"]
 
 @dataclass(frozen=True)
 class HotColdTotals:
-    """What the tables of one exchange ask of a step, expected, per rank.
+    """Expected work of one step on one rank, summed over the tables of one exchange.
+
+    An owner-pooled table counts only in ``features``, ``updated``, ``rows`` and the fields of bags.
+    Fields named ``*_elements`` are numbers of rows, lookups or bags times dim.
 
     Args:
-        features: Features of the tables.
+        features: Number of features.
         lookups: Lookups of the rank's batch.
-        lookup_elements: The same times dim.
+        lookup_elements: Elements of the lookups.
         unique: Distinct rows of the rank's batch.
-        unique_elements: The same times dim.
-        cold: Those of them that travel.
-        cold_elements: The same times dim.
-        cold_early0: Elements of the cold rows that the first part of the batch uses, by
+        unique_elements: Elements of the distinct rows.
+        cold: Distinct cold rows of the rank's batch.
+        cold_elements: Elements of the cold rows.
+        cold_early0: Elements of the cold rows in the first share of the batch, see
             :data:`torchrec_picasso.cost.table_work.EARLY_SHARES`.
-        cold_early1: Likewise.
-        cold_early2: Likewise.
+        cold_early1: Elements of the cold rows in the second, larger share.
+        cold_early2: Elements of the cold rows in the third share.
         dirty_elements: Elements of the cold rows that the batch before updates.
-        dirty_early0: Of these, those that the first part of the batch uses.
-        dirty_early1: Likewise.
-        dirty_early2: Likewise.
-        updated: Cold rows that this rank updates: distinct ones over all ranks, at their homes.
-        touched: Hot rows that any rank uses.
-        touched_elements: The same times dim.
-        hot: Hot rows, used or not.
+        dirty_early0: Elements of the dirty rows in the first share of the batch.
+        dirty_early1: Elements of the dirty rows in the second share.
+        dirty_early2: Elements of the dirty rows in the third share.
+        updated: Home rows that the rank updates: distinct rows over all ranks' batches.
+        touched: Hot rows in any rank's batch.
+        touched_elements: Elements of the touched hot rows.
+        hot: Hot rows of the tables.
         rows: Rows of the tables.
-        bags: Bags of the tables that travel as bags; their lookups and rows count here only, and
-            in ``features``, ``rows`` and ``updated``.
-        bag_elements: The same times dim.
-        bag_lookups: Lookups of their bags.
-        bag_lookup_elements: The same times dim.
+        bags: Bags of the rank's batch in owner-pooled tables.
+        bag_elements: Elements of the bags.
+        bag_lookups: Lookups of the bags.
+        bag_lookup_elements: Elements of the lookups of the bags.
     """
 
     features: float = 0.0
@@ -75,9 +74,16 @@ class HotColdTotals:
 
     @staticmethod
     def from_table(work: TableWork, num_hot: float, form: Form = "rows") -> HotColdTotals:
-        """One table whose ``num_hot`` most frequent rows are hot, or whose bags travel."""
+        """Computes the work of one table.
+
+        Args:
+            work: Expected rows of the table.
+            num_hot: Number of hot rows, the most frequent rows; not used if owner-pooled.
+            form: ``"rows"`` = row-exchanged, ``"bags"`` = owner-pooled.
+        """
         load = work.load
         if form == "bags":
+            # The lookups of all ranks spread over the home ranks: on average as many as one batch.
             return HotColdTotals(
                 features=load.num_features,
                 updated=work.unique_anywhere / work.world_size,
@@ -110,12 +116,12 @@ class HotColdTotals:
 
     @property
     def cold_early(self) -> tuple[float, ...]:
-        """Elements of the cold rows of the first parts of a batch."""
+        """Elements of the cold rows in each of :data:`EARLY_SHARES`."""
         return self.cold_early0, self.cold_early1, self.cold_early2
 
     @property
     def dirty_early(self) -> tuple[float, ...]:
-        """Elements of the dirty ones among them."""
+        """Elements of the dirty rows in each of :data:`EARLY_SHARES`."""
         return self.dirty_early0, self.dirty_early1, self.dirty_early2
 
 
@@ -126,5 +132,5 @@ _values = attrgetter(*_FIELDS)
 
 
 def sum_hot_cold(tables: Iterable[HotColdTotals]) -> HotColdTotals:
-    """Sums what single tables ask for."""
+    """Sums the work of tables, field by field."""
     return HotColdTotals(*sum_columns(map(_values, tables), len(_FIELDS)))

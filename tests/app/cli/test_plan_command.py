@@ -181,10 +181,10 @@ def test_statistics_of_other_tables_are_refused_by_name(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("not json", "does not hold curves"),
-        ("[1, 2]", "does not hold curves"),
-        ("{}", "does not hold curves"),
-        ('{"format_version": 99}', "does not hold curves: format version 99, expected 1"),
+        ("not json", "does not contain curves"),
+        ("[1, 2]", "does not contain curves"),
+        ("{}", "does not contain curves"),
+        ('{"format_version": 99}', "does not contain curves: format version 99, expected 1"),
         (None, "there is no curves file"),
     ],
 )
