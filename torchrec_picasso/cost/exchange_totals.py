@@ -1,4 +1,4 @@
-"""Expected work of the hot/cold tables of one packed exchange, per rank and step: sums over tables."""
+"""Expected work of the hot/cold tables of one packed exchange, per rank and step."""
 
 from __future__ import annotations
 

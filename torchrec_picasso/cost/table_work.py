@@ -155,7 +155,7 @@ class TableWork:
         )
 
     def _sums_of_first(self, num_hot: float) -> list[float]:
-        """Sums the quantities over the most frequent rows, interpolating among rows of equal count."""
+        """Sums the quantities over the most frequent rows; rows of equal count are interpolated."""
         if num_hot <= 0:
             return [0.0] * self._sums_KQ.shape[1]
         right = int(np.searchsorted(self._end_K, num_hot, side="left"))
