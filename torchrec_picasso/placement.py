@@ -93,12 +93,12 @@ class HotColdParams(CacheParams):
         if self.num_hot_rows > num_embeddings:
             raise PlanError(
                 f"table {table!r} has {num_embeddings} rows, but {self.num_hot_rows} hot rows were "
-                f"asked for; ask for at most {num_embeddings}"
+                f"requested; request at most {num_embeddings}"
             )
         if self.num_hot_rows and int(self.hot_rows[-1]) >= num_embeddings:
             raise PlanError(
                 f"hot row {int(self.hot_rows[-1])} lies outside table {table!r}, whose rows are "
-                f"0..{num_embeddings - 1}; were the hot rows chosen for another model?"
+                f"0..{num_embeddings - 1}; choose hot rows for this model"
             )
 
     def __eq__(self, other: object) -> bool:

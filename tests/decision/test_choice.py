@@ -16,7 +16,7 @@ from torchrec_picasso.cost.curve import Curve
 from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
-from torchrec_picasso.decision.choice import TableQuestion, choose
+from torchrec_picasso.decision.choice import TableCandidate, choose
 from torchrec_picasso.decision.priced_plan import price_plan
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
@@ -56,16 +56,16 @@ def work(
     return TableWork(load, world_size)
 
 
-def ask(works: list[TableWork], *stock: str) -> list[TableQuestion]:
+def ask(works: list[TableWork], *stock: str) -> list[TableCandidate]:
     types = stock or ("table_wise", "row_wise")
-    return [TableQuestion(work=w, may_be_hot_cold=True, stock_types=types) for w in works]
+    return [TableCandidate(work=w, may_be_hot_cold=True, stock_types=types) for w in works]
 
 
 def hot_counts(
     works: list[TableWork], prices: StepPricer, budget_bytes: float = float("inf")
 ) -> list[int]:
     """Hot rows of tables that have to be hot/cold."""
-    questions = [TableQuestion(work=w, may_be_hot_cold=True, stock_types=()) for w in works]
+    questions = [TableCandidate(work=w, may_be_hot_cold=True, stock_types=()) for w in works]
     return list(choose(questions, prices, budget_bytes).num_hot)
 
 
@@ -166,8 +166,8 @@ def test_work_to_hide_under_lets_even_distinct_rows_travel() -> None:
 def test_what_is_not_allowed_is_not_chosen() -> None:
     skewed, uniform = work("a", 1.2), work("b", None)
     questions = [
-        TableQuestion(work=skewed, may_be_hot_cold=False, stock_types=("row_wise",)),
-        TableQuestion(work=uniform, may_be_hot_cold=True, stock_types=()),
+        TableCandidate(work=skewed, may_be_hot_cold=False, stock_types=("row_wise",)),
+        TableCandidate(work=uniform, may_be_hot_cold=True, stock_types=()),
     ]
     choice = choose(questions, pricer(curves(gbytes_per_s=100.0)))
     assert choice.hot_cold == (False, True)
@@ -195,7 +195,7 @@ def pooled(name: str, pooling: int, exponent: float | None) -> TableWork:
 MIXED = [pooled("distinct", 6, None), pooled("repeated", 2, 1.3), pooled("more", 8, 0.2)]
 
 
-def may_take_bags(works: list[TableWork], *able: bool) -> list[TableQuestion]:
+def may_take_bags(works: list[TableWork], *able: bool) -> list[TableCandidate]:
     asked = zip(ask(works), able or (True,) * len(works))
     return [
         dataclasses.replace(of, forms=("rows", "bags") if may else ("rows",)) for of, may in asked
