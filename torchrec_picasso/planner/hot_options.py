@@ -149,7 +149,8 @@ def replica_bytes(option: ShardingOption) -> int:
     shape = option.tensor.shape
     row_bytes = option.tensor.element_size() * shape[1]
     weight_bytes = option.cache_params.num_hot_rows * row_bytes
-    return weight_bytes + math.ceil(weight_bytes * optimizer_multiplier(optimizer_class(option), shape))
+    state_share = optimizer_multiplier(optimizer_class(option), shape)
+    return weight_bytes + math.ceil(weight_bytes * state_share)
 
 
 def add_replica_storage(options: list[ShardingOption], compute_device: str) -> None:

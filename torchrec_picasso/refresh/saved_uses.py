@@ -36,7 +36,7 @@ class SavedUses:
 def collect_uses(
     group: RowGroup, packs: Sequence[int], most_P: Sequence[int]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Collects the counts of one module from all ranks; counts must be settled. Collective.
+    """Collects the counts of one module from all ranks; counts must be rescaled. Collective.
 
     Args:
         group: The tables of the module.
