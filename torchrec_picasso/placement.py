@@ -34,7 +34,7 @@ class HotColdParams(CacheParams):
         hot_rows: Row ids of the table that get a replica on every rank, any integer sequence or
             tensor; stored as an ascending int64 tensor of shape ``(H,)``. Empty means the packed
             unique exchange without replicas.
-        wave: Tables of a module with the same number travel together; an interleaved pipeline
+        wave: Tables of a module with the same number share a wave; an interleaved pipeline
             staggers waves in ascending order. Any number from 0; owner-pooled tables follow.
         form: ``"rows"``: each distinct row is sent once; the table is placed row-wise. ``"bags"``:
             one pooled vector is sent for each bag; the table is placed table-wise, on its home

@@ -30,7 +30,7 @@ __all__ = [
 
 _WORD_BYTES = 8
 _WORD_BITS = 64
-_FLAGS = 3  # words of the header beside the counts
+_FLAGS = 3  # words of the header that are no counts
 _LENGTH_BYTES = 4
 _WIRE_BYTES = 4  # a float32 element
 _LARGEST_INT32 = 2**31 - 1

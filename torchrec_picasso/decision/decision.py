@@ -38,7 +38,7 @@ class TableInfo:
         not_hot_cold: Reason why the table cannot be hot/cold; ``None`` = it can.
         no_hot_rows: Reason why it cannot have hot rows; ``None`` = it can.
         no_bags: Reason why it cannot be owner-pooled; ``None`` = it can.
-        asked_form: Exchange that the user requires if the table is hot/cold; ``None`` = any.
+        required_form: Exchange that the user requires if the table is hot/cold; ``None`` = any.
         stock_types: Allowed stock sharding types.
         module: Path of the table's module; its tables share an exchange.
     """
@@ -47,7 +47,7 @@ class TableInfo:
     not_hot_cold: str | None = None
     no_hot_rows: str | None = None
     no_bags: str | None = "owner-pooling was not considered"
-    asked_form: Form | None = None
+    required_form: Form | None = None
     stock_types: tuple[str, ...] = ("table_wise", "row_wise")
     module: str = ""
 
@@ -59,8 +59,8 @@ class TableInfo:
     @property
     def forms(self) -> tuple[Form, ...]:
         """Allowed exchanges, if the table is hot/cold."""
-        if self.asked_form is not None:
-            return (self.asked_form,)
+        if self.required_form is not None:
+            return (self.required_form,)
         return ("rows", "bags") if self.no_bags is None else ("rows",)
 
 

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.hot_options import hot_cold_options
-from torchrec_picasso.planner.refusals import TableRefusals, asked_form
+from torchrec_picasso.planner.refusals import TableRefusals, required_form
 
 __all__ = ["hot_cold_candidates"]
 
@@ -153,5 +153,5 @@ def _refuse_if_not_offered(options: list[ShardingOption], refusals: TableRefusal
     """Raises the error of :func:`hot_cold_options`, which lists a table's options, if none can be
     hot/cold."""
     if not refusals.is_offered:
-        form = asked_form(options) or "rows"
+        form = required_form(options) or "rows"
         hot_cold_options(options, torch.empty(0, dtype=torch.int64), form=form)

@@ -35,7 +35,7 @@ from torchrec_picasso.planner.hot_options import (
     hot_cold_options,
 )
 from torchrec_picasso.planner.prices import price_options
-from torchrec_picasso.planner.refusals import TableRefusals, asked_form, refusals_of
+from torchrec_picasso.planner.refusals import TableRefusals, required_form, refusals_of
 from torchrec_picasso.planner.table_info import (
     assumed_curves,
     config_of,
@@ -134,7 +134,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
             hot_sets = given_hot_sets(rows, without, self._hot_rows, self._frequency_stats)
             blocks, waves = {}, {}
             forms = {
-                name: asked_form(options) or "rows"
+                name: required_form(options) or "rows"
                 for (_, name), options in options_by_path.items()
             }
         num_micro_batches = self._num_micro_batches
@@ -294,10 +294,10 @@ class HotColdEnumerator(EmbeddingEnumerator):
             self._frequency_stats,
             batch_size=self._batch_size,
             refusals=self._refusals[options[0].path, options[0].name],
-            asked_types=self._asked_types(options[0].name),
+            constrained_types=self._constrained_types(options[0].name),
         )
 
-    def _asked_types(self, table: str) -> list[str] | None:
+    def _constrained_types(self, table: str) -> list[str] | None:
         constraint = (self._constraints or {}).get(table)
         return constraint.sharding_types if constraint is not None else None
 
@@ -319,7 +319,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         """Removes options that train another model, see ``stock_types_of``."""
         if not self._can_be_hot_cold(options[0]):
             return options
-        kept = stock_types_of(options, self._asked_types(options[0].name))
+        kept = stock_types_of(options, self._constrained_types(options[0].name))
         return [option for option in options if option.sharding_type in kept] or options
 
     def _hot_set(self, option: ShardingOption, chosen: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 A hot/cold option is a row-wise option (row-exchanged) or a table-wise option (owner-pooled) with
 ``HotColdParams`` as ``cache_params``, so TorchRec's validation, statistics and broadcast work on
-the plan. The memory of replicas is added to every shard, because every rank stores replicas beside
-its home block; on a GPU to its HBM, even if home rows are in host memory.
+the plan. The memory of replicas is added to every shard, because every rank stores all
+replicas; on a GPU to its HBM, even if home rows are in host memory.
 
 Shape letters: H hot rows, W ranks.
 """

@@ -35,7 +35,7 @@ from torchrec_picasso.storage.exactness import (
     why_not_its_rows,
 )
 
-__all__ = ["TableRefusals", "asked_form", "refusals_of", "why_no_bags"]
+__all__ = ["TableRefusals", "required_form", "refusals_of", "why_no_bags"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def refusals_of(
     if refusal is not None:
         return TableRefusals(hot_cold=refusal)
     data_type = config.data_type
-    first, is_owner_pooled = options[0], asked_form(options) == "bags"
+    first, is_owner_pooled = options[0], required_form(options) == "bags"
     sharding_type = ShardingType.TABLE_WISE if is_owner_pooled else ShardingType.ROW_WISE
     kernels = [o.compute_kernel for o in options if o.sharding_type == sharding_type.value]
     able = [kernel for kernel in kernels if kernel in HOT_COLD_KERNELS]
@@ -138,7 +138,7 @@ def _fused_params(
     return convert_to_fbgemm_types(add_params_from_parameter_sharding(merged, constrained))
 
 
-def asked_form(options: Sequence[ShardingOption]) -> Form | None:
+def required_form(options: Sequence[ShardingOption]) -> Form | None:
     """Returns the exchange that the user's constraints require; ``None`` = no requirement.
 
     Args:

@@ -18,7 +18,7 @@ from torchrec_picasso.decision.decision import TableInfo
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.hot_options import optimizer_class
-from torchrec_picasso.planner.refusals import TableRefusals, asked_form, why_no_bags
+from torchrec_picasso.planner.refusals import TableRefusals, required_form, why_no_bags
 
 __all__ = [
     "assumed_curves",
@@ -38,7 +38,7 @@ def table_info(
     *,
     batch_size: int,
     refusals: TableRefusals,
-    asked_types: Collection[str] | None,
+    constrained_types: Collection[str] | None,
 ) -> TableInfo:
     """Builds the information about one table whose sharder supports hot/cold tables.
 
@@ -47,7 +47,7 @@ def table_info(
         stats: Lookup counts, or ``None``.
         batch_size: Samples per rank and step.
         refusals: Refused placements of the table.
-        asked_types: Sharding types in the user's constraints, or ``None``.
+        constrained_types: Sharding types in the user's constraints, or ``None``.
     """
     first = options[0]
     config = config_of(first)
@@ -66,16 +66,16 @@ def table_info(
         not_hot_cold=refusals.hot_cold.what if refusals.hot_cold else None,
         no_hot_rows=refusals.hot_rows.what if refusals.hot_rows else None,
         no_bags=why_no_bags(options),
-        asked_form=asked_form(options),
+        required_form=required_form(options),
         stock_types=()
         if is_fixed or refusals.is_only_hot_cold
-        else stock_types_of(options, asked_types),
+        else stock_types_of(options, constrained_types),
         module=first.path,
     )
 
 
 def stock_types_of(
-    options: Sequence[ShardingOption], asked_types: Collection[str] | None
+    options: Sequence[ShardingOption], constrained_types: Collection[str] | None
 ) -> tuple[str, ...]:
     """Returns the stock sharding types that the planner may choose.
 
@@ -87,12 +87,12 @@ def stock_types_of(
 
     Args:
         options: All of TorchRec's options of the table.
-        asked_types: Sharding types in the user's constraints, or ``None``.
+        constrained_types: Sharding types in the user's constraints, or ``None``.
     """
     found = [t for t in STOCK_TYPES if any(o.sharding_type == t for o in options)]
     if len(found) > 1 and _leaves_a_rank_without_rows(options):
         found.remove(ShardingType.ROW_WISE.value)
-    if asked_types:
+    if constrained_types:
         return tuple(found)
     optimizer = optimizer_class(options[0])
     row_wise_state = optimizer is not None and "rowwise" in optimizer.__name__.lower()

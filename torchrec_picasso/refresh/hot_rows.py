@@ -61,7 +61,7 @@ def _hand_over_uses(
     uses = group.storages[pack].uses
     assert uses is not None
     block_s, row_s = group.space.find_blocks(ids_H[leaving_s])
-    # every rank knows the sum over ranks, which the home rank continues
+    # the sum over ranks, equal on all ranks; the home rank continues counting from it
     is_here_s = group.space.block_rank_TW[block_s] == group.ranks.rank
     uses.homes_n[row_s[is_here_s]] = census.hot_uses_H[leaving_s][is_here_s]
 

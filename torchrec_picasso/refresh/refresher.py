@@ -1,6 +1,6 @@
 """Counts accesses during training, and refreshes the hot set at intervals.
 
-A hot set changes between two steps and on all ranks alike; the number of hot rows does not change.
+A hot set changes between two steps and equally on all ranks; the number of hot rows is constant.
 Leaving rows return to their home ranks with their optimizer state, entering rows come with theirs,
 so every row has the same weights and state as without the change.
 """
