@@ -35,7 +35,7 @@ from torchrec_picasso.planner.hot_options import (
     hot_cold_options,
 )
 from torchrec_picasso.planner.prices import price_options
-from torchrec_picasso.planner.refusals import TableRefusals, required_form, refusals_of
+from torchrec_picasso.planner.refusals import TableRefusals, refusals_of, required_form
 from torchrec_picasso.planner.table_info import (
     assumed_curves,
     config_of,
