@@ -12,10 +12,11 @@ from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.exchange_totals import HotColdTotals, sum_hot_cold
 from torchrec_picasso.cost.hot_cold import exchange_bytes, hot_cold_cost
 from torchrec_picasso.cost.local import LocalCosts, SideCosts
-from torchrec_picasso.cost.step_price import PIECES, StepPricer, _shares, _used
+from torchrec_picasso.cost.step_price import StepPricer, _shares, _used
 from torchrec_picasso.cost.stock import stock_cost, stock_totals
 from torchrec_picasso.cost.table_work import EARLY_SHARES, TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
+from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
 
 ROWS, BATCH, DIM = 2000, 512, 64
 FREE = LocalCosts(hot_cold=SideCosts(), stock=SideCosts())
@@ -65,7 +66,7 @@ def test_hot_rows_are_neither_cold_nor_dirty_nor_early() -> None:
     assert work().split(ROWS).cold_early == pytest.approx((0, 0, 0), abs=1e-6)
 
 
-@pytest.mark.parametrize("num_parts", PIECES)
+@pytest.mark.parametrize("num_parts", NUM_MICRO_BATCHES)
 def test_chunks_add_up_and_the_first_is_small_in_samples_only(num_parts: int) -> None:
     totals = HotColdTotals.from_table(work(), 0)
     chunks = _used(num_parts, totals.cold_early, totals.cold_elements)
@@ -113,7 +114,10 @@ def test_bags_are_never_fetched_ahead() -> None:
     bags = sum_hot_cold([HotColdTotals.from_table(work(pooling=2), 0, "bags")] * 20)
     dense = DenseTimes.from_total(500.0)
     pricer = StepPricer(network(0.02, local=FREE), 2, dense)
-    whole, cut = pricer.price(bags, pieces=[1]), pricer.price(bags, pieces=[8])
+    whole, cut = (
+        pricer.price(bags, micro_batch_counts=[1]),
+        pricer.price(bags, micro_batch_counts=[8]),
+    )
     assert whole.step_ms > dense.total_ms + 0.9 * whole.wire_ms
     assert cut.step_ms < dense.total_ms + 0.3 * whole.wire_ms
 
@@ -122,7 +126,7 @@ def test_dense_work_hides_the_exchange_and_more_parts_hide_more() -> None:
     totals = sum_hot_cold([HotColdTotals.from_table(work(0.6), 0)] * 20)
     idle = StepPricer(network(0.005), 2)
     busy = StepPricer(network(0.005), 2, DenseTimes.from_total(2000.0))
-    added_ms = {k: busy.price(totals, pieces=[k]).step_ms for k in (1, 4, 8)}
+    added_ms = {k: busy.price(totals, micro_batch_counts=[k]).step_ms for k in (1, 4, 8)}
     assert added_ms[1] > added_ms[4] > added_ms[8]
     best = busy.price(totals)
     assert best.num_micro_batches > 1

@@ -10,7 +10,8 @@ from torchrec.distributed.planner.types import ParameterConstraints
 
 from tests.planner.samples import AbleSharder, Model, stats, topology
 from torchrec_picasso.cost.table_work import TableLoad
-from torchrec_picasso.decision.decision import TableInfo, decide
+from torchrec_picasso.decision.choice import TableInfo
+from torchrec_picasso.decision.decision import decide
 from torchrec_picasso.decision.waves import TableVolume, balance_waves
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams

@@ -32,11 +32,9 @@ from torchrec_picasso.cost.schedule_time import Message, OpTime, step_length
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.table_work import EARLY_SHARES
 from torchrec_picasso.schedule.schedule import Setting
+from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
 
-__all__ = ["PIECES", "StepPrice", "StepPricer"]
-
-PIECES = (1, 2, 4, 8, 16)
-"""Numbers of micro-batches that are priced by default."""
+__all__ = ["StepPrice", "StepPricer"]
 
 _PART_MS = 2.5
 _PART_FEATURE_MS = 0.09
@@ -72,7 +70,7 @@ class StepPricer:
         curves: Measured communication and local work.
         world_size: Number of ranks.
         dense: Times of the dense part; ``None`` = those of the curves, or 0.
-        pieces: Allowed numbers of micro-batches.
+        micro_batch_counts: Allowed numbers of micro-batches.
     """
 
     def __init__(
@@ -80,11 +78,11 @@ class StepPricer:
         curves: CommCurves,
         world_size: int,
         dense: DenseTimes | None = None,
-        pieces: Sequence[int] = PIECES,
+        micro_batch_counts: Sequence[int] = NUM_MICRO_BATCHES,
     ) -> None:
         self.curves, self.world_size = curves, world_size
         self.dense = dense if dense is not None else curves.dense or DenseTimes()
-        self.pieces = tuple(pieces)
+        self._micro_batch_counts = micro_batch_counts
         self._dense_in: dict[int, DenseTimes] = {}
         # bytes that a rank sends in a bandwidth-optimal all-reduce of the dense gradients
         dense_bytes = 2 * (world_size - 1) / world_size * self.dense.parameter_bytes
@@ -98,7 +96,7 @@ class StepPricer:
         num_packs: int = 1,
         uneven_bags: float = 1.0,
         num_bag_waves: int = 1,
-        pieces: Sequence[int] | None = None,
+        micro_batch_counts: Sequence[int] | None = None,
     ) -> StepPrice:
         """Predicts the fastest step over the allowed numbers of micro-batches.
 
@@ -110,14 +108,14 @@ class StepPricer:
             num_packs: Number of packs of the hot/cold tables.
             uneven_bags: Bags of the busiest home rank divided by the mean over ranks.
             num_bag_waves: Number of waves of owner-pooled packs, which follow the wave of rows.
-            pieces: Numbers of micro-batches to try; ``None`` = all allowed numbers.
+            micro_batch_counts: Numbers of micro-batches to try; ``None`` = all allowed numbers.
         """
         stock = stock or StepCost()
         if not totals.features:
             return self.sparse_dist(stock)
         prices = [
             self._interleaved(totals, stock, count, num_packs, uneven_bags, num_bag_waves)
-            for count in pieces or self.pieces
+            for count in micro_batch_counts or self._micro_batch_counts
         ]
         return min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
 

@@ -22,11 +22,11 @@ from torchrec_picasso.cost.hot_cold import exchange_bytes
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.step_price import StepPrice, StepPricer
 from torchrec_picasso.cost.stock import marginal_stock_costs
-from torchrec_picasso.cost.table_work import TableWork
+from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.decision.priced_plan import Forms, PricedPlan, price_plan
 from torchrec_picasso.placement import Form
 
-__all__ = ["Choice", "TableCandidate", "choose", "given_choice"]
+__all__ = ["Choice", "TableInfo", "choose", "given_choice"]
 
 _STOCK_MARGIN = 0.02
 """A hot/cold plan is chosen only if its predicted step is shorter than stock by this share."""
@@ -47,22 +47,38 @@ it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableCandidate:
-    """One table and its allowed placements.
+class TableInfo:
+    """One table of the model and its allowed placements.
 
     Args:
-        work: Expected rows of the table.
-        may_be_hot_cold: Whether a hot/cold option exists and is allowed.
-        stock_types: Stock sharding types that exist and are allowed.
-        may_have_hot_rows: Whether rows may be hot, if the table is hot/cold.
-        forms: Allowed exchanges, if the table is hot/cold; ``"rows"`` comes first.
+        load: Rows, columns and lookups per step.
+        not_hot_cold: Reason why the table cannot be hot/cold; ``None`` = it can.
+        no_hot_rows: Reason why it cannot have hot rows; ``None`` = it can.
+        no_bags: Reason why it cannot be owner-pooled; ``None`` = it can.
+        required_form: Exchange that the user requires if the table is hot/cold; ``None`` = any.
+        stock_types: Allowed stock sharding types.
+        module: Path of the table's module; its tables share an exchange.
     """
 
-    work: TableWork
-    may_be_hot_cold: bool
-    stock_types: tuple[str, ...]
-    may_have_hot_rows: bool = True
-    forms: tuple[Form, ...] = ("rows",)
+    load: TableLoad
+    not_hot_cold: str | None = None
+    no_hot_rows: str | None = None
+    no_bags: str | None = "owner-pooling was not considered"
+    required_form: Form | None = None
+    stock_types: tuple[str, ...] = ("table_wise", "row_wise")
+    module: str = ""
+
+    @property
+    def may_be_hot_cold(self) -> bool:
+        """Whether the table can be hot/cold."""
+        return self.not_hot_cold is None
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """Allowed exchanges, if the table is hot/cold."""
+        if self.required_form is not None:
+            return (self.required_form,)
+        return ("rows", "bags") if self.no_bags is None else ("rows",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +86,7 @@ class Choice:
     """The chosen plan; sequences have one entry per table.
 
     Args:
+        works: Expected rows of each table.
         forms: Exchange of each hot/cold table; ``None`` = stock.
         num_hot: Number of hot rows of each table; 0 for stock tables.
         stock_types: Best stock sharding type of each table; ``None`` if none is allowed.
@@ -82,6 +99,7 @@ class Choice:
         priced_ms: Predicted step of each priced plan with its best hot rows, in milliseconds.
     """
 
+    works: tuple[TableWork, ...]
     forms: tuple[Form | None, ...]
     num_hot: tuple[int, ...]
     stock_types: tuple[str | None, ...]
@@ -98,26 +116,26 @@ class Choice:
 
 
 def choose(
-    candidates: Sequence[TableCandidate],
+    tables: Sequence[TableInfo],
     pricer: StepPricer,
     replica_budget_bytes: float = float("inf"),
 ) -> Choice:
     """Chooses the plan with the shortest predicted step.
 
     Args:
-        candidates: All tables of the model.
+        tables: All tables of the model.
         pricer: Predicts a step from network, local work and dense part.
         replica_budget_bytes: Maximum memory of replicas per rank.
     """
-    works = [candidate.work for candidate in candidates]
-    all_stock_types = _best_stock_types(candidates, pricer)
+    works = _works(tables, pricer)
+    all_stock_types = _best_stock_types(tables, works, pricer)
 
     def best(forms: Forms) -> PricedPlan:
         """Prices a plan with each budget of hot rows, and returns the best."""
-        stock_types = _stock_types_beside(forms, candidates, all_stock_types, pricer)
+        stock_types = _stock_types_beside(forms, tables, works, all_stock_types, pricer)
         found = price_plan(works, forms, {}, stock_types, pricer)
         may_be_hot = [
-            i for i, form in forms.items() if form == "rows" and candidates[i].may_have_hot_rows
+            i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None
         ]
         for chance in _HOT_CHANCES if pricer.world_size > 1 and may_be_hot else ():
             num_hot = _frequent_rows(works, may_be_hot, chance, replica_budget_bytes)
@@ -127,7 +145,7 @@ def choose(
                 found = plan
         return found
 
-    plans = {name: best(forms) for name, forms in _plans(candidates, all_stock_types).items()}
+    plans = {name: best(forms) for name, forms in _plans(tables, works, all_stock_types).items()}
     # from the simplest plan to the mixed one, each with its margin
     chosen = plans["stock"]
     uniform = min((plans["rows"], plans["bags"]), key=_step_ms)
@@ -136,43 +154,47 @@ def choose(
     if _step_ms(plans["mixed"]) <= _step_ms(chosen) * (1 - _FORMS_MARGIN):
         chosen = plans["mixed"]
     priced_ms = {name: _step_ms(plan) for name, plan in plans.items()}
-    return _answer(candidates, chosen, all_stock_types, pricer, priced_ms)
+    return _answer(works, chosen, all_stock_types, pricer, priced_ms)
 
 
 def given_choice(
-    candidates: Sequence[TableCandidate], num_hot: Mapping[int, int], pricer: StepPricer
+    tables: Sequence[TableInfo], num_hot: Mapping[int, int], pricer: StepPricer
 ) -> Choice:
     """Prices a choice of the caller.
 
     Args:
-        candidates: All tables of the model.
+        tables: All tables of the model.
         num_hot: Number of hot rows by position, for the hot/cold tables; other tables are stock.
         pricer: Predicts a step.
     """
-    works = [candidate.work for candidate in candidates]
-    all_stock_types = _best_stock_types(candidates, pricer)
-    forms: Forms = {position: candidates[position].forms[0] for position in num_hot}
-    stock_types = _stock_types_beside(forms, candidates, all_stock_types, pricer)
+    works = _works(tables, pricer)
+    all_stock_types = _best_stock_types(tables, works, pricer)
+    forms: Forms = {position: tables[position].forms[0] for position in num_hot}
+    stock_types = _stock_types_beside(forms, tables, works, all_stock_types, pricer)
     plan = price_plan(works, forms, num_hot, stock_types, pricer)
-    return _answer(candidates, plan, all_stock_types, pricer, {})
+    return _answer(works, plan, all_stock_types, pricer, {})
+
+
+def _works(tables: Sequence[TableInfo], pricer: StepPricer) -> tuple[TableWork, ...]:
+    return tuple(TableWork(table.load, pricer.world_size) for table in tables)
 
 
 def _plans(
-    candidates: Sequence[TableCandidate], stock_types: Sequence[str | None]
+    tables: Sequence[TableInfo], works: Sequence[TableWork], stock_types: Sequence[str | None]
 ) -> dict[str, Forms]:
     """Lists the plans to price; some may be equal."""
-    able = {i: candidate for i, candidate in enumerate(candidates) if candidate.may_be_hot_cold}
+    able = {i: table.forms for i, table in enumerate(tables) if table.may_be_hot_cold}
 
-    def fewer_bytes(candidate: TableCandidate) -> Form:
-        first, last = (_sent_bytes(candidate.work, candidate.forms[end]) for end in (0, -1))
-        return candidate.forms[0 if first <= last * (1 - _ROWS_MARGIN) else -1]
+    def fewer_bytes(work: TableWork, forms: Sequence[Form]) -> Form:
+        first, last = (_sent_bytes(work, forms[end]) for end in (0, -1))
+        return forms[0 if first <= last * (1 - _ROWS_MARGIN) else -1]
 
     return {
         # a table without a stock type is hot/cold in all plans
-        "stock": {i: q.forms[0] for i, q in able.items() if stock_types[i] is None},
-        "rows": {i: q.forms[0] for i, q in able.items()},
-        "bags": {i: q.forms[-1] for i, q in able.items()},
-        "mixed": {i: fewer_bytes(q) for i, q in able.items()},
+        "stock": {i: forms[0] for i, forms in able.items() if stock_types[i] is None},
+        "rows": {i: forms[0] for i, forms in able.items()},
+        "bags": {i: forms[-1] for i, forms in able.items()},
+        "mixed": {i: fewer_bytes(works[i], forms) for i, forms in able.items()},
     }
 
 
@@ -186,16 +208,17 @@ def _step_ms(plan: PricedPlan) -> float:
 
 
 def _answer(
-    candidates: Sequence[TableCandidate],
+    works: tuple[TableWork, ...],
     plan: PricedPlan,
     all_stock_types: Sequence[str | None],
     pricer: StepPricer,
     priced_ms: Mapping[str, float],
 ) -> Choice:
-    works, stock = [candidate.work for candidate in candidates], None
+    stock = None
     if None not in all_stock_types:
         stock = price_plan(works, {}, {}, all_stock_types, pricer)
     return Choice(
+        works=works,
         forms=tuple(plan.forms.get(i) for i in range(len(works))),
         num_hot=tuple(plan.num_hot.get(i, 0) for i in range(len(works))),
         stock_types=tuple(plan.stock_types),
@@ -235,7 +258,8 @@ def _frequent_rows(
 
 def _stock_types_beside(
     forms: Forms,
-    candidates: Sequence[TableCandidate],
+    tables: Sequence[TableInfo],
+    works: Sequence[TableWork],
     all_stock_types: Sequence[str | None],
     pricer: StepPricer,
 ) -> list[str | None]:
@@ -244,22 +268,25 @@ def _stock_types_beside(
     They may differ from those in an all-stock plan: fewer whole tables may be less even over ranks.
     """
     stock_types = list(all_stock_types)
-    stock = [i for i in range(len(candidates)) if i not in forms]
-    for i, kind in zip(stock, _best_stock_types([candidates[i] for i in stock], pricer)):
+    stock = [i for i in range(len(tables)) if i not in forms]
+    found = _best_stock_types([tables[i] for i in stock], [works[i] for i in stock], pricer)
+    for i, kind in zip(stock, found):
         stock_types[i] = kind
     return stock_types
 
 
-def _best_stock_types(candidates: Sequence[TableCandidate], pricer: StepPricer) -> list[str | None]:
+def _best_stock_types(
+    tables: Sequence[TableInfo], works: Sequence[TableWork], pricer: StepPricer
+) -> list[str | None]:
     """Returns the stock type with the smallest cost of each table.
 
     The cost is what the table adds to a step in which all tables have this type.
     """
-    added_ms: list[dict[str, float]] = [{} for _ in candidates]
-    for kind in sorted({kind for candidate in candidates for kind in candidate.stock_types}):
-        tables = [i for i, candidate in enumerate(candidates) if kind in candidate.stock_types]
-        works = [candidates[i].work for i in tables]
-        costs = marginal_stock_costs(kind, works, pricer.curves, pricer.world_size)
-        for i, cost in zip(tables, costs):
+    added_ms: list[dict[str, float]] = [{} for _ in tables]
+    for kind in sorted({kind for table in tables for kind in table.stock_types}):
+        able = [i for i, table in enumerate(tables) if kind in table.stock_types]
+        able_works = [works[i] for i in able]
+        costs = marginal_stock_costs(kind, able_works, pricer.curves, pricer.world_size)
+        for i, cost in zip(able, costs):
             added_ms[i][kind] = cost.exposed_ms
     return [min(ms, key=lambda kind: (ms[kind], kind)) if ms else None for ms in added_ms]

@@ -18,50 +18,15 @@ from torch import Tensor
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.step_price import StepPricer
-from torchrec_picasso.cost.table_work import TableLoad, TableWork
-from torchrec_picasso.decision.choice import Choice, TableCandidate, choose, given_choice
+from torchrec_picasso.cost.table_work import TableWork
+from torchrec_picasso.decision.choice import Choice, TableInfo, choose, given_choice
 from torchrec_picasso.decision.home_blocks import HomeBlocks, RowLoads, balance_homes
 from torchrec_picasso.decision.waves import TableVolume, balance_waves
 from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
 from torchrec_picasso.placement import Form
 from torchrec_picasso.schedule.setting_choice import pieces_for
 
-__all__ = ["Decision", "TableInfo", "decide", "given_hot_sets"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableInfo:
-    """One table of the model and its allowed placements.
-
-    Args:
-        load: Rows, columns and lookups per step.
-        not_hot_cold: Reason why the table cannot be hot/cold; ``None`` = it can.
-        no_hot_rows: Reason why it cannot have hot rows; ``None`` = it can.
-        no_bags: Reason why it cannot be owner-pooled; ``None`` = it can.
-        required_form: Exchange that the user requires if the table is hot/cold; ``None`` = any.
-        stock_types: Allowed stock sharding types.
-        module: Path of the table's module; its tables share an exchange.
-    """
-
-    load: TableLoad
-    not_hot_cold: str | None = None
-    no_hot_rows: str | None = None
-    no_bags: str | None = "owner-pooling was not considered"
-    required_form: Form | None = None
-    stock_types: tuple[str, ...] = ("table_wise", "row_wise")
-    module: str = ""
-
-    @property
-    def may_be_hot_cold(self) -> bool:
-        """Whether the table can be hot/cold."""
-        return self.not_hot_cold is None
-
-    @property
-    def forms(self) -> tuple[Form, ...]:
-        """Allowed exchanges, if the table is hot/cold."""
-        if self.required_form is not None:
-            return (self.required_form,)
-        return ("rows", "bags") if self.no_bags is None else ("rows",)
+__all__ = ["Decision", "decide", "given_hot_sets"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,22 +111,11 @@ def decide(
     without = {table.load.name for table in tables if table.no_hot_rows is not None}
     if stats is not None:
         stats.check_model(able)
-    works = tuple(TableWork(table.load, world_size) for table in tables)
-    candidates = [
-        TableCandidate(
-            work=work,
-            may_be_hot_cold=table.may_be_hot_cold,
-            may_have_hot_rows=table.no_hot_rows is None,
-            forms=table.forms,
-            stock_types=table.stock_types,
-        )
-        for table, work in zip(tables, works)
-    ]
     dense = (dense or curves.dense or DenseTimes()).at(batch_size)
     pricer = StepPricer(curves, world_size, dense, pieces_for(batch_size))
     if hot_rows is None:
         # the choice has the number of hot rows of each table; the statistics have the rows
-        choice = choose(candidates, pricer, replica_budget_bytes)
+        choice = choose(tables, pricer, replica_budget_bytes)
         counts = {
             table.load.name: num_hot
             for table, is_hot_cold, num_hot in zip(tables, choice.hot_cold, choice.num_hot)
@@ -176,18 +130,18 @@ def decide(
             for position, table in enumerate(tables)
             if table.load.name in hot_sets
         }
-        choice = given_choice(candidates, given, pricer)
+        choice = given_choice(tables, given, pricer)
     names = [table.load.name for table in tables]
     forms = {name: form for name, form in zip(names, choice.forms) if form is not None}
     row_hot_sets = {name: hot_H for name, hot_H in hot_sets.items() if forms[name] == "rows"}
     return Decision(
         tables=tuple(tables),
-        works=works,
+        works=choice.works,
         choice=choice,
         hot_sets=hot_sets,
         forms=forms,
-        homes=_homes(works, row_hot_sets, stats, world_size),
-        waves=_waves(tables, works, hot_sets, forms, num_waves),
+        homes=_homes(choice.works, row_hot_sets, stats, world_size),
+        waves=_waves(tables, choice.works, hot_sets, forms, num_waves),
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,

@@ -96,7 +96,7 @@ def price_plan(
             num_packs=num_packs,
             uneven_bags=uneven("table_wise", bags),
             num_bag_waves=max(1, min(num_bag_packs, MOST_BAG_WAVES)),
-            pieces=None if num_micro_batches is None else [num_micro_batches],
+            micro_batch_counts=None if num_micro_batches is None else [num_micro_batches],
         ),
         cost=hot_cold_cost(totals, curves, world_size, num_packs=max(1, num_packs)).plus(stock),
     )

@@ -22,7 +22,8 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.dense import DenseTimes
-from torchrec_picasso.decision.decision import Decision, TableInfo, decide, given_hot_sets
+from torchrec_picasso.decision.choice import TableInfo
+from torchrec_picasso.decision.decision import Decision, decide, given_hot_sets
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
