@@ -58,9 +58,9 @@ class StepPrice:
     """
 
     num_micro_batches: int = 1
-    step_ms: float = 0.0
-    wire_ms: float = 0.0
-    compute_ms: float = 0.0
+    step_ms: float
+    wire_ms: float
+    compute_ms: float
 
 
 class StepPricer:
@@ -83,7 +83,6 @@ class StepPricer:
         self.curves, self.world_size = curves, world_size
         self.dense = dense if dense is not None else curves.dense or DenseTimes()
         self._micro_batch_counts = micro_batch_counts
-        self._dense_in: dict[int, DenseTimes] = {}
         # bytes that a rank sends in a bandwidth-optimal all-reduce of the dense gradients
         dense_bytes = 2 * (world_size - 1) / world_size * self.dense.parameter_bytes
         self._reduce = self._message("all_reduce", dense_bytes)
@@ -137,13 +136,8 @@ class StepPricer:
             compute_ms=compute_ms,
         )
 
-    def dense_in(self, num_parts: int) -> DenseTimes:
-        """Returns the times of the dense part of a batch in micro-batches."""
-        if num_parts not in self._dense_in:
-            self._dense_in[num_parts] = self.dense.cut(num_parts)
-        return self._dense_in[num_parts]
-
     def _message(self, collective: str, num_bytes: float) -> Message | None:
+        """Returns the message of a collective on one rank; ``None`` if nothing is sent."""
         if num_bytes <= 0 or self.world_size == 1:
             return None
         ms = self.curves.ms(collective, num_bytes, self.world_size)
@@ -183,7 +177,7 @@ class _Interleaved:
         uneven_bags: float,
     ) -> None:
         self._message, self._reduce = pricer._message, pricer._reduce
-        self._dense = pricer.dense_in(num_parts)
+        self._dense = pricer.dense.cut(num_parts)
         self._totals, self._stock, self._num_parts = totals, stock, num_parts
         costs, work = pricer.curves.local.hot_cold, exchange_work(totals, num_parts)
         self._ids_ms = ids_cost_ms(totals, pricer.curves.local)
@@ -209,9 +203,10 @@ class _Interleaved:
     def times(self) -> dict[tuple[str, int | None], OpTime]:
         """Returns the times of each operation, by kind and index."""
         ids, clean = self._bytes["ids"], max(0.0, 1 - sum(self._dirty_K))
-        request = OpTime((1 - _LAYOUT_SHARE) * self._ids_ms + self._stock_ids_ms, self._header())
+        stock_ids_ms = self._stock.input_dist_ms - self._stock.input_dist_wire_ms
+        request_ms = (1 - _LAYOUT_SHARE) * self._ids_ms + stock_ids_ms
         times: dict[tuple[str, int | None], OpTime] = {
-            ("request", None): request,
+            ("request", None): OpTime(request_ms, self._header()),
             ("send_ids", None): OpTime(0.0, self._message("row_exchange", ids * self._uneven)),
             ("send_marks", None): OpTime(
                 0.0, self._message("row_exchange", self._totals.cold * _MARK_BYTES)
@@ -230,10 +225,6 @@ class _Interleaved:
             gradients = self._sent_K[index] * self._bytes["gradients"] * self._uneven
             times["send_gradients", index] = OpTime(0.0, self._message("row_exchange", gradients))
         return times
-
-    @property
-    def _stock_ids_ms(self) -> float:
-        return self._stock.input_dist_ms - self._stock.input_dist_wire_ms
 
     def _header(self) -> Message | None:
         """Returns the message of the header, with the input dist of stock tables behind it."""

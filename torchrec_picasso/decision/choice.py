@@ -13,7 +13,7 @@ Shape letters: G groups of rows with equal lookup counts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -105,9 +105,9 @@ class Choice:
     stock_types: tuple[str | None, ...]
     cost: StepCost
     stock_cost: StepCost | None
-    step: StepPrice = field(default_factory=StepPrice)
-    stock_step: StepPrice | None = None
-    priced_ms: Mapping[str, float] = field(default_factory=dict)
+    step: StepPrice
+    stock_step: StepPrice | None
+    priced_ms: Mapping[str, float]
 
     @property
     def hot_cold(self) -> tuple[bool, ...]:

@@ -190,6 +190,7 @@ class FrequencyStats:
         import numpy as np
         import pandas as pd
 
+        # (U,) rows and counts of each table, concatenated to three columns
         ranked = [counts.most_frequent_first() for counts in self.tables.values()]
         empty = torch.empty(0, dtype=torch.int64)
         names = np.array(list(self.tables), dtype=object)
@@ -224,6 +225,7 @@ class FrequencyStats:
         lines = []
         for name, counts in self.tables.items():
             spectrum = counts.spectrum()
+            # lookups per sample; without a number of samples, one per feature
             per_sample = float(len(counts.feature_names))
             if self.num_samples:
                 per_sample = counts.num_lookups / self.num_samples

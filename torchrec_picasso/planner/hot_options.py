@@ -107,6 +107,7 @@ def cut_home_blocks(
     for option in options:
         num_rows = option.tensor.shape[0]
         if block_rows_W is None:
+            # empty shards are only avoidable if there is a row for each rank
             if all(shard.size[0] for shard in option.shards) or num_rows < len(option.shards):
                 continue
             block_rows_W = filled_blocks(num_rows, len(option.shards))
@@ -148,6 +149,7 @@ def replica_bytes(option: ShardingOption) -> int:
         return 0
     shape = option.tensor.shape
     row_bytes = option.tensor.element_size() * shape[1]
+    # rounded up after the sum over rows, like TorchRec's estimate
     weight_bytes = option.cache_params.num_hot_rows * row_bytes
     state_share = optimizer_multiplier(optimizer_class(option), shape)
     return weight_bytes + math.ceil(weight_bytes * state_share)

@@ -121,6 +121,7 @@ def hot_cold_planner(
     if dense_ms is not None and not dense_ms >= 0:
         raise PlanError(f"dense_ms is {dense_ms}, expected milliseconds of at least 0")
     batch_size = batch_size or BATCH_SIZE
+    # a proposer of the caller replaces the decided plan
     if planner_kwargs.get("proposer") is None:
         planner_kwargs["proposer"] = DecidedPlan(_torchrec_proposers(topology.compute_device))
     return HotColdPlanner(
@@ -230,6 +231,7 @@ class HotColdPlanner(EmbeddingShardingPlanner):
             except Exception as error:
                 failure = error
                 outcome[1] = f"{type(error).__name__}: {error}"
+        # a failure is broadcast as well: otherwise the other ranks would wait until the timeout
         dist.broadcast_object_list(outcome, group_src=0, group=pg)
         if failure is not None:
             raise failure
