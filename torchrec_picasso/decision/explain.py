@@ -145,7 +145,6 @@ def _why(decision: Decision, index: int) -> str:
 def _comparison(decision: Decision) -> str:
     """Compares the predicted steps of the stock plan and of the best hot/cold plan."""
     priced_ms = decision.choice.priced_ms
-    # the stock plan may contain hot/cold tables too, if they have no stock type
     hot_cold_ms = min(ms for name, ms in priced_ms.items() if name != "stock")
     return (
         f"a step is predicted to take {priced_ms['stock']:.1f} ms with stock tables and "
