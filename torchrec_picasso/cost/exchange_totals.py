@@ -13,6 +13,8 @@ from torchrec_picasso.placement import Form
 
 __all__ = ["HotColdTotals", "sum_hot_cold"]
 
+_NUM_EARLY = len(EARLY_SHARES)
+
 
 @dataclass(frozen=True)
 class HotColdTotals:
@@ -29,14 +31,7 @@ class HotColdTotals:
         unique_elements: Elements of the distinct rows.
         cold: Distinct cold rows of the rank's batch.
         cold_elements: Elements of the cold rows.
-        cold_early0: Elements of the cold rows in the first share of the batch, see
-            :data:`torchrec_picasso.cost.table_work.EARLY_SHARES`.
-        cold_early1: Elements of the cold rows in the second, larger share.
-        cold_early2: Elements of the cold rows in the third share.
         dirty_elements: Elements of the cold rows that the batch before updates.
-        dirty_early0: Elements of the dirty rows in the first share of the batch.
-        dirty_early1: Elements of the dirty rows in the second share.
-        dirty_early2: Elements of the dirty rows in the third share.
         updated: Home rows that the rank updates: distinct rows over all ranks' batches.
         touched: Hot rows in any rank's batch.
         touched_elements: Elements of the touched hot rows.
@@ -46,6 +41,9 @@ class HotColdTotals:
         bag_elements: Elements of the bags.
         bag_lookups: Lookups of the bags.
         bag_lookup_elements: Elements of the lookups of the bags.
+        cold_early: Elements of the cold rows in each of
+            :data:`torchrec_picasso.cost.table_work.EARLY_SHARES` of the batch.
+        dirty_early: Elements of the dirty rows in each of these shares.
     """
 
     features: float = 0.0
@@ -55,13 +53,7 @@ class HotColdTotals:
     unique_elements: float = 0.0
     cold: float = 0.0
     cold_elements: float = 0.0
-    cold_early0: float = 0.0
-    cold_early1: float = 0.0
-    cold_early2: float = 0.0
     dirty_elements: float = 0.0
-    dirty_early0: float = 0.0
-    dirty_early1: float = 0.0
-    dirty_early2: float = 0.0
     updated: float = 0.0
     touched: float = 0.0
     touched_elements: float = 0.0
@@ -71,6 +63,8 @@ class HotColdTotals:
     bag_elements: float = 0.0
     bag_lookups: float = 0.0
     bag_lookup_elements: float = 0.0
+    cold_early: tuple[float, ...] = (0.0,) * _NUM_EARLY
+    dirty_early: tuple[float, ...] = (0.0,) * _NUM_EARLY
 
     @staticmethod
     def from_table(work: TableWork, num_hot: float, form: Form = "rows") -> HotColdTotals:
@@ -94,8 +88,6 @@ class HotColdTotals:
                 bag_lookup_elements=load.lookups * load.dim,
             )
         split = work.split(num_hot)
-        cold_early = (rows * load.dim for rows in split.cold_early)
-        dirty_early = (rows * load.dim for rows in split.dirty_early)
         return HotColdTotals(
             features=load.num_features,
             lookups=load.lookups,
@@ -104,33 +96,28 @@ class HotColdTotals:
             unique_elements=work.unique * load.dim,
             cold=split.cold_used,
             cold_elements=split.cold_used * load.dim,
-            **dict(zip(_COLD_EARLY, cold_early)),
             dirty_elements=split.dirty * load.dim,
-            **dict(zip(_DIRTY_EARLY, dirty_early)),
             updated=split.cold_touched / work.world_size,
             touched=split.hot_touched,
             touched_elements=split.hot_touched * load.dim,
             hot=num_hot,
             rows=load.num_embeddings,
+            cold_early=tuple(rows * load.dim for rows in split.cold_early),
+            dirty_early=tuple(rows * load.dim for rows in split.dirty_early),
         )
 
-    @property
-    def cold_early(self) -> tuple[float, ...]:
-        """Elements of the cold rows in each of :data:`EARLY_SHARES`."""
-        return self.cold_early0, self.cold_early1, self.cold_early2
 
-    @property
-    def dirty_early(self) -> tuple[float, ...]:
-        """Elements of the dirty rows in each of :data:`EARLY_SHARES`."""
-        return self.dirty_early0, self.dirty_early1, self.dirty_early2
-
-
-_COLD_EARLY = tuple(f"cold_early{place}" for place in range(len(EARLY_SHARES)))
-_DIRTY_EARLY = tuple(f"dirty_early{place}" for place in range(len(EARLY_SHARES)))
-_FIELDS = tuple(field.name for field in dataclasses.fields(HotColdTotals))
-_values = attrgetter(*_FIELDS)
+_SCALARS = tuple(field.name for field in dataclasses.fields(HotColdTotals))[:-2]
+_scalars = attrgetter(*_SCALARS)
 
 
 def sum_hot_cold(tables: Iterable[HotColdTotals]) -> HotColdTotals:
     """Sums the work of tables, field by field."""
-    return HotColdTotals(*sum_columns(map(_values, tables), len(_FIELDS)))
+    # one row of numbers per table: the scalar fields, then both tuples
+    rows = [(*_scalars(table), *table.cold_early, *table.dirty_early) for table in tables]
+    sums = sum_columns(rows, len(_SCALARS) + 2 * _NUM_EARLY)
+    return HotColdTotals(
+        **dict(zip(_SCALARS, sums)),
+        cold_early=tuple(sums[-2 * _NUM_EARLY : -_NUM_EARLY]),
+        dirty_early=tuple(sums[-_NUM_EARLY:]),
+    )

@@ -65,10 +65,10 @@ class StockTotals:
     row_elements: float = 0.0
     table_elements: float = 0.0
 
-    def plus(self, other: StockTotals, times: float = 1.0) -> StockTotals:
-        """Adds ``times`` other totals; ``times=-1`` subtracts a table."""
-        sums = (a + times * b for a, b in zip(_values(self), _values(other)))
-        return StockTotals(**dict(zip(_FIELDS, sums)))
+    def minus(self, other: StockTotals) -> StockTotals:
+        """Subtracts other totals, field by field."""
+        differences = (a - b for a, b in zip(_values(self), _values(other)))
+        return StockTotals(**dict(zip(_FIELDS, differences)))
 
     @staticmethod
     def from_table(sharding_type: str, work: TableWork) -> StockTotals:
@@ -196,7 +196,7 @@ def marginal_stock_costs(
 
     all_tables = cost(totals)
     return [
-        all_tables.plus(cost(totals.plus(StockTotals.from_table(sharding_type, work), -1.0)), -1.0)
+        all_tables.plus(cost(totals.minus(StockTotals.from_table(sharding_type, work))), -1.0)
         for work in works
     ]
 

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import InputError, PlanError
-from torchrec_picasso.frequency.accumulate import MAX_ROWS_COUNTED, CountAccumulator
+from torchrec_picasso.frequency.accumulate import CountAccumulator
 from torchrec_picasso.frequency.counts import ModelTable, TableCounts
 from torchrec_picasso.frequency.sparse_counts import count_rows
 
@@ -72,7 +72,7 @@ def count_lookups(
     batches: Iterable[object],
     tables: Sequence[ModelTable],
     num_batches: int | None,
-    max_rows_counted: int = MAX_ROWS_COUNTED,
+    max_rows_counted: int,
 ) -> tuple[dict[str, TableCounts], int, int]:
     """Counts the lookups of each table.
 

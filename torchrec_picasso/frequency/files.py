@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.frequency.accumulate import MAX_ROWS_COUNTED, CountAccumulator
+from torchrec_picasso.frequency.accumulate import CountAccumulator
 from torchrec_picasso.frequency.counts import ModelTable, TableCounts
 
 __all__ = ["CHUNK_ROWS", "count_files", "num_samples_of"]
@@ -33,10 +33,10 @@ def count_files(
     paths: str | PathLike[str] | Iterable[str | PathLike[str]],
     tables: Sequence[ModelTable],
     *,
-    hash_ids: bool = False,
-    missing_id: int | None = None,
-    max_rows_counted: int = MAX_ROWS_COUNTED,
-    progress: Callable[[int], None] | None = None,
+    hash_ids: bool,
+    missing_id: int | None,
+    max_rows_counted: int,
+    progress: Callable[[int], None] | None,
 ) -> tuple[dict[str, TableCounts], int]:
     """Counts the lookups in files; arguments as for ``FrequencyStats.from_files``.
 

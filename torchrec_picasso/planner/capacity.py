@@ -59,6 +59,7 @@ def explain_shortage(options: Sequence[ShardingOption], topology: Topology) -> P
         return None
     largest = max(needed, key=lambda key: (needed[key], key))
     replicas = {key: replica_bytes(option) for key, option in least.items()}
+    replica_total = sum(replicas.values())
     memory = "ddr" if topology.compute_device == "cpu" else "hbm"
     smallest = int(total / (1 - RESERVED_SHARE)) + 1
     message = (
@@ -67,15 +68,15 @@ def explain_shortage(options: Sequence[ShardingOption], topology: Topology) -> P
         f"table {largest[1]!r} with {needed[largest]:,.0f}, {replicas[largest]:,} of them "
         f"replicas. Set {memory}_cap of the topology to at least {smallest:,}"
     )
-    without = total - sum(replicas.values())
-    if sum(replicas.values()) and without <= available:
+    without = total - replica_total
+    if replica_total and without <= available:
         hot = sum(
             option.cache_params.num_hot_rows
             for option in least.values()
             if isinstance(option.cache_params, HotColdParams)
         )
         # replicas that fit, if all rows had the mean size
-        most = int(hot * (available - without) / sum(replicas.values()))
+        most = int(hot * (available - without) / replica_total)
         message += f", or request at most {most:,} hot rows instead of {hot:,}"
     return PlanError(message)
 

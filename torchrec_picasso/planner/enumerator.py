@@ -128,17 +128,17 @@ class HotColdEnumerator(EmbeddingEnumerator):
         if self._decision is not None:
             hot_sets, blocks = self._decision.hot_sets, self._decision.block_rows
             waves, forms = self._decision.waves, self._decision.forms
+            num_micro_batches = self._decision.num_micro_batches if self._has_prices else None
         else:
             # nothing to decide: the caller's hot rows, TorchRec's home blocks
             assert self._hot_rows is not None
             without = {name for (_, name), refusals in self._refusals.items() if refusals.hot_rows}
             hot_sets = given_hot_sets(rows, without, self._hot_rows, self._frequency_stats)
-            blocks, waves = {}, {}
+            blocks, waves, num_micro_batches = {}, {}, None
             forms = {
                 name: required_form(options) or "rows"
                 for (_, name), options in options_by_path.items()
             }
-        num_micro_batches = self._num_micro_batches
         space: list[ShardingOption] = []
         for key, options in options_by_path.items():
             table, is_able = key[1], key in self._refusals and self._refusals[key].hot_cold is None
@@ -182,13 +182,6 @@ class HotColdEnumerator(EmbeddingEnumerator):
             return is_other and self._can_be_hot_cold(option), _slowest_shard(option)
 
         return [min(options, key=rank) for options in by_table.values()]
-
-    @property
-    def _num_micro_batches(self) -> int | None:
-        """Number of micro-batches in the predicted step; ``None`` without curves or decision."""
-        if self._decision is None or not self._has_prices:
-            return None
-        return self._decision.num_micro_batches
 
     @property
     def last_stored_search_space(self) -> list[ShardingOption] | None:
