@@ -81,7 +81,7 @@ def write_data(case: Case, num_samples: int, folder: Path, seed: int = 0) -> dic
 def _exact(ids_B: NDArray[np.int64]) -> dict[str, Any]:
     rows_U, counts_U = np.unique(ids_B, return_counts=True)
     top_H = np.argsort(-counts_U, kind="stable")[:_NUM_HEAD]
-    spectrum = CountSpectrum.of(torch.from_numpy(counts_U), num_embeddings=1 << 62)
+    spectrum = CountSpectrum.from_counts(torch.from_numpy(counts_U), num_embeddings=1 << 62)
     return {
         "distinct": rows_U.size,
         "unique_per_batch": spectrum.expected_unique(_BATCH_SIZE),

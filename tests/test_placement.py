@@ -174,11 +174,8 @@ def test_refused_rows(rows: list[int], message: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            range(4),
-            "table 't' has 3 rows, but 4 hot rows were asked for; ask for at most 3",
-        ),
-        ([0, 3], r"hot row 3 lies outside table 't', whose rows are 0\.\.2; were the hot rows"),
+        (range(4), "table 't' has 3 rows, but 4 hot rows were requested; request at most 3"),
+        ([0, 3], r"hot row 3 lies outside table 't', whose rows are 0\.\.2; choose hot rows"),
     ],
 )
 def test_check_refuses_what_the_table_cannot_hold(rows: list[int], message: str) -> None:

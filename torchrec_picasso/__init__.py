@@ -1,7 +1,7 @@
-"""Hot/cold embedding rows and packed exchanges for TorchRec: exact, measured, plain.
+"""Hot/cold embedding rows and packed exchanges for TorchRec.
 
-A plug-in after PICASSO (Zhang et al., ICDE 2022, arXiv 2204.04903). Public names load on first use:
-``torchrec-picasso --help`` then answers without PyTorch.
+A plug-in after PICASSO (Zhang et al., ICDE 2022, arXiv 2204.04903). Public names are imported on
+first use, so that ``torchrec-picasso --help`` does not import PyTorch.
 """
 
 from importlib import import_module
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchrec_picasso.compat import check_installed
 from torchrec_picasso.version import __version__
 
-check_installed()  # before anything imports torch, whose own message would help nobody
+check_installed()  # before torch is imported, because its own error message names no version
 
 if TYPE_CHECKING:
     from torchrec_picasso.app.runs.tensorboard_reports import TensorBoardReports
@@ -61,7 +61,7 @@ MODULES = {
     "export_plain": "sharding.plain_state",
     "hot_cold_planner": "planner.planner",
 }
-"""Where each public name is defined."""
+"""Module that defines each public name."""
 
 __all__ = [
     "CommCurves",

@@ -9,8 +9,8 @@ from torchrec_picasso.app.launch.torchrun import under_torchrun
 if __name__ == "__main__":
     exit_code = main()
     if under_torchrun():
-        # at once: threads of gloo may outlive their group, and an interpreter that ends beside
-        # them may abort, which torchrun would take for a failed run
+        # exit without interpreter shutdown: it may abort while threads of gloo still run, and
+        # torchrun would report a failed run
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)

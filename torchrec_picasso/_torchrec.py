@@ -1,4 +1,4 @@
-"""The one import of TorchRec and FBGEMM names that are private, undocumented or known to move.
+"""Imports the TorchRec and FBGEMM names that are private, undocumented or known to move.
 
 All other files import public TorchRec modules, or names from here.
 ``tests/test_public_names.py`` checks that each name still exists in the installed release.

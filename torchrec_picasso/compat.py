@@ -1,9 +1,9 @@
 """Checks whether the installed torch and FBGEMM load together, before either is imported.
 
 FBGEMM's libraries are built against one minor release of torch and load with no other, but neither
-package's metadata says so, and the failure is a missing symbol that no user knows. Pairs that are
-known to fail are refused by name; for other pairs only a failing import is reported. The check
-reads two or three entries of package metadata, a few milliseconds.
+package's metadata says so, and the error is a missing symbol. Pairs that are known to fail are
+refused by name; for other pairs only a failing import is reported. The check reads two or three
+entries of package metadata, which takes a few milliseconds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check_installed() -> None:
     try:
         importlib.import_module("torchrec")
     except Exception as error:
-        # a missing TorchRec is no question of versions
+        # a missing TorchRec is not a version conflict
         if isinstance(error, ModuleNotFoundError) and error.name == "torchrec":
             raise
         raise VersionError(

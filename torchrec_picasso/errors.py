@@ -31,4 +31,4 @@ class PeerError(PicassoError, RuntimeError):
 
 
 class InputError(PicassoError):
-    """A batch holds ids or weights that no table can serve; raised on every rank of the group."""
+    """A batch or file contains invalid ids, weights or lengths; batches raise on all ranks."""

@@ -2,7 +2,7 @@
 
 The placement is stored in ``ParameterSharding.cache_params``, the one field that survives
 TorchRec's planner, its broadcast to all ranks and ``shard()``. ``sharding_type`` stays
-``row_wise``, or ``table_wise`` for tables that travel as bags, and ``compute_kernel`` stays a stock
+``row_wise``, or ``table_wise`` for owner-pooled tables, and ``compute_kernel`` stays a stock
 kernel, so all of TorchRec keeps working on the plan.
 """
 
@@ -22,8 +22,8 @@ from torchrec_picasso.errors import PlanError
 __all__ = ["Form", "HotColdParams"]
 
 Form = Literal["rows", "bags"]
-"""What a table exchanges: distinct rows, pooled on the rank of the batch (``"rows"``), or bags,
-pooled by the owner rank to one vector each (``"bags"``)."""
+"""Exchange of a table: ``"rows"`` = row-exchanged, distinct rows are sent and pooled on the rank of
+the batch; ``"bags"`` = owner-pooled, the home rank of the table sends one vector per bag."""
 
 
 @dataclass(eq=False, repr=False)
@@ -34,17 +34,17 @@ class HotColdParams(CacheParams):
         hot_rows: Row ids of the table that get a replica on every rank, any integer sequence or
             tensor; stored as an ascending int64 tensor of shape ``(H,)``. Empty means the packed
             unique exchange without replicas.
-        wave: Tables of a module with the same number travel together; an interleaved pipeline
-            staggers waves in ascending order. Any number from 0; bags travel after all waves.
-        form: ``"rows"``: each distinct row travels once; the table is placed row-wise. ``"bags"``:
-            one pooled vector travels for each bag; the table is placed table-wise, on its owner
+        wave: Tables of a module with the same number share a wave; an interleaved pipeline
+            staggers waves in ascending order. Any number from 0; owner-pooled tables follow.
+        form: ``"rows"``: each distinct row is sent once; the table is placed row-wise. ``"bags"``:
+            one pooled vector is sent for each bag; the table is placed table-wise, on its home
             rank, and has no hot rows. Cheaper if bags are large and rows rarely repeat.
         num_micro_batches: Number of micro-batches that the plan was priced for, equal on all its
             tables: an interleaved pipeline starts its autotuning there. ``None`` = not known.
 
     Raises:
-        PlanError: If an id is negative or repeated, the wave is negative, the form is unknown, a
-            table of bags has hot rows, or the number of micro-batches is less than 1.
+        PlanError: If an id is negative or repeated, the wave is negative, the form is unknown, an
+            owner-pooled table has hot rows, or the number of micro-batches is less than 1.
 
     Source:
         PICASSO (arXiv 2204.04903), HybridHash; TorchRec ``distributed/types.py`` ``CacheParams``.
@@ -64,15 +64,15 @@ class HotColdParams(CacheParams):
             raise PlanError(f"form {self.form!r} is unknown; the forms are 'rows' and 'bags'")
         if self.form == "bags" and self.num_hot_rows:
             raise PlanError(
-                f"{self.num_hot_rows} hot rows were given with form='bags'; bags are pooled at one "
-                "home, so none of their rows is replicated: leave out hot_rows, or use form='rows'"
+                f"{self.num_hot_rows} hot rows were given with form='bags'; owner-pooled tables "
+                "have no replicas: leave out hot_rows, or use form='rows'"
             )
         if self.wave < 0:
             raise PlanError(f"wave {self.wave} is negative; waves count from 0")
         if self.num_micro_batches is not None and self.num_micro_batches < 1:
             raise PlanError(
                 f"num_micro_batches is {self.num_micro_batches}; expected at least 1, or None "
-                "where the plan was priced for none"
+                "if the plan has no price"
             )
 
     @property
@@ -93,12 +93,12 @@ class HotColdParams(CacheParams):
         if self.num_hot_rows > num_embeddings:
             raise PlanError(
                 f"table {table!r} has {num_embeddings} rows, but {self.num_hot_rows} hot rows were "
-                f"asked for; ask for at most {num_embeddings}"
+                f"requested; request at most {num_embeddings}"
             )
         if self.num_hot_rows and int(self.hot_rows[-1]) >= num_embeddings:
             raise PlanError(
                 f"hot row {int(self.hot_rows[-1])} lies outside table {table!r}, whose rows are "
-                f"0..{num_embeddings - 1}; were the hot rows chosen for another model?"
+                f"0..{num_embeddings - 1}; choose hot rows for this model"
             )
 
     def __eq__(self, other: object) -> bool:

@@ -11,7 +11,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from benchmarks.pipelines.standings import Standing
 from torchrec_picasso.app.runs.placements import Placement
-from torchrec_picasso.cost.step_price import PIECES, StepPricer
+from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.decision.decision import Decision
 from torchrec_picasso.decision.priced_plan import price_plan
@@ -90,7 +90,7 @@ def predict(
         stock_types.append(sharding.sharding_type if is_priced else None)
         if sharding.sharding_type == ShardingType.TABLE_WISE.value:
             (homes[position],) = sharding.ranks or [0]
-    pricer = StepPricer(decision.curves, decision.world_size, decision.dense, PIECES)
+    pricer = StepPricer(decision.curves, decision.world_size, decision.dense)
     plan = price_plan(
         decision.works,
         forms,

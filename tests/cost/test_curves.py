@@ -48,7 +48,7 @@ def test_measured_curves_are_equal_on_all_ranks_and_survive_a_file(tmp_path: Pat
 def test_one_rank_costs_nothing_and_cannot_stand_for_two() -> None:
     curves = run_ranks(_measure, 1, 1, timeout_s=30)[0]
     assert all(curves.ms(name, 1e6) == 0 for name in COLLECTIVES)
-    with pytest.raises(PlanError, match=r"of 1 rank, which sends nothing, .* for 2 ranks"):
+    with pytest.raises(PlanError, match=r"of 1 rank, without communication, .* has 2 ranks"):
         curves.mismatch(world_size=2, device="cpu")
 
 
@@ -79,11 +79,11 @@ def test_a_mismatch_names_both_sides() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "does not hold curves"),
-        ("[]", "does not hold curves"),
-        ("[" * 100_000, r"does not hold curves \(RecursionError"),
+        ("{", "does not contain curves"),
+        ("[]", "does not contain curves"),
+        ("[" * 100_000, r"does not contain curves \(RecursionError"),
         ('{"format_version": 99}', "format version 99, expected 1; measure again"),
-        ('{"format_version": 1, "levels": {}, "collectives": {}}', "does not hold curves"),
+        ('{"format_version": 1, "levels": {}, "collectives": {}}', "does not contain curves"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -125,7 +125,7 @@ def test_wrong_numbers_are_named(tmp_path: Path, path: str, value: object, messa
         place = place[parent]
     place[name] = value
     file.write_text(json.dumps(document))
-    with pytest.raises(PicassoError, match=rf"curves\.json does not hold curves: .*{message}"):
+    with pytest.raises(PicassoError, match=rf"curves\.json does not contain curves: .*{message}"):
         CommCurves.from_json(file)
 
 

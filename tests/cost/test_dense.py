@@ -32,7 +32,7 @@ def test_between_two_cuts_times_are_in_proportion(
 
 def test_beyond_what_was_measured_times_stay() -> None:
     assert MEASURED.cut(32).total_ms == pytest.approx(136.0)
-    assert DenseTimes.of(30.0).cut(8).total_ms == pytest.approx(30.0)
+    assert DenseTimes.from_total(30.0).cut(8).total_ms == pytest.approx(30.0)
 
 
 def test_another_batch_scales_every_cut() -> None:

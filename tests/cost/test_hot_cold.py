@@ -37,7 +37,7 @@ def load(name: str = "t", **changes: object) -> TableLoad:
         dim=16,
         lookups=50.0,
         bags=50.0,
-        spectrum=CountSpectrum.of(torch.tensor([600, 300, 100]), 100),
+        spectrum=CountSpectrum.from_counts(torch.tensor([600, 300, 100]), 100),
     )
     return dataclasses.replace(usual, **changes)  # type: ignore[arg-type]
 
@@ -78,7 +78,7 @@ def test_without_statistics_every_row_counts_alike() -> None:
 def test_bytes_of_known_rows() -> None:
     # all three rows are in every batch of 50: 3 cold rows, half of them at the other rank's home
     work = TableWork(load(), world_size=2)
-    cost = hot_cold_cost(HotColdTotals.of(work, 0), WIRE, 2)
+    cost = hot_cold_cost(HotColdTotals.from_table(work, 0), WIRE, 2)
     rows = work.unique
     assert cost.sent_bytes == pytest.approx(
         {
@@ -89,7 +89,7 @@ def test_bytes_of_known_rows() -> None:
             "hot": 0.0,
         }
     )
-    all_hot = hot_cold_cost(HotColdTotals.of(work, 3), WIRE, 2)
+    all_hot = hot_cold_cost(HotColdTotals.from_table(work, 3), WIRE, 2)
     touched = work.split(3).hot_touched
     assert all_hot.sent_bytes["hot"] == pytest.approx(2 / 2 * touched * 16 * 4)
     assert all_hot.sent_bytes["rows"] == pytest.approx(0, abs=1e-6)
@@ -136,10 +136,10 @@ def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:
 def test_the_parts_of_a_step_add_up() -> None:
     work = TableWork(load(), world_size=2)
     curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2)
-    cost = hot_cold_cost(HotColdTotals.of(work, 1), curves, 2)
-    assert cost.total_ms == pytest.approx(cost.hidden_ms + cost.exposed_ms)
+    cost = hot_cold_cost(HotColdTotals.from_table(work, 1), curves, 2)
+    assert cost.total_ms == pytest.approx(cost.input_dist_wire_ms + cost.exposed_ms)
     assert cost.total_ms == pytest.approx(cost.forward_ms + cost.backward_ms)
-    assert 0 < cost.hidden_ms < cost.total_ms
+    assert 0 < cost.input_dist_wire_ms < cost.total_ms
     assert cost.plus(cost, -1.0).total_ms == pytest.approx(0)
 
 

@@ -111,7 +111,7 @@ def test_a_wire_with_too_much_to_do_sets_the_pace() -> None:
 
 
 def test_only_what_sends_has_a_message() -> None:
-    with pytest.raises(PlanError, match="forward was given a message, but it sends nothing"):
+    with pytest.raises(PlanError, match="forward was given a message, but it does not send"):
         step_length(WHOLE, {("forward", 0): send(1)})
 
 

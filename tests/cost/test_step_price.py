@@ -12,10 +12,11 @@ from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.exchange_totals import HotColdTotals, sum_hot_cold
 from torchrec_picasso.cost.hot_cold import exchange_bytes, hot_cold_cost
 from torchrec_picasso.cost.local import LocalCosts, SideCosts
-from torchrec_picasso.cost.step_price import PIECES, StepPricer, _shares, _used
+from torchrec_picasso.cost.step_price import StepPricer, _shares, _used
 from torchrec_picasso.cost.stock import stock_cost, stock_totals
 from torchrec_picasso.cost.table_work import EARLY_SHARES, TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
+from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
 
 ROWS, BATCH, DIM = 2000, 512, 64
 FREE = LocalCosts(hot_cold=SideCosts(), stock=SideCosts())
@@ -32,7 +33,7 @@ def work(exponent: float = 1.0, *, pooling: int = 1, rows: int = ROWS) -> TableW
         dim=DIM,
         lookups=float(BATCH * pooling),
         bags=float(BATCH),
-        spectrum=CountSpectrum.of(zipf_counts(exponent)[:rows], rows),
+        spectrum=CountSpectrum.from_counts(zipf_counts(exponent)[:rows], rows),
     )
     return TableWork(load, world_size=2)
 
@@ -65,9 +66,9 @@ def test_hot_rows_are_neither_cold_nor_dirty_nor_early() -> None:
     assert work().split(ROWS).cold_early == pytest.approx((0, 0, 0), abs=1e-6)
 
 
-@pytest.mark.parametrize("num_parts", PIECES)
+@pytest.mark.parametrize("num_parts", NUM_MICRO_BATCHES)
 def test_chunks_add_up_and_the_first_is_small_in_samples_only(num_parts: int) -> None:
-    totals = HotColdTotals.of(work(), 0)
+    totals = HotColdTotals.from_table(work(), 0)
     chunks = _used(num_parts, totals.cold_early, totals.cold_elements)
     assert sum(chunks) == pytest.approx(totals.cold_elements)
     assert min(chunks) > 0
@@ -78,7 +79,7 @@ def test_chunks_add_up_and_the_first_is_small_in_samples_only(num_parts: int) ->
 
 def test_homes_update_distinct_rows_once() -> None:
     of = work()
-    totals = HotColdTotals.of(of, 0)
+    totals = HotColdTotals.from_table(of, 0)
     assert totals.updated == pytest.approx(of.unique_anywhere / 2)
     assert totals.updated < totals.cold  # some rows are asked for by both ranks
     local = dataclasses.replace(FREE, hot_cold=SideCosts())
@@ -87,13 +88,13 @@ def test_homes_update_distinct_rows_once() -> None:
     cost = hot_cold_cost(totals, network(local=local), 2)
     assert cost.backward_compute_ms == pytest.approx(totals.updated * 1e-3)
     # a hot row is updated on every rank
-    hot = hot_cold_cost(HotColdTotals.of(of, ROWS), network(local=local), 2)
+    hot = hot_cold_cost(HotColdTotals.from_table(of, ROWS), network(local=local), 2)
     assert hot.backward_compute_ms == pytest.approx(of.split(ROWS).hot_touched * 1e-3)
 
 
 def test_bags_send_lookups_lengths_and_pooled_vectors() -> None:
     of = work(pooling=5)
-    sent = exchange_bytes(HotColdTotals.of(of, 0, "bags"), 2, 1)
+    sent = exchange_bytes(HotColdTotals.from_table(of, 0, "bags"), 2, 1)
     assert sent["ids"] == pytest.approx((5 * BATCH * 4 + BATCH * 4) / 2)
     assert sent["rows"] == sent["gradients"] == pytest.approx(BATCH * DIM * 4 / 2)
     assert sent["hot"] == 0
@@ -101,7 +102,8 @@ def test_bags_send_lookups_lengths_and_pooled_vectors() -> None:
     uniform = TableWork(dataclasses.replace(of.load, spectrum=None, num_embeddings=10**6), 2)
     curves = network()
     rows, bags = (
-        StepPricer(curves, 2).price(HotColdTotals.of(uniform, 0, form)) for form in ("rows", "bags")
+        StepPricer(curves, 2).price(HotColdTotals.from_table(uniform, 0, form))
+        for form in ("rows", "bags")
     )
     assert bags.step_ms < rows.step_ms
     assert bags.wire_ms < rows.wire_ms / 2
@@ -109,19 +111,22 @@ def test_bags_send_lookups_lengths_and_pooled_vectors() -> None:
 
 def test_bags_are_never_fetched_ahead() -> None:
     # nothing of them is clean: all of it is exposed where steps meet, or hidden under parts
-    bags = sum_hot_cold([HotColdTotals.of(work(pooling=2), 0, "bags")] * 20)
-    dense = DenseTimes.of(500.0)
+    bags = sum_hot_cold([HotColdTotals.from_table(work(pooling=2), 0, "bags")] * 20)
+    dense = DenseTimes.from_total(500.0)
     pricer = StepPricer(network(0.02, local=FREE), 2, dense)
-    whole, cut = pricer.price(bags, pieces=[1]), pricer.price(bags, pieces=[8])
+    whole, cut = (
+        pricer.price(bags, micro_batch_counts=[1]),
+        pricer.price(bags, micro_batch_counts=[8]),
+    )
     assert whole.step_ms > dense.total_ms + 0.9 * whole.wire_ms
     assert cut.step_ms < dense.total_ms + 0.3 * whole.wire_ms
 
 
 def test_dense_work_hides_the_exchange_and_more_parts_hide_more() -> None:
-    totals = sum_hot_cold([HotColdTotals.of(work(0.6), 0)] * 20)
+    totals = sum_hot_cold([HotColdTotals.from_table(work(0.6), 0)] * 20)
     idle = StepPricer(network(0.005), 2)
-    busy = StepPricer(network(0.005), 2, DenseTimes.of(2000.0))
-    added_ms = {k: busy.price(totals, pieces=[k]).step_ms for k in (1, 4, 8)}
+    busy = StepPricer(network(0.005), 2, DenseTimes.from_total(2000.0))
+    added_ms = {k: busy.price(totals, micro_batch_counts=[k]).step_ms for k in (1, 4, 8)}
     assert added_ms[1] > added_ms[4] > added_ms[8]
     best = busy.price(totals)
     assert best.num_micro_batches > 1
@@ -130,8 +135,8 @@ def test_dense_work_hides_the_exchange_and_more_parts_hide_more() -> None:
 
 
 def test_a_message_takes_its_share_of_the_core() -> None:
-    totals = sum_hot_cold([HotColdTotals.of(work(0.6), 0)] * 20)
-    dense = DenseTimes.of(800.0)
+    totals = sum_hot_cold([HotColdTotals.from_table(work(0.6), 0)] * 20)
+    dense = DenseTimes.from_total(800.0)
     free = StepPricer(network(0.02, core_ns=0.0), 2, dense).price(totals)
     taken = StepPricer(network(0.02, core_ns=50.0), 2, dense).price(totals)  # 20 MB/s: all of it
     assert taken.step_ms > free.step_ms + 0.6 * free.wire_ms
@@ -140,8 +145,8 @@ def test_a_message_takes_its_share_of_the_core() -> None:
 def test_stock_tables_beside_the_exchange_are_exposed() -> None:
     works = [work(0.6) for _ in range(20)]
     stock = stock_cost("table_wise", stock_totals("table_wise", works), network(), 2)
-    pricer = StepPricer(network(), 2, DenseTimes.of(1000.0))
-    totals = sum_hot_cold(HotColdTotals.of(of_table, 0) for of_table in works)
+    pricer = StepPricer(network(), 2, DenseTimes.from_total(1000.0))
+    totals = sum_hot_cold(HotColdTotals.from_table(of_table, 0) for of_table in works)
     alone, beside = pricer.price(totals), pricer.price(totals, stock)
     waits_ms = stock.forward_comms_ms + stock.backward_comms_ms
     assert beside.step_ms >= alone.step_ms + waits_ms
@@ -151,7 +156,7 @@ def test_stock_alone_hides_its_ids_only() -> None:
     works = [work(0.6) for _ in range(20)]
     curves = network()
     stock = stock_cost("table_wise", stock_totals("table_wise", works), curves, 2)
-    dense = DenseTimes.of(50.0, parameter_bytes=1e6)
+    dense = DenseTimes.from_total(50.0, parameter_bytes=1e6)
     price = StepPricer(curves, 2, dense).price(HotColdTotals(), stock)
     reduce_ms = curves.ms("all_reduce", 1e6)
     assert price.step_ms == pytest.approx(stock.exposed_ms + 50 + reduce_ms)
@@ -162,7 +167,7 @@ def test_stock_alone_hides_its_ids_only() -> None:
 
 
 def test_one_rank_has_no_wire() -> None:
-    alone = StepPricer(network(), 1).price(HotColdTotals.of(TableWork(work().load, 1), 0))
+    alone = StepPricer(network(), 1).price(HotColdTotals.from_table(TableWork(work().load, 1), 0))
     assert alone.wire_ms == 0
     assert alone.step_ms == pytest.approx(alone.compute_ms)
 
@@ -172,7 +177,7 @@ def test_dense_times_follow_the_batch() -> None:
     assert measured.at(200) == DenseTimes(
         forward_ms=20, backward_ms=40, parameter_bytes=7, batch_size=200
     )
-    given = DenseTimes.of(30.0)
+    given = DenseTimes.from_total(30.0)
     assert given.at(200) == given
     assert given.total_ms == pytest.approx(30.0)
     assert given.backward_ms == pytest.approx(2 * given.forward_ms)

@@ -16,7 +16,7 @@ from torchrec_picasso.cost.curve import Curve
 from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
-from torchrec_picasso.decision.choice import TableQuestion, choose
+from torchrec_picasso.decision.choice import TableInfo, choose
 from torchrec_picasso.decision.priced_plan import price_plan
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
@@ -44,7 +44,7 @@ def work(
     spectrum = None
     if exponent is not None:
         counts = (1e5 * torch.arange(1, rows + 1, dtype=torch.float64) ** -exponent).ceil()
-        spectrum = CountSpectrum.of(counts, rows)
+        spectrum = CountSpectrum.from_counts(counts, rows)
     load = TableLoad(
         name=name,
         num_embeddings=rows,
@@ -56,21 +56,21 @@ def work(
     return TableWork(load, world_size)
 
 
-def ask(works: list[TableWork], *stock: str) -> list[TableQuestion]:
+def ask(works: list[TableWork], *stock: str) -> list[TableInfo]:
     types = stock or ("table_wise", "row_wise")
-    return [TableQuestion(work=w, may_be_hot_cold=True, stock_types=types) for w in works]
+    return [TableInfo(load=w.load, stock_types=types) for w in works]
 
 
 def hot_counts(
     works: list[TableWork], prices: StepPricer, budget_bytes: float = float("inf")
 ) -> list[int]:
     """Hot rows of tables that have to be hot/cold."""
-    questions = [TableQuestion(work=w, may_be_hot_cold=True, stock_types=()) for w in works]
-    return list(choose(questions, prices, budget_bytes).num_hot)
+    tables = [TableInfo(load=w.load, stock_types=()) for w in works]
+    return list(choose(tables, prices, budget_bytes).num_hot)
 
 
 def pricer(network: CommCurves, dense_ms: float = 0.0, world_size: int = 2) -> StepPricer:
-    return StepPricer(network, world_size, DenseTimes.of(dense_ms))
+    return StepPricer(network, world_size, DenseTimes.from_total(dense_ms))
 
 
 @settings(max_examples=25, deadline=None)
@@ -136,8 +136,8 @@ def test_one_rank_needs_no_replicas() -> None:
 
 def test_uniform_ids_stay_stock_where_nothing_is_saved() -> None:
     # 1,024 lookups of 20,000 equal rows are nearly all distinct, and a fast network costs little
-    questions = ask([work(str(i), None) for i in range(4)])
-    choice = choose(questions, pricer(curves(gbytes_per_s=100.0, latency_ms=0.01)))
+    tables = ask([work(str(i), None) for i in range(4)])
+    choice = choose(tables, pricer(curves(gbytes_per_s=100.0, latency_ms=0.01)))
     assert choice.hot_cold == (False,) * 4
     assert choice.num_hot == (0,) * 4
     assert choice.stock_cost is not None
@@ -154,9 +154,9 @@ def test_skewed_ids_take_the_exchange() -> None:
 
 def test_work_to_hide_under_lets_even_distinct_rows_travel() -> None:
     # what the exchange computes more than stock is less than what stock leaves exposed
-    questions = ask([work(str(i), None) for i in range(8)])
+    tables = ask([work(str(i), None) for i in range(8)])
     network = curves(gbytes_per_s=0.05, latency_ms=0.01, reduce_gbytes_per_s=0.05)
-    busy = choose(questions, pricer(network, dense_ms=200.0))
+    busy = choose(tables, pricer(network, dense_ms=200.0))
     assert busy.hot_cold == (True,) * 8
     assert busy.step.num_micro_batches > 1
     assert busy.stock_step is not None
@@ -165,11 +165,11 @@ def test_work_to_hide_under_lets_even_distinct_rows_travel() -> None:
 
 def test_what_is_not_allowed_is_not_chosen() -> None:
     skewed, uniform = work("a", 1.2), work("b", None)
-    questions = [
-        TableQuestion(work=skewed, may_be_hot_cold=False, stock_types=("row_wise",)),
-        TableQuestion(work=uniform, may_be_hot_cold=True, stock_types=()),
+    tables = [
+        TableInfo(load=skewed.load, not_hot_cold="it is forbidden", stock_types=("row_wise",)),
+        TableInfo(load=uniform.load, stock_types=()),
     ]
-    choice = choose(questions, pricer(curves(gbytes_per_s=100.0)))
+    choice = choose(tables, pricer(curves(gbytes_per_s=100.0)))
     assert choice.hot_cold == (False, True)
     assert choice.stock_types == ("row_wise", None)
     assert choice.stock_cost is choice.stock_step is None
@@ -195,19 +195,17 @@ def pooled(name: str, pooling: int, exponent: float | None) -> TableWork:
 MIXED = [pooled("distinct", 6, None), pooled("repeated", 2, 1.3), pooled("more", 8, 0.2)]
 
 
-def may_take_bags(works: list[TableWork], *able: bool) -> list[TableQuestion]:
-    asked = zip(ask(works), able or (True,) * len(works))
-    return [
-        dataclasses.replace(of, forms=("rows", "bags") if may else ("rows",)) for of, may in asked
-    ]
+def may_take_bags(works: list[TableWork], *able: bool) -> list[TableInfo]:
+    tables = zip(ask(works), able or (True,) * len(works))
+    return [dataclasses.replace(table, no_bags=None if may else "no") for table, may in tables]
 
 
 def test_bags_travel_where_they_are_cheaper() -> None:
     prices = pricer(curves(gbytes_per_s=0.02, reduce_gbytes_per_s=0.02))
-    questions = may_take_bags(MIXED)
+    tables = may_take_bags(MIXED)
     as_rows = choose(may_take_bags(MIXED, False, False, False), prices)
     assert "bags" not in as_rows.forms
-    choice = choose(questions, prices)
+    choice = choose(tables, prices)
     assert choice.forms == ("bags", "rows", "bags")
     assert choice.num_hot[0] == choice.num_hot[2] == 0
     assert choice.step.step_ms < as_rows.step.step_ms
@@ -250,10 +248,10 @@ def test_the_order_of_tables_changes_nothing_but_the_order(seed: int) -> None:
 
 
 def test_rows_beside_bags_must_win_clearly() -> None:
-    questions, taken = may_take_bags(MIXED), set()
+    tables, taken = may_take_bags(MIXED), set()
     for gbytes_per_s in (0.02, 0.05, 0.2, 1.0, 5.0):
         network = curves(gbytes_per_s=gbytes_per_s, reduce_gbytes_per_s=gbytes_per_s)
-        choice = choose(questions, pricer(network))
+        choice = choose(tables, pricer(network))
         ms, has_both = choice.priced_ms, len({*choice.forms} - {None}) == 2
         assert set(ms) == {"stock", "rows", "bags", "mixed"}
         least = min(ms["stock"], ms["rows"], ms["bags"])

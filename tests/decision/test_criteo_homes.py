@@ -13,7 +13,8 @@ from torchrec_picasso.app.zoo.data.criteo import hash_ids
 from torchrec_picasso.app.zoo.data.criteo_files import read_criteo
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.table_work import TableLoad
-from torchrec_picasso.decision.decision import Decision, TableFacts, decide
+from torchrec_picasso.decision.choice import TableInfo
+from torchrec_picasso.decision.decision import Decision, decide
 from torchrec_picasso.frequency import FrequencyStats, ModelTable
 from torchrec_picasso.frequency.accumulate import CountAccumulator
 
@@ -42,7 +43,7 @@ def stats(halves: tuple[np.ndarray, np.ndarray]) -> FrequencyStats:
 
 def _decided(stats: FrequencyStats, world_size: int, num_hot: int) -> Decision:
     facts = [
-        TableFacts(
+        TableInfo(
             load=TableLoad(
                 name=name,
                 num_embeddings=counts.num_embeddings,

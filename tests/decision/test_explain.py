@@ -84,9 +84,8 @@ def test_where_the_exchange_costs_more_tables_stay_stock_and_the_log_says_so(
     assert "hot_cold" not in placed(plan).values()
     (record,) = (of for of in caplog.records if of.name == "torchrec_picasso.planner")
     assert record.levelname == "WARNING"
-    assert (
-        "no table is hot/cold, so this package changes nothing: a step is predicted to take "
-        in (record.getMessage())
+    assert "no table is hot/cold, so this package has no effect: a step is predicted to take " in (
+        record.getMessage()
     )
     assert planner.explain()["why"].str.match(r"stock (row|table)_wise: a step is predicted").all()
     summary = summarize(planner.decision)
@@ -111,7 +110,7 @@ def test_a_plan_with_hot_cold_tables_is_logged_for_who_asks(
         planned(stats=skewed(), curves=SLOW)
     (record,) = (of for of in caplog.records if of.name == "torchrec_picasso.planner")
     assert record.levelname == "INFO"
-    assert record.getMessage().startswith(f"{len(ROWS)} tables hot/cold (0 as bags) with ")
+    assert record.getMessage().startswith(f"{len(ROWS)} tables hot/cold (0 owner-pooled) with ")
 
 
 def test_constraints_are_respected() -> None:
@@ -178,7 +177,7 @@ def test_curves_of_elsewhere_are_announced() -> None:
 
 
 def test_there_is_nothing_to_explain_before_a_plan() -> None:
-    with pytest.raises(PlanError, match=r"plan\(model, sharders\) comes first"):
+    with pytest.raises(PlanError, match=r"call plan\(model, sharders\) first"):
         hot_cold_planner(topology(), curves=SLOW).explain()
 
 

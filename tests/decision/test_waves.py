@@ -10,12 +10,13 @@ from torchrec.distributed.planner.types import ParameterConstraints
 
 from tests.planner.samples import AbleSharder, Model, stats, topology
 from torchrec_picasso.cost.table_work import TableLoad
-from torchrec_picasso.decision.decision import TableFacts, decide
+from torchrec_picasso.decision.choice import TableInfo
+from torchrec_picasso.decision.decision import decide
 from torchrec_picasso.decision.waves import TableVolume, balance_waves
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
-from torchrec_picasso.planner.table_facts import assumed_curves
+from torchrec_picasso.planner.table_info import assumed_curves
 
 VOLUMES = st.lists(
     st.builds(TableVolume, group=st.integers(0, 3), elements=st.floats(0, 1e6)), max_size=30
@@ -91,9 +92,9 @@ def test_waves_need_no_statistics() -> None:
 def test_every_module_has_waves_of_its_own() -> None:
     """Tables of two modules never share an exchange, so they do not balance each other."""
 
-    def fact(name: str, module: str, dim: int) -> TableFacts:
+    def fact(name: str, module: str, dim: int) -> TableInfo:
         load = TableLoad(name=name, num_embeddings=1000, dim=dim, lookups=64, bags=64)
-        return TableFacts(load=load, module=module)
+        return TableInfo(load=load, module=module)
 
     facts = [fact(n, "user", 8) for n in "ab"] + [fact(n, "item", 16) for n in "cd"]
     decision = decide(

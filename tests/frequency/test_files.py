@@ -190,7 +190,7 @@ def test_an_unsigned_id_that_no_int64_holds_is_refused(tmp_path: Path) -> None:
     for hash_ids in (False, True):
         message = refused(path, hash_ids=hash_ids)
         assert message.startswith(f"{path}: column user holds an id of 2**63 or more")
-        assert message.endswith("map its ids to int64 first")
+        assert message.endswith("convert its ids to int64 first")
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def refused(path: Path) -> str:
     with pytest.raises(InputError) as caught:
         FrequencyStats.from_parquet(path)
     message = str(caught.value)
-    assert message.startswith(f"{path} does not hold frequency statistics (")
+    assert message.startswith(f"{path} does not contain frequency statistics (")
     assert message.endswith("write it with FrequencyStats.to_parquet")
     return message
 
@@ -134,9 +134,9 @@ def test_a_foreign_writer_may_choose_its_types_and_order(tmp_path: Path) -> None
         ({"count": [4, 1, 0]}, "a count is not above 0"),
         ({"count": [4, None, 2]}, ""),
         ({"count": [4.0, math.nan, 2.0]}, ""),
-        ({"count": [1 << 62, 1 << 62, 2]}, "counts are beyond 2**53 together"),
-        ({"table": ["large", "large", "new"]}, "a line names a table that the metadata does not"),
-        ({"table": ["large", "large", None]}, "a line names a table that the metadata does not"),
+        ({"count": [1 << 62, 1 << 62, 2]}, "the sum of counts is 2**53 or more"),
+        ({"table": ["large", "large", "new"]}, "a line names a table that the metadata lacks"),
+        ({"table": ["large", "large", None]}, "a line names a table that the metadata lacks"),
         ({"table": [[1], [1], [2]]}, ""),
     ],
 )

@@ -21,7 +21,7 @@ SOME_COUNTS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
 
 
 def spectrum_of(counts: list[int], num_embeddings: int = 40) -> CountSpectrum:
-    return CountSpectrum.of(torch.tensor(counts, dtype=torch.int64), num_embeddings)
+    return CountSpectrum.from_counts(torch.tensor(counts, dtype=torch.int64), num_embeddings)
 
 
 @given(COUNTS)
@@ -155,7 +155,7 @@ def test_cold_rows_are_those_outside_the_most_frequent(
 
 def test_lookups_without_a_count_are_rare_rows_as_far_as_the_table_has_rows() -> None:
     counts = torch.tensor([50, 40])
-    many, few = (CountSpectrum.of(counts, rows, num_uncounted=30) for rows in (1000, 17))
+    many, few = (CountSpectrum.from_counts(counts, rows, num_uncounted=30) for rows in (1000, 17))
     assert (many.counts_K.tolist(), many.rows_K.tolist()) == ([50, 40, 1], [1, 1, 30])
     assert (few.counts_K.tolist(), few.rows_K.tolist()) == ([50, 40, 2], [1, 1, 15])
     assert many.num_lookups == few.num_lookups == 120
@@ -165,7 +165,7 @@ def test_rarefaction_is_right_of_a_long_skewed_stream() -> None:
     """Batches cut at random from two million lookups, past where the exact form ends."""
     ids = zipf_ids(2_000_000, 300_000, 1.1, seed=1)
     counts = np.bincount(ids)
-    spectrum = CountSpectrum.of(torch.from_numpy(counts[counts > 0]), 300_000)
+    spectrum = CountSpectrum.from_counts(torch.from_numpy(counts[counts > 0]), 300_000)
     rng = np.random.default_rng(2)
     rng.shuffle(ids)
     batches = ids[: 200 * 4096].reshape(200, 4096)

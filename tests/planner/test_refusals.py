@@ -255,7 +255,7 @@ def test_a_wish_by_name_is_refused_with_the_reason(kind: Kind) -> None:
     ("name", "hot_rows", "message"),
     [
         ("clipping", 41, "41 hot rows .* only 40 rows can be hot: 1 tables can .* 'odd': gradient"),
-        ("fp16", 41, "such as 'odd': stochastic rounding .*, or ask for at most 40"),
+        ("fp16", 41, "such as 'odd': stochastic rounding .*, or request at most 40"),
         ("output_of_all", 1, "only 0 rows can be hot: 2 tables .* such as 'plain': output_dtype"),
     ],
 )

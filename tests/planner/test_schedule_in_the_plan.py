@@ -103,7 +103,7 @@ def test_the_dense_part_is_that_of_the_curves_unless_given() -> None:
     assert given.decision.dense.total_ms == pytest.approx(7)
     unknown, _ = planned(Towers(), curves=SLOW)
     assert unknown.decision.dense.total_ms == 0
-    with pytest.raises(PlanError, match="dense_ms is -1, expected a number of milliseconds from 0"):
+    with pytest.raises(PlanError, match="dense_ms is -1, expected milliseconds of at least 0"):
         planned(Towers(), dense_ms=-1)
 
 
@@ -120,7 +120,7 @@ def test_bags_are_placed_on_the_rank_that_pools_them() -> None:
         assert len(placed.ranks) == (1 if is_bags else 2)
     frame = planner.explain().set_index("table")
     assert dict(frame["form"]) == forms
-    assert frame.loc["wide", "why"].startswith("hot/cold as bags: 1,024 pooled vectors travel")
+    assert frame.loc["wide", "why"].startswith("hot/cold, owner-pooled: 1,024 pooled vectors are")
     summary = summarize(planner.decision)
     assert summary["bag_tables"] == 2
     assert summary["step_ms"] < 0.8 * summarize(rows_planner.decision)["step_ms"]
@@ -170,10 +170,12 @@ def test_a_total_of_hot_rows_goes_past_tables_that_shall_take_bags() -> None:
 
 def test_bags_that_cannot_be_had_are_refused() -> None:
     bags = HotColdParams(form="bags")
-    with pytest.raises(PlanError, match="'wide', which cannot have hot rows: its bags were asked"):
+    with pytest.raises(PlanError, match="'wide', which cannot have hot rows: form='bags' was req"):
         planned(Towers(), constraints=_asking(wide=bags), stats=None, hot_rows={"wide": 1})
     asked = {"s": ParameterConstraints(cache_params=bags)}
-    with pytest.raises(PlanError, match="'s', which cannot be hot/cold: its bags were asked for, "):
+    with pytest.raises(
+        PlanError, match="'s', which cannot be hot/cold: form='bags' was requested, "
+    ):
         planned(Model(sequence=True), constraints=asked)
     asked = {"a": ParameterConstraints(cache_params=bags, sharding_types=["row_wise"])}
     with pytest.raises(PlanError, match="chosen to be hot/cold, which needs table_wise"):
@@ -182,8 +184,8 @@ def test_bags_that_cannot_be_had_are_refused() -> None:
 
 def test_sequences_never_take_bags() -> None:
     planner, plan = planned(Model(sequence=True), curves=SLOW, stats=None)
-    facts = {fact.load.name: fact.no_bags for fact in planner.decision.facts}
-    assert facts == {**dict.fromkeys(ROWS), "s": "it gives sequences, not bags"}
+    facts = {fact.load.name: fact.no_bags for fact in planner.decision.tables}
+    assert facts == {**dict.fromkeys(ROWS), "s": "its output is sequences, not bags"}
     assert params(plan)["s"].form == "rows"
 
 
@@ -211,13 +213,13 @@ def test_tables_behind_feature_processors_take_rows_alone() -> None:
     either = dict.fromkeys(POOLING, ParameterConstraints(sharding_types=["row_wise", "table_wise"]))
     planner, plan = _processed(curves=SLOW, constraints=either, hot_rows=0)
     assert {name: of.form for name, of in params(plan).items()} == dict.fromkeys(POOLING, "rows")
-    assert {fact.no_bags for fact in planner.decision.facts} == {
-        "feature processors weigh its lookups where the batch is"
+    assert {fact.no_bags for fact in planner.decision.tables} == {
+        "feature processors weight its lookups on the rank of the batch"
     }
     chosen, plan = _processed(curves=SLOW, constraints=either)
-    assert all(fact.may_be_hot_cold for fact in chosen.decision.facts)
+    assert all(fact.may_be_hot_cold for fact in chosen.decision.tables)
     _, plan = _processed(curves=SLOW)
     assert not params(plan)
     bags = ParameterConstraints(cache_params=HotColdParams(form="bags"))
-    with pytest.raises(PlanError, match="bags were asked for, but feature processors weigh"):
+    with pytest.raises(PlanError, match="form='bags' was requested, but feature processors weight"):
         _processed(constraints={"wide": bags})

@@ -81,7 +81,7 @@ def _params(rows: object) -> object:
 @pytest.mark.parametrize(
     ("what", "job", "expected"),
     [
-        ("too many", JOB, "PlanError: table 'a' has 60 rows, but 61 hot rows were asked for"),
+        ("too many", JOB, "PlanError: table 'a' has 60 rows, but 61 hot rows were requested"),
         ("outside", JOB, "PlanError: hot row 100 lies outside table 'a', whose rows are 0..59"),
         (
             "optimizer",

@@ -22,7 +22,7 @@ def of_rows(saved: SavedUses | None) -> dict[str, dict[int, float]]:
     assert saved is not None
     return {
         name: {int(row): float(use) for row, use in zip(rows, uses) if use}
-        for name, (rows, uses) in saved.of_tables.items()
+        for name, (rows, uses) in saved.uses_by_table.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""What a placement costs: measured curves, and arithmetic from them to milliseconds and bytes."""
+"""Cost model: measured collectives and local work, and predictions of step time and bytes."""
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalCosts

@@ -1,7 +1,7 @@
-"""The collectives that have a curve, as calls on buffers of a given size.
+"""The measured collectives, as calls on buffers of a given size.
 
-Sizes are told as what the busiest rank sends or receives, so that curves of different world sizes
-compare.
+Sizes are bytes that the busiest rank sends or receives, so that curves of different world sizes can
+be compared.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ COLLECTIVES = (
     "reduce_scatter",
     "all_gather",
 )
-"""Collectives with a curve. ``row_exchange`` is this package's all-to-all, see
+"""Names of the measured collectives. ``row_exchange`` is this package's all-to-all, see
 :mod:`torchrec_picasso.exchange.all_to_all`."""
 
 Call = tuple[int, Callable[[], object]]
-"""Bytes that the busiest rank sends or receives, and what is timed."""
+"""Bytes that the busiest rank sends or receives, and the function to time."""
 
 
 def _all_to_all(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Call:
     world_size = pg.size()
+    # equal blocks for all ranks; one of W blocks stays on the rank
     numel = numel // world_size * world_size
     source, target = _buffers(numel, numel, device)
     sent = numel * (world_size - 1) // world_size * BYTES_PER_FLOAT
@@ -48,7 +49,8 @@ def _row_exchange(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Ca
 
 
 def _all_reduce(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Call:
-    buffer, _ = _buffers(numel, 0, device)
+    buffer = torch.zeros(numel, device=device)
+    # the bandwidth-optimal algorithm: reduce-scatter, then all-gather
     sent = 2 * (pg.size() - 1) * numel // pg.size() * BYTES_PER_FLOAT
     return sent, lambda: dist.all_reduce(buffer, group=pg)
 
@@ -62,13 +64,13 @@ def _reduce_scatter(pg: dist.ProcessGroup, numel: int, device: torch.device) -> 
 
 def _all_gather(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Call:
     share = max(1, numel // pg.size())
-    target, source = _buffers(share * pg.size(), share, device)
+    source, target = _buffers(share, share * pg.size(), device)
     sent = (pg.size() - 1) * share * BYTES_PER_FLOAT
     return sent, lambda: dist.all_gather_into_tensor(target, source, group=pg)
 
 
-def _buffers(first: int, second: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.zeros(first, device=device), torch.zeros(second, device=device)
+def _buffers(source: int, target: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.zeros(source, device=device), torch.zeros(target, device=device)
 
 
 CALLS: dict[str, Callable[[dist.ProcessGroup, int, torch.device], Call]] = {
@@ -78,4 +80,5 @@ CALLS: dict[str, Callable[[dist.ProcessGroup, int, torch.device], Call]] = {
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
 }
-"""From group, floats per rank and device to the call of each collective, by its curve's name."""
+"""By collective: a function of process group, float32 elements per rank and device that prepares
+the call."""

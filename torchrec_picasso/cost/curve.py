@@ -1,8 +1,8 @@
-"""Time of one collective against bytes: measured points, and the line through them.
+"""Time of one collective as a function of bytes: measured points and a fitted line.
 
-Times are read off the points, because links have kinks (socket buffers, token buckets, protocol
-switches) that no line follows; the line ``latency + bytes / bandwidth`` and its error tell a reader
-what the link is like. The line minimises relative error, since sizes span four decades.
+Times are interpolated between measured points, because no line fits the steps of real links (socket
+buffers, token buckets, protocol switches). The line ``latency + bytes / bandwidth`` and its error
+describe the link to a reader. The fit minimizes relative errors, because sizes span four decades.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _BYTES_PER_MS_TO_GB_PER_S = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Milliseconds of a collective against the bytes that its busiest rank sends or receives.
+    """Milliseconds of a collective by the bytes that its busiest rank sends or receives.
 
     Args:
         sent_bytes: Measured sizes, ascending, at least one.
-        ms: Median time of each, the slowest rank's.
-        latency_ms: Of the fitted line, at least 0.
-        ms_per_byte: Of the fitted line, at least 0.
+        ms: Median time of each size on the slowest rank.
+        latency_ms: Latency of the fitted line, at least 0.
+        ms_per_byte: Slope of the fitted line, at least 0.
         median_error: Median of ``|line - measured| / measured``.
-        worst_error: The largest.
+        worst_error: Maximum of ``|line - measured| / measured``.
     """
 
     sent_bytes: tuple[int, ...]
@@ -50,13 +50,12 @@ class Curve:
 
         Args:
             sent_bytes: Sizes, ascending.
-            ms: Their times, above 0.
+            ms: Time of each size, above 0.
 
         Raises:
-            PicassoError: If the points are no curve.
+            PicassoError: If sizes do not ascend, or times are missing or not above 0.
         """
-        ascending = all(a < b for a, b in pairwise(sent_bytes))
-        if not sent_bytes or len(sent_bytes) != len(ms) or not ascending or min(ms) <= 0:
+        if not _are_points(sent_bytes, ms) or min(ms) <= 0:
             raise PicassoError(
                 f"expected ascending sizes with one time above 0 each, got sizes {list(sent_bytes)}"
                 f" and times {list(ms)}; measure the curve again"
@@ -75,20 +74,20 @@ class Curve:
 
     @staticmethod
     def from_dict(document: Mapping[str, Any], name: str) -> Curve:
-        """Reads what ``dataclasses.asdict`` made of it.
+        """Reads a curve from the output of ``dataclasses.asdict``.
 
         Args:
-            document: Its fields.
-            name: Of the curve, for messages.
+            document: Values by field name.
+            name: Name of the curve, for messages.
 
         Raises:
-            PicassoError: If a value is no number of at least 0, or the points are no curve.
+            PicassoError: If a value is no number of at least 0, sizes do not ascend, or times are
+                missing.
         """
         sent_bytes, ms = tuple(document["sent_bytes"]), tuple(document["ms"])
         read_numbers((f"{name}.sent_bytes", number) for number in sent_bytes)
         read_numbers((f"{name}.ms", number) for number in ms)
-        ascending = all(a < b for a, b in pairwise(sent_bytes))
-        if not sent_bytes or len(sent_bytes) != len(ms) or not ascending:
+        if not _are_points(sent_bytes, ms):
             raise PicassoError(
                 f"{name} has {len(ms)} times for sizes {shown_shortly(sent_bytes)}, expected "
                 "ascending sizes with one time each"
@@ -97,7 +96,7 @@ class Curve:
 
     @staticmethod
     def line(latency_ms: float, gbytes_per_s: float) -> Curve:
-        """A curve that was assumed, not measured."""
+        """Returns a curve with a given latency and bandwidth, without measured points."""
         slope = _BYTES_PER_MS_TO_GB_PER_S / gbytes_per_s
         return Curve(
             sent_bytes=(0,),
@@ -110,24 +109,25 @@ class Curve:
 
     @property
     def gbytes_per_s(self) -> float:
-        """Bandwidth of the fitted line, GB/s (10^9 bytes); infinite for a flat one."""
+        """Bandwidth of the fitted line, GB/s (10^9 bytes); infinite if the slope is 0."""
         return _BYTES_PER_MS_TO_GB_PER_S / self.ms_per_byte if self.ms_per_byte else float("inf")
 
     @property
     def _last_ms_per_byte(self) -> float:
-        """Slope at the largest sizes, where latency no longer shows; the line's if that falls."""
+        """Slope between the two largest sizes, which latency hardly affects; the slope of the line
+        if time does not grow there."""
         if len(self.ms) < 2 or self.ms[-1] <= self.ms[-2]:
             return self.ms_per_byte
         return (self.ms[-1] - self.ms[-2]) / (self.sent_bytes[-1] - self.sent_bytes[-2])
 
     def ms_at(self, num_bytes: float) -> float:
-        """Time of a size: the first point's below the points, on along the last two beyond them.
+        """Interpolates the time of a size, in milliseconds.
+
+        Sizes below the first point take the time of the first point; sizes above the last point
+        are extrapolated.
 
         Args:
             num_bytes: Bytes that the busiest rank sends or receives, at least 0.
-
-        Returns:
-            Milliseconds.
         """
         right = bisect_right(self.sent_bytes, num_bytes)
         if right == 0:
@@ -139,11 +139,19 @@ class Curve:
         return t0 + (t1 - t0) * (num_bytes - x0) / (x1 - x0)
 
 
+def _are_points(sent_bytes: Sequence[int], ms: Sequence[float]) -> bool:
+    """Whether there is a time for each size, and sizes ascend."""
+    ascending = all(a < b for a, b in pairwise(sent_bytes))
+    return bool(sent_bytes) and len(sent_bytes) == len(ms) and ascending
+
+
 def _relative_least_squares(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
-    """``latency, slope >= 0`` that minimise the sum of ``((latency + slope x - t) / t)^2``."""
+    """Minimizes the sum of ``((latency + slope x - t) / t)^2`` over ``latency, slope >= 0``."""
     design = np.stack([1 / t, x / t], axis=1)
     ones = np.ones_like(t)
     latency, slope = np.linalg.lstsq(design, ones, rcond=None)[0]
+    # If the unconstrained minimum has a negative coefficient, that coefficient is 0 in the
+    # constrained minimum, and the other one is a projection. A single point is a pure slope.
     if latency < 0 or len(t) == 1:
         latency, slope = 0.0, float((design[:, 1] @ ones) / max(design[:, 1] @ design[:, 1], 1e-30))
     if slope < 0:

@@ -1,8 +1,7 @@
-"""CommCurves: how long each collective takes here, measured once, kept in a file.
+"""CommCurves: measured times of collectives and local work, stored in a file.
 
-The planner reads two things from it: communication (a curve per collective) and local work
-(:class:`LocalCosts`). Both come from the process group and the machine that will train, because
-published bandwidths say little of either.
+The planner reads communication (a curve per collective) and local work (:class:`LocalCosts`). Both
+should be measured on the machines that will train, because published bandwidths predict neither.
 """
 
 from __future__ import annotations
@@ -31,28 +30,27 @@ __all__ = ["COLLECTIVES", "CommCurves"]
 
 _FORMAT_VERSION = 1
 _ASSUMED_CORE_NS = 1.0
-"""Of a byte sent and one received through sockets, on one core of a server CPU."""
-_HINT = "make it with `torchrec-picasso calibrate` or CommCurves.measure(pg).to_json(path)"
+"""CPU time to send and receive a byte through sockets on one core of a server CPU, nanoseconds."""
+_HINT = "create it with `torchrec-picasso calibrate` or CommCurves.measure(pg).to_json(path)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommCurves:
-    """Measured time of the collectives of one process group.
+    """Measured times of the collectives of one process group.
 
-    Sizes are the bytes that the busiest rank sends or receives, by the usual bandwidth-optimal
-    algorithm: ``(W-1)/W`` of an all-to-all's buffer, ``2 (W-1)/W`` of an all-reduce's.
+    Sizes are the bytes that the busiest rank sends or receives with a bandwidth-optimal algorithm:
+    ``(W-1)/W`` of the buffer of an all-to-all, ``2 (W-1)/W`` of the buffer of an all-reduce.
 
     Args:
-        world_size: Ranks of the group.
-        ranks_per_host: Ranks that share a host.
-        backend: Its backend, such as ``"gloo"``.
-        device: Where the tensors were, ``"cpu"`` or ``"cuda"``.
-        collectives: Curve by name, one of :data:`COLLECTIVES`.
-        local: Local work per row; assumed, not measured, when left out.
-        dense: The dense part of a model; ``None`` = not known.
-        wire_core_ns: What a byte takes of the core that its message is sent and received by,
-            nanoseconds; ``None`` = not measured.
-        measured_on: Date, hardware and versions, for the reader.
+        world_size: Number of ranks.
+        ranks_per_host: Number of ranks per host.
+        backend: Backend of the process group, such as ``"gloo"``.
+        device: Device of the tensors, ``"cpu"`` or ``"cuda"``.
+        collectives: Curve of each of :data:`COLLECTIVES`.
+        local: Costs of local work; the default is assumed, not measured.
+        dense: Times of the dense part of a model; ``None`` = not known.
+        wire_core_ns: CPU time per byte sent and received, nanoseconds; ``None`` = not measured.
+        measured_on: Date, hardware and versions, for information.
     """
 
     world_size: int
@@ -72,7 +70,7 @@ class CommCurves:
 
     @property
     def core_ns_per_byte(self) -> float:
-        """What a byte on the wire takes of the core, measured or assumed."""
+        """CPU time per byte sent and received, nanoseconds, measured or assumed."""
         if self.wire_core_ns is not None:
             return self.wire_core_ns
         return _ASSUMED_CORE_NS if self.device == "cpu" else 0.0
@@ -88,28 +86,27 @@ class CommCurves:
         budget_s: float = 30.0,
         advance: Callable[[str], None] | None = None,
     ) -> CommCurves:
-        """Measures the collectives of ``pg``; local costs stay the assumed ones.
+        """Measures the collectives of ``pg``; local costs are the assumed ones. Collective.
 
-        Collective: every rank of ``pg`` calls this, in the same order; nothing else may use the
-        network or the cores meanwhile.
+        Nothing else may use the network or the cores during the measurement.
 
         Args:
-            pg: Process group; of one rank it gives curves that are all zero.
-            device: Where the tensors are; CPU if ``None``.
-            max_bytes: Largest buffer per rank; sizes go from 4 KiB in powers of 4.
-            seconds_per_point: About how long each size is repeated, at most.
-            ranks_per_host: Ranks per host; ``None`` reads ``LOCAL_WORLD_SIZE``, else 1.
-            budget_s: Seconds for all of it. A slow link gets no further than the sizes that fit,
-                at least 4 and 16 KiB; curves go on in a straight line beyond.
-            advance: Called after each size of each collective, measured or left out, with its name.
+            pg: Process group; all curves of a group with one rank are zero.
+            device: Device of the tensors; ``None`` = CPU.
+            max_bytes: Size of the largest buffer per rank; sizes are 4 KiB times powers of 4.
+            seconds_per_point: Approximate maximum duration of the repetitions of one size.
+            ranks_per_host: Ranks per host; ``None`` = ``LOCAL_WORLD_SIZE``, or 1 if it is not set.
+            budget_s: Maximum duration, seconds. Sizes that do not fit, except 4 and 16 KiB, are
+                left out; curves are extrapolated beyond the last size.
+            advance: Called with a label after each size of each collective, measured or left out.
 
         Returns:
-            The same curves on every rank.
+            The curves, equal on all ranks.
 
         Raises:
             PicassoError: If the budget is not above 0.
         """
-        advance = advance or (lambda point: None)
+        advance = advance or (lambda label: None)
         measured = measure_curves(
             pg, device, max_bytes, seconds_per_point, ranks_per_host, budget_s, advance
         )
@@ -126,7 +123,7 @@ class CommCurves:
         ranks_per_host: int = 1,
         local: LocalCosts | None = None,
     ) -> CommCurves:
-        """Curves of a network that cannot be measured: one line for every collective."""
+        """Returns curves of a network that cannot be measured: one line for all collectives."""
         line = Curve.line(latency_ms, gbytes_per_s)
         return CommCurves(
             world_size=world_size,
@@ -139,40 +136,38 @@ class CommCurves:
         )
 
     def ms(self, collective: str, busiest_bytes: float, world_size: int | None = None) -> float:
-        """Time of one collective.
+        """Predicts the time of one collective, in milliseconds.
 
-        At another world size than measured, latency grows with the ``W - 1`` peers that each rank
-        talks to (a ring's steps, an all-to-all's messages); bandwidth per rank stays.
+        For another world size than the measured one, latency is proportional to the ``W - 1`` peers
+        of a rank (steps of a ring, messages of an all-to-all); bandwidth per rank is the same.
 
         Args:
             collective: One of :data:`COLLECTIVES`.
-            busiest_bytes: What the busiest rank sends or receives.
-            world_size: Ranks; ``None`` = as measured. One rank costs nothing.
-
-        Returns:
-            Milliseconds.
+            busiest_bytes: Bytes that the busiest rank sends or receives.
+            world_size: Number of ranks, 1 = no communication; ``None`` = the measured number.
         """
         world_size = world_size or self.world_size
         if world_size == 1:
             return 0.0
         curve = self.collectives[collective]
+        # the measured time includes the latency of the measured number of peers
         more_peers = (world_size - 1) / max(1, self.world_size - 1) - 1
         return max(0.0, curve.ms_at(busiest_bytes) + curve.latency_ms * more_peers)
 
     def mismatch(self, *, world_size: int, device: str) -> str | None:
-        """How these curves differ from what they are to be used for, or ``None``.
+        """Describes how the measured setup differs from the planned one; ``None`` = it does not.
 
         Args:
-            world_size: Ranks to plan for.
-            device: Compute device to plan for, ``"cpu"`` or ``"cuda"``.
+            world_size: Planned number of ranks.
+            device: Planned compute device, ``"cpu"`` or ``"cuda"``.
 
         Raises:
-            PlanError: If they are of one rank and cannot be used for several.
+            PlanError: If the curves of a single rank are used for several ranks.
         """
         if self.world_size == 1 and world_size > 1:
             raise PlanError(
-                f"the curves are of 1 rank, which sends nothing, but the plan is for {world_size} "
-                "ranks; measure them on a process group of at least 2 ranks"
+                f"the curves are of 1 rank, without communication, but the plan has {world_size} "
+                "ranks; measure curves on a process group of at least 2 ranks"
             )
         found, wanted = [], []
         if self.world_size != world_size:
@@ -186,7 +181,10 @@ class CommCurves:
         return f"curves of {', '.join(found)} are used for {', '.join(wanted)}"
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Writes everything; the file appears under its name only when it is whole.
+        """Writes the curves to a file, which gets its name only after it is complete.
+
+        Args:
+            path: File to write or to replace, in an existing folder.
 
         Raises:
             PicassoError: If the folder does not exist.
@@ -195,19 +193,22 @@ class CommCurves:
         if not target.parent.is_dir():
             raise PicassoError(f"there is no folder {target.parent} to write {target.name} into")
         document = {"format_version": _FORMAT_VERSION, **dataclasses.asdict(self)}
-        aside = target.with_name(f".{target.name}.{os.getpid()}.part")
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
-            aside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            os.replace(aside, target)
+            unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            os.replace(unfinished, target)
         finally:
-            aside.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
 
     @staticmethod
     def from_json(path: str | os.PathLike[str]) -> CommCurves:
-        """Reads what :meth:`to_json` wrote.
+        """Reads a file of :meth:`to_json`.
+
+        Args:
+            path: The file.
 
         Raises:
-            PicassoError: If the file is missing or not such curves.
+            PicassoError: If the file is missing or contains no valid curves.
         """
         source = Path(path)
         if not source.is_file():
@@ -222,19 +223,22 @@ class CommCurves:
                 )
             return _read_curves(document)
         except PicassoError as error:
-            raise PicassoError(f"{source} does not hold curves: {error}; {_HINT}") from error
+            raise PicassoError(f"{source} does not contain curves: {error}; {_HINT}") from error
         except (
             *(ValueError, KeyError, TypeError, AttributeError),
             *(RecursionError, ArithmeticError, IndexError),
         ) as error:
-            what = f"{type(error).__name__}: {shown_shortly(str(error))}"
-            raise PicassoError(f"{source} does not hold curves ({what}); {_HINT}") from error
+            reason = f"{type(error).__name__}: {shown_shortly(str(error))}"
+            raise PicassoError(f"{source} does not contain curves ({reason}); {_HINT}") from error
 
 
 def _read_curves(document: dict[str, Any]) -> CommCurves:
-    """Curves of what ``dataclasses.asdict`` made of them."""
-    document["collectives"] = _curves(document["collectives"])
-    document.pop("levels", None)  # of earlier files; nothing was planned by them
+    """Reads curves from the output of ``dataclasses.asdict``."""
+    document["collectives"] = {
+        name: Curve.from_dict(values, shown_shortly(name))
+        for name, values in document["collectives"].items()
+    }
+    document.pop("levels", None)  # a field of earlier files without any use
     document["local"] = LocalCosts.from_dict(document["local"])
     if document.get("dense") is not None:
         document["dense"] = DenseTimes.from_dict(document["dense"])
@@ -250,7 +254,3 @@ def _read_curves(document: dict[str, Any]) -> CommCurves:
     if not isinstance(document.get("measured_on", {}), dict):
         raise PicassoError("measured_on is no mapping")
     return CommCurves(**document)
-
-
-def _curves(document: Mapping[str, Mapping[str, Any]]) -> dict[str, Curve]:
-    return {name: Curve.from_dict(of, shown_shortly(name)) for name, of in document.items()}

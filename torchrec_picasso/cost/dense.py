@@ -1,4 +1,4 @@
-"""What a model's dense part takes: the work that exchanges hide under."""
+"""Times of a model's dense part, which hides communication."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from torchrec_picasso.errors import PicassoError
 __all__ = ["DenseTimes"]
 
 _FORWARD_SHARE = 1 / 3
-"""Of a dense step whose parts are not known: backward has two products for each of forward's."""
+"""Assumed share of forward: backward has two matrix products for each product of forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseTimes:
-    """One rank's dense part of one step.
+    """The dense part of one step on one rank.
 
     Args:
-        forward_ms: Without the tables.
-        backward_ms: Likewise.
-        parameter_bytes: Bytes of the parameters whose gradients all ranks sum.
-        batch_size: Samples that the times are of; 0 = those of the plan.
-        in_parts: Where measured, what the same samples take in micro-batches, ascending: how many,
-            forward and backward. Smaller buffers stay in caches, and in memory that is kept.
+        forward_ms: Forward without tables.
+        backward_ms: Backward without tables.
+        parameter_bytes: Bytes of the parameters whose gradients are summed over ranks.
+        batch_size: Number of samples of the measured step; 0 = the planned number.
+        in_parts: Measured times of the same samples in micro-batches: (number of micro-batches,
+            forward ms, backward ms), ascending. They differ because smaller buffers stay in caches
+            and in memory that the allocator keeps.
     """
 
     forward_ms: float = 0.0
@@ -40,8 +41,8 @@ class DenseTimes:
     in_parts: tuple[tuple[int, float, float], ...] = ()
 
     @staticmethod
-    def of(total_ms: float, parameter_bytes: float = 0.0) -> DenseTimes:
-        """Of a dense step whose whole time is all that is known."""
+    def from_total(total_ms: float, parameter_bytes: float = 0.0) -> DenseTimes:
+        """Splits a known total time of forward and backward."""
         forward_ms = _FORWARD_SHARE * total_ms
         return DenseTimes(
             forward_ms=forward_ms,
@@ -51,39 +52,42 @@ class DenseTimes:
 
     @staticmethod
     def from_dict(document: Mapping[str, Any]) -> DenseTimes:
-        """Reads what ``dataclasses.asdict`` made of it.
+        """Reads times from the output of ``dataclasses.asdict``.
 
         Raises:
-            PicassoError: If a time is no number of at least 0, or parts are not ascending.
+            PicassoError: If a time is no number of at least 0, or numbers of micro-batches do not
+                ascend from 2.
         """
-        in_parts = tuple(tuple(of) for of in document.get("in_parts", ()))
-        read_numbers(("dense.in_parts", number) for of in in_parts for number in of)
-        pieces = [1, *(of[0] for of in in_parts)]
-        if any(len(of) != 3 for of in in_parts) or any(a >= b for a, b in pairwise(pieces)):
+        in_parts = tuple(tuple(times) for times in document.get("in_parts", ()))
+        read_numbers(("dense.in_parts", number) for times in in_parts for number in times)
+        counts = [1, *(times[0] for times in in_parts)]
+        if any(len(times) != 3 for times in in_parts) or any(a >= b for a, b in pairwise(counts)):
             raise PicassoError(
                 f"dense.in_parts is {shown_shortly(in_parts)}, expected ascending numbers of "
-                "parts, each with two times"
+                "micro-batches, each with two times"
             )
         return read_dataclass(DenseTimes, document, "dense", in_parts=in_parts)
 
     @property
     def total_ms(self) -> float:
-        """Forward and backward."""
+        """Forward and backward, in milliseconds."""
         return self.forward_ms + self.backward_ms
 
     def cut(self, num_micro_batches: int) -> DenseTimes:
-        """The same samples in micro-batches, between two that were measured in proportion."""
+        """Returns the times of the same samples in micro-batches, interpolated if not measured."""
         known = ((1, self.forward_ms, self.backward_ms), *self.in_parts)
-        places, *times = zip(*known)
+        counts, *columns_ms = zip(*known)
+        # linear in the logarithm of the number; constant beyond the largest measured number
         forward_ms, backward_ms = (
-            float(np.interp(math.log(num_micro_batches), np.log(places), of)) for of in times
+            float(np.interp(math.log(num_micro_batches), np.log(counts), column_ms))
+            for column_ms in columns_ms
         )
         return dataclasses.replace(
             self, forward_ms=forward_ms, backward_ms=backward_ms, in_parts=()
         )
 
     def at(self, batch_size: int) -> DenseTimes:
-        """The same for another number of samples, in proportion."""
+        """Returns the times of another number of samples, in proportion."""
         if not self.batch_size or self.batch_size == batch_size:
             return self
         factor = batch_size / self.batch_size
@@ -93,7 +97,7 @@ class DenseTimes:
             backward_ms=self.backward_ms * factor,
             batch_size=batch_size,
             in_parts=tuple(
-                (pieces, forward_ms * factor, backward_ms * factor)
-                for pieces, forward_ms, backward_ms in self.in_parts
+                (count, forward_ms * factor, backward_ms * factor)
+                for count, forward_ms, backward_ms in self.in_parts
             ),
         )

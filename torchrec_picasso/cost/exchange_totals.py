@@ -1,7 +1,4 @@
-"""What the tables of one packed exchange ask of a step: sums over tables, as they share it.
-
-Every number is expected, per rank and step.
-"""
+"""Expected work of the hot/cold tables of one packed exchange, per rank and step."""
 
 from __future__ import annotations
 
@@ -16,37 +13,37 @@ from torchrec_picasso.placement import Form
 
 __all__ = ["HotColdTotals", "sum_hot_cold"]
 
+_NUM_EARLY = len(EARLY_SHARES)
+
 
 @dataclass(frozen=True)
 class HotColdTotals:
-    """What the tables of one exchange ask of a step, expected, per rank.
+    """Expected work of one step on one rank, summed over the tables of one exchange.
+
+    An owner-pooled table counts only in ``features``, ``updated``, ``rows`` and the fields of bags.
+    Fields named ``*_elements`` are numbers of rows, lookups or bags times dim.
 
     Args:
-        features: Features of the tables.
+        features: Number of features.
         lookups: Lookups of the rank's batch.
-        lookup_elements: The same times dim.
+        lookup_elements: Elements of the lookups.
         unique: Distinct rows of the rank's batch.
-        unique_elements: The same times dim.
-        cold: Those of them that travel.
-        cold_elements: The same times dim.
-        cold_early0: Elements of the cold rows that the first part of the batch uses, by
-            :data:`torchrec_picasso.cost.table_work.EARLY_SHARES`.
-        cold_early1: Likewise.
-        cold_early2: Likewise.
+        unique_elements: Elements of the distinct rows.
+        cold: Distinct cold rows of the rank's batch.
+        cold_elements: Elements of the cold rows.
         dirty_elements: Elements of the cold rows that the batch before updates.
-        dirty_early0: Of these, those that the first part of the batch uses.
-        dirty_early1: Likewise.
-        dirty_early2: Likewise.
-        updated: Cold rows that this rank updates: distinct ones over all ranks, at their homes.
-        touched: Hot rows that any rank uses.
-        touched_elements: The same times dim.
-        hot: Hot rows, used or not.
+        updated: Home rows that the rank updates: distinct rows over all ranks' batches.
+        touched: Hot rows in any rank's batch.
+        touched_elements: Elements of the touched hot rows.
+        hot: Hot rows of the tables.
         rows: Rows of the tables.
-        bags: Bags of the tables that travel as bags; their lookups and rows count here only, and
-            in ``features``, ``rows`` and ``updated``.
-        bag_elements: The same times dim.
-        bag_lookups: Lookups of their bags.
-        bag_lookup_elements: The same times dim.
+        bags: Bags of the rank's batch in owner-pooled tables.
+        bag_elements: Elements of the bags.
+        bag_lookups: Lookups of the bags.
+        bag_lookup_elements: Elements of the lookups of the bags.
+        cold_early: Elements of the cold rows in each of
+            :data:`torchrec_picasso.cost.table_work.EARLY_SHARES` of the batch.
+        dirty_early: Elements of the dirty rows in each of these shares.
     """
 
     features: float = 0.0
@@ -56,13 +53,7 @@ class HotColdTotals:
     unique_elements: float = 0.0
     cold: float = 0.0
     cold_elements: float = 0.0
-    cold_early0: float = 0.0
-    cold_early1: float = 0.0
-    cold_early2: float = 0.0
     dirty_elements: float = 0.0
-    dirty_early0: float = 0.0
-    dirty_early1: float = 0.0
-    dirty_early2: float = 0.0
     updated: float = 0.0
     touched: float = 0.0
     touched_elements: float = 0.0
@@ -72,12 +63,21 @@ class HotColdTotals:
     bag_elements: float = 0.0
     bag_lookups: float = 0.0
     bag_lookup_elements: float = 0.0
+    cold_early: tuple[float, ...] = (0.0,) * _NUM_EARLY
+    dirty_early: tuple[float, ...] = (0.0,) * _NUM_EARLY
 
     @staticmethod
-    def of(work: TableWork, num_hot: float, form: Form = "rows") -> HotColdTotals:
-        """One table whose ``num_hot`` most frequent rows are hot, or whose bags travel."""
+    def from_table(work: TableWork, num_hot: float, form: Form = "rows") -> HotColdTotals:
+        """Computes the work of one table.
+
+        Args:
+            work: Expected rows of the table.
+            num_hot: Number of hot rows, the most frequent rows; not used if owner-pooled.
+            form: ``"rows"`` = row-exchanged, ``"bags"`` = owner-pooled.
+        """
         load = work.load
         if form == "bags":
+            # The lookups of all ranks spread over the home ranks: on average as many as one batch.
             return HotColdTotals(
                 features=load.num_features,
                 updated=work.unique_anywhere / work.world_size,
@@ -88,8 +88,6 @@ class HotColdTotals:
                 bag_lookup_elements=load.lookups * load.dim,
             )
         split = work.split(num_hot)
-        cold_early = (rows * load.dim for rows in split.cold_early)
-        dirty_early = (rows * load.dim for rows in split.dirty_early)
         return HotColdTotals(
             features=load.num_features,
             lookups=load.lookups,
@@ -98,33 +96,28 @@ class HotColdTotals:
             unique_elements=work.unique * load.dim,
             cold=split.cold_used,
             cold_elements=split.cold_used * load.dim,
-            **dict(zip(_COLD_EARLY, cold_early)),
             dirty_elements=split.dirty * load.dim,
-            **dict(zip(_DIRTY_EARLY, dirty_early)),
             updated=split.cold_touched / work.world_size,
             touched=split.hot_touched,
             touched_elements=split.hot_touched * load.dim,
             hot=num_hot,
             rows=load.num_embeddings,
+            cold_early=tuple(rows * load.dim for rows in split.cold_early),
+            dirty_early=tuple(rows * load.dim for rows in split.dirty_early),
         )
 
-    @property
-    def cold_early(self) -> tuple[float, ...]:
-        """Elements of the cold rows of the first parts of a batch."""
-        return self.cold_early0, self.cold_early1, self.cold_early2
 
-    @property
-    def dirty_early(self) -> tuple[float, ...]:
-        """Elements of the dirty ones among them."""
-        return self.dirty_early0, self.dirty_early1, self.dirty_early2
-
-
-_COLD_EARLY = tuple(f"cold_early{place}" for place in range(len(EARLY_SHARES)))
-_DIRTY_EARLY = tuple(f"dirty_early{place}" for place in range(len(EARLY_SHARES)))
-_FIELDS = tuple(field.name for field in dataclasses.fields(HotColdTotals))
-_values = attrgetter(*_FIELDS)
+_SCALARS = tuple(field.name for field in dataclasses.fields(HotColdTotals))[:-2]
+_scalars = attrgetter(*_SCALARS)
 
 
 def sum_hot_cold(tables: Iterable[HotColdTotals]) -> HotColdTotals:
-    """Sums what single tables ask for."""
-    return HotColdTotals(*sum_columns(map(_values, tables), len(_FIELDS)))
+    """Sums the work of tables, field by field."""
+    # one row of numbers per table: the scalar fields, then both tuples
+    rows = [(*_scalars(table), *table.cold_early, *table.dirty_early) for table in tables]
+    sums = sum_columns(rows, len(_SCALARS) + 2 * _NUM_EARLY)
+    return HotColdTotals(
+        **dict(zip(_SCALARS, sums)),
+        cold_early=tuple(sums[-2 * _NUM_EARLY : -_NUM_EARLY]),
+        dirty_early=tuple(sums[-_NUM_EARLY:]),
+    )

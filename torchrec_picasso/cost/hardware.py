@@ -1,4 +1,4 @@
-"""What curves were measured on: a few words for the reader of the file."""
+"""Describes the hardware of a measurement."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["cpu_name", "describe_hardware"]
+__all__ = ["describe_hardware"]
 
 
 def describe_hardware(device: torch.device) -> dict[str, str | int]:
-    """Date (UTC), processor or accelerator, and torch's version."""
+    """Returns the date (UTC), the processor or accelerator, and the version of torch."""
     return {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "num_cpus": os.cpu_count() or 0,
         "torch": torch.__version__,
     }
 
 
-def cpu_name() -> str:
-    """The processor's model, as the operating system names it."""
+def _cpu_name() -> str:
+    """Returns the processor model that the operating system reports."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():

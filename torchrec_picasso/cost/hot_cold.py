@@ -1,8 +1,7 @@
-"""Cost of the packed unique exchange for given hot sets. Pure arithmetic.
+"""Cost of the packed unique exchange, computed from totals over the hot/cold tables.
 
-One exchange serves all tables of a module, so cost is a function of totals over the tables; what a
-table or a row adds is a difference of two answers. Five collectives carry a step: header, ids,
-rows, gradients, and the hot rows' all-reduce.
+All tables of a module share five collectives per step: header, ids, rows, gradients, and the
+all-reduce of hot rows' gradients.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ __all__ = [
 
 _WORD_BYTES = 8
 _WORD_BITS = 64
-_FLAGS = 3  # words of the header beside the counts
+_FLAGS = 3  # words of the header that are no counts
 _LENGTH_BYTES = 4
 _WIRE_BYTES = 4  # a float32 element
 _LARGEST_INT32 = 2**31 - 1
 
-# Rows of several packs are joined before an exchange and cut apart after it. On one core a second
-# pack took 28 ms more in a step with 22,900 rows of D=128, 2.4 ns for each of the four times that
-# an element is copied. A pack's own operators are some hundred, of 10 us each.
+# Rows of several packs are concatenated before an exchange and split after it. On one core a second
+# pack took 28 ms more in a step with 22,900 rows of D=128: 2.4 ns for each of four copies of an
+# element. The operators of one pack are about a hundred, of 10 us each.
 _COPY_NS = 2.4
-_PACK_MS = 0.5  # in forward, and again in backward
+_PACK_MS = 0.5  # per pack, in forward and again in backward
 
 
 def hot_cold_cost(
@@ -50,16 +49,16 @@ def hot_cold_cost(
     *,
     num_packs: int = 1,
 ) -> StepCost:
-    """Expected cost of one step of one module's hot/cold tables.
+    """Predicts the cost of one step of hot/cold tables, without any overlap.
 
     Args:
-        totals: Their sum.
+        totals: Work of the tables.
         curves: Measured communication and local work.
-        world_size: Ranks.
-        num_packs: Distinct dims among the tables.
+        world_size: Number of ranks.
+        num_packs: Number of packs of the tables.
 
     Returns:
-        Zero for no tables.
+        The cost; 0 without tables.
     """
     if not totals.features:
         return StepCost()
@@ -87,11 +86,11 @@ def hot_cold_cost(
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeWork:
-    """What a rank does in a step, for its own batch and as a home.
+    """Local work of a rank in one step, for its own batch and as home rank of others' rows.
 
     Args:
-        fetched: Forward: rows gathered at home and placed, lookups pooled.
-        updated: Backward: gradients summed by row, and rows updated.
+        fetched: Forward: home rows are gathered, received rows are stored, lookups are pooled.
+        updated: Backward: gradients are summed by row, and rows are updated.
     """
 
     fetched: LocalWork
@@ -99,14 +98,14 @@ class ExchangeWork:
 
 
 def exchange_work(totals: HotColdTotals, num_parts: int = 1) -> ExchangeWork:
-    """The local work of one step.
+    """Computes the local work of one step.
 
-    The rank that bags are for copies them, as it copies rows; what their home does with their
-    lookups is in :func:`bag_costs_ms`.
+    A received bag is copied like a row. The work of home ranks on the lookups of bags is in
+    :func:`bag_costs_ms`.
 
     Args:
-        totals: Of the tables.
-        num_parts: Parts that the batch is cut into: only one at a time has its buffers.
+        totals: Work of the tables.
+        num_parts: Number of micro-batches; only one at a time has buffers of its lookups.
     """
     row_elements = totals.unique_elements + totals.bag_elements
     fetched = LocalWork(
@@ -115,9 +114,10 @@ def exchange_work(totals: HotColdTotals, num_parts: int = 1) -> ExchangeWork:
         rows=totals.unique + totals.bags,
         lookup_elements=totals.lookup_elements,
         row_elements=row_elements,
+        # pooling buffers of one micro-batch; rows and their gradients of the whole batch
         buffer_elements=totals.lookup_elements / num_parts + 2 * row_elements,
     )
-    # every rank updates all touched replicas, and the cold rows that are at home there
+    # every rank updates all touched replicas and its own home rows
     updated = dataclasses.replace(
         fetched,
         rows=totals.cold + totals.touched + totals.bags,
@@ -128,14 +128,18 @@ def exchange_work(totals: HotColdTotals, num_parts: int = 1) -> ExchangeWork:
 
 
 def bag_costs_ms(totals: HotColdTotals, costs: LocalCosts) -> tuple[float, float]:
-    """What a home does with the lookups of bags: pools them, and sums their gradients by row.
+    """Predicts the work of a home rank on the lookups of bags: pooling and gradient sums by row.
 
-    Both by the operators that pool rows which travelled and sum their gradients; lookups are sorted
-    by row as those of such rows are, but in backward. A home has as many of them as a rank's batch
-    has: those of all ranks, spread over the homes.
+    The operators are those of row-exchanged tables, except that lookups are sorted by row in
+    backward. The lookups of all ranks spread over the home ranks, so on average a home rank has as
+    many lookups as one rank's batch.
+
+    Args:
+        totals: Work of the tables.
+        costs: Local costs.
 
     Returns:
-        Milliseconds in forward and in backward.
+        Milliseconds in forward, and in backward.
     """
     work = LocalWork(lookups=totals.bag_lookups, lookup_elements=totals.bag_lookup_elements)
     _, pool_ms, _ = costs.hot_cold.forward.split_ms(work)
@@ -145,7 +149,15 @@ def bag_costs_ms(totals: HotColdTotals, costs: LocalCosts) -> tuple[float, float
 
 
 def ids_cost_ms(totals: HotColdTotals, costs: LocalCosts) -> float:
-    """Local work on ids: rows are made unique; bags only wander home, as stock ones do."""
+    """Predicts the local work on ids, in milliseconds.
+
+    Ids of row-exchanged tables are deduplicated; ids of owner-pooled tables are only sent, like
+    those of stock tables.
+
+    Args:
+        totals: Work of the tables.
+        costs: Local costs.
+    """
     unique = LocalWork(
         features=totals.features,
         lookups=totals.lookups,
@@ -160,21 +172,27 @@ def ids_cost_ms(totals: HotColdTotals, costs: LocalCosts) -> float:
 
 
 def packs_cost_ms(totals: HotColdTotals, num_packs: int) -> float:
-    """What several packs take more than one, in forward as in backward."""
+    """Predicts the overhead of several packs over one pack: milliseconds in forward or backward.
+
+    Args:
+        totals: Work of the tables.
+        num_packs: Number of packs.
+    """
     if num_packs == 1:
         return 0.0
+    # two copies of each element in forward, two in backward
     return _PACK_MS * (num_packs - 1) + 2 * totals.cold_elements * _COPY_NS * 1e-6
 
 
 def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> dict[str, float]:
-    """Mean bytes that a rank sends, by purpose; homes share the cold rows evenly.
+    """Predicts the bytes that a rank sends, by purpose: mean over ranks.
 
     Args:
-        totals: Of the tables.
-        world_size: Ranks.
-        num_packs: Distinct dims among the tables.
+        totals: Work of the tables.
+        world_size: Number of ranks.
+        num_packs: Number of packs of the tables.
     """
-    to_others = (world_size - 1) / world_size
+    to_others = (world_size - 1) / world_size  # rows with their home on this rank are not sent
     hot_words = math.ceil(totals.hot / _WORD_BITS)
     id_bytes = 4 if totals.rows <= _LARGEST_INT32 else 8
     rows = (totals.cold_elements + totals.bag_elements) * _WIRE_BYTES * to_others
@@ -189,16 +207,16 @@ def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> di
 
 
 def hot_cold_memory_bytes(works: Sequence[TableWork], num_hot: Sequence[float]) -> dict[str, float]:
-    """Expected bytes per rank.
+    """Predicts the memory of hot/cold tables per rank, in bytes.
 
     Args:
         works: The tables.
-        num_hot: Hot rows of each.
+        num_hot: Number of hot rows of each table.
 
     Returns:
-        ``home`` and ``replica`` (weights and optimizer state), ``optimizer`` (the state's part of
-        both), ``buffers`` (rows asked of this home, rows fetched, the gradients of both, and the
-        pooled output with its gradient).
+        ``home`` and ``replica``: weights and optimizer state; ``optimizer``: the optimizer state in
+        both; ``buffers``: outgoing rows, fetched rows, gradients of both, and the pooled output
+        with its gradient.
     """
     home = replica = optimizer = buffers = 0.0
     for work, hot in zip(works, num_hot):
@@ -209,5 +227,6 @@ def hot_cold_memory_bytes(works: Sequence[TableWork], num_hot: Sequence[float]) 
         optimizer += (
             (at_home + hot) * load.row_bytes * (load.optimizer_share / (1 + load.optimizer_share))
         )
+        # 4: fetched and outgoing rows with gradients; 2: output and gradient
         buffers += (4 * work.unique + 2 * load.bags) * load.dim * _WIRE_BYTES
     return {"home": home, "replica": replica, "optimizer": optimizer, "buffers": buffers}

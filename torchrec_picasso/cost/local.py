@@ -1,9 +1,9 @@
-"""What a step does on the rank itself, in milliseconds per row, lookup and element.
+"""Cost of local work: milliseconds per row, lookup and element.
 
-Each phase of a step (input dist, forward, backward with the update) is a sum of terms that are
-linear in the work. The coefficients are fitted to measured steps of the real sharded modules on one
-rank, so Python, page faults and cache misses are in them; ``torchrec-picasso calibrate`` measures
-them on all ranks at once, so that ranks that share cores slow each other as they will in training.
+The cost of each phase of a step (input dist, forward, backward with the update) is linear in the
+work. The coefficients are fitted to measured steps of the real sharded modules on one rank, so they
+include Python, page faults and cache misses. ``torchrec-picasso calibrate`` measures on all ranks
+at once, so that ranks that share cores slow each other down as in training.
 
 Shape letters: M measurements, X terms.
 """
@@ -22,7 +22,7 @@ from torchrec_picasso.errors import PicassoError
 __all__ = ["PHASES", "LocalCosts", "LocalWork", "PhaseCost", "SideCosts"]
 
 PHASES = ("input_dist", "forward", "backward")
-"""Parts of a step, in order; ``backward`` includes the tables' update."""
+"""Phases of a step, in order; ``backward`` includes the update of the tables."""
 
 _TERMS = (
     "fixed_ms",
@@ -35,25 +35,25 @@ _TERMS = (
     "update_ns",
 )
 
-# glibc keeps up to this much freed memory for the next step; what a step needs beyond it is mapped
-# afresh and pays a page fault for every 4 KiB (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX on 64 bits).
+# glibc keeps up to this much freed memory for the next step. Memory beyond it is mapped again in
+# every step, with a page fault per 4 KiB (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX on 64 bits).
 _KEPT_BYTES = 32 << 20
 _ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalWork:
-    """One rank's work in one step.
+    """The work of one rank in one phase of a step.
 
     Args:
-        features: Features of the module.
+        features: Number of features.
         lookups: Lookups of the rank's batch.
-        rows: Rows that are fetched, or whose gradients are summed, one by one.
-        lookup_elements: Elements of the lookups' pooled rows: lookups x dim.
-        row_elements: Elements of those rows: rows x dim.
-        buffer_elements: Elements of the large buffers that a phase makes.
-        updated: Rows that the optimizer updates on this rank: distinct ones over all ranks'
-            lookups, each once, at its home or in a replica.
+        rows: Rows that are fetched, or whose gradients are summed.
+        lookup_elements: Lookups x dim.
+        row_elements: Rows x dim.
+        buffer_elements: Elements of the large buffers that the phase allocates.
+        updated: Rows that the optimizer updates on this rank: distinct rows over all ranks'
+            lookups, home rows and replicas.
     """
 
     features: float = 0.0
@@ -65,7 +65,7 @@ class LocalWork:
     updated: float = 0.0
 
     def terms(self) -> tuple[float, ...]:
-        """The factors of the coefficients of :class:`PhaseCost`, in milliseconds."""
+        """Returns the factors of the coefficients in ``_TERMS``, so that products are in ms."""
         return (
             1.0,
             self.features * 1e-3,
@@ -83,14 +83,14 @@ class PhaseCost:
     """Coefficients of one phase, all at least 0.
 
     Args:
-        fixed_ms: Per step.
-        feature_us: Per feature, microseconds.
-        lookup_ns: Per lookup, nanoseconds.
-        row_ns: Per row.
-        lookup_element_ns: Per element of a looked-up row.
-        row_element_ns: Per element of a row.
-        paged_element_ns: Per element of the buffers beyond the memory that is kept, on top.
-        update_ns: Per updated row, whatever its dim.
+        fixed_ms: Milliseconds per step.
+        feature_us: Microseconds per feature.
+        lookup_ns: Nanoseconds per lookup.
+        row_ns: Nanoseconds per row.
+        lookup_element_ns: Nanoseconds per lookup and column.
+        row_element_ns: Nanoseconds per row and column.
+        paged_element_ns: Additional nanoseconds per buffer element beyond the kept memory.
+        update_ns: Nanoseconds per updated row, for any dim.
         median_error: Median relative error of the fit.
         worst_error: Largest relative error of the fit.
     """
@@ -107,28 +107,26 @@ class PhaseCost:
     worst_error: float = 0.0
 
     def ms(self, work: LocalWork) -> float:
-        """Milliseconds of the phase for some work."""
+        """Returns the milliseconds of the phase."""
         return sum(getattr(self, term) * x for term, x in zip(_TERMS, work.terms()))
 
     def split_ms(self, work: LocalWork) -> tuple[float, float, float]:
-        """The same in three: what every call takes, what lookups take, what rows take.
+        """Returns the milliseconds per call, for lookups, and for rows.
 
-        Memory that a step has to map afresh counts as the lookups': their buffers are the ones that
-        micro-batches make smaller.
+        Page faults count for lookups, because micro-batches reduce the buffers of lookups.
         """
-        by_term = dict(zip(_TERMS, work.terms()))
-        each = {term: getattr(self, term) * x for term, x in by_term.items()}
-        call = each["fixed_ms"] + each["feature_us"]
-        lookups = each["lookup_ns"] + each["lookup_element_ns"] + each["paged_element_ns"]
-        return call, lookups, each["row_ns"] + each["row_element_ns"] + each["update_ns"]
+        ms = {term: getattr(self, term) * x for term, x in zip(_TERMS, work.terms())}
+        call_ms = ms["fixed_ms"] + ms["feature_us"]
+        lookups_ms = ms["lookup_ns"] + ms["lookup_element_ns"] + ms["paged_element_ns"]
+        return call_ms, lookups_ms, ms["row_ns"] + ms["row_element_ns"] + ms["update_ns"]
 
     @staticmethod
     def fit(works: Sequence[LocalWork], ms: Sequence[float]) -> PhaseCost:
-        """Fits the coefficients to measurements, by relative error, none below 0.
+        """Fits non-negative coefficients to measurements, minimizing relative errors.
 
         Args:
-            works: What was done.
-            ms: How long it took.
+            works: Work of each measurement.
+            ms: Time of each measurement.
 
         Raises:
             PicassoError: If there are no measurements, or a time is not above 0.
@@ -139,6 +137,7 @@ class PhaseCost:
                 "measure again"
             )
         times_M = np.asarray(ms, dtype=float)
+        # divided by the times, so that the target is 1 and residuals are relative errors
         design_MX = np.array([work.terms() for work in works]) / times_M[:, None]
         found_X = _non_negative_least_squares(design_MX, np.ones(len(works)))
         errors_M = np.abs(design_MX @ found_X - 1)
@@ -151,7 +150,7 @@ class PhaseCost:
 
 @dataclass(frozen=True, kw_only=True)
 class SideCosts:
-    """The phases of one kind of sharding."""
+    """Costs of all phases for one kind of sharding."""
 
     input_dist: PhaseCost = field(default_factory=PhaseCost)
     forward: PhaseCost = field(default_factory=PhaseCost)
@@ -159,8 +158,8 @@ class SideCosts:
 
 
 # Calibrated with 2 ranks on 2 cores of an Intel Xeon: FP32, row-wise Adagrad, torch 2.13,
-# fbgemm-gpu-cpu 1.8. Only a start: calibrate where you train. The update of a stock row takes 0.6
-# to 0.8 us whatever its dim: FBGEMM's kernel for CPUs mixes SSE and AVX instructions.
+# fbgemm-gpu-cpu 1.8. The update of a stock row takes 0.6 to 0.8 us for any dim, because FBGEMM's
+# CPU kernel mixes SSE and AVX instructions.
 _ASSUMED_HOT_COLD = SideCosts(
     input_dist=PhaseCost(fixed_ms=2.9, feature_us=18, lookup_ns=115, row_ns=60),
     forward=PhaseCost(
@@ -192,10 +191,10 @@ class LocalCosts:
     """Local costs of both kinds of sharding.
 
     Args:
-        hot_cold: Of this package's exchange.
-        stock: Of TorchRec's fused table-wise lookup.
-        measured: Whether they were measured, or are the values for one core of a server CPU that
-            stand here by default.
+        hot_cold: Costs of this package's exchange.
+        stock: Costs of TorchRec's fused table-wise lookup.
+        measured: Whether the costs were measured; the defaults are those of one core of a server
+            CPU.
     """
 
     hot_cold: SideCosts = _ASSUMED_HOT_COLD
@@ -204,7 +203,7 @@ class LocalCosts:
 
     @staticmethod
     def from_dict(document: Mapping[str, Any]) -> LocalCosts:
-        """Reads what ``dataclasses.asdict`` made of it.
+        """Reads costs from the output of ``dataclasses.asdict``.
 
         Raises:
             PicassoError: If a cost is no number of at least 0.
@@ -228,6 +227,7 @@ def _non_negative_least_squares(a_MX: np.ndarray, b_M: np.ndarray) -> np.ndarray
         Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: active sets.
     """
     num_terms = a_MX.shape[1]
+    # columns are scaled to length 1, because terms differ by orders of magnitude
     scale_X = np.linalg.norm(a_MX, axis=0)
     scale_X[scale_X == 0] = 1.0
     a_MX = a_MX / scale_X
@@ -235,6 +235,7 @@ def _non_negative_least_squares(a_MX: np.ndarray, b_M: np.ndarray) -> np.ndarray
     x = np.zeros(num_terms)
     tolerance = 1e-10 * len(b_M)
     while True:
+        # free the term that reduces the residual fastest, until none does
         gradient_X = a_MX.T @ (b_M - a_MX @ x)
         gradient_X[free_X] = -np.inf
         best = int(gradient_X.argmax())
@@ -247,6 +248,7 @@ def _non_negative_least_squares(a_MX: np.ndarray, b_M: np.ndarray) -> np.ndarray
             blocked = free_X & (trial <= 0)
             if not blocked.any():
                 break
+            # go towards the trial until the first term reaches 0, and fix that term at 0
             steps = x[blocked] / np.maximum(x[blocked] - trial[blocked], 1e-300)
             x = x + steps.min() * (trial - x)
             free_X &= x > 1e-14

@@ -1,4 +1,4 @@
-"""Numbers out of a curves file, which anybody may have written: finite and not below 0."""
+"""Validates numbers of a curves file, which may be damaged or edited: finite and at least 0."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torchrec_picasso.errors import PicassoError
 __all__ = ["read_dataclass", "read_numbers", "shown_shortly"]
 
 _LONGEST_SHOWN = 60
-_LARGEST = 1e18  # far beyond what any time or number of bytes is
+_LARGEST = 1e18  # far beyond any time or number of bytes
 
-_Of = TypeVar("_Of")
+_T = TypeVar("_T")
 
 
-def read_dataclass(cls: type[_Of], document: Mapping[str, Any], place: str, **read: Any) -> _Of:
-    """Makes a dataclass of numbers.
+def read_dataclass(cls: type[_T], document: Mapping[str, Any], place: str, **read: Any) -> _T:
+    """Builds a dataclass from numbers.
 
     Args:
-        cls: A dataclass; fields that ``read`` does not have are numbers.
-        document: A number for each.
-        place: Where they are, for the message.
-        **read: Fields that were read already.
+        cls: The dataclass; all fields outside ``read`` are numbers.
+        document: Numbers by field name.
+        place: Path of the document, for messages.
+        **read: Values of the other fields.
 
     Raises:
-        PicassoError: If one is missing, unknown or no such number.
+        PicassoError: If a field is unknown, or a value is no number of at least 0.
+        TypeError: If a required field is missing.
     """
     if not isinstance(document, Mapping):
         raise PicassoError(f"{place} is {shown_shortly(document)}, expected a mapping of numbers")
@@ -40,24 +41,25 @@ def read_dataclass(cls: type[_Of], document: Mapping[str, Any], place: str, **re
 
 
 def read_numbers(values: Iterable[tuple[str, Any]]) -> None:
-    """Refuses what is no number, not finite, below 0 or beyond any measurement.
+    """Refuses values that are no numbers, negative, not finite, or larger than any measurement.
 
     Args:
-        values: Place and value.
+        values: Pairs of path and value.
 
     Raises:
-        PicassoError: Names the place.
+        PicassoError: With the path and the value.
     """
     for place, value in values:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 <= value <= _LARGEST:  # NaN is not
+        # NaN fails the comparison
+        if not is_number or not 0 <= value <= _LARGEST:
             raise PicassoError(
                 f"{place} is {shown_shortly(value)}, expected a number from 0 to {_LARGEST:g}"
             )
 
 
 def shown_shortly(value: Any) -> str:
-    """A value for a message, on one line and cut short."""
+    """Formats a value for a message, on one line of limited length."""
     if isinstance(value, int) and value.bit_length() > 64:
         return "a huge number"
     return repr(value)[:_LONGEST_SHOWN]

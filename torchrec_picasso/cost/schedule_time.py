@@ -1,10 +1,10 @@
-"""How long a step of a schedule lasts: its operations, walked on one core and one wire.
+"""Simulates a step of a schedule on one core and one wire, and returns its duration.
 
-The operations and their order are those that the pipeline runs (:mod:`torchrec_picasso.schedule`);
-this file knows what each of them waits for, and nothing of what they cost. A rank computes one
-thing after another. Messages leave in the order in which they are sent, one at a time; while one is
-on the wire, it may take a share of the core, as sockets do on a CPU. Steps are walked until they
-repeat, so what one step leaves to the next is in the price.
+The operations and their order are those of the pipeline (:mod:`torchrec_picasso.schedule`). This
+file contains the messages that each operation waits for; the caller gives the durations. A rank
+computes one operation after another. Messages use the wire one at a time, in the order in which
+they are sent; a message on the wire may take a share of the core, as sockets do on a CPU. Several
+steps are simulated, so that work and messages that overlap with the next step are included.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torchrec_picasso.schedule.schedule import Setting, training_schedule
 __all__ = ["Message", "OpTime", "StepLength", "step_length"]
 
 _STEPS = 4
-"""Steps that are walked; the last two are alike but for a queue that still fills."""
+"""Number of simulated steps; the duration is the mean of the last two."""
 
 _Slot = tuple[str, int, int | None]
-"""An operation's message: kind, index and wave."""
+"""Identifies a message within a batch: kind, index and wave of the operation that sends it."""
 
 _WAITS: Mapping[str, tuple[str, ...]] = {
     "send_ids": ("request",),
@@ -32,17 +32,18 @@ _WAITS: Mapping[str, tuple[str, ...]] = {
     "forward": ("fetch_clean", "fetch_dirty", "read_hot"),
     "update": ("send_gradients", "reduce_hot"),
 }
-"""Messages of the same batch that an operation of a kind waits for. Of those with an index, forward
-waits for its own and earlier ones, update for all; of those with a wave, update for its own."""
+"""By kind of operation, the kinds of messages of the same batch that it waits for. An operation
+with an index waits for messages with its own and lower indices; one without, for all. An operation
+with a wave waits for messages of that wave."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What goes over the wire in one piece.
+    """One message.
 
     Args:
         ms: Time on the wire.
-        core_share: Part of the core that it takes meanwhile, 0 to 1.
+        core_share: Share of the core that it takes during that time, 0 to 1.
     """
 
     ms: float
@@ -51,14 +52,14 @@ class Message:
 
 @dataclass(frozen=True)
 class OpTime:
-    """One operation: it computes, then sends.
+    """Durations of one operation, in the order in which they happen.
 
     Args:
-        compute_ms: Work of the core.
-        message: What it sends afterwards, if anything.
-        exposed: Messages before that work, each waited for at once, with the work that follows it:
-            exchanges that no operation of the schedule hides.
-        last: A message after that work, waited for before the operation ends.
+        compute_ms: Computation, after the exposed messages.
+        message: Message that the operation sends at its end, or ``None``.
+        exposed: Messages that the operation sends first and waits for, each with the computation
+            that follows it: exchanges that nothing hides.
+        last: Message after the computation that the operation waits for, or ``None``.
     """
 
     compute_ms: float = 0.0
@@ -67,7 +68,7 @@ class OpTime:
     last: Message | None = None
 
     def part(self, share: float) -> OpTime:
-        """A wave's part of it, in proportion; what is exposed has no waves."""
+        """Returns the part of a wave; operations with waves have no exposed messages."""
         message = self.message
         if message is not None:
             message = Message(share * message.ms, message.core_share)
@@ -76,12 +77,12 @@ class OpTime:
 
 @dataclass(frozen=True, kw_only=True)
 class StepLength:
-    """How long a step lasts, and the two bounds that no order of operations gets below.
+    """Duration of a step, and two lower bounds that hold for any order of operations.
 
     Args:
-        ms: From one step's end to the next's.
-        wire_ms: All messages of a step, one after another.
-        compute_ms: All its work on the core, without that of the messages.
+        ms: Time between the ends of two steps.
+        wire_ms: Sum of all messages of a step.
+        compute_ms: Sum of all computations of a step, without the core's share of messages.
     """
 
     ms: float
@@ -94,44 +95,44 @@ def step_length(
     times: Mapping[tuple[str, int | None], OpTime],
     shares_of_waves: tuple[float, ...] = (1.0,),
 ) -> StepLength:
-    """Walks steps of the training schedule.
+    """Simulates steps of the training schedule.
 
     Args:
-        setting: How batches are interleaved.
-        times: What operations take, by kind and index, of all waves; those left out take nothing.
-        shares_of_waves: Part of the work, and of the bytes, that each wave of packs has.
+        setting: Number of micro-batches, and lookahead.
+        times: Durations by kind and index, over all waves; missing operations take no time.
+        shares_of_waves: Share of the work and of the bytes in each wave of packs.
 
     Raises:
         PlanError: If an operation that does not send has a message.
     """
     for (kind, _), time in times.items():
         if time.message is not None and not KINDS[kind].sends:
-            raise PlanError(f"{kind} was given a message, but it sends nothing")
-    walk, num_waves = _Walk(), len(shares_of_waves)
+            raise PlanError(f"{kind} was given a message, but it does not send")
+    machine, num_waves = _Machine(), len(shares_of_waves)
     schedule = training_schedule(setting, num_waves=num_waves)
     timed = []
-    for op, slots in zip(schedule, _waits_of(setting, num_waves)):
+    for op, slots in zip(schedule, _awaited(setting, num_waves)):
         time = times.get((op.kind, op.index), _NOTHING)
         timed.append((op, time if op.wave is None else time.part(shares_of_waves[op.wave]), slots))
-    ends = []
+    ends_ms = []
     for step in range(_STEPS):
         for op, time, slots in timed:
+            # batch number of the operation: messages of all in-flight batches are distinguished
             batch = step + op.batch
             for slot in slots:
-                walk.wait(slot, batch)
+                machine.wait(slot, batch)
             for message, work_ms in time.exposed:
-                walk.send((op.kind, -1, op.wave), batch, message)
-                walk.wait((op.kind, -1, op.wave), batch)
-                walk.compute(work_ms)
-            walk.compute(time.compute_ms)
+                machine.wait_until(machine.send(message))
+                machine.compute(work_ms)
+            machine.compute(time.compute_ms)
             if time.last is not None:
-                walk.send((op.kind, -2, op.wave), batch, time.last)
-                walk.wait((op.kind, -2, op.wave), batch)
+                machine.wait_until(machine.send(time.last))
             if time.message is not None:
-                walk.send((op.kind, op.index or 0, op.wave), batch, time.message)
-        ends.append(walk.now_ms)
+                slot = (op.kind, op.index or 0, op.wave)
+                machine.arrival_ms[slot, batch] = machine.send(time.message)
+        ends_ms.append(machine.now_ms)
     return StepLength(
-        ms=(ends[-1] - ends[-3]) / 2,
+        ms=(ends_ms[-1] - ends_ms[-3]) / 2,
         wire_ms=sum(_wire_ms(time) for _, time, _ in timed),
         compute_ms=sum(t.compute_ms + sum(ms for _, ms in t.exposed) for _, t, _ in timed),
     )
@@ -145,34 +146,40 @@ def _wire_ms(time: OpTime) -> float:
     return sum(message.ms for message in messages if message is not None)
 
 
-class _Walk:
-    """One core and one wire. Times are milliseconds from the start."""
+class _Machine:
+    """One core and one wire. Times are milliseconds since the start."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
+        self.arrival_ms: dict[tuple[_Slot, int], float] = {}
+        """Arrival of each message of each batch."""
         self._wire_free_ms = 0.0
-        self._done_ms: dict[tuple[_Slot, int], float] = {}
         self._on_wire: list[tuple[float, float]] = []
-        """End and share of the core of the messages on the wire, in order."""
-        self._first = 0
+        """Arrival and share of the core of all messages, in order."""
+        self._first = 0  # first message that may still be on the wire
 
-    def send(self, slot: _Slot, batch: int, message: Message) -> None:
-        """Puts a message behind those on the wire."""
+    def send(self, message: Message) -> float:
+        """Queues a message on the wire; returns its arrival."""
         start_ms = max(self.now_ms, self._wire_free_ms)
         if start_ms > self._wire_free_ms:
-            self._first = len(self._on_wire)
+            self._first = len(self._on_wire)  # all earlier messages have arrived
         self._wire_free_ms = start_ms + message.ms
-        self._done_ms[slot, batch] = self._wire_free_ms
         self._on_wire.append((self._wire_free_ms, message.core_share))
+        return self._wire_free_ms
 
     def wait(self, slot: _Slot, batch: int) -> None:
-        """Goes on when a message has come; at once if there was none."""
-        self.now_ms = max(self.now_ms, self._done_ms.get((slot, batch), 0.0))
+        """Waits for a message; has no effect if it was not sent."""
+        self.wait_until(self.arrival_ms.get((slot, batch), 0.0))
+
+    def wait_until(self, time_ms: float) -> None:
+        """Advances the time, if it is earlier."""
+        self.now_ms = max(self.now_ms, time_ms)
 
     def compute(self, work_ms: float) -> None:
-        """Works, slower while messages take their share of the core."""
+        """Computes, more slowly while messages take a share of the core."""
         while work_ms > 0 and self._first < len(self._on_wire):
             end_ms, core_share = self._on_wire[self._first]
+            # work that is done before this message arrives
             done_ms = max(0.0, end_ms - self.now_ms) * (1 - core_share)
             if done_ms > work_ms:
                 self.now_ms += work_ms / (1 - core_share)
@@ -184,13 +191,13 @@ class _Walk:
 
 
 @cache
-def _waits_of(setting: Setting, num_waves: int) -> list[tuple[_Slot, ...]]:
-    """The messages that each operation of a training step waits for."""
+def _awaited(setting: Setting, num_waves: int) -> list[tuple[_Slot, ...]]:
+    """Lists the messages that each operation of a training step waits for."""
     ops = training_schedule(setting, num_waves=num_waves).ops
-    return [_messages_before(op, ops) for op in ops]
+    return [_awaited_by(op, ops) for op in ops]
 
 
-def _messages_before(op: Op, ops: Sequence[Op]) -> tuple[_Slot, ...]:
+def _awaited_by(op: Op, ops: Sequence[Op]) -> tuple[_Slot, ...]:
     found = []
     for kind in _WAITS.get(op.kind, ()):
         for other in ops:

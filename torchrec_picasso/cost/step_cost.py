@@ -1,4 +1,4 @@
-"""The answer of the cost model: one step of one placement in milliseconds and bytes."""
+"""Predicted cost of the embedding part of a step: milliseconds by phase, and bytes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _MILLISECONDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Expected cost of the embedding part of one step, on the busiest rank.
+    """Predicted cost of the embedding part of one step on the busiest rank, without overlap.
 
     Args:
-        input_dist_ms: Ids to their homes: wire and work; a pipeline hides the wire's part.
+        input_dist_ms: Exchange of ids: communication and local work.
         forward_compute_ms: Gather and pooling.
-        forward_comms_ms: Rows on the wire.
+        forward_comms_ms: Communication of rows.
         backward_compute_ms: Gradients of rows, and the update.
-        backward_comms_ms: Gradients on the wire.
-        input_dist_wire_ms: The wire's part of ``input_dist_ms``.
+        backward_comms_ms: Communication of gradients.
+        input_dist_wire_ms: The communication in ``input_dist_ms``.
         sent_bytes: Bytes that a rank sends, by purpose; mean over ranks.
     """
 
@@ -43,41 +43,37 @@ class StepCost:
 
     @property
     def forward_ms(self) -> float:
-        """Forward with its input dist."""
+        """Forward, including the input dist."""
         return self.input_dist_ms + self.forward_compute_ms + self.forward_comms_ms
 
     @property
     def backward_ms(self) -> float:
-        """Backward with the update."""
+        """Backward, including the update."""
         return self.backward_compute_ms + self.backward_comms_ms
 
     @property
     def total_ms(self) -> float:
-        """The whole step, nothing hidden."""
+        """Forward and backward."""
         return self.forward_ms + self.backward_ms
 
     @property
     def wire_ms(self) -> float:
-        """What all of it has on the wire."""
+        """All communication."""
         return self.input_dist_wire_ms + self.forward_comms_ms + self.backward_comms_ms
 
     @property
-    def hidden_ms(self) -> float:
-        """What TorchRec's pipelines hide: the wire of the next batch's input dist."""
-        return self.input_dist_wire_ms
-
-    @property
     def exposed_ms(self) -> float:
-        """What stays in the step's way under TorchRec's pipelines."""
-        return self.total_ms - self.hidden_ms
+        """The total without the communication that TorchRec's pipelines hide: the input dist of
+        the next batch."""
+        return self.total_ms - self.input_dist_wire_ms
 
     @property
     def total_bytes(self) -> float:
-        """Bytes that a rank sends per step."""
+        """Bytes that a rank sends per step, mean over ranks."""
         return sum(self.sent_bytes.values())
 
     def plus(self, other: StepCost, times: float = 1.0) -> StepCost:
-        """The sum with ``times`` the other; ``times=-1`` gives what a table adds."""
+        """Adds ``times`` another cost; ``times=-1`` subtracts it."""
         names = {**self.sent_bytes, **other.sent_bytes}
         return StepCost(
             **{name: getattr(self, name) + times * getattr(other, name) for name in _MILLISECONDS},
@@ -89,16 +85,16 @@ class StepCost:
 
 
 def sum_columns(rows: Iterable[Sequence[float]], num_columns: int) -> list[float]:
-    """Sums each column from the first row to the last, in the order in which they come.
+    """Sums each column, adding rows in the given order.
 
     Args:
-        rows: As many numbers each.
-        num_columns: How many.
+        rows: Rows of ``num_columns`` numbers.
+        num_columns: Number of columns.
 
     Returns:
         One sum per column; 0 without rows.
     """
     zeros = [0.0] * num_columns
-    # numpy's sum adds in pairs, which rounds otherwise; cumsum adds one by one
+    # np.sum adds pairwise, which rounds differently; cumsum adds one row after another
     last: list[float] = np.cumsum([zeros, *rows], axis=0, dtype=float)[-1].tolist()
     return last

@@ -1,9 +1,9 @@
-"""Cost of TorchRec's own sharding types on the same curves. Pure arithmetic.
+"""Cost of TorchRec's own sharding types.
 
-Bytes follow TorchRec's exchanges: lengths and values of the KeyedJaggedTensor in, pooled rows out
-and their gradients back. Pooled table- and column-wise rows go through an all-to-all, row-wise
-partial sums through a reduce-scatter and an all-gather, data-parallel gradients through an
-all-reduce of whole tables.
+TorchRec exchanges lengths and values of the KeyedJaggedTensor, then pooled rows, then their
+gradients. Table- and column-wise sharding use an all-to-all for pooled rows, row-wise sharding a
+reduce-scatter and an all-gather of partial sums, data-parallel sharding an all-reduce of the
+gradients of whole tables.
 
 Source: TorchRec ``distributed/sharding/{tw,rw,cw,dp}_sharding.py``, ``distributed/dist_data.py``.
 """
@@ -32,27 +32,27 @@ __all__ = [
 ]
 
 STOCK_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
-"""TorchRec sharding types that have a cost here."""
+"""TorchRec sharding types with a cost model."""
 
 _ID_BYTES = 8
 _LENGTH_BYTES = 4
 _WIRE_BYTES = 4
 _MIN_COLUMNS = 4  # FBGEMM's narrowest shard
-_DENSE_UPDATE_PASSES = 3  # gradient zeroed, written and applied over the whole table
+_DENSE_UPDATE_PASSES = 3  # over the whole table: zero, write and apply the gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class StockTotals:
-    """What tables of one stock sharding type ask of a step, expected.
+    """Expected work of one step on one rank, summed over tables of one stock sharding type.
 
     Args:
-        features: Features of the tables.
-        lookups: Lookups of one rank's batch, each as often as it is sent.
+        features: Number of features.
+        lookups: Lookups of the rank's batch, times the ranks that each is sent to.
         lookup_elements: Lookups x dim.
-        lengths: Bag lengths of one rank's batch, each as often as it is sent.
+        lengths: Bag lengths of the rank's batch, times the ranks that each is sent to.
         bag_elements: Bags x dim.
-        rows: Distinct rows of all ranks' batches, per rank that updates them.
-        row_elements: The same times dim.
+        rows: Distinct rows over all ranks' batches that the rank updates.
+        row_elements: These rows x dim.
         table_elements: Elements of the tables.
     """
 
@@ -65,16 +65,23 @@ class StockTotals:
     row_elements: float = 0.0
     table_elements: float = 0.0
 
-    def plus(self, other: StockTotals, times: float = 1.0) -> StockTotals:
-        """The sum with ``times`` the other; ``times=-1`` takes a table out again."""
-        sums = (a + times * b for a, b in zip(_values(self), _values(other)))
-        return StockTotals(**dict(zip(_FIELDS, sums)))
+    def minus(self, other: StockTotals) -> StockTotals:
+        """Subtracts other totals, field by field."""
+        differences = (a - b for a, b in zip(_values(self), _values(other)))
+        return StockTotals(**dict(zip(_FIELDS, differences)))
 
     @staticmethod
-    def of(sharding_type: str, work: TableWork) -> StockTotals:
-        """One table under a sharding type of :data:`STOCK_TYPES`."""
+    def from_table(sharding_type: str, work: TableWork) -> StockTotals:
+        """Computes the work of one table.
+
+        Args:
+            sharding_type: One of :data:`STOCK_TYPES`.
+            work: Expected rows of the table.
+        """
         load, world_size = work.load, work.world_size
+        # every column shard gets all ids
         copies = _column_shards(load, world_size) if sharding_type == "column_wise" else 1
+        # a data-parallel table updates the rows of its own batch on each rank
         rows = (
             work.unique if sharding_type == "data_parallel" else work.unique_anywhere / world_size
         )
@@ -95,8 +102,13 @@ _values = attrgetter(*_FIELDS)
 
 
 def stock_totals(sharding_type: str, works: Iterable[TableWork]) -> StockTotals:
-    """Sums tables of one sharding type."""
-    tables = (_values(StockTotals.of(sharding_type, work)) for work in works)
+    """Sums the work of tables of one sharding type.
+
+    Args:
+        sharding_type: One of :data:`STOCK_TYPES`.
+        works: Expected rows of the tables.
+    """
+    tables = (_values(StockTotals.from_table(sharding_type, work)) for work in works)
     return StockTotals(**dict(zip(_FIELDS, sum_columns(tables, len(_FIELDS)))))
 
 
@@ -108,17 +120,17 @@ def stock_cost(
     *,
     uneven: float = 1.0,
 ) -> StepCost:
-    """Expected cost of one step of tables that all take one stock sharding type.
+    """Predicts the cost of one step of tables of one stock sharding type, without overlap.
 
     Args:
         sharding_type: One of :data:`STOCK_TYPES`.
-        totals: Their sum.
+        totals: Work of the tables.
         curves: Measured communication and local work.
-        world_size: Ranks.
-        uneven: Load of the busiest rank over the mean, see :func:`max_over_mean`.
+        world_size: Number of ranks.
+        uneven: Load of the busiest rank divided by the mean, see :func:`max_over_mean`.
 
     Returns:
-        Zero for no tables.
+        The cost; 0 without tables.
     """
     if not totals.features:
         return StepCost()
@@ -127,17 +139,18 @@ def stock_cost(
     to_others = (world_size - 1) / world_size
     is_row_wise = sharding_type == "row_wise"
     ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
-    # row-wise: a partial sum of every bag goes to each other rank
+    # row-wise: a partial sum of every bag is sent to each other rank
     rows = totals.bag_elements * _WIRE_BYTES * (world_size - 1 if is_row_wise else to_others)
     forward, backward = (
         ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all", "all_to_all")
     )
-    # splits first, then lengths and values in an all-to-all each
+    # an all-to-all of splits, then one of lengths and one of values
     ids_ms = curves.ms("all_to_all", 0, world_size) + 2 * curves.ms(
         "all_to_all", ids * uneven / 2, world_size
     )
     gathered, output = totals.lookup_elements * uneven, totals.bag_elements * uneven
     if is_row_wise:
+        # partial sums of all ranks' bags are written, whether or not the rank has rows of the bag
         gathered += totals.bag_elements * (world_size - 1)
         output += totals.bag_elements * (world_size - 1)
     work = LocalWork(
@@ -164,13 +177,16 @@ def stock_cost(
 def marginal_stock_costs(
     sharding_type: str, works: Sequence[TableWork], curves: CommCurves, world_size: int
 ) -> list[StepCost]:
-    """What each table adds to a step in which all of them have one stock sharding type.
+    """Predicts what each table adds to a step in which all tables have one stock sharding type.
 
     Args:
         sharding_type: One of :data:`STOCK_TYPES`.
-        works: The tables.
+        works: Expected rows of the tables.
         curves: Measured communication and local work.
-        world_size: Ranks.
+        world_size: Number of ranks.
+
+    Returns:
+        Cost of all tables minus the cost without the table, for each table.
     """
     uneven = max_over_mean(sharding_type, [work.load for work in works], world_size)
     totals = stock_totals(sharding_type, works)
@@ -180,7 +196,7 @@ def marginal_stock_costs(
 
     all_tables = cost(totals)
     return [
-        all_tables.plus(cost(totals.plus(StockTotals.of(sharding_type, work), -1.0)), -1.0)
+        all_tables.plus(cost(totals.minus(StockTotals.from_table(sharding_type, work))), -1.0)
         for work in works
     ]
 
@@ -194,7 +210,8 @@ def _data_parallel(totals: StockTotals, curves: CommCurves, world_size: int) -> 
         row_elements=totals.row_elements,
         buffer_elements=2 * totals.bag_elements,
     )
-    whole = LocalWork(
+    # the dense update writes every element of the tables, whether looked up or not
+    dense_update = LocalWork(
         lookup_elements=totals.table_elements * _DENSE_UPDATE_PASSES,
         buffer_elements=totals.table_elements,
     )
@@ -202,19 +219,19 @@ def _data_parallel(totals: StockTotals, curves: CommCurves, world_size: int) -> 
     costs = curves.local.stock
     return StepCost(
         forward_compute_ms=costs.forward.ms(work),
-        backward_compute_ms=costs.backward.ms(work) + costs.forward.ms(whole),
+        backward_compute_ms=costs.backward.ms(work) + costs.forward.ms(dense_update),
         backward_comms_ms=curves.ms("all_reduce", sent, world_size),
         sent_bytes={"gradients": sent},
     )
 
 
 def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: int) -> float:
-    """Load of the busiest rank over the mean, largest shards placed first.
+    """Estimates the load of the busiest rank divided by the mean, largest shards placed first.
 
     Args:
-        sharding_type: One of :data:`STOCK_TYPES`; row-wise and data-parallel tables spread evenly.
-        loads: The tables.
-        world_size: Ranks.
+        sharding_type: One of :data:`STOCK_TYPES`; row-wise and data-parallel tables are even.
+        loads: Loads of the tables.
+        world_size: Number of ranks.
     """
     if sharding_type not in ("table_wise", "column_wise"):
         return 1.0
@@ -222,6 +239,7 @@ def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: in
     for load in loads:
         shards = _column_shards(load, world_size) if sharding_type == "column_wise" else 1
         weights += [load.bags * load.dim / shards] * shards
+    # greedy: each shard goes to the rank with the smallest load, the top of the heap
     rank_loads = [0.0] * world_size
     for weight in sorted(weights, reverse=True):
         heapq.heapreplace(rank_loads, rank_loads[0] + weight)
@@ -229,12 +247,12 @@ def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: in
 
 
 def placed_over_mean(loads: Sequence[TableLoad], homes: Sequence[int], world_size: int) -> float:
-    """The same of whole tables whose ranks are known.
+    """Computes the load of the busiest rank divided by the mean for placed whole tables.
 
     Args:
-        loads: The tables.
-        homes: Rank of each.
-        world_size: Ranks.
+        loads: Loads of the tables.
+        homes: Rank of each table.
+        world_size: Number of ranks.
     """
     rank_loads = [0.0] * world_size
     for load, home in zip(loads, homes):
@@ -248,6 +266,6 @@ def _busiest_over_mean(rank_loads: Sequence[float]) -> float:
 
 
 def _column_shards(load: TableLoad, world_size: int) -> int:
-    """Column shards of a table cut over all ranks, each at least FBGEMM's narrowest."""
+    """Returns the number of column shards: one per rank, if all have the same allowed width."""
     width = load.dim // world_size // _MIN_COLUMNS * _MIN_COLUMNS
     return world_size if width and load.dim % width == 0 else 1

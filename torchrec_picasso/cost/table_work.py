@@ -1,11 +1,11 @@
-"""What one table asks of a step: expected rows as a function of how many of its rows are hot.
+"""Expected rows of one table in a step, as a function of the number of hot rows.
 
-Built once per (table, batch, world size) from the table's spectrum; every question afterwards is
-an interpolation in cumulative sums, so trying thousands of hot sets costs nothing. Hot rows are
-judged by the sample that chose them: cold rows are a few percent low where many rows are hot.
+Cumulative sums are computed once per (table, batch size, world size) from the table's spectrum;
+each number of hot rows is then an interpolation. Hot rows are evaluated on the sample that they
+were selected from, so with many hot rows the number of cold rows is a few percent too low.
 
-Shape letters: K distinct counts, descending: the hottest rows come first; Q quantities of rows that
-add up; S first parts of a batch.
+Shape letters: K distinct counts, descending: the most frequent rows come first; Q summed
+quantities; S first shares of a batch.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from torchrec_picasso.frequency.spectrum import CountSpectrum
 __all__ = ["EARLY_SHARES", "HotSplit", "TableLoad", "TableWork"]
 
 EARLY_SHARES = (1 / 46, 1 / 10, 1 / 3)
-"""First parts of a batch whose rows are known: the first micro-batch of 16, of 4, and more."""
+"""First shares of a batch with a known number of rows: the first micro-batch of 16 micro-batches,
+of 4, and a larger share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableLoad:
-    """One table and what a rank's batch looks up in it.
+    """One table and the lookups of a rank's batch in it.
 
     Args:
         name: Table name.
-        num_embeddings: Rows.
-        dim: Columns.
-        lookups: Lookups per rank and step: samples x pooling factor, over all its features.
-        bags: Bags per rank and step: samples x features; of sequences, lookups.
-        num_features: Features that look it up.
-        spectrum: How its lookups spread over rows; ``None`` = evenly.
+        num_embeddings: Number of rows.
+        dim: Number of columns.
+        lookups: Lookups per rank and step: samples x pooling factor, over all features.
+        bags: Bags per rank and step: samples x features; for sequences, the number of lookups.
+        num_features: Number of features.
+        spectrum: Distribution of lookups over rows; ``None`` = uniform.
         element_bytes: Bytes of a stored element.
-        optimizer_share: Optimizer state as a share of the weights' bytes.
+        optimizer_share: Bytes of optimizer state divided by bytes of weights.
     """
 
     name: str
@@ -50,27 +51,25 @@ class TableLoad:
 
     @property
     def row_bytes(self) -> float:
-        """Bytes of a row with its optimizer state."""
+        """Bytes of a row, including its optimizer state."""
         return self.dim * self.element_bytes * (1 + self.optimizer_share)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HotSplit:
-    """A table's expected rows per step when its ``num_hot`` most frequent rows are hot.
+    """Expected distinct rows of a table per step, with its most frequent rows hot.
 
     Args:
-        num_hot: Hot rows.
-        coverage: Share of lookups that replicas serve.
-        hot_used: Hot rows that one rank's batch uses.
-        hot_touched: Hot rows that any rank's batch uses.
-        cold_used: Cold rows that one rank's batch uses.
-        cold_touched: Cold rows that any rank's batch uses.
-        cold_early: Cold rows that the first :data:`EARLY_SHARES` of one rank's batch use.
-        dirty: Cold rows that one rank's batch uses and any rank's batch before it.
-        dirty_early: Likewise of the first parts of the batch.
+        coverage: Share of lookups of hot rows.
+        hot_used: Hot rows in one rank's batch.
+        hot_touched: Hot rows in any rank's batch.
+        cold_used: Cold rows in one rank's batch.
+        cold_touched: Cold rows in any rank's batch.
+        cold_early: Cold rows in each of :data:`EARLY_SHARES` of one rank's batch.
+        dirty: Cold rows in one rank's batch that are also in any rank's batch before.
+        dirty_early: Dirty rows in each of :data:`EARLY_SHARES` of the batch.
     """
 
-    num_hot: float
     coverage: float
     hot_used: float
     hot_touched: float
@@ -85,8 +84,8 @@ class TableWork:
     """Expected rows of one table at one batch size and world size.
 
     Args:
-        load: The table.
-        world_size: Ranks with a batch like this one's.
+        load: The table and the lookups of a rank's batch.
+        world_size: Number of ranks, each with such a batch.
     """
 
     def __init__(self, load: TableLoad, world_size: int) -> None:
@@ -94,6 +93,8 @@ class TableWork:
         self.world_size = world_size
         all_lookups = load.lookups * world_size
         early = [share * load.lookups for share in EARLY_SHARES]
+        # probabilities that a row is in one rank's batch (used), in any rank's batch (touched), and
+        # in the first shares of one rank's batch (early)
         if load.spectrum is None or not load.spectrum.num_lookups:
             rows = float(load.num_embeddings)
             self.rows_K = np.array([rows])
@@ -111,48 +112,50 @@ class TableWork:
             early_SK = [spectrum.presence(lookups).numpy() for lookups in early]
             self._unseen_used = spectrum.expected_unseen(load.lookups)
             self._unseen_touched = spectrum.expected_unseen(all_lookups)
+        # quantities per row: share of lookups, used, touched, early, dirty, early dirty
         by_rows_QK = [share_K / self.rows_K, self.used_K, self.touched_K, *early_SK]
-        # a row is dirty if this batch uses it and, independently, some rank's batch before does
+        # a row is dirty if this batch uses it and, independently, any rank's batch before uses it
         by_rows_QK += [used_K * self.touched_K for used_K in (self.used_K, *early_SK)]
+        # sums over the most frequent rows: a row of zeros, then one row of sums per distinct count
         self._end_K = np.concatenate([[0.0], self.rows_K.cumsum()])
         self._sums_KQ = np.zeros((self._end_K.size, len(by_rows_QK)))
         np.cumsum(self.rows_K[:, None] * np.stack(by_rows_QK, 1), axis=0, out=self._sums_KQ[1:])
 
     @property
     def unique(self) -> float:
-        """Distinct rows of one rank's batch."""
+        """Expected distinct rows of one rank's batch."""
         return float(self._sums_KQ[-1, 1]) + self._unseen_used
 
     @property
     def unique_anywhere(self) -> float:
-        """Distinct rows of all ranks' batches together."""
+        """Expected distinct rows of all ranks' batches together."""
         return float(self._sums_KQ[-1, 2]) + self._unseen_touched
 
     def split(self, num_hot: float) -> HotSplit:
-        """What a hot set of the most frequent rows leaves to do.
+        """Computes the expected hot and cold rows of a step.
 
         Args:
-            num_hot: Hot rows; rows of equal count are taken in part.
+            num_hot: Number of hot rows, the most frequent rows.
         """
-        coverage, hot_used, hot_touched, *rest = self._sums_of_first(num_hot)
-        all_rest = self._sums_KQ[-1, 3:].tolist()
-        left = [max(0.0, total - hot) for total, hot in zip(all_rest, rest)]
+        coverage, hot_used, hot_touched, *hot_rest = self._sums_of_first(num_hot)
+        # the other quantities of cold rows are those of all rows minus those of hot rows
+        total_rest = self._sums_KQ[-1, 3:].tolist()
+        cold = [max(0.0, total - hot) for total, hot in zip(total_rest, hot_rest)]
         num_early = len(EARLY_SHARES)
         unseen = [share * self._unseen_used for share in EARLY_SHARES]
         return HotSplit(
-            num_hot=num_hot,
             coverage=coverage,
             hot_used=hot_used,
             hot_touched=hot_touched,
             cold_used=max(0.0, self.unique - hot_used),
             cold_touched=max(0.0, self.unique_anywhere - hot_touched),
-            cold_early=tuple(cold + new for cold, new in zip(left[:num_early], unseen)),
-            dirty=left[num_early],
-            dirty_early=tuple(left[num_early + 1 :]),
+            cold_early=tuple(seen + new for seen, new in zip(cold[:num_early], unseen)),
+            dirty=cold[num_early],
+            dirty_early=tuple(cold[num_early + 1 :]),
         )
 
     def _sums_of_first(self, num_hot: float) -> list[float]:
-        """The sums over the most frequent rows; rows of equal count in part."""
+        """Sums the quantities over the most frequent rows; rows of equal count are interpolated."""
         if num_hot <= 0:
             return [0.0] * self._sums_KQ.shape[1]
         right = int(np.searchsorted(self._end_K, num_hot, side="left"))
@@ -165,4 +168,5 @@ class TableWork:
 
 
 def _chance_of_row(num_rows: float, num_lookups: float) -> float:
+    """Computes the probability that uniform lookups contain a row: ``1 - (1 - 1 / R)^n``."""
     return float(-np.expm1(num_lookups * np.log1p(-1 / num_rows))) if num_rows > 1 else 1.0

@@ -1,1 +1,1 @@
-"""Which tables are hot/cold, with which rows and homes, and why: from plain facts alone."""
+"""The choice of placements: hot/cold tables, hot rows, home blocks, and their explanation."""

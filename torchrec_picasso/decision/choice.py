@@ -1,19 +1,19 @@
-"""Which tables are hot/cold, in which form, and how many of their rows are hot.
+"""Chooses hot/cold tables, their exchange, and their number of hot rows, by predicted step time.
 
-At most four plans are priced as whole steps under the schedule that will run: every table stock,
-every table as rows, every table as bags, and each table in the form that sends fewer bytes. The
-plans with rows are priced with several budgets of hot rows. The plan with the least predicted step
-is taken; where predictions are closer than their error, the simpler plan is taken.
+Four plans are priced as whole steps under the schedule that runs them: all tables stock, all
+row-exchanged, all owner-pooled, and each table with the exchange that sends fewer bytes. Plans with
+row-exchanged tables are priced with several budgets of hot rows. The plan with the shortest
+predicted step is chosen; if predictions differ by less than their error, the simpler plan.
 
-Everything here is arithmetic on one host: same input, same answer, on every run and rank.
+Equal inputs give equal choices, in every process.
 
-Shape letters: G groups of rows that are looked up equally often.
+Shape letters: G groups of rows with equal lookup counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,159 +22,184 @@ from torchrec_picasso.cost.hot_cold import exchange_bytes
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.step_price import StepPrice, StepPricer
 from torchrec_picasso.cost.stock import marginal_stock_costs
-from torchrec_picasso.cost.table_work import TableWork
+from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.decision.priced_plan import Forms, PricedPlan, price_plan
 from torchrec_picasso.placement import Form
 
-__all__ = ["Choice", "TableQuestion", "choose", "given_choice"]
+__all__ = ["Choice", "TableInfo", "choose", "given_choice"]
 
 _STOCK_MARGIN = 0.02
-"""Hot/cold must be predicted to take this share less than stock, or stock stays."""
+"""A hot/cold plan is chosen only if its predicted step is shorter than stock by this share."""
 _FORMS_MARGIN = 0.18
-"""The same for rows beside bags, against the better of rows alone and bags alone. The work that
-both forms together ask for is not priced in full: such plans of 40 and 130 mixed tables at 1 Gbit/s
-were predicted to take 0.87 and 0.86 of what all bags take, and took 1.07 and 1.11."""
+"""A mixed plan is chosen only if its predicted step is shorter than the best other plan by this
+share. The combined work of both exchanges is not priced in full: mixed plans of 40 and 130 tables
+at 1 Gbit/s were predicted to take 0.87 and 0.86 of the owner-pooled plan, and took 1.07 and 1.11.
+"""
 _ROWS_MARGIN = 0.08
-"""A table's rows must send this share of bytes less than its bags. Bags are spread evenly over the
-micro-batches; rows are not, and a mask of dirty rows travels with them."""
+"""In the mixed plan a table is row-exchanged only if that sends fewer bytes than owner-pooling by
+this share. Bags are even over micro-batches; rows are not, and need a mask of dirty rows."""
 _HOT_MARGIN = 0.005
-"""A larger hot set must be predicted to take this share less than a smaller one."""
+"""A larger hot set is chosen only if the predicted step is shorter by this share."""
 _HOT_CHANCES = (0.999, 0.97, 0.9, 0.6, 0.3, 0.1)
-"""Budgets of hot rows: the rows that one rank's batch uses with at least this chance. What a hot
-row saves grows with that chance, and what it costs with the chance that any rank uses it."""
+"""Budgets of hot rows: all rows that one rank's batch uses with at least this probability. The
+savings of a hot row grow with this probability, its cost with the probability that any rank uses
+it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableQuestion:
-    """One table and what may be done with it.
+class TableInfo:
+    """One table of the model and its allowed placements.
 
     Args:
-        work: Its expected rows.
-        may_be_hot_cold: Whether a hot/cold option exists and is allowed.
-        stock_types: Stock sharding types that exist and are allowed.
-        may_have_hot_rows: Whether, if hot/cold, some of its rows may be hot.
-        forms: What of it may travel, if hot/cold; rows first where both may.
+        load: Rows, columns and lookups per step.
+        not_hot_cold: Reason why the table cannot be hot/cold; ``None`` = it can.
+        no_hot_rows: Reason why it cannot have hot rows; ``None`` = it can.
+        no_bags: Reason why it cannot be owner-pooled; ``None`` = it can.
+        required_form: Exchange that the user requires if the table is hot/cold; ``None`` = any.
+        stock_types: Allowed stock sharding types.
+        module: Path of the table's module; its tables share an exchange.
     """
 
-    work: TableWork
-    may_be_hot_cold: bool
-    stock_types: tuple[str, ...]
-    may_have_hot_rows: bool = True
-    forms: tuple[Form, ...] = ("rows",)
+    load: TableLoad
+    not_hot_cold: str | None = None
+    no_hot_rows: str | None = None
+    no_bags: str | None = "owner-pooling was not considered"
+    required_form: Form | None = None
+    stock_types: tuple[str, ...] = ("table_wise", "row_wise")
+    module: str = ""
+
+    @property
+    def may_be_hot_cold(self) -> bool:
+        """Whether the table can be hot/cold."""
+        return self.not_hot_cold is None
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """Allowed exchanges, if the table is hot/cold."""
+        if self.required_form is not None:
+            return (self.required_form,)
+        return ("rows", "bags") if self.no_bags is None else ("rows",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The answer, one entry per question, in their order.
+    """The chosen plan; sequences have one entry per table.
 
     Args:
-        forms: What travels of the tables that take the packed exchange; ``None`` = stock.
-        num_hot: Hot rows of each; 0 for stock tables.
-        stock_types: Best stock sharding type of each; ``None`` where none is allowed.
-        cost: Predicted embedding part of the answer, nothing hidden.
-        stock_cost: The same with every table stock; ``None`` where one cannot be.
-        step: Predicted step of the answer under the schedule that will run.
-        stock_step: Predicted step with every table stock, under TorchRec's pipeline.
-        priced_ms: Predicted step of every plan that was weighed, each with its best hot rows.
+        works: Expected rows of each table.
+        forms: Exchange of each hot/cold table; ``None`` = stock.
+        num_hot: Number of hot rows of each table; 0 for stock tables.
+        stock_types: Best stock sharding type of each table; ``None`` if none is allowed.
+        cost: Predicted embedding part of the plan, without overlap.
+        stock_cost: Predicted embedding part with all tables stock; ``None`` if a table has no stock
+            type.
+        step: Predicted step of the plan under the schedule that runs it.
+        stock_step: Predicted step with all tables stock, under TorchRec's pipeline; ``None`` if a
+            table has no stock type.
+        priced_ms: Predicted step of each priced plan with its best hot rows, in milliseconds.
     """
 
+    works: tuple[TableWork, ...]
     forms: tuple[Form | None, ...]
     num_hot: tuple[int, ...]
     stock_types: tuple[str | None, ...]
     cost: StepCost
     stock_cost: StepCost | None
-    step: StepPrice = field(default_factory=StepPrice)
-    stock_step: StepPrice | None = None
-    priced_ms: Mapping[str, float] = field(default_factory=dict)
+    step: StepPrice
+    stock_step: StepPrice | None
+    priced_ms: Mapping[str, float]
 
     @property
     def hot_cold(self) -> tuple[bool, ...]:
-        """Which tables take the packed exchange."""
+        """Whether each table is hot/cold."""
         return tuple(form is not None for form in self.forms)
 
 
 def choose(
-    questions: Sequence[TableQuestion],
+    tables: Sequence[TableInfo],
     pricer: StepPricer,
     replica_budget_bytes: float = float("inf"),
 ) -> Choice:
-    """Takes the plan with the least predicted step.
+    """Chooses the plan with the shortest predicted step.
 
     Args:
-        questions: All tables of the model.
-        pricer: Prices a step: network, local work, dense part.
-        replica_budget_bytes: Memory per rank that replicas may take.
-
-    Returns:
-        The choice.
+        tables: All tables of the model.
+        pricer: Predicts a step from network, local work and dense part.
+        replica_budget_bytes: Maximum memory of replicas per rank.
     """
-    works = [question.work for question in questions]
-    all_stock_types = _best_stock_types(questions, pricer)
+    works = _works(tables, pricer)
+    all_stock_types = _best_stock_types(tables, works, pricer)
 
     def best(forms: Forms) -> PricedPlan:
-        """The plan with its best hot rows."""
-        stock_types = _stock_types_beside(forms, questions, all_stock_types, pricer)
+        """Prices a plan with each budget of hot rows, and returns the best."""
+        stock_types = _stock_types_beside(forms, tables, works, all_stock_types, pricer)
         found = price_plan(works, forms, {}, stock_types, pricer)
         may_be_hot = [
-            i for i, form in forms.items() if form == "rows" and questions[i].may_have_hot_rows
+            i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None
         ]
         for chance in _HOT_CHANCES if pricer.world_size > 1 and may_be_hot else ():
             num_hot = _frequent_rows(works, may_be_hot, chance, replica_budget_bytes)
             plan = price_plan(works, forms, num_hot, stock_types, pricer)
+            # budgets ascend: a larger one must be clearly better
             if plan.step.step_ms < found.step.step_ms * (1 - _HOT_MARGIN):
                 found = plan
         return found
 
-    plans = {name: best(forms) for name, forms in _plans(questions, all_stock_types).items()}
-    taken = plans["stock"]
-    alike = min((plans["rows"], plans["bags"]), key=_step_ms)
-    if _step_ms(alike) <= _step_ms(taken) * (1 - _STOCK_MARGIN):
-        taken = alike
-    if _step_ms(plans["mixed"]) <= _step_ms(taken) * (1 - _FORMS_MARGIN):
-        taken = plans["mixed"]
+    plans = {name: best(forms) for name, forms in _plans(tables, works, all_stock_types).items()}
+    # from the simplest plan to the mixed one, each with its margin
+    chosen = plans["stock"]
+    uniform = min((plans["rows"], plans["bags"]), key=_step_ms)
+    if _step_ms(uniform) <= _step_ms(chosen) * (1 - _STOCK_MARGIN):
+        chosen = uniform
+    if _step_ms(plans["mixed"]) <= _step_ms(chosen) * (1 - _FORMS_MARGIN):
+        chosen = plans["mixed"]
     priced_ms = {name: _step_ms(plan) for name, plan in plans.items()}
-    return _answer(questions, taken, all_stock_types, pricer, priced_ms)
+    return _answer(works, chosen, all_stock_types, pricer, priced_ms)
 
 
 def given_choice(
-    questions: Sequence[TableQuestion], num_hot: Mapping[int, int], pricer: StepPricer
+    tables: Sequence[TableInfo], num_hot: Mapping[int, int], pricer: StepPricer
 ) -> Choice:
-    """Prices a choice that somebody else made.
+    """Prices a choice of the caller.
 
     Args:
-        questions: All tables of the model.
-        num_hot: Hot rows by position, of the tables that are hot/cold; the others are stock.
-        pricer: Prices a step.
+        tables: All tables of the model.
+        num_hot: Number of hot rows by position, for the hot/cold tables; other tables are stock.
+        pricer: Predicts a step.
     """
-    works = [question.work for question in questions]
-    all_stock_types = _best_stock_types(questions, pricer)
-    forms: Forms = {position: questions[position].forms[0] for position in num_hot}
-    stock_types = _stock_types_beside(forms, questions, all_stock_types, pricer)
+    works = _works(tables, pricer)
+    all_stock_types = _best_stock_types(tables, works, pricer)
+    forms: Forms = {position: tables[position].forms[0] for position in num_hot}
+    stock_types = _stock_types_beside(forms, tables, works, all_stock_types, pricer)
     plan = price_plan(works, forms, num_hot, stock_types, pricer)
-    return _answer(questions, plan, all_stock_types, pricer, {})
+    return _answer(works, plan, all_stock_types, pricer, {})
+
+
+def _works(tables: Sequence[TableInfo], pricer: StepPricer) -> tuple[TableWork, ...]:
+    return tuple(TableWork(table.load, pricer.world_size) for table in tables)
 
 
 def _plans(
-    questions: Sequence[TableQuestion], stock_types: Sequence[str | None]
+    tables: Sequence[TableInfo], works: Sequence[TableWork], stock_types: Sequence[str | None]
 ) -> dict[str, Forms]:
-    """The plans to price; some may be equal."""
-    able = {i: question for i, question in enumerate(questions) if question.may_be_hot_cold}
+    """Lists the plans to price; some may be equal."""
+    able = {i: table.forms for i, table in enumerate(tables) if table.may_be_hot_cold}
 
-    def fewer_bytes(question: TableQuestion) -> Form:
-        first, last = (_sent_bytes(question.work, question.forms[end]) for end in (0, -1))
-        return question.forms[0 if first <= last * (1 - _ROWS_MARGIN) else -1]
+    def fewer_bytes(work: TableWork, forms: Sequence[Form]) -> Form:
+        first, last = (_sent_bytes(work, forms[end]) for end in (0, -1))
+        return forms[0 if first <= last * (1 - _ROWS_MARGIN) else -1]
 
     return {
-        # a table without a stock type is hot/cold in any plan
-        "stock": {i: q.forms[0] for i, q in able.items() if stock_types[i] is None},
-        "rows": {i: q.forms[0] for i, q in able.items()},
-        "bags": {i: q.forms[-1] for i, q in able.items()},
-        "mixed": {i: fewer_bytes(q) for i, q in able.items()},
+        # a table without a stock type is hot/cold in all plans
+        "stock": {i: forms[0] for i, forms in able.items() if stock_types[i] is None},
+        "rows": {i: forms[0] for i, forms in able.items()},
+        "bags": {i: forms[-1] for i, forms in able.items()},
+        "mixed": {i: fewer_bytes(works[i], forms) for i, forms in able.items()},
     }
 
 
 def _sent_bytes(work: TableWork, form: Form) -> float:
-    totals = HotColdTotals.of(work, 0, form)
+    totals = HotColdTotals.from_table(work, 0, form)
     return sum(exchange_bytes(totals, work.world_size, num_packs=1).values())
 
 
@@ -183,20 +208,20 @@ def _step_ms(plan: PricedPlan) -> float:
 
 
 def _answer(
-    questions: Sequence[TableQuestion],
+    works: tuple[TableWork, ...],
     plan: PricedPlan,
     all_stock_types: Sequence[str | None],
     pricer: StepPricer,
     priced_ms: Mapping[str, float],
 ) -> Choice:
-    works, stock = [question.work for question in questions], None
+    stock = None
     if None not in all_stock_types:
         stock = price_plan(works, {}, {}, all_stock_types, pricer)
-    stock_types = _stock_types_beside(plan.forms, questions, all_stock_types, pricer)
     return Choice(
+        works=works,
         forms=tuple(plan.forms.get(i) for i in range(len(works))),
         num_hot=tuple(plan.num_hot.get(i, 0) for i in range(len(works))),
-        stock_types=tuple(stock_types),
+        stock_types=tuple(plan.stock_types),
         cost=plan.cost,
         stock_cost=stock.cost if stock is not None else None,
         step=plan.step,
@@ -208,13 +233,13 @@ def _answer(
 def _frequent_rows(
     works: Sequence[TableWork], tables: Sequence[int], least_chance: float, budget_bytes: float
 ) -> dict[int, int]:
-    """Rows of each table that one rank's batch uses with some chance, the most frequent first.
+    """Counts the rows of each table that one rank's batch uses with a minimum probability.
 
     Args:
         works: All tables.
         tables: Positions of the tables that may have hot rows.
-        least_chance: Of a row, to be used by one rank's batch.
-        budget_bytes: Memory that these rows may take.
+        least_chance: Minimum probability that one rank's batch uses a row.
+        budget_bytes: Maximum memory of these rows; the most frequent rows come first.
     """
     chance_G = np.concatenate([works[i].used_K for i in tables])
     rows_G = np.concatenate([works[i].rows_K for i in tables])
@@ -224,7 +249,7 @@ def _frequent_rows(
     order_G = order_G[chance_G[order_G] >= least_chance]
     rows_G, table_G = rows_G[order_G], table_G[order_G]
     row_bytes_G = np.array([work.load.row_bytes for work in works])[table_G]
-    # a group is cut where the memory ends
+    # bytes that are left before each group; a group that does not fit is taken in part
     left_bytes_G = budget_bytes - np.cumsum(rows_G * row_bytes_G) + rows_G * row_bytes_G
     taken_G = np.floor(np.clip(left_bytes_G / row_bytes_G, 0.0, rows_G))
     counts = np.bincount(table_G, taken_G, minlength=len(works))
@@ -233,25 +258,35 @@ def _frequent_rows(
 
 def _stock_types_beside(
     forms: Forms,
-    questions: Sequence[TableQuestion],
+    tables: Sequence[TableInfo],
+    works: Sequence[TableWork],
     all_stock_types: Sequence[str | None],
     pricer: StepPricer,
 ) -> list[str | None]:
-    """Stock types where some tables are hot/cold: few tables left may be uneven as whole tables."""
+    """Returns the best stock types of the tables that are not hot/cold.
+
+    They may differ from those in an all-stock plan: fewer whole tables may be less even over ranks.
+    """
     stock_types = list(all_stock_types)
-    stock = [i for i in range(len(questions)) if i not in forms]
-    for i, kind in zip(stock, _best_stock_types([questions[i] for i in stock], pricer)):
+    stock = [i for i in range(len(tables)) if i not in forms]
+    found = _best_stock_types([tables[i] for i in stock], [works[i] for i in stock], pricer)
+    for i, kind in zip(stock, found):
         stock_types[i] = kind
     return stock_types
 
 
-def _best_stock_types(questions: Sequence[TableQuestion], pricer: StepPricer) -> list[str | None]:
-    """The stock type that adds least, for each table, when all tables have that type."""
-    added_ms: list[dict[str, float]] = [{} for _ in questions]
-    for kind in sorted({kind for question in questions for kind in question.stock_types}):
-        tables = [i for i, question in enumerate(questions) if kind in question.stock_types]
-        works = [questions[i].work for i in tables]
-        costs = marginal_stock_costs(kind, works, pricer.curves, pricer.world_size)
-        for i, cost in zip(tables, costs):
+def _best_stock_types(
+    tables: Sequence[TableInfo], works: Sequence[TableWork], pricer: StepPricer
+) -> list[str | None]:
+    """Returns the stock type with the smallest cost of each table.
+
+    The cost is what the table adds to a step in which all tables have this type.
+    """
+    added_ms: list[dict[str, float]] = [{} for _ in tables]
+    for kind in sorted({kind for table in tables for kind in table.stock_types}):
+        able = [i for i, table in enumerate(tables) if kind in table.stock_types]
+        able_works = [works[i] for i in able]
+        costs = marginal_stock_costs(kind, able_works, pricer.curves, pricer.world_size)
+        for i, cost in zip(able, costs):
             added_ms[i][kind] = cost.exposed_ms
     return [min(ms, key=lambda kind: (ms[kind], kind)) if ms else None for ms in added_ms]

@@ -1,8 +1,10 @@
-"""One table's fate and why: what the cost model saw, what was chosen, in numbers that can be shown.
+"""Placement of each table, with the inputs of the cost model that explain it.
 
-A decision is made from plain facts (loads, allowed types, statistics, curves), with no process
-group, no TorchRec planner and no machine at hand: the planner makes one for the model it shards,
-and a what-if makes one for a world size that does not exist.
+A decision is computed from table information, statistics and curves, without a process group or a
+TorchRec planner. The planner decides for the model that it shards; other callers may decide for any
+world size.
+
+Shape letters: U counted rows, H hot rows, W ranks.
 """
 
 from __future__ import annotations
@@ -16,71 +18,37 @@ from torch import Tensor
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.step_price import StepPricer
-from torchrec_picasso.cost.table_work import TableLoad, TableWork
-from torchrec_picasso.decision.choice import Choice, TableQuestion, choose, given_choice
+from torchrec_picasso.cost.table_work import TableWork
+from torchrec_picasso.decision.choice import Choice, TableInfo, choose, given_choice
 from torchrec_picasso.decision.home_blocks import HomeBlocks, RowLoads, balance_homes
 from torchrec_picasso.decision.waves import TableVolume, balance_waves
 from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
 from torchrec_picasso.placement import Form
 from torchrec_picasso.schedule.setting_choice import pieces_for
 
-__all__ = ["Decision", "TableFacts", "decide", "given_hot_sets"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableFacts:
-    """One table of the model as the decision sees it.
-
-    Args:
-        load: Rows, columns and lookups per step.
-        not_hot_cold: Why its sharder or its constraints do not allow hot/cold, or ``None``.
-        no_hot_rows: Why none of its rows can be hot, or ``None``.
-        no_bags: Why its bags cannot travel instead of its rows, or ``None``.
-        asked_form: What of it travels if hot/cold, where somebody said so.
-        stock_types: Stock sharding types they allow.
-        module: Path of its module, whose tables share an exchange.
-    """
-
-    load: TableLoad
-    not_hot_cold: str | None = None
-    no_hot_rows: str | None = None
-    no_bags: str | None = "it was not asked whether its bags may travel"
-    asked_form: Form | None = None
-    stock_types: tuple[str, ...] = ("table_wise", "row_wise")
-    module: str = ""
-
-    @property
-    def may_be_hot_cold(self) -> bool:
-        """Whether it may take the packed unique exchange."""
-        return self.not_hot_cold is None
-
-    @property
-    def forms(self) -> tuple[Form, ...]:
-        """What of it may travel."""
-        if self.asked_form is not None:
-            return (self.asked_form,)
-        return ("rows", "bags") if self.no_bags is None else ("rows",)
+__all__ = ["Decision", "decide", "given_hot_sets"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decision:
-    """Where every table goes.
+    """Placement of all tables.
 
     Args:
-        facts: The tables.
-        works: Their expected rows, same order.
-        choice: Which are hot/cold, with how many hot rows.
-        hot_sets: Hot rows of each hot/cold table by name, ascending int64.
-        forms: What of each hot/cold table travels, by name.
-        homes: Cuts of the tables that travel as rows, in the order of ``hot_sets``.
-        waves: Which wave each hot/cold table travels in, by name.
-        curves: What the costs were computed from.
-        world_size: Ranks.
+        tables: The tables.
+        works: Expected rows of each table.
+        choice: The chosen plan and its predicted step.
+        hot_sets: Hot rows of each hot/cold table by name, ascending, int64, shape ``(H,)``.
+        forms: Exchange of each hot/cold table by name.
+        homes: Home blocks of the row-exchanged tables, in the order of ``hot_sets``; ``None`` = no
+            statistics or no such tables.
+        waves: Wave of each hot/cold table by name.
+        curves: Measured communication and local work.
+        world_size: Number of ranks.
         batch_size: Samples per rank and step.
-        dense: The dense part that exchanges hide under; all 0 where nothing is known of it.
+        dense: Times of the dense part; 0 if not known.
     """
 
-    facts: tuple[TableFacts, ...]
+    tables: tuple[TableInfo, ...]
     works: tuple[TableWork, ...]
     choice: Choice
     hot_sets: Mapping[str, Tensor]
@@ -94,28 +62,25 @@ class Decision:
 
     @property
     def num_micro_batches(self) -> int | None:
-        """Micro-batches that the plan was priced for; ``None`` where nothing is interleaved."""
+        """Number of micro-batches in the predicted step; ``None`` without hot/cold tables."""
         return self.choice.step.num_micro_batches if any(self.choice.hot_cold) else None
 
     @property
     def block_rows(self) -> dict[str, tuple[int, ...]]:
-        """Home rows on each rank of each table that travels as rows."""
+        """Number of home rows on each rank, by name of each row-exchanged table."""
         if self.homes is None:
             return {}
-        return dict(zip(self._as_rows, self.homes.block_rows_TW))
-
-    @property
-    def _as_rows(self) -> list[str]:
-        return [name for name in self.hot_sets if self.forms[name] == "rows"]
+        names = (name for name in self.hot_sets if self.forms[name] == "rows")
+        return dict(zip(names, self.homes.block_rows_TW))
 
     @property
     def home_max_over_mean(self) -> float:
-        """Expected requests at the busiest home over the mean."""
+        """Expected requests to the busiest home rank divided by the mean over ranks."""
         return self.homes.max_over_mean if self.homes is not None else 1.0
 
 
 def decide(
-    facts: Sequence[TableFacts],
+    tables: Sequence[TableInfo],
     stats: FrequencyStats | None,
     curves: CommCurves,
     *,
@@ -126,65 +91,57 @@ def decide(
     num_waves: int = 1,
     dense: DenseTimes | None = None,
 ) -> Decision:
-    """Decides for every table whether it is hot/cold, which rows are hot, and where homes are cut.
+    """Chooses the placement of each table, its hot rows, and its home blocks.
 
     Args:
-        facts: The tables.
-        stats: Lookup counts; ``None`` = every row is looked up equally often.
+        tables: The tables.
+        stats: Lookup counts; ``None`` = all rows are looked up equally often.
         curves: Measured communication and local work.
-        world_size: Ranks.
+        world_size: Number of ranks.
         batch_size: Samples per rank and step.
         hot_rows: ``None`` = the cost model chooses; else as for ``hot_cold_planner``.
-        replica_budget_bytes: Memory per rank that replicas may take, if the model chooses.
-        num_waves: Waves of about equal volume that the hot/cold tables of a module travel in.
-        dense: The dense part of a step; ``None`` = what the curves know of it.
+        replica_budget_bytes: Maximum memory of replicas per rank, if the cost model chooses.
+        num_waves: Number of waves of the hot/cold tables of a module.
+        dense: Times of the dense part of a step; ``None`` = those of the curves.
 
     Raises:
-        PlanError: If the statistics are of other tables, or hot rows cannot be had.
+        PlanError: If the statistics are of other tables, or the requested hot rows do not exist.
     """
-    able = {fact.load.name: fact.load.num_embeddings for fact in facts if fact.may_be_hot_cold}
-    without = {fact.load.name for fact in facts if fact.no_hot_rows is not None}
+    able = {table.load.name: table.load.num_embeddings for table in tables if table.may_be_hot_cold}
+    without = {table.load.name for table in tables if table.no_hot_rows is not None}
     if stats is not None:
         stats.check_model(able)
-    works = tuple(TableWork(fact.load, world_size) for fact in facts)
-    questions = [
-        TableQuestion(
-            work=work,
-            may_be_hot_cold=fact.may_be_hot_cold,
-            may_have_hot_rows=fact.no_hot_rows is None,
-            forms=fact.forms,
-            stock_types=fact.stock_types,
-        )
-        for fact, work in zip(facts, works)
-    ]
     dense = (dense or curves.dense or DenseTimes()).at(batch_size)
     pricer = StepPricer(curves, world_size, dense, pieces_for(batch_size))
     if hot_rows is None:
-        choice = choose(questions, pricer, replica_budget_bytes)
+        # the choice has the number of hot rows of each table; the statistics have the rows
+        choice = choose(tables, pricer, replica_budget_bytes)
         counts = {
-            fact.load.name: num_hot
-            for fact, is_hot_cold, num_hot in zip(facts, choice.hot_cold, choice.num_hot)
+            table.load.name: num_hot
+            for table, is_hot_cold, num_hot in zip(tables, choice.hot_cold, choice.num_hot)
             if is_hot_cold
         }
         hot_sets = select_hot_rows(able, counts, stats)
     else:
+        # the caller has chosen: the plan is only priced
         hot_sets = given_hot_sets(able, without, hot_rows, stats)
         given = {
-            position: hot_sets[fact.load.name].numel()
-            for position, fact in enumerate(facts)
-            if fact.load.name in hot_sets
+            position: hot_sets[table.load.name].numel()
+            for position, table in enumerate(tables)
+            if table.load.name in hot_sets
         }
-        choice = given_choice(questions, given, pricer)
-    forms = {fact.load.name: form for fact, form in zip(facts, choice.forms) if form is not None}
-    as_rows = {name: hot_H for name, hot_H in hot_sets.items() if forms[name] == "rows"}
+        choice = given_choice(tables, given, pricer)
+    names = [table.load.name for table in tables]
+    forms = {name: form for name, form in zip(names, choice.forms) if form is not None}
+    row_hot_sets = {name: hot_H for name, hot_H in hot_sets.items() if forms[name] == "rows"}
     return Decision(
-        facts=tuple(facts),
-        works=works,
+        tables=tuple(tables),
+        works=choice.works,
         choice=choice,
         hot_sets=hot_sets,
         forms=forms,
-        homes=_homes(works, as_rows, stats, world_size),
-        waves=_waves(facts, works, hot_sets, forms, num_waves),
+        homes=_homes(choice.works, row_hot_sets, stats, world_size),
+        waves=_waves(tables, choice.works, hot_sets, forms, num_waves),
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,
@@ -198,19 +155,19 @@ def given_hot_sets(
     hot_rows: int | Mapping[str, int],
     stats: FrequencyStats | None,
 ) -> dict[str, Tensor]:
-    """Hot rows where somebody else chose how many.
+    """Selects the hot rows for a number that the caller chose.
 
     Args:
-        able: Number of rows of the tables that can be hot/cold, in model order.
-        without: Those of them whose rows cannot be hot; a total goes to the others.
-        hot_rows: A total, or a number by table.
-        stats: Lookup counts; needed for a total above 0.
+        able: Number of rows of each table that can be hot/cold, in model order.
+        without: Tables that cannot have hot rows; a total is spent on the other tables.
+        hot_rows: A total, or a number by table name.
+        stats: Lookup counts; required for a total above 0.
 
     Returns:
         Hot rows of each hot/cold table by name, in the order of ``able``.
 
     Raises:
-        PlanError: If the hot rows cannot be had.
+        PlanError: If the hot rows do not exist.
     """
     if isinstance(hot_rows, Mapping):
         return select_hot_rows(able, hot_rows, stats)
@@ -225,7 +182,7 @@ def _homes(
     stats: FrequencyStats | None,
     world_size: int,
 ) -> HomeBlocks | None:
-    """Balanced cuts of the hot/cold tables; ``None`` without statistics."""
+    """Balances the home blocks of row-exchanged tables; ``None`` without statistics or tables."""
     if stats is None or not hot_sets:
         return None
     by_name = {work.load.name: work for work in works}
@@ -235,46 +192,48 @@ def _homes(
 
 
 def _waves(
-    facts: Sequence[TableFacts],
+    tables: Sequence[TableInfo],
     works: Sequence[TableWork],
     hot_sets: Mapping[str, Tensor],
     forms: Mapping[str, Form],
     num_waves: int,
 ) -> dict[str, int]:
-    """The wave of each hot/cold table in its module: cold rows are fetched, hot ones reduced."""
+    """Assigns each hot/cold table to a wave of its module, by volume."""
     volumes: dict[str, dict[str, TableVolume]] = {}
-    for fact, work in zip(facts, works):
-        load = fact.load
+    for table, work in zip(tables, works):
+        load = table.load
         if load.name in hot_sets:
             split = work.split(hot_sets[load.name].numel())
+            # cold rows are fetched, gradients of touched hot rows are reduced
             rows = split.cold_used + split.hot_touched
-            volumes.setdefault(fact.module, {})[load.name] = TableVolume(
+            volumes.setdefault(table.module, {})[load.name] = TableVolume(
                 group=(load.dim, load.element_bytes, forms[load.name]),
                 elements=(rows if forms[load.name] == "rows" else load.bags) * load.dim,
             )
     return {
         name: wave
-        for of_module in volumes.values()
-        for name, wave in zip(of_module, balance_waves(list(of_module.values()), num_waves))
+        for by_name in volumes.values()
+        for name, wave in zip(by_name, balance_waves(list(by_name.values()), num_waves))
     }
 
 
 def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoads:
-    """Bytes that homes are asked for per step and rank, row by row.
+    """Estimates the elements that one rank requests per step, by row.
 
-    Rows seen once say where the sample happened to fall, not where the next batch will: their load
-    is spread over the table, which is also the estimate for rows never seen (Good 1953).
+    Rows seen once do not predict the rows of the next batch: their load is spread evenly over the
+    table, like the load of unseen rows (Good 1953).
     """
     counts = stats.tables[work.load.name]
     again_U = counts.counts_U > 1
     rows_U, counts_U = counts.rows_U[again_U], counts.counts_U[again_U]
     spectrum = work.load.spectrum
     assert spectrum is not None
+    # load of a row = probability that one rank's batch uses it, looked up by its count
     ascending = spectrum.counts_K.flip(0)
     used = torch.from_numpy(work.used_K[::-1].copy())
     place_U = torch.searchsorted(ascending, counts_U.double()).clamp(max=used.numel() - 1)
     load_U = used[place_U] if used.numel() else counts_U.double()
-    load_U = load_U.masked_fill(_are_among(rows_U, hot_H), 0.0)
+    load_U = load_U.masked_fill(_are_among(rows_U, hot_H), 0.0)  # hot rows are not requested
     cold = work.split(hot_H.numel()).cold_used
     dim = float(work.load.dim)
     return RowLoads(
@@ -286,7 +245,7 @@ def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoad
 
 
 def _are_among(rows_U: Tensor, others_H: Tensor) -> Tensor:
-    """Which of some rows are among others; both ascend, which saves sorting."""
+    """Marks the rows that are in a second list, both ascending: bool, shape ``(U,)``."""
     if not others_H.numel():
         return torch.zeros_like(rows_U, dtype=torch.bool)
     place_U = torch.searchsorted(others_H, rows_U).clamp_(max=others_H.numel() - 1)

@@ -1,4 +1,4 @@
-"""A decision as a table that can be read: what each table is, and one sentence why."""
+"""Describes a decision: one line per table with the reason, and a summary of the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["explain", "summarize", "why_nothing_is_hot_cold"]
 
 
 def explain(decision: Decision) -> pd.DataFrame:
-    """What was chosen for each table, and why.
+    """Returns the placement of each table, and the reason.
 
     Args:
         decision: The decision.
@@ -22,8 +22,8 @@ def explain(decision: Decision) -> pd.DataFrame:
     Returns:
         One line per table, in model order: ``table, rows, dim, placement, form`` (``rows`` or
         ``bags``) and ``wave`` (both missing for stock tables), ``hot_rows, coverage`` (share of
-        lookups that replicas serve), ``lookups, unique_rows, cold_rows`` (expected, per rank and
-        step); ``home_bytes, replica_bytes`` (per rank, if hot/cold); ``why``.
+        lookups of hot rows), ``lookups, unique_rows, cold_rows`` (expected, per rank and step),
+        ``home_bytes, replica_bytes`` (per rank, if hot/cold), ``why``.
     """
     import pandas as pd
 
@@ -32,18 +32,18 @@ def explain(decision: Decision) -> pd.DataFrame:
 
 
 def summarize(decision: Decision) -> dict[str, Any]:
-    """The whole step of a decision: predicted milliseconds, bytes, memory and balance.
+    """Returns the predicted step of a decision: milliseconds, bytes, memory and balance.
 
     Args:
         decision: The decision.
 
     Returns:
-        Plain numbers, ready for JSON. ``step_ms`` is the whole step under the schedule that will
-        run, with ``num_micro_batches`` (``None`` = nothing is interleaved); ``wire_ms`` and
-        ``compute_ms`` are what no schedule gets below; ``dense_ms`` is the part of it without
-        tables, 0 where nothing is known of it; ``embedding_ms`` is the rest with nothing hidden;
-        ``priced_ms`` has the step of every plan that was weighed, empty where the caller named the
-        hot rows. ``stock_ms`` and ``speedup`` are ``None`` where some table has no stock option.
+        Numbers and strings for JSON. ``step_ms``: duration of the whole step under the schedule
+        that runs it, with ``num_micro_batches`` (``None`` = nothing is interleaved). ``wire_ms``
+        and ``compute_ms``: lower bounds of ``step_ms``. ``dense_ms``: the dense part, 0 if not
+        known. ``embedding_ms``: the embedding part without overlap. ``priced_ms``: the step of each
+        priced plan, empty if the caller gave ``hot_rows``. ``stock_ms``, ``stock_sent_bytes`` and
+        ``speedup`` are ``None`` if a table has no stock option.
     """
     choice, homes = decision.choice, decision.homes
     chosen = [work for work, form in zip(decision.works, choice.forms) if form]
@@ -80,19 +80,19 @@ def summarize(decision: Decision) -> dict[str, Any]:
 
 
 def why_nothing_is_hot_cold(decision: Decision) -> str | None:
-    """One sentence where every table is stock; ``None`` where a table is hot/cold.
+    """Explains a plan without hot/cold tables; ``None`` if a table is hot/cold.
 
     Args:
         decision: The decision.
     """
     if any(decision.choice.hot_cold):
         return None
-    reasons = {fact.not_hot_cold for fact in decision.facts}
+    reasons = {table.not_hot_cold for table in decision.tables}
     if None not in reasons:
         return f"no table can be: {sorted(map(str, reasons))[0]}"
     if not decision.choice.priced_ms:
         return "hot_rows names no table"
-    return _weighed(decision)
+    return _comparison(decision)
 
 
 def _line(decision: Decision, index: int) -> dict[str, Any]:
@@ -119,34 +119,34 @@ def _line(decision: Decision, index: int) -> dict[str, Any]:
 
 
 def _why(decision: Decision, index: int) -> str:
-    work, choice, fact = decision.works[index], decision.choice, decision.facts[index]
+    work, choice, table = decision.works[index], decision.choice, decision.tables[index]
     num_hot = choice.num_hot[index]
     if not choice.hot_cold[index]:
-        if fact.not_hot_cold is not None:
-            return f"stock: {fact.not_hot_cold}"
-        return f"stock {choice.stock_types[index]}: {_weighed(decision)}"
+        if table.not_hot_cold is not None:
+            return f"stock: {table.not_hot_cold}"
+        if not choice.priced_ms:
+            return f"stock {choice.stock_types[index]}: hot_rows does not name it"
+        return f"stock {choice.stock_types[index]}: {_comparison(decision)}"
     split = work.split(num_hot)
-    rows = f"{split.cold_used:,.0f} distinct rows travel for {work.load.lookups:,.0f} lookups"
+    rows = f"{split.cold_used:,.0f} distinct rows are sent for {work.load.lookups:,.0f} lookups"
     if choice.forms[index] == "bags":
         why = (
-            f"hot/cold as bags: {work.load.bags:,.0f} pooled vectors travel instead of "
+            f"hot/cold, owner-pooled: {work.load.bags:,.0f} pooled vectors are sent instead of "
             f"{work.unique:,.0f} distinct rows"
         )
     elif num_hot:
         why = f"hot/cold: {num_hot:,} replicas serve {split.coverage:.0%} of lookups, {rows}"
     else:
-        reason = fact.no_hot_rows or "replicas are not predicted to shorten the step"
+        reason = table.no_hot_rows or "replicas are not predicted to shorten the step"
         why = f"hot/cold without replicas: {rows}; {reason}"
     return why if choice.stock_types[index] else f"{why}; no stock type is allowed"
 
 
-def _weighed(decision: Decision) -> str:
-    """The plans that were weighed, in words."""
+def _comparison(decision: Decision) -> str:
+    """Compares the predicted steps of the stock plan and of the best hot/cold plan."""
     priced_ms = decision.choice.priced_ms
-    if not priced_ms:
-        return "hot_rows does not name it"
-    others = min(ms for name, ms in priced_ms.items() if name != "stock")
+    hot_cold_ms = min(ms for name, ms in priced_ms.items() if name != "stock")
     return (
         f"a step is predicted to take {priced_ms['stock']:.1f} ms with stock tables and "
-        f"{others:.1f} ms with the packed exchange"
+        f"{hot_cold_ms:.1f} ms with the packed exchange"
     )

@@ -1,16 +1,17 @@
-"""Where each table is cut into home blocks, so that all homes are asked for equally much.
+"""Splits tables into home blocks with equal expected load.
 
-Stock row-wise sharding gives every rank the same number of rows; when frequent rows lie together
-(ids in order of frequency, or of age), one home answers most requests. Here the cuts follow the
-cumulative expected load. Tables are cut one after the other, coarse ones first, and each cut aims
-at the ranks' load so far: what a small table cannot balance, the next one does.
+Stock row-wise sharding gives all ranks the same number of rows. If frequent rows have adjacent ids
+(ids in order of frequency or age), one rank gets most requests. Here the block boundaries follow
+the cumulative expected load. Tables are split one after another, those with the heaviest rows
+first, and each split considers the loads of the ranks so far: a later table compensates the
+imbalance of earlier tables.
 
-Blocks stay contiguous and in rank order, as TorchRec's row-wise shards are, so the checkpoint is
-stock TorchRec's. A checkpoint tells blocks apart by where they start, so an empty one may not stand
-before a full one: every rank gets a row while rows last, and what is empty comes last. A rank's
-memory grows with its rows: ``evenness`` trades load for rows.
+Blocks are contiguous and in rank order, like TorchRec's row-wise shards, so checkpoints are those
+of stock TorchRec. A checkpoint identifies blocks by their first row, so an empty block must not
+precede a non-empty one: each rank gets a row if there are enough rows, and empty blocks come last.
+``evenness`` limits the memory of a rank, which grows with its rows.
 
-Shape letters: U rows seen, W ranks.
+Shape letters: U rows with a load of their own, T tables, W ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ __all__ = ["HomeBlocks", "RowLoads", "balance_homes", "even_blocks", "filled_blo
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowLoads:
-    """Expected requests per step for the rows of one table.
+    """Expected load per step of the rows of one table, in any unit.
 
     Args:
-        num_embeddings: Rows of the table.
+        num_embeddings: Number of rows of the table.
         rows_U: Rows with a load of their own, ascending, int64, shape ``(U,)``.
-        load_U: Their loads, float64, shape ``(U,)``; 0 for hot rows, which nobody requests.
-        spread_load: Load of all other requests together, spread evenly over the table.
+        load_U: Load of each of these rows, float64, shape ``(U,)``; 0 for hot rows.
+        spread_load: Sum of all other load, spread evenly over the table.
     """
 
     num_embeddings: int
@@ -42,11 +43,11 @@ class RowLoads:
 
     @property
     def total(self) -> float:
-        """Requests of all rows."""
+        """Sum of the load of all rows."""
         return float(self.load_U.sum()) + self.spread_load
 
     def before(self, row: np.ndarray) -> np.ndarray:
-        """Load of all rows below each given one."""
+        """Returns the sum of the load of all rows below each given row, in the shape of ``row``."""
         ends_U1 = np.concatenate([[0.0], self.load_U.cumsum()])
         own = ends_U1[np.searchsorted(self.rows_U, row)]
         result: np.ndarray = own + row * (self.spread_load / self.num_embeddings)
@@ -55,11 +56,11 @@ class RowLoads:
 
 @dataclass(frozen=True, kw_only=True)
 class HomeBlocks:
-    """The cuts of all tables.
+    """Home blocks of all tables.
 
     Args:
-        block_rows_TW: Rows of each table at home on each rank, summing to the table's.
-        max_over_mean: Expected requests at the busiest home over the mean.
+        block_rows_TW: Number of home rows of each table on each rank.
+        max_over_mean: Load of the busiest rank divided by the mean over ranks.
         even_max_over_mean: The same with TorchRec's equal blocks.
     """
 
@@ -69,14 +70,14 @@ class HomeBlocks:
 
 
 def even_blocks(num_embeddings: int, world_size: int) -> tuple[int, ...]:
-    """TorchRec's row-wise blocks: ``ceil(rows / W)`` each while rows last."""
+    """Returns TorchRec's row-wise blocks: ``ceil(rows / W)`` each; the last ones may be smaller."""
     size = -(-num_embeddings // world_size)
     starts = [min(num_embeddings, rank * size) for rank in range(world_size + 1)]
     return tuple(end - start for start, end in pairwise(starts))
 
 
 def filled_blocks(num_embeddings: int, world_size: int) -> tuple[int, ...]:
-    """TorchRec's row-wise blocks, or equal ones where those leave a rank without a row to have."""
+    """Returns TorchRec's row-wise blocks, or equal blocks if those leave a rank without rows."""
     blocks = even_blocks(num_embeddings, world_size)
     if blocks[-1] or num_embeddings < world_size:
         return blocks
@@ -87,18 +88,18 @@ def filled_blocks(num_embeddings: int, world_size: int) -> tuple[int, ...]:
 def balance_homes(
     tables: Sequence[RowLoads], world_size: int, evenness: float = 0.02
 ) -> HomeBlocks:
-    """Cuts tables so that every rank is home to the same expected requests.
+    """Splits tables into home blocks so that all ranks have the same expected load.
 
     Args:
-        tables: Loads per table.
-        world_size: Ranks.
-        evenness: Weight of rows beside load, at least 0: no rank gets more than about
-            ``(1 + evenness) / evenness`` times the mean of a table's rows.
+        tables: Loads of each table.
+        world_size: Number of ranks.
+        evenness: Additional load of all rows of a table, relative to its load, at least 0: no rank
+            gets more than about ``(1 + evenness) / evenness`` times the mean of a table's rows.
 
     Returns:
-        The cuts, and the balance they reach; those of :func:`filled_blocks` where they balance as
-        well. No block is empty in a table with a row for every rank, and in a smaller one every
-        row is a block of its own, with the empty ones last.
+        The blocks and their balance; those of :func:`filled_blocks` if their balance is at least as
+        good. No block is empty if the table has a row for every rank; in a smaller table each row
+        is a block, and empty blocks come last.
 
     Cost:
         O(U log U + T W log U) time.
@@ -108,13 +109,13 @@ def balance_homes(
     even_balance = _max_over_mean(tables, even, world_size)
     filled_balance = _max_over_mean(tables, filled, world_size)
     weighted = [_with_rows(table, evenness) for table in tables]
-    # A table whose largest row is heavy is coarse: later, finer ones make up for it
+    # heaviest rows first: tables of lighter rows can compensate their imbalance
     order = sorted(
         range(len(tables)),
         key=lambda t: (-(weighted[t].load_U.max() if weighted[t].load_U.size else 0.0), t),
     )
     aims = np.arange(1, world_size) / world_size
-    given = np.zeros(world_size - 1)  # load of the ranks below each cut, so far
+    given = np.zeros(world_size - 1)  # load so far of the ranks below each boundary
     cuts: dict[int, np.ndarray] = {}
     total = 0.0
     for t in order:
@@ -136,7 +137,7 @@ def balance_homes(
 
 
 def _with_rows(table: RowLoads, evenness: float) -> RowLoads:
-    """Adds a load to every row, so that rows nobody requests are spread too."""
+    """Adds a load to every row, so that the number of rows per rank is limited."""
     return RowLoads(
         num_embeddings=table.num_embeddings,
         rows_U=table.rows_U,
@@ -146,15 +147,16 @@ def _with_rows(table: RowLoads, evenness: float) -> RowLoads:
 
 
 def _cut(table: RowLoads, targets: np.ndarray) -> np.ndarray:
-    """Ascending rows such that the load below each is nearest to its target.
+    """Finds ascending rows for which the load of all lower rows is nearest to the targets.
 
-    The load below a row grows by jumps at rows with a load and linearly between them.
+    As a function of the row, this load jumps at rows with a load of their own, and is linear
+    between them.
     """
     slope = table.spread_load / table.num_embeddings
     targets = np.maximum.accumulate(np.clip(targets, 0.0, table.total))
     below_U = table.before(table.rows_U)
     after_U = below_U + table.load_U
-    # the last row with a load that lies wholly below the target, then on along the slope
+    # start at the last loaded row whose load is below the target, and continue along the slope
     index = np.searchsorted(after_U, targets, side="right")
     start = (
         np.where(index > 0, table.rows_U[index - 1], 0) if after_U.size else np.zeros_like(index)
@@ -162,7 +164,7 @@ def _cut(table: RowLoads, targets: np.ndarray) -> np.ndarray:
     load_at_start = np.where(index > 0, after_U[index - 1], 0.0) if after_U.size else 0.0
     row = start + (targets - load_at_start) / slope
     if after_U.size:
-        # the next loaded row is the one that would cross the target: stop before or behind it
+        # if the next loaded row would cross the target, cut before or after it
         inside = index < after_U.size
         following = np.minimum(index, after_U.size - 1)
         blocked = inside & (row >= table.rows_U[following])
@@ -174,8 +176,8 @@ def _cut(table: RowLoads, targets: np.ndarray) -> np.ndarray:
 
 
 def _with_rows_between(cut: np.ndarray, num_embeddings: int) -> np.ndarray:
-    """Moves ascending cuts apart, so that no block between them is empty while rows last."""
-    before = np.arange(1, len(cut) + 1)  # the ranks below each cut, which have a row each
+    """Moves ascending boundaries so that no block is empty if there are enough rows."""
+    before = np.arange(1, len(cut) + 1)  # ranks below each boundary: the least rows below it
     spare = num_embeddings - len(cut) - 1
     if spare < 0:
         return np.minimum(before, num_embeddings)

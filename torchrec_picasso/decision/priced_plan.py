@@ -1,9 +1,9 @@
-"""The price of one plan: which tables are hot/cold in which form, with how many hot rows each."""
+"""Prices one plan: the exchange and the number of hot rows of each hot/cold table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torchrec_picasso.cost.exchange_totals import HotColdTotals, sum_hot_cold
 from torchrec_picasso.cost.hot_cold import hot_cold_cost
@@ -17,7 +17,7 @@ from torchrec_picasso.placement import Form
 __all__ = ["Forms", "PricedPlan", "price_plan"]
 
 Forms = Mapping[int, Form]
-"""Form of each hot/cold table by its position; the other tables are stock."""
+"""Exchange of each hot/cold table by position; the other tables are stock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +25,16 @@ class PricedPlan:
     """A plan and its predicted step.
 
     Args:
-        forms: The hot/cold tables.
-        num_hot: Hot rows by position; a table without an entry has none.
-        step: The step under the schedule that will run.
-        cost: The embedding part of the step with nothing hidden.
+        forms: Exchange of each hot/cold table.
+        num_hot: Number of hot rows by position; 0 for tables without an entry.
+        stock_types: Stock type of each table; not used for hot/cold tables.
+        step: Predicted step under the schedule that runs it.
+        cost: Predicted embedding part of the step, without overlap.
     """
 
-    forms: Forms = field(default_factory=dict)
-    num_hot: Mapping[int, int] = field(default_factory=dict)
+    forms: Forms
+    num_hot: Mapping[int, int]
+    stock_types: Sequence[str | None]
     step: StepPrice
     cost: StepCost
 
@@ -50,49 +52,51 @@ def price_plan(
     """Prices one plan.
 
     Args:
-        works: All tables.
-        forms: The hot/cold tables.
-        num_hot: Hot rows by position.
-        stock_types: Stock type of each table; read for the tables without a form.
-        pricer: Prices a step.
-        homes: Rank of each whole table by position, for a plan that has been placed; ``None`` =
-            tables are dealt to ranks as evenly as possible.
-        num_micro_batches: Price this number only; ``None`` = the best number.
+        works: Expected rows of all tables.
+        forms: Exchange of each hot/cold table.
+        num_hot: Number of hot rows by position.
+        stock_types: Stock type of each table; not used for hot/cold tables.
+        pricer: Predicts a step.
+        homes: Rank of each whole table by position, if the plan is placed; ``None`` = whole tables
+            are spread over ranks as evenly as possible.
+        num_micro_batches: Number of micro-batches; ``None`` = the best number.
     """
     curves, world_size = pricer.curves, pricer.world_size
     hot_cold = sorted(forms)
 
     def uneven(kind: str, tables: Sequence[int]) -> float:
-        """Load of the busiest rank over the mean load."""
+        """Returns the load of the busiest rank divided by the mean."""
         loads = [works[i].load for i in tables]
         if homes is None or kind != "table_wise":
             return max_over_mean(kind, loads, world_size)
         return placed_over_mean(loads, [homes[i] for i in tables], world_size)
 
-    totals = sum_hot_cold(HotColdTotals.of(works[i], num_hot.get(i, 0), forms[i]) for i in hot_cold)
+    totals = sum_hot_cold(
+        HotColdTotals.from_table(works[i], num_hot.get(i, 0), forms[i]) for i in hot_cold
+    )
+    # stock tables of one type share their exchanges; those of different types do not
     stock = StepCost()
     for kind in sorted({kind for kind in stock_types if kind is not None}):
-        tables = [
-            i for i, of_table in enumerate(stock_types) if of_table == kind and i not in forms
-        ]
+        tables = [i for i, found in enumerate(stock_types) if found == kind and i not in forms]
         kind_totals = stock_totals(kind, [works[i] for i in tables])
         stock = stock.plus(
             stock_cost(kind, kind_totals, curves, world_size, uneven=uneven(kind, tables))
         )
-    # a pack is the tables of one dim and form; packs of bags travel in waves
+    # a pack contains the tables of one dim and exchange; owner-pooled packs have waves of their own
     num_packs = len({(works[i].load.dim, forms[i]) for i in hot_cold})
     bags = [i for i in hot_cold if forms[i] == "bags"]
     num_bag_packs = len({works[i].load.dim for i in bags})
     return PricedPlan(
         forms=forms,
         num_hot=num_hot,
+        stock_types=stock_types,
         step=pricer.price(
             totals,
             stock,
             num_packs=num_packs,
             uneven_bags=uneven("table_wise", bags),
             num_bag_waves=max(1, min(num_bag_packs, MOST_BAG_WAVES)),
-            pieces=None if num_micro_batches is None else [num_micro_batches],
+            micro_batch_counts=None if num_micro_batches is None else [num_micro_batches],
         ),
         cost=hot_cold_cost(totals, curves, world_size, num_packs=max(1, num_packs)).plus(stock),
     )

@@ -1,7 +1,7 @@
-"""Which tables travel together where an interleaved pipeline staggers their exchanges.
+"""Distributes tables over waves of about equal volume; an interleaved pipeline staggers waves.
 
-A group of tables that can share a pack is cut only when it is larger than a wave should be: every
-pack more is one update and some copies more, a group kept whole costs nothing.
+Tables that can share a pack are split only if they exceed the mean volume of a wave, because each
+additional pack costs an update and some copies.
 
 Source: PICASSO (arXiv 2204.04903), K-Interleaving: packs in groups of balanced volume.
 """
@@ -16,11 +16,11 @@ __all__ = ["TableVolume", "balance_waves"]
 
 @dataclass(frozen=True, kw_only=True)
 class TableVolume:
-    """One table as a load on the wire.
+    """Volume of one table.
 
     Args:
-        group: What tables of one pack have in common.
-        elements: Elements of its rows that travel, expected per rank and step.
+        group: Key that is equal for tables that can share a pack.
+        elements: Expected elements that a rank sends per step.
     """
 
     group: Hashable
@@ -28,33 +28,37 @@ class TableVolume:
 
 
 def balance_waves(tables: Sequence[TableVolume], num_waves: int) -> list[int]:
-    """Spreads tables over waves of about equal volume.
+    """Distributes tables over waves of about equal volume.
+
+    Whole groups, and tables of split groups, are assigned in descending order to the wave with the
+    smallest volume. The largest wave is at most 4/3 of that of an optimal assignment of these units
+    (Graham 1969).
 
     Args:
         tables: Tables of one exchange.
-        num_waves: Waves to fill, at least 1.
+        num_waves: Number of waves, at least 1.
 
     Returns:
-        The wave of each table, in their order; some waves may stay empty.
-
-    Cost:
-        Groups that fit and tables of those that do not, longest first into the emptiest wave: at
-        most 4/3 of the best balance that keeps the former whole (Graham 1969).
+        The wave of each table; a wave may be empty.
     """
-    fair = sum(table.elements for table in tables) / num_waves
+    mean = sum(table.elements for table in tables) / num_waves
     members: dict[Hashable, list[int]] = {}
     for position, table in enumerate(tables):
         members.setdefault(table.group, []).append(position)
+    # a unit is assigned as a whole: a group, or one table of a large group
     units: list[list[int]] = []
     for positions in members.values():
-        is_large = sum(tables[i].elements for i in positions) > fair
-        units += [[i] for i in positions] if is_large and num_waves > 1 else [positions]
-    volume = [sum(tables[i].elements for i in unit) for unit in units]
+        is_large = sum(tables[i].elements for i in positions) > mean
+        units += [[i] for i in positions] if is_large else [positions]
+
+    def volume(unit: list[int]) -> float:
+        return sum(tables[i].elements for i in unit)
+
     filled = [0.0] * num_waves
     waves = [0] * len(tables)
-    for unit in sorted(range(len(units)), key=lambda unit: (-volume[unit], unit)):
-        wave = min(range(num_waves), key=lambda wave: (filled[wave], wave))
-        filled[wave] += volume[unit]
-        for position in units[unit]:
+    for unit in sorted(units, key=volume, reverse=True):
+        wave = filled.index(min(filled))
+        filled[wave] += volume(unit)
+        for position in unit:
             waves[position] = wave
     return waves

@@ -1,7 +1,4 @@
-"""How often each row is looked up, and which rows that makes hot. No process group here.
-
-Shape letters: N lookups, U rows seen, H hot rows.
-"""
+"""Lookup counts of embedding rows, and the selection of hot rows by count; no communication."""
 
 from torchrec_picasso.frequency.counts import ModelTable, TableCounts
 from torchrec_picasso.frequency.hot_set import select_hot_rows

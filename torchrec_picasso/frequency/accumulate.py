@@ -1,9 +1,9 @@
 """Counts a stream of ids in bounded memory: a dense vector, sorted rows, or heavy hitters.
 
-A small table has a dense vector, one count per row: no sort, 2 to 15 ns per lookup. A large table
-keeps the rows seen, sorted; ids wait in a buffer, so that the cost of sorting stays proportional to
-the lookups. Both are exact. When the sorted rows outgrow their budget, the most frequent ones stay
-(:func:`.sparse_counts.keep_heaviest`).
+A small table has a dense vector, one count per row: no sort, 2 to 15 ns per lookup. For a large
+table the seen rows are kept sorted; ids are buffered, so that the cost of sorting stays
+proportional to the lookups. Both are exact. When the sorted rows exceed their budget, only the most
+frequent rows are kept (:func:`.sparse_counts.keep_heaviest`).
 
 Shape letters: N lookups, R rows of the table, U rows counted.
 """
@@ -21,12 +21,13 @@ from torchrec_picasso.frequency.sparse_counts import add_counts, count_rows, kee
 __all__ = ["MAX_ROWS_COUNTED", "CountAccumulator"]
 
 MAX_ROWS_COUNTED = 1 << 20
-"""Rows of a large table that are counted one by one: 16 MiB."""
+"""Default number of rows of a large table with a count of their own: 16 MiB."""
 
 _DENSE_ROWS_PER_SORTED = 4  # a dense count takes 8 bytes, a sorted row and its count 16
 
-# Pending ids are folded in when they reach this number or the rows counted, whichever is larger.
 _MIN_PENDING_LOOKUPS = 1 << 19
+"""Buffered ids are counted when there are this many, or as many as counted rows if those are
+more."""
 
 
 class CountAccumulator:
@@ -34,15 +35,14 @@ class CountAccumulator:
 
     Args:
         table: The table and its features.
-        max_rows_counted: Most rows counted one by one; a dense vector may have 4 times as many.
+        max_rows_counted: Maximum number of sorted rows; a dense vector may have 4 times as many.
 
     Cost:
-        At most 32 bytes per row of ``max_rows_counted``, and as much again while folding; 5 to
-        50 ns per lookup.
+        At most 32 bytes per row of ``max_rows_counted``, twice that while buffered ids are counted;
+        5 to 50 ns per lookup.
     """
 
     def __init__(self, table: ModelTable, max_rows_counted: int = MAX_ROWS_COUNTED) -> None:
-        self._table = table
         num_embeddings = table.num_embeddings
         self._counter: _DenseCounter | _SortedCounter
         if (
@@ -63,18 +63,19 @@ class CountAccumulator:
             self._counter.add(ids_N)
 
     def result(self) -> TableCounts:
-        """Returns the counts of all ids so far; call it once, it hands over the memory."""
+        """Returns the counts of all ids so far; the counter must not be used afterwards."""
         return self._counter.result()
 
 
 class _DenseCounter:
-    """One count per row of the table."""
+    """Counts with one int64 per row of the table."""
 
     def __init__(self, table: ModelTable, num_embeddings: int) -> None:
         self._table = table
         self._counts_R = torch.zeros(num_embeddings, dtype=torch.int64)
 
     def add(self, ids_N: Tensor) -> None:
+        # expand: a source of N ones without N elements of memory
         self._counts_R.index_add_(0, ids_N, torch.ones((), dtype=torch.int64).expand(ids_N.numel()))
 
     def result(self) -> TableCounts:
@@ -88,7 +89,7 @@ class _DenseCounter:
 
 
 class _SortedCounter:
-    """Rows seen and their counts; beyond ``max_rows`` rows only the most frequent ones."""
+    """Counts of seen rows; if more than ``max_rows`` are seen, of the most frequent rows."""
 
     def __init__(self, table: ModelTable, max_rows: int) -> None:
         self._table = table
@@ -102,14 +103,14 @@ class _SortedCounter:
         self._num_pending = 0
 
     def add(self, ids_N: Tensor) -> None:
-        # a copy, because the ids may be a view of a whole batch
+        # copied: a view would keep the whole batch in memory
         self._pending.append(ids_N.numpy().astype(np.int64, copy=True))
         self._num_pending += ids_N.numel()
         if self._num_pending >= max(_MIN_PENDING_LOOKUPS, self._rows_U.size):
-            self._fold()
+            self._count_pending()
 
     def result(self) -> TableCounts:
-        self._fold()
+        self._count_pending()
         num_embeddings = self._table.num_embeddings
         return TableCounts(
             num_embeddings=self._largest_id + 1 if num_embeddings is None else num_embeddings,
@@ -120,8 +121,8 @@ class _SortedCounter:
             total_lookups=self._num_lookups if self._max_undercount else None,
         )
 
-    def _fold(self) -> None:
-        """Counts the pending ids and adds them to the rows seen."""
+    def _count_pending(self) -> None:
+        """Sorts and counts the buffered ids, and adds the counts to those of the seen rows."""
         if not self._pending:
             return
         rows, counts = count_rows(np.concatenate(self._pending))
@@ -129,5 +130,6 @@ class _SortedCounter:
         self._pending, self._num_pending = [], 0
         self._largest_id = max(self._largest_id, int(rows[-1]))
         rows, counts = add_counts(self._rows_U, self._counts_U, rows, counts)
+        # every pass may lower all counts; the bound on missing lookups is the sum of the passes
         self._rows_U, self._counts_U, subtracted = keep_heaviest(rows, counts, self._max_rows)
         self._max_undercount += subtracted

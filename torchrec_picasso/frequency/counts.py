@@ -1,10 +1,10 @@
 """The lookup counts of one table: exact, or of its most frequent rows.
 
-Counts are exact while the rows seen fit the budget of :class:`.accumulate.CountAccumulator`. Beyond
-it the most frequent rows (heavy hitters) remain, and each count lacks at most ``max_undercount``
-lookups.
+Counts are exact while the seen rows fit into the budget of :class:`.accumulate.CountAccumulator`.
+Beyond that, only the most frequent rows (heavy hitters) have counts, and each count may be too low
+by at most ``max_undercount`` lookups.
 
-Shape letters: U rows counted.
+Shape letters: N lookups, U counted rows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ModelTable:
 
     Args:
         name: Table name.
-        num_embeddings: Rows; ``None`` = the largest id seen plus 1.
-        feature_names: Features that look the table up.
+        num_embeddings: Number of rows; ``None`` = the largest seen id plus 1.
+        feature_names: Features of the table.
     """
 
     name: str
@@ -37,23 +37,37 @@ class ModelTable:
 
     @property
     def row_range(self) -> str:
-        """The table's row ids, for messages."""
+        """Range of the table's row ids, for messages."""
         return "0 and up" if self.num_embeddings is None else f"0..{self.num_embeddings - 1}"
+
+    def id_outside(self, ids_N: Tensor) -> int | None:
+        """Returns an id that is no row of the table, or ``None`` if all are rows.
+
+        Args:
+            ids_N: Ids, int64, shape ``(N,)``; may be empty.
+        """
+        if not ids_N.numel():
+            return None
+        smallest, largest = (int(x) for x in torch.aminmax(ids_N))
+        if smallest < 0:
+            return smallest
+        is_inside = self.num_embeddings is None or largest < self.num_embeddings
+        return None if is_inside else largest
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TableCounts:
-    """Lookups of one table.
+    """Lookup counts of one table.
 
     Args:
-        num_embeddings: Rows of the table.
-        feature_names: Features that look the table up, in the model's order.
-        rows_U: Rows counted, ascending int64, shape ``(U,)``.
-        counts_U: Lookups of each row, above 0, int64, shape ``(U,)``.
-        max_undercount: Most lookups that a count may lack; 0 = every row seen is in ``rows_U`` with
-            its exact count. A row that is not in ``rows_U`` was looked up at most this often.
-        total_lookups: Lookups of the table; ``None`` = the sum of ``counts_U``.
-        effective_share: Independent lookups that one lookup of a batch counts as.
+        num_embeddings: Number of rows of the table.
+        feature_names: Features of the table, in the model's order.
+        rows_U: Counted rows, ascending, int64, shape ``(U,)``.
+        counts_U: Number of lookups of each row, above 0, int64, shape ``(U,)``.
+        max_undercount: Upper bound of the lookups missing in a count; 0 = all seen rows are in
+            ``rows_U`` with exact counts. A row outside ``rows_U`` has at most this many lookups.
+        total_lookups: Number of lookups of the table; ``None`` = the sum of ``counts_U``.
+        effective_share: Number of independent lookups per lookup of a batch, 0 to 1.
     """
 
     num_embeddings: int
@@ -66,47 +80,46 @@ class TableCounts:
 
     @property
     def num_lookups(self) -> int:
-        """Lookups of the table, those of rows that are not in ``rows_U`` included."""
+        """Number of lookups of the table, including rows outside ``rows_U``."""
         return int(self.counts_U.sum()) if self.total_lookups is None else self.total_lookups
 
     @property
     def num_rows_seen(self) -> int:
-        """Distinct rows looked up; an estimate where the counts are not exact."""
+        """Number of distinct seen rows; an estimate if the counts are not exact."""
         return round(float(self.spectrum().rows_K.sum()))
 
     @property
     def is_exact(self) -> bool:
-        """Whether every row seen has its exact count."""
+        """Whether every seen row has an exact count."""
         return not self.max_undercount
 
     def spectrum(self) -> CountSpectrum:
-        """Returns how many rows were looked up how often."""
+        """Returns the number of rows by lookup count."""
         return self._spectrum
 
     @cached_property
     def _spectrum(self) -> CountSpectrum:
         num_uncounted = self.num_lookups - int(self.counts_U.sum())
-        # A row that stayed among the heavy hitters throughout lacks max_undercount lookups exactly.
-        # The other lookups without a count went to rows that are not in rows_U.
-        lacking = min(self.max_undercount, num_uncounted // max(1, self.rows_U.numel()))
-        rest = num_uncounted - lacking * self.rows_U.numel()
-        spectrum = CountSpectrum.of(self.counts_U + lacking, self.num_embeddings, rest)
+        # A row that was always among the heavy hitters misses exactly max_undercount lookups. The
+        # remaining uncounted lookups are of rows outside rows_U.
+        missing = min(self.max_undercount, num_uncounted // max(1, self.rows_U.numel()))
+        rest = num_uncounted - missing * self.rows_U.numel()
+        spectrum = CountSpectrum.from_counts(self.counts_U + missing, self.num_embeddings, rest)
         return replace(spectrum, effective_share=self.effective_share)
 
     def most_frequent_first(self) -> tuple[Tensor, Tensor]:
-        """Returns rows and counts, both ``(U,)``, by count descending, then row ascending."""
+        """Returns rows and counts, both ``(U,)``, sorted by descending count, then by row."""
         counts_U, order_U = self.counts_U.sort(descending=True, stable=True)
         return self.rows_U[order_U], counts_U
 
     def merge(self, other: TableCounts) -> TableCounts:
-        """Returns the counts of two samples of the same table; exact if both are.
+        """Adds the counts of two samples of the same table; exact if both are exact.
 
         Args:
             other: Counts of the same table, with the same features.
         """
-        large, small = (
-            (self, other) if self.rows_U.numel() >= other.rows_U.numel() else (other, self)
-        )
+        # add_counts is faster with the larger vector first
+        small, large = sorted((self, other), key=lambda counts: counts.rows_U.numel())
         rows, counts = add_counts(
             large.rows_U.numpy(),
             large.counts_U.numpy(),
@@ -115,7 +128,7 @@ class TableCounts:
         )
         max_undercount = self.max_undercount + other.max_undercount
         num_lookups = self.num_lookups + other.num_lookups
-        ours = self.num_lookups / num_lookups if num_lookups else 1.0
+        weight = self.num_lookups / num_lookups if num_lookups else 1.0
         return TableCounts(
             num_embeddings=self.num_embeddings,
             feature_names=self.feature_names,
@@ -123,8 +136,9 @@ class TableCounts:
             counts_U=torch.from_numpy(counts),
             max_undercount=max_undercount,
             total_lookups=num_lookups if max_undercount else None,
+            # mean of both shares, weighted by lookups
             effective_share=other.effective_share
-            + ours * (self.effective_share - other.effective_share),
+            + weight * (self.effective_share - other.effective_share),
         )
 
     def __eq__(self, other: object) -> bool:

@@ -1,7 +1,7 @@
-"""Reads ids from Parquet data files, chunk by chunk, and counts them.
+"""Reads ids from Parquet data files in chunks, and counts them.
 
-Only the columns that tables look up are decoded, in the calling thread. Compressed columns are read
-through small buffers, so files with huge row groups are read in the same memory.
+Only the columns of counted features are decoded, in the calling thread. Compressed columns are read
+through small buffers, so memory does not depend on the size of row groups.
 
 Shape letters: N lookups.
 """
@@ -12,20 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.frequency.accumulate import MAX_ROWS_COUNTED, CountAccumulator
+from torchrec_picasso.frequency.accumulate import CountAccumulator
 from torchrec_picasso.frequency.counts import ModelTable, TableCounts
 
 __all__ = ["CHUNK_ROWS", "count_files", "num_samples_of"]
 
 CHUNK_ROWS = 1 << 18
-"""Samples read at a time: 2 MiB per column of int64."""
+"""Samples per chunk: 2 MiB per column of int64."""
 
 _READ_BUFFER_BYTES = 1 << 20
 
@@ -34,24 +33,25 @@ def count_files(
     paths: str | PathLike[str] | Iterable[str | PathLike[str]],
     tables: Sequence[ModelTable],
     *,
-    hash_ids: bool = False,
-    missing_id: int | None = None,
-    max_rows_counted: int = MAX_ROWS_COUNTED,
-    progress: Callable[[int], None] | None = None,
+    hash_ids: bool,
+    missing_id: int | None,
+    max_rows_counted: int,
+    progress: Callable[[int], None] | None,
 ) -> tuple[dict[str, TableCounts], int]:
-    """Counts the lookups in files; the arguments are those of ``FrequencyStats.from_files``.
+    """Counts the lookups in files; arguments as for ``FrequencyStats.from_files``.
 
     Returns:
-        Counts per table name, samples read.
+        Counts by table name, number of samples read.
 
     Raises:
-        InputError: If a file cannot be read, lacks a column or holds an id outside its table.
+        InputError: If a file cannot be read, lacks a column or contains an id outside its table.
     """
     files = [Path(paths)] if isinstance(paths, (str, PathLike)) else [Path(path) for path in paths]
     if not files:
         raise InputError("no data files were given; name at least one Parquet file")
+    # a feature of several tables is read once
     columns = list(dict.fromkeys(name for table in tables for name in table.feature_names))
-    for path in files:  # before hours of counting, not after
+    for path in files:  # all files are checked before the first, possibly for hours, is counted
         _check_columns(path, columns)
     counters = [CountAccumulator(table, max_rows_counted) for table in tables]
     num_samples = 0
@@ -71,7 +71,7 @@ def count_files(
 
 
 def num_samples_of(path: str | PathLike[str]) -> int:
-    """Returns the number of samples in a Parquet file, from its footer alone.
+    """Reads the number of samples in a Parquet file from its footer.
 
     Raises:
         InputError: If the file cannot be read.
@@ -108,39 +108,37 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
     if missing:
         raise InputError(
             f"{path}: missing column {', '.join(missing)}; the file has "
-            f"{', '.join(schema.names) or 'none'}; check the feature names"
+            f"{', '.join(schema.names) or 'no columns'}; check the feature names"
         )
     for name in columns:
         kind = schema.field(name).type
         if not pa.types.is_integer(kind.value_type if _is_list(kind) else kind):
             raise InputError(
-                f"{path}: column {name} holds {kind}, expected integers or lists of integers; map "
-                "it to integer ids first"
+                f"{path}: column {name} holds {kind}, expected integers or lists of integers; "
+                "convert it to integer ids first"
             )
 
 
 def _row_ids(column: pa.Array, table: ModelTable, hash_ids: bool, missing_id: int | None) -> Tensor:
-    """The row ids of a column, int64, shape ``(N,)``; messages lack the file and the column."""
+    """Converts a column to row ids, int64, shape ``(N,)``; the caller adds file and column to
+    messages."""
     if _is_list(column.type):
         column = column.flatten()
     try:
         column = column.cast(pa.int64())
-    except pa.ArrowInvalid as error:  # uint64 alone can hold more
-        raise InputError("holds an id of 2**63 or more; map its ids to int64 first") from error
+    except pa.ArrowInvalid as error:  # only uint64 has larger values
+        raise InputError("holds an id of 2**63 or more; convert its ids to int64 first") from error
     column = column.drop_null() if missing_id is None else column.fill_null(missing_id)
-    ids_N: np.ndarray = column.to_numpy(zero_copy_only=False).copy()  # Arrow's memory is read-only
+    # copied, because Arrow's memory is read-only
+    ids_N = torch.from_numpy(column.to_numpy(zero_copy_only=False).copy())
     if hash_ids and table.num_embeddings is not None:
-        ids_N = np.mod(ids_N, table.num_embeddings)
-    elif ids_N.size:
-        smallest, largest = int(ids_N.min()), int(ids_N.max())
-        is_too_large = table.num_embeddings is not None and largest >= table.num_embeddings
-        if smallest < 0 or is_too_large:
-            raise InputError(
-                f"holds id {smallest if smallest < 0 else largest}, but the rows of table "
-                f"{table.name!r} are {table.row_range}; give the table more rows, or take ids "
-                "modulo the rows"
-            )
-    return torch.from_numpy(ids_N)
+        return ids_N.remainder_(table.num_embeddings)
+    if (outside := table.id_outside(ids_N)) is not None:
+        raise InputError(
+            f"holds id {outside}, but the rows of table {table.name!r} are {table.row_range}; give "
+            "the table more rows, or take ids modulo the rows"
+        )
+    return ids_N
 
 
 def _is_list(kind: pa.DataType) -> bool:

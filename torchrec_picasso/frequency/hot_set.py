@@ -1,8 +1,9 @@
-"""Which rows are hot: the most frequent ones, over all tables at once or a fixed number per table.
+"""Selects the most frequent rows as hot rows: a total over all tables, or a number per table.
 
-One budget over all tables is the better use of memory, since a row's count says what a replica
-saves whichever table holds it; fixed numbers are for callers who know better. Ties are broken by
-table order, then row, so the same statistics always give the same hot set.
+A total uses memory better, because the count of a row shows the savings of its replica in any
+table. Ties are broken by table order, then by row, so equal statistics give equal hot sets.
+
+Shape letters: U counted rows.
 """
 
 from __future__ import annotations
@@ -24,24 +25,23 @@ def select_hot_rows(
     hot_rows: int | Mapping[str, int],
     stats: FrequencyStats | None = None,
 ) -> dict[str, Tensor]:
-    """Chooses the rows that get a replica on every rank.
+    """Selects the rows that get a replica on every rank.
 
-    Where more rows are asked for than the statistics saw, rows never seen follow, by table order
-    and ascending row.
+    If the number exceeds the number of seen rows, unseen rows follow, by table order and ascending
+    row.
 
     Args:
         tables: Number of rows by table name, in model order.
-        hot_rows: A number is a total over all tables; a mapping says how many rows of each table it
-            names, and leaves the others out of the result.
-        stats: Lookup counts; needed for a total above 0.
+        hot_rows: A total over all tables, or a number of hot rows by table name; tables that the
+            mapping lacks are left out of the result.
+        stats: Lookup counts; required for a total above 0.
 
     Returns:
-        Ascending int64 row ids by table, in the order of ``tables``: every table for a total, the
-        named ones for a mapping.
+        Row ids by table, ascending, int64, in the order of ``tables``.
 
     Raises:
-        PlanError: If a number is not a whole number of rows that exist, a table is unknown, or the
-            statistics are missing or of another model.
+        PlanError: If a number is not an integer between 0 and the number of rows, a table is
+            unknown, or the statistics are missing or of another model.
     """
     if isinstance(hot_rows, Mapping):
         return _per_table(tables, hot_rows, stats)
@@ -51,7 +51,7 @@ def select_hot_rows(
         stats.check_model(tables)
     elif hot_rows:
         raise PlanError(
-            f"hot_rows={hot_rows} asks for the most frequent rows of all tables, but there are no "
+            f"hot_rows={hot_rows} requires the most frequent rows of all tables, but there are no "
             "statistics; pass stats=FrequencyStats.collect(batches, model), or hot_rows as a dict "
             "{table: count}"
         )
@@ -87,7 +87,7 @@ def _per_table(
 def _over_all_tables(
     tables: Mapping[str, int], total: int, stats: FrequencyStats
 ) -> dict[str, Tensor]:
-    # rows of all tables side by side, in table order: (U,) over all tables
+    # counts of all tables, concatenated in table order: (U,)
     counts_U = torch.cat([stats.tables[name].counts_U for name in tables])
     is_hot_U = _are_largest(counts_U, total)
     chosen, start, missing = {}, 0, max(0, total - counts_U.numel())
@@ -102,10 +102,11 @@ def _over_all_tables(
 
 
 def _are_largest(counts_U: Tensor, total: int) -> Tensor:
-    """Which of some numbers are the ``total`` largest; of equal ones the first. O(U) time."""
+    """Marks the ``total`` largest numbers, among equal numbers the first: bool, ``(U,)``; O(U)."""
     if total >= counts_U.numel():
         return torch.ones(counts_U.numel(), dtype=torch.bool)
     least = counts_U.kthvalue(counts_U.numel() - total + 1).values
+    # numbers equal to the smallest selected one fill up the total, in order of position
     are_largest_U = counts_U > least
     equal = (counts_U == least).nonzero().flatten()
     are_largest_U[equal[: total - int(are_largest_U.sum())]] = True
@@ -113,7 +114,8 @@ def _are_largest(counts_U: Tensor, total: int) -> Tensor:
 
 
 def _first_unseen(seen: Tensor, num_rows: int, count: int) -> Tensor:
-    """The first ``count`` row ids that ``seen`` lacks, or all there are."""
+    """Returns the first ``count`` row ids outside ``seen``, or all of them if there are fewer."""
+    # the first count + len(seen) rows contain at least count unseen rows
     is_candidate = torch.ones(min(num_rows, count + seen.numel()), dtype=torch.bool)
     is_candidate[seen[seen < is_candidate.numel()]] = False
     return is_candidate.nonzero().flatten()[:count]
@@ -126,6 +128,6 @@ def _check_number(where: str, num_rows: int, count: object) -> None:
         )
     if not 0 <= int(count) <= num_rows:
         raise PlanError(
-            f"{int(count)} hot rows were asked for, but the number for {where} is between 0 and "
-            f"{num_rows}, the rows there are; ask for no more"
+            f"{int(count)} hot rows were requested for {where}, expected between 0 and {num_rows}, "
+            "the number of rows"
         )

@@ -1,8 +1,9 @@
-"""The Parquet file of frequency statistics: columns ``table, row, count``, and facts per table.
+"""The Parquet file of frequency statistics: columns ``table, row, count``, and metadata per table.
 
-One line per row counted, readable by any tool. What a line cannot say (a table without lookups,
-sizes, feature names, the bound on counts) is JSON under one key of the schema metadata. The file is
-written beside its target, then renamed.
+The file has one line per counted row, readable by any tool. Table sizes, feature names and error
+bounds, also of tables without lookups, are JSON under one key of the schema metadata.
+
+Shape letters: U counted rows.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ def write_tables(
     """Writes the file under a temporary name, then renames it.
 
     Args:
-        path: File to write or to replace; its folder exists.
+        path: File to write or to replace, in an existing folder.
         tables: Counts by table name.
-        num_batches: Batches of the sample.
-        num_samples: Samples of those batches.
+        num_batches: Number of batches in the sample.
+        num_samples: Number of samples in these batches.
 
     Raises:
         InputError: If the folder does not exist.
@@ -67,6 +68,7 @@ def write_tables(
         },
     }
     empty = np.empty(0, dtype=np.int64)
+    # table names are dictionary-encoded: an int32 code per line, each name once
     sizes = [counts.rows_U.numel() for counts in tables.values()]
     codes = np.repeat(np.arange(len(tables), dtype=np.int32), sizes)
     columns = [
@@ -75,12 +77,12 @@ def write_tables(
         np.concatenate([empty, *(counts.counts_U.numpy() for counts in tables.values())]),
     ]
     table = pa.table(columns, names=_SCHEMA.names, metadata={_METADATA_KEY: json.dumps(facts)})
-    aside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        pq.write_table(table, aside)
-        os.replace(aside, target)
+        pq.write_table(table, unfinished)
+        os.replace(unfinished, target)
     finally:
-        aside.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, TableCounts], int, int]:
@@ -90,25 +92,26 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, TableCounts], i
         path: The file.
 
     Returns:
-        Counts by table name, batches and samples of the sample.
+        Counts by table name, number of batches and number of samples.
 
     Raises:
-        InputError: If the file is missing, not Parquet, or does not hold such statistics.
+        InputError: If the file is missing, is not Parquet, or contains no valid statistics.
     """
     if not Path(path).is_file():
         raise InputError(f"there is no statistics file {path}")
     try:
         data = pq.read_table(path)
-        data.validate(full=True)  # a dictionary's codes may point outside it
+        data.validate(full=True)  # finds dictionary codes outside the dictionary
         facts = json.loads((data.schema.metadata or {})[_METADATA_KEY])
         data = data.select(_SCHEMA.names).cast(_SCHEMA)
         names = list(facts["tables"])
         codes = pc.index_in(data.column("table"), pa.array(names, pa.string())).to_numpy()
         rows, counts = (data.column(name).to_numpy() for name in ("row", "count"))
-        order = np.lexsort((rows, codes))  # a line without a table has code NaN, and sorts last
+        # sorted by table, then by row; a line with an unknown table has code NaN and comes last
+        order = np.lexsort((rows, codes))
         codes, rows, counts = codes[order], rows[order], counts[order]
         borders = np.searchsorted(codes, np.arange(len(names) + 1))
-        _check(borders[-1] == rows.size, "a line names a table that the metadata does not describe")
+        _check(borders[-1] == rows.size, "a line names a table that the metadata lacks")
         tables = {
             name: _table(facts["tables"][name], rows[start:end], counts[start:end])
             for name, start, end in zip(names, borders, borders[1:])
@@ -121,14 +124,14 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, TableCounts], i
     ) as error:
         reason = (str(error).splitlines() or [""])[0][:200]
         raise InputError(
-            f"{path} does not hold frequency statistics ({type(error).__name__}: {reason}); write "
-            "it with FrequencyStats.to_parquet"
+            f"{path} does not contain frequency statistics ({type(error).__name__}: {reason}); "
+            "write it with FrequencyStats.to_parquet"
         ) from error
     return tables, num_batches, num_samples
 
 
 def _table(facts: Mapping[str, Any], rows_U: np.ndarray, counts_U: np.ndarray) -> TableCounts:
-    """Checks the lines of a table, in ascending order of rows, and makes its counts."""
+    """Checks the lines of a table, sorted by row, and returns its counts."""
     num_embeddings, max_undercount = int(facts["num_embeddings"]), int(facts["max_undercount"])
     total_lookups = facts["total_lookups"]
     num_counted = int(counts_U.sum())
@@ -137,7 +140,8 @@ def _table(facts: Mapping[str, Any], rows_U: np.ndarray, counts_U: np.ndarray) -
     _check(bool(is_inside_U.all()), "a row is outside its table")
     _check(bool((np.diff(rows_U) > 0).all()), "a row has two lines")
     _check(bool((counts_U > 0).all()), "a count is not above 0")
-    _check(counts_U.sum(dtype=np.float64) < _MAX_TOTAL, "counts are beyond 2**53 together")
+    # summed as float64, because the int64 sum of a damaged file may overflow
+    _check(counts_U.sum(dtype=np.float64) < _MAX_TOTAL, "the sum of counts is 2**53 or more")
     _check(0 <= max_undercount < _MAX_TOTAL, "max_undercount is out of range")
     effective_share = float(facts["effective_share"])
     _check(0 < effective_share <= 1, "effective_share is out of range")
@@ -155,6 +159,6 @@ def _table(facts: Mapping[str, Any], rows_U: np.ndarray, counts_U: np.ndarray) -
     )
 
 
-def _check(holds: bool, otherwise: str) -> None:
+def _check(holds: bool, message: str) -> None:
     if not holds:
-        raise ValueError(otherwise)
+        raise ValueError(message)

@@ -1,19 +1,20 @@
-"""The skew of a table: how many rows were looked up how often.
+"""The skew of a table: the number of rows by lookup count.
 
-What sizes an exchange (distinct rows of a batch, cold rows beside a hot set, load of an owner rank)
-depends on the counts alone, not on which rows have them. A spectrum keeps each distinct count once,
-so a table of millions of rows answers in microseconds.
+The size of an exchange (distinct rows of a batch, cold rows with a given hot set, load of a home
+rank) depends on the counts only, not on the row ids. A spectrum stores each distinct count once, so
+estimates for a table of millions of rows take microseconds.
 
-Distinct rows of a batch follow rarefaction: the batch is a random subset of the sampled lookups.
-The estimate is unbiased up to the size of the sample, whereas shares in ``1 - (1 - p)^n`` miss the
-rows that the sample never saw. Beyond the sample, rows not seen yet are extrapolated. Rarefaction
-takes lookups as independent. Ids that come in bursts, such as histories, repeat more: there one
-lookup counts as ``effective_share`` independent lookups (Kish 1965, effective sample size).
+Distinct rows of a batch are estimated by rarefaction: the batch is a random subset of the sampled
+lookups. The estimate is unbiased up to the size of the sample, whereas ``1 - (1 - p)^n`` with
+sampled shares p ignores unseen rows. Beyond the sample, the number of unseen rows is extrapolated.
+Rarefaction assumes independent lookups. Ids that come in bursts, such as histories, repeat more:
+one such lookup counts as ``effective_share`` independent lookups (Kish 1965, effective sample
+size).
 
 Source: Hurlbert 1971 (rarefaction); Chao 1984 and Colwell et al. 2012, eq. 9 (extrapolation);
-Good 1953 (mass of the unseen).
+Good 1953 (mass of unseen rows).
 
-Shape letters: U rows counted, K distinct counts.
+Shape letters: U counted rows, K distinct counts.
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ from torchrec_picasso.frequency.sparse_counts import count_rows
 __all__ = ["CountSpectrum"]
 
 _EXACT_UP_TO = 1e6
-"""Lookups up to which differences of log-gammas keep enough digits."""
+"""Number of lookups up to which differences of log-gammas have enough digits."""
 _INDEPENDENT_WITHIN, _SIGMAS = 0.01, 2.0
-"""Excess of predicted distinct rows up to which lookups count as independent: as a share of them,
-and in standard deviations of the average."""
+"""Lookups count as independent if the predicted distinct rows exceed the measured ones by less than
+this share, or by less than this many standard deviations of the measured mean."""
 _LEAST_SHARE, _HALVINGS = 1e-4, 24
+"""Lower bound of the effective share, and steps of the bisection that finds it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CountSpectrum:
-    """Rows of one table by how often they were looked up.
+    """The number of rows of one table by lookup count.
 
     Args:
         counts_K: Distinct counts, descending, float64, shape ``(K,)``.
-        rows_K: Rows that have each count, float64, shape ``(K,)``.
-        num_lookups: Lookups counted, the sum of ``counts_K * rows_K``.
-        num_embeddings: Rows of the table.
-        effective_share: Independent lookups that one lookup of a batch counts as.
+        rows_K: Number of rows with each count, float64, shape ``(K,)``.
+        num_lookups: Number of counted lookups, the sum of ``counts_K * rows_K``.
+        num_embeddings: Number of rows of the table.
+        effective_share: Number of independent lookups per lookup of a batch, 0 to 1.
     """
 
     counts_K: Tensor
@@ -55,15 +57,16 @@ class CountSpectrum:
     effective_share: float = 1.0
 
     @staticmethod
-    def of(counts_U: Tensor, num_embeddings: int, num_uncounted: int = 0) -> CountSpectrum:
-        """Makes the spectrum of counted rows.
+    def from_counts(counts_U: Tensor, num_embeddings: int, num_uncounted: int = 0) -> CountSpectrum:
+        """Builds the spectrum of counted rows.
 
         Args:
             counts_U: Count of each row, int64, shape ``(U,)``.
-            num_embeddings: Rows of the table.
-            num_uncounted: Lookups of rows without a count; each is taken as a row looked up once,
-                as far as the table has rows.
+            num_embeddings: Number of rows of the table.
+            num_uncounted: Number of lookups of rows without a count. Each is assumed to be the only
+                lookup of its row, if the table has that many rows.
         """
+        # counts of counts: distinct values of counts_U and the number of rows with each value
         counts, rows = (torch.from_numpy(part).double() for part in count_rows(counts_U.numpy()))
         if num_uncounted:
             num_rare = max(1, min(num_uncounted, num_embeddings - counts_U.numel()))
@@ -79,27 +82,28 @@ class CountSpectrum:
         )
 
     def presence(self, num_lookups: float) -> Tensor:
-        """Returns the chance that a row of each count is among some lookups.
+        """Returns the probability that a row with each count is among ``num_lookups`` lookups.
 
         Args:
-            num_lookups: Lookups of the table, at least 0.
+            num_lookups: Number of lookups of the table, at least 0.
 
         Returns:
-            Between 0 and 1, float64, shape ``(K,)``; 1 from the size of the sample on.
+            Probabilities, float64, shape ``(K,)``; 1 if ``num_lookups`` is at least the size of the
+            sample.
         """
         if not self.num_lookups:
             return torch.zeros_like(self.counts_K)
-        total, counts_K = (
-            self.num_lookups * self.effective_share,
-            self.counts_K * self.effective_share,
-        )
+        # all three numbers in independent lookups
+        total = self.num_lookups * self.effective_share
+        counts_K = self.counts_K * self.effective_share
         drawn = min(float(num_lookups) * self.effective_share, total)
         log_absent_K = _log_absent(total, counts_K, drawn)
+        # more draws than lookups of other rows: the row is drawn for certain
         can_be_absent_K = total - counts_K >= drawn
         return (1 - log_absent_K.exp() * can_be_absent_K).clamp(0, 1)
 
     def expected_unique(self, num_lookups: float) -> float:
-        """Returns the expected distinct rows among some lookups."""
+        """Returns the expected number of distinct rows among ``num_lookups`` lookups."""
         seen = float((self.rows_K * self.presence(num_lookups)).sum())
         return min(
             seen + self.expected_unseen(num_lookups), float(self.num_embeddings), num_lookups
@@ -108,103 +112,117 @@ class CountSpectrum:
     def with_distinct(
         self, num_lookups: float, num_distinct: float, num_batches: int
     ) -> CountSpectrum:
-        """Returns the spectrum with the share at which a batch has ``num_distinct`` distinct rows.
+        """Fits the effective share to the measured number of distinct rows per batch.
 
         Args:
-            num_lookups: Lookups of a batch, on average.
-            num_distinct: Distinct rows among them, on average.
-            num_batches: Batches that these are the averages of.
+            num_lookups: Mean number of lookups of a batch.
+            num_distinct: Mean number of distinct rows of a batch.
+            num_batches: Number of measured batches.
 
         Returns:
-            The spectrum itself where independent lookups have about as many distinct rows.
+            The spectrum with the fitted share; this spectrum if its prediction is within the noise.
         """
+        # Poisson noise of the mean over the batches
         noise = _SIGMAS * math.sqrt(num_distinct / num_batches)
         excess = self.expected_unique(num_lookups) - num_distinct
         if excess <= max(noise, _INDEPENDENT_WITHIN * num_distinct):
             return self
         low, high = _LEAST_SHARE, 1.0
-        for _ in range(_HALVINGS):  # fewer independent lookups have fewer distinct rows
+        # Bisection on a log scale: the number of distinct rows grows with the share.
+        for _ in range(_HALVINGS):
             middle = math.sqrt(low * high)
             found = replace(self, effective_share=middle).expected_unique(num_lookups)
             low, high = (middle, high) if found < num_distinct else (low, middle)
         return replace(self, effective_share=math.sqrt(low * high))
 
     def expected_cold(self, num_lookups: float, num_hot: float) -> float:
-        """Returns the expected distinct rows among some lookups outside the most frequent rows.
+        """Returns the expected number of distinct cold rows among ``num_lookups`` lookups.
 
-        The hot rows are judged by the sample that chose them, so the estimate is low: by 8 % of
-        the cold rows on real Criteo ids with 20,000 hot rows.
+        The estimate is too low, because hot rows are evaluated on the sample that they were
+        selected from: by 8 % of the cold rows on real Criteo ids with 20,000 hot rows.
 
         Args:
-            num_lookups: Lookups of the table.
-            num_hot: Hot rows, the most frequent ones.
+            num_lookups: Number of lookups of the table.
+            num_hot: Number of hot rows, the most frequent rows.
         """
         hot = float((self._taken(num_hot) * self.presence(num_lookups)).sum())
         return max(0.0, self.expected_unique(num_lookups) - hot)
 
     def coverage(self, num_rows: float) -> float:
-        """Returns the share of the lookups that go to the ``num_rows`` most frequent rows."""
+        """Returns the share of lookups of the ``num_rows`` most frequent rows."""
         if not self.num_lookups:
             return 0.0
         taken = float((self._taken(num_rows) * self.counts_K).sum())
         return min(1.0, taken / self.num_lookups)
 
     def coverage_curve(self) -> tuple[Tensor, Tensor]:
-        """Returns rows, most frequent first, and the share of lookups they take; both ``(K,)``."""
+        """Returns numbers of most frequent rows and their shares of lookups, both ``(K,)``."""
         share_K = (self.counts_K * self.rows_K).cumsum(0) / max(self.num_lookups, 1e-9)
         return self.rows_K.cumsum(0), share_K
 
     def rows_for_coverage(self, share: float) -> int:
-        """Returns how many of the most frequent rows take ``share`` of the lookups."""
+        """Returns the smallest number of rows that have ``share`` of the lookups."""
         wanted = share * self.num_lookups
         lookups_K = (self.counts_K * self.rows_K).cumsum(0)
         index = int(torch.searchsorted(lookups_K, torch.tensor(wanted, dtype=torch.float64)))
         if index == lookups_K.numel():
             return round(float(self.rows_K.sum()))
+        # all rows of higher counts, and a part of the rows of this count
         rows_before = float(self.rows_K[:index].sum())
         rest = wanted - (float(lookups_K[index - 1]) if index else 0.0)
         return math.ceil(rows_before + rest / float(self.counts_K[index]) - 1e-9)
 
     def expected_unseen(self, num_lookups: float) -> float:
-        """Returns the rows new to the sample among more lookups than it holds; else 0."""
+        """Returns the expected number of rows outside the sample among ``num_lookups`` lookups.
+
+        The result is 0 up to the size of the sample.
+        """
         extra = num_lookups - self.num_lookups
         unseen = self.num_unseen
         if extra <= 0 or not unseen:
             return 0.0
         once = self._rows_with_count(1)
-        stays_unseen = extra * math.log1p(-once / (self.num_lookups * unseen + once))
-        return unseen * -math.expm1(stays_unseen)
+        # log of the probability that an unseen row is not among the extra lookups (eq. 9)
+        log_stays_unseen = extra * math.log1p(-once / (self.num_lookups * unseen + once))
+        return unseen * -math.expm1(log_stays_unseen)
 
     @property
     def num_unseen(self) -> float:
-        """Rows in use that the sample never saw: Chao's lower bound, within the table."""
+        """Estimated number of used rows outside the sample: Chao's lower bound, at most the rest of
+        the table."""
         once, twice = self._rows_with_count(1), self._rows_with_count(2)
+        # without rows seen twice, Chao's bias-corrected form
         estimate = once * (once - 1) / 2 if twice == 0 else once * once / (2 * twice)
         return max(0.0, min(estimate, self.num_embeddings - float(self.rows_K.sum())))
 
     @property
     def unseen_mass(self) -> float:
-        """Share of future lookups that go to rows the sample never saw (Good-Turing)."""
+        """Expected share of future lookups of rows outside the sample (Good-Turing)."""
         return self._rows_with_count(1) / self.num_lookups if self.num_lookups else 1.0
 
     def _rows_with_count(self, count: int) -> float:
         return float(self.rows_K[self.counts_K == count].sum())
 
     def _taken(self, num_rows: float) -> Tensor:
-        """How many rows of each count are among the first ``num_rows``, shape ``(K,)``."""
+        """Returns the number of rows with each count among the ``num_rows`` most frequent rows."""
         before_K = self.rows_K.cumsum(0) - self.rows_K
         return (num_rows - before_K).clamp(min=0).minimum(self.rows_K)
 
 
 def _log_absent(total: float, counts_K: Tensor, drawn: float) -> Tensor:
-    """Log of ``C(N - c, n) / C(N, n)``: none of a row's c lookups is among n drawn of N."""
+    """Computes the log-probability that a row's c lookups are not among n drawn of N lookups.
+
+    The probability is ``C(N - c, n) / C(N, n)``, shape ``(K,)``.
+    """
     if total <= _EXACT_UP_TO:
+        # C(N - c, n) / C(N, n) = (N - c)! (N - n)! / ((N - c - n)! N!)
         left_K = (total - counts_K - drawn).clamp(min=0)
         whole = torch.tensor([total + 1, total - drawn + 1], dtype=torch.float64).lgamma()
         log_absent_K = (total - counts_K + 1).lgamma() - (left_K + 1).lgamma()
         return log_absent_K - whole[0] + whole[1]
-    # The ratio is a product of k factors 1 - m / (N - i), k the smaller of c and n. Differences of
-    # log-gammas cancel for large N; the middle factor k times does not, and errs by O((k/N)^3).
+    # Differences of log-gammas lose all digits for large N. The ratio is a product of k factors
+    # 1 - m / (N - i), k = min(c, n), m = max(c, n); the middle factor to the power of k has an
+    # error of O((k/N)^3).
     fewer_K, more_K = counts_K.clamp(max=drawn), counts_K.clamp(min=drawn)
     ratio_K = more_K / (total - (fewer_K - 1) / 2)
     return fewer_K * torch.log1p(-ratio_K.clamp(max=1 - 1e-15))

@@ -1,8 +1,8 @@
-"""Frequency statistics: how often each row of each table was looked up in a sample of batches.
+"""Frequency statistics: lookup counts of each row of each table in a sample of batches.
 
-The sample decides nothing about correctness, only about speed: a hot set chosen from poor
-statistics trains exactly the same model. A plain value: no process group, picklable, and two of
-them merge, so each rank may count its own batches.
+The statistics affect speed only: a hot set from poor statistics trains exactly the same model. They
+are a picklable value without a process group, and can be merged, so each rank may count its own
+batches.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class FrequencyStats:
 
     Args:
         tables: Counts by table name, in model order.
-        num_batches: Batches of the sample; 0 where it was read from files.
-        num_samples: Samples of the sample.
+        num_batches: Number of counted batches; 0 if counted in files.
+        num_samples: Number of counted samples.
     """
 
     tables: Mapping[str, TableCounts]
@@ -52,24 +52,24 @@ class FrequencyStats:
         *,
         max_rows_counted: int = MAX_ROWS_COUNTED,
     ) -> FrequencyStats:
-        """Counts every lookup that a stream of batches makes in a model's tables.
+        """Counts every lookup of a stream of batches in a model's tables.
 
-        A feature that two tables share counts in both; features that no table uses are ignored.
-        Tables of at most ``4 * max_rows_counted`` rows, and those of which at most
-        ``max_rows_counted`` rows are seen, are counted exactly; see :class:`TableCounts`.
+        A feature of two tables counts in both; features without a table are ignored. Counts are
+        exact for tables with at most ``4 * max_rows_counted`` rows, and for tables with at most
+        ``max_rows_counted`` seen rows; see :class:`TableCounts`.
 
         Args:
-            batches: Yields KeyedJaggedTensors or objects with a ``sparse_features`` attribute.
-            model: The model before sharding; meta device is fine.
-            num_batches: How many batches to read, at least 1; ``None`` reads to the end.
-            max_rows_counted: Most rows of a large table that are counted one by one.
+            batches: KeyedJaggedTensors, or objects with a KeyedJaggedTensor ``sparse_features``.
+            model: The unsharded model; may be on the meta device.
+            num_batches: Maximum number of batches to read, at least 1; ``None`` = all.
+            max_rows_counted: Maximum number of sorted rows, see :class:`.CountAccumulator`.
 
         Returns:
-            The statistics; a table without lookups is part of them.
+            The statistics of all tables, including tables without lookups.
 
         Raises:
-            InputError: If a batch lacks a feature or holds an id outside its table.
-            PlanError: If the model has no table, or two of one name.
+            InputError: If a batch lacks a feature or contains an id outside its table.
+            PlanError: If the model has no table, or two tables with the same name.
             PicassoError: If a number is not a positive integer.
 
         Cost:
@@ -99,21 +99,21 @@ class FrequencyStats:
         Args:
             paths: One file or several; each line is a sample.
             tables: Tables to count; each feature is a column of integers or of lists of integers.
-            hash_ids: Whether ids are taken modulo the table's rows.
-            missing_id: Id that stands for a null; ``None`` = a null is no lookup.
-            max_rows_counted: Most rows of a large table that are counted one by one.
-            progress: Called with the number of samples of each chunk after it is counted.
+            hash_ids: Whether ids are taken modulo the number of rows of the table.
+            missing_id: Id that replaces a null; ``None`` = a null is no lookup.
+            max_rows_counted: Maximum number of sorted rows, see :class:`.CountAccumulator`.
+            progress: Called with the number of samples of each counted chunk.
 
         Returns:
-            The statistics; a table whose ``num_embeddings`` is ``None`` has its largest id plus 1.
+            The statistics; ``num_embeddings=None`` of a table is replaced by its largest id plus 1.
 
         Raises:
-            InputError: If a file cannot be read, lacks a column, or holds something else than ids
+            InputError: If a file cannot be read, lacks a column, or contains values that are no ids
                 of the table; names the file and the column.
             PicassoError: If ``max_rows_counted`` is not a positive integer.
 
         Cost:
-            One core, 100 million lookups of 26 tables: see ``benchmarks/stats_scale.py``.
+            3 to 32 seconds of one core for 100 million lookups (``benchmarks/stats_scale.py``).
         """
         _check_count("max_rows_counted", max_rows_counted, at_least=1)
         counts, num_samples = count_files(
@@ -127,25 +127,25 @@ class FrequencyStats:
         return cls(tables=counts, num_samples=num_samples)
 
     def merge(self, other: FrequencyStats) -> FrequencyStats:
-        """Adds the counts of two samples, for instance of two ranks or of two days.
+        """Adds the counts of two samples, for instance of two ranks or two days.
 
-        Exact counts stay exact; bounds on the lookups that other counts lack add up.
+        Exact counts stay exact; the error bounds of other counts are added.
 
         Args:
-            other: Statistics of the same model, or of other tables of it.
+            other: Statistics of the same tables, or of other tables of the same model.
 
         Returns:
-            Statistics over the union of the tables, the tables of ``self`` first.
+            Statistics of the union of the tables, the tables of ``self`` first.
 
         Raises:
-            PlanError: If a table differs in its rows or features.
+            PlanError: If a table has different rows or features in both.
         """
         merged = dict(self.tables)
-        for name, theirs in other.tables.items():
-            ours = self.tables.get(name)
-            if ours is not None:
-                _check_same_table(name, ours, theirs)
-            merged[name] = theirs if ours is None else ours.merge(theirs)
+        for name, counts in other.tables.items():
+            if name in merged:
+                _check_same_table(name, merged[name], counts)
+                counts = merged[name].merge(counts)
+            merged[name] = counts
         return FrequencyStats(
             tables=merged,
             num_batches=self.num_batches + other.num_batches,
@@ -153,12 +153,12 @@ class FrequencyStats:
         )
 
     def to_parquet(self, path: str | PathLike[str]) -> None:
-        """Writes columns ``table, row, count``; facts per table ride in the schema metadata.
+        """Writes columns ``table, row, count``, with metadata per table in the schema.
 
-        The file appears under its name only when it is whole.
+        The file gets its name only after it is complete.
 
         Args:
-            path: File to write or to replace; its folder exists.
+            path: File to write or to replace, in an existing folder.
 
         Raises:
             InputError: If the folder does not exist.
@@ -167,16 +167,16 @@ class FrequencyStats:
 
     @classmethod
     def from_parquet(cls, path: str | PathLike[str]) -> FrequencyStats:
-        """Reads what :meth:`to_parquet` wrote.
+        """Reads a file of :meth:`to_parquet`.
 
         Args:
             path: The file.
 
         Returns:
-            Statistics equal to those written.
+            Statistics equal to the written ones.
 
         Raises:
-            InputError: If the file is missing, not Parquet, or does not hold such statistics.
+            InputError: If the file is missing, is not Parquet, or contains no valid statistics.
         """
         tables, num_batches, num_samples = read_tables(path)
         return cls(tables=tables, num_batches=num_batches, num_samples=num_samples)
@@ -185,11 +185,12 @@ class FrequencyStats:
         """Returns a pandas DataFrame with columns ``table, row, count``.
 
         Returns:
-            One line per row counted: tables in model order, count descending, then row ascending.
+            One line per counted row: tables in model order, then by descending count, then by row.
         """
         import numpy as np
         import pandas as pd
 
+        # (U,) rows and counts of each table, concatenated to three columns
         ranked = [counts.most_frequent_first() for counts in self.tables.values()]
         empty = torch.empty(0, dtype=torch.int64)
         names = np.array(list(self.tables), dtype=object)
@@ -202,18 +203,18 @@ class FrequencyStats:
         )
 
     def summary(self, batch_size: int) -> pd.DataFrame:
-        """Summarizes each table: its lookups, its skew, and the distinct rows of a batch.
+        """Summarizes each table: lookups, skew, and distinct rows of a batch.
 
         Args:
-            batch_size: Samples of a batch.
+            batch_size: Number of samples of a batch.
 
         Returns:
             A pandas DataFrame with one line per table: ``table``, ``rows`` of the table,
             ``features``, ``lookups``, ``pooling_factor`` (lookups per sample over all features; one
-            per feature where the samples were not counted), ``distinct`` rows seen, ``unseen_mass``
-            (share of future lookups that go to rows never seen), ``unique_per_batch`` (distinct
-            rows of a batch), ``rows_for_50``, ``_80``, ``_90`` (fewest rows that take this
-            percentage of the lookups), ``max_undercount``.
+            per feature if samples were not counted), ``distinct`` seen rows, ``unseen_mass``
+            (expected share of future lookups of unseen rows), ``unique_per_batch`` (expected
+            distinct rows of a batch), ``rows_for_50``, ``_80``, ``_90`` (smallest number of rows
+            with this percentage of the lookups), ``max_undercount``.
 
         Raises:
             PicassoError: If ``batch_size`` is not an integer of at least 0.
@@ -224,6 +225,7 @@ class FrequencyStats:
         lines = []
         for name, counts in self.tables.items():
             spectrum = counts.spectrum()
+            # lookups per sample; without a number of samples, one per feature
             per_sample = float(len(counts.feature_names))
             if self.num_samples:
                 per_sample = counts.num_lookups / self.num_samples
@@ -243,7 +245,7 @@ class FrequencyStats:
         return pd.DataFrame(lines)
 
     def coverage(self, table: str, num_rows: int) -> float:
-        """Returns the share of a table's lookups that its most frequent rows take.
+        """Returns the share of lookups of a table's most frequent rows.
 
         Args:
             table: Table name.
@@ -253,36 +255,36 @@ class FrequencyStats:
             Between 0 and 1; 0 for a table without lookups.
 
         Raises:
-            PlanError: If the statistics do not know the table.
+            PlanError: If the statistics lack the table.
             PicassoError: If ``num_rows`` is not an integer of at least 0.
         """
-        counts = self._table(table)
+        counts = self.table(table)
         _check_count("num_rows", num_rows, at_least=0)
         return counts.spectrum().coverage(int(num_rows))
 
     def expected_unique(self, table: str, num_lookups: int) -> float:
-        """Returns the expected distinct rows among lookups drawn like the counted ones.
+        """Returns the expected number of distinct rows in a batch.
 
-        Unbiased up to the size of the sample (rarefaction). Beyond the sample, rows never seen are
-        extrapolated from the rows seen once and twice. Ids that come in bursts, such as histories,
-        have fewer distinct rows than independent lookups; how many fewer is known where batches
-        were counted (:meth:`collect`), else the estimate is high.
+        The estimate is unbiased up to the size of the sample (rarefaction). Beyond it, unseen rows
+        are extrapolated from the rows seen once and twice. Ids that come in bursts, such as
+        histories, have fewer distinct rows than independent lookups: :meth:`collect` measures the
+        difference; without it, as after :meth:`from_files`, the estimate is too high.
 
         Args:
             table: Table name.
-            num_lookups: Lookups of the table in a batch.
+            num_lookups: Number of lookups of the table in the batch.
 
         Returns:
-            Rows, between 0 and ``num_lookups``; 0 for a table without lookups.
+            Number of rows, at most ``num_lookups``; 0 for a table without lookups.
 
         Raises:
-            PlanError: If the statistics do not know the table.
+            PlanError: If the statistics lack the table.
             PicassoError: If ``num_lookups`` is not an integer of at least 0.
 
         Source:
             Hurlbert 1971; Colwell et al. 2012, equations 4 and 9.
         """
-        counts = self._table(table)
+        counts = self.table(table)
         _check_count("num_lookups", num_lookups, at_least=0)
         return counts.spectrum().expected_unique(int(num_lookups))
 
@@ -290,38 +292,45 @@ class FrequencyStats:
         """Refuses statistics of another model.
 
         Args:
-            tables: Number of rows by table name, of the model at hand or part of it.
+            tables: Number of rows by table name, for all or some tables of the model.
 
         Raises:
-            PlanError: If the statistics lack a table or know it with another number of rows.
+            PlanError: If the statistics lack a table, or have it with another number of rows.
         """
         for name, num_embeddings in tables.items():
-            counts = self._table(name)
+            counts = self.table(name)
             if counts.num_embeddings != num_embeddings:
                 raise PlanError(
                     f"table {name!r} has {num_embeddings} rows in the model, but "
-                    f"{counts.num_embeddings} in the statistics; they are of another model: "
-                    "collect statistics for this one"
+                    f"{counts.num_embeddings} in the statistics; collect statistics for this model"
                 )
 
-    def _table(self, name: str) -> TableCounts:
+    def table(self, name: str) -> TableCounts:
+        """Returns the counts of one table.
+
+        Args:
+            name: Table name.
+
+        Raises:
+            PlanError: If the statistics lack the table.
+        """
         if name not in self.tables:
             raise PlanError(
-                f"the statistics have no table {name!r}; they know {list(self.tables)}. Check the "
-                "name, or collect statistics for this model"
+                f"the statistics have no table {name!r}, only {list(self.tables)}; check the name, "
+                "or collect statistics for this model"
             )
         return self.tables[name]
 
 
-def _check_same_table(name: str, ours: TableCounts, theirs: TableCounts) -> None:
-    for what, mine, other in (
-        ("rows", ours.num_embeddings, theirs.num_embeddings),
-        ("features", ours.feature_names, theirs.feature_names),
+def _check_same_table(name: str, first: TableCounts, second: TableCounts) -> None:
+    for what, expected, found in (
+        ("rows", first.num_embeddings, second.num_embeddings),
+        ("features", first.feature_names, second.feature_names),
     ):
-        if mine != other:
+        if expected != found:
             raise PlanError(
-                f"cannot merge statistics of different models: table {name!r} has {what} {mine} "
-                f"here and {other} there; merge only statistics collected with one model"
+                f"cannot merge statistics of different models: table {name!r} has {what} "
+                f"{expected} and {found}; merge statistics of the same model only"
             )
 
 

@@ -1,4 +1,4 @@
-"""Decides which tables are hot/cold and which of their rows are hot, inside TorchRec's planner."""
+"""TorchRec's planner with hot/cold placements."""
 
 from torchrec_picasso.planner.enumerator import HotColdEnumerator
 from torchrec_picasso.planner.planner import hot_cold_planner

@@ -1,8 +1,8 @@
-"""Which tables may be hot/cold, and which wishes cannot be granted.
+"""Finds the tables that can be hot/cold, and refuses requests that cannot be fulfilled.
 
-What is asked for by name is had or refused, never dropped: a table that cannot be hot/cold, or have
-hot rows, is an error where somebody named it. A total, and the cost model's own choice, go to the
-tables that can; the others are placed by TorchRec.
+A request by table name is fulfilled or refused, never ignored: naming a table that cannot be
+hot/cold, or cannot have hot rows, is an error. A total number of hot rows, and the choice of the
+cost model, apply to the tables that can be hot/cold; TorchRec places the other tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.hot_options import hot_cold_options
-from torchrec_picasso.planner.refusals import TableRefusals, asked_form
+from torchrec_picasso.planner.refusals import TableRefusals, required_form
 
 __all__ = ["hot_cold_candidates"]
 
@@ -32,28 +32,29 @@ def hot_cold_candidates(
     hot_rows: int | Mapping[str, int] | None,
     sharders: Sequence[Any],
 ) -> dict[str, int]:
-    """Number of rows of each table that may be hot/cold.
+    """Finds the tables that can be hot/cold.
 
     Args:
         options_by_path: All options of each table.
-        refusals: What its sharder would refuse, of the tables whose sharder can place hot rows.
-        hot_rows: As for ``hot_cold_planner``.
+        refusals: Refusals of each table whose sharder supports hot/cold tables.
+        hot_rows: Hot rows, as for ``hot_cold_planner``.
         sharders: All sharders, for the message.
 
     Returns:
-        Rows by name, in model order.
+        Number of rows by table name, in model order.
 
     Raises:
-        PlanError: If hot rows are asked for that cannot be placed; the message says why.
+        PlanError: If requested hot rows cannot be placed, with the reason.
     """
     named = set(hot_rows) if isinstance(hot_rows, Mapping) else None
+    # hot_rows=0 selects no rows by name, so equal names are allowed
     by_name = hot_rows is None or bool(hot_rows)
     paths: dict[str, str] = {}
     for path, table in refusals:
         if table in paths and (table in named if named is not None else by_name):
             raise PlanError(
                 f"table {table!r} exists in module {paths[table]!r} and in module {path!r}, "
-                "but hot rows are chosen by table name; give each table its own name"
+                "but hot rows are chosen by table name; rename one of the tables"
             )
         paths[table] = path
     elsewhere = {key[1]: options[0] for key, options in options_by_path.items()}
@@ -66,12 +67,12 @@ def hot_cold_candidates(
             "a module of this model; pass HotColdEmbeddingBagCollectionSharder() or "
             "HotColdEmbeddingCollectionSharder() in sharders"
         )
-    for key, of_table in refusals.items():
-        _check_wish(options_by_path[key], of_table, hot_rows)
+    for key, table_refusals in refusals.items():
+        _check_request(options_by_path[key], table_refusals, hot_rows)
     able = {
         table: options_by_path[path, table][0].tensor.shape[0]
-        for (path, table), of_table in refusals.items()
-        if of_table.hot_cold is None
+        for (path, table), table_refusals in refusals.items()
+        if table_refusals.hot_cold is None
     }
     if isinstance(hot_rows, Integral):
         _check_total(options_by_path, refusals, int(hot_rows))
@@ -79,6 +80,7 @@ def hot_cold_candidates(
 
 
 def _refuse_elsewhere(option: ShardingOption, sharders: Sequence[Any]) -> None:
+    """Refuses hot rows of a table whose sharder does not support them."""
     path, module = option.module
     (sharder,) = (s for s in sharders if s.module_type is type(module))
     able = "HotColdEmbeddingBagCollectionSharder"
@@ -91,33 +93,33 @@ def _refuse_elsewhere(option: ShardingOption, sharders: Sequence[Any]) -> None:
     )
 
 
-def _check_wish(
+def _check_request(
     options: list[ShardingOption],
     refusals: TableRefusals,
     hot_rows: int | Mapping[str, int] | None,
 ) -> None:
-    """Refuses to plan where one table is asked to be what it cannot be."""
+    """Refuses a request by name for a table that cannot be hot/cold or have hot rows."""
     option = options[0]
     if isinstance(hot_rows, Mapping):
         if option.name not in hot_rows:
             return
-        wish, num_hot_rows = "hot_rows names", hot_rows[option.name]
+        source, num_hot_rows = "hot_rows names", hot_rows[option.name]
     elif isinstance(option.cache_params, HotColdParams):
-        wish, num_hot_rows = "the constraints name", option.cache_params.num_hot_rows
+        source, num_hot_rows = "the constraints name", option.cache_params.num_hot_rows
         if hot_rows is not None:
-            num_hot_rows = 0  # a total chooses the rows itself
+            num_hot_rows = 0  # a total replaces the hot rows of constraints
     else:
         return
     if refusals.hot_cold is not None:
         _refuse_if_not_offered(options, refusals)
         raise PlanError(
-            f"{wish} table {option.name!r}, which cannot be hot/cold: {refusals.hot_cold.what}; "
+            f"{source} table {option.name!r}, which cannot be hot/cold: {refusals.hot_cold.what}; "
             f"{refusals.hot_cold.advice('leave the table out')}"
         )
     if refusals.hot_rows is not None and num_hot_rows:
         raise PlanError(
-            f"{wish} table {option.name!r}, which cannot have hot rows: {refusals.hot_rows.what}; "
-            f"{refusals.hot_rows.instead}, or ask for 0 rows of it"
+            f"{source} table {option.name!r}, which cannot have hot rows: "
+            f"{refusals.hot_rows.what}; {refusals.hot_rows.instead}, or request 0 rows of it"
         )
 
 
@@ -126,28 +128,30 @@ def _check_total(
     refusals: Mapping[TablePath, TableRefusals],
     hot_rows: int,
 ) -> None:
-    """Refuses a total that the tables which can have hot rows cannot take."""
-    if all(of_table.hot_cold is not None for of_table in refusals.values()):
-        for key, of_table in refusals.items():
-            _refuse_if_not_offered(options_by_path[key], of_table)
-    room, left_out = 0, []
-    for key, of_table in refusals.items():
-        refusal = of_table.hot_cold or of_table.hot_rows
+    """Refuses a total larger than the rows of all tables that can have hot rows."""
+    if all(table_refusals.hot_cold is not None for table_refusals in refusals.values()):
+        for key, table_refusals in refusals.items():
+            _refuse_if_not_offered(options_by_path[key], table_refusals)
+    num_able, left_out = 0, []
+    for key, table_refusals in refusals.items():
+        refusal = table_refusals.hot_cold or table_refusals.hot_rows
         if refusal is None:
-            room += options_by_path[key][0].tensor.shape[0]
+            num_able += options_by_path[key][0].tensor.shape[0]
         else:
             left_out.append((key[1], refusal))
-    if hot_rows > room and left_out:
+    # without left-out tables, select_hot_rows reports a total that is too large
+    if hot_rows > num_able and left_out:
         table, refusal = left_out[0]
         raise PlanError(
-            f"{hot_rows:,} hot rows were asked for, but only {room:,} rows can be hot: "
+            f"{hot_rows:,} hot rows were requested, but only {num_able:,} rows can be hot: "
             f"{len(left_out)} tables can have none, such as {table!r}: {refusal.what}; "
-            f"{refusal.instead}, or ask for at most {room:,}"
+            f"{refusal.instead}, or request at most {num_able:,}"
         )
 
 
 def _refuse_if_not_offered(options: list[ShardingOption], refusals: TableRefusals) -> None:
-    """Raises the error that lists a table's options, if none of them could be hot/cold."""
+    """Raises the error of :func:`hot_cold_options`, which lists a table's options, if none can be
+    hot/cold."""
     if not refusals.is_offered:
-        form = asked_form(options) or "rows"
+        form = required_form(options) or "rows"
         hot_cold_options(options, torch.empty(0, dtype=torch.int64), form=form)

@@ -1,4 +1,4 @@
-"""What memory a plan has, what it needs, and the one error when that is too little."""
+"""Memory of a plan: the budget of replicas, and the error if tables do not fit."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from torchrec_picasso.planner.hot_options import replica_bytes
 __all__ = ["RESERVED_SHARE", "explain_shortage", "replica_budget_bytes"]
 
 RESERVED_SHARE = 0.15
-"""Share of a rank's memory that TorchRec's planner keeps free by default."""
+"""Share of a rank's memory that TorchRec's planner reserves by default."""
 
 
 def replica_budget_bytes(
     options_by_table: Sequence[Sequence[ShardingOption]], topology: Topology
 ) -> float:
-    """Memory per rank that replicas may take: what the tables leave when spread evenly.
+    """Computes the memory per rank that is free for replicas if tables are spread evenly.
 
     Args:
-        options_by_table: All options of each table, storage estimated.
+        options_by_table: All options of each table, with estimated storage.
         topology: Devices to plan for.
 
     Returns:
         Bytes, at least 0.
     """
+    # each table in its smallest option
     used = sum(
         min(_bytes(option.total_storage, topology) for option in options) / topology.world_size
         for options in options_by_table
@@ -36,12 +37,13 @@ def replica_budget_bytes(
 
 
 def explain_shortage(options: Sequence[ShardingOption], topology: Topology) -> PlanError | None:
-    """The error for a plan that does not fit, or ``None`` when memory is not what is missing.
+    """Returns the error for a plan that does not fit; ``None`` if memory is sufficient.
 
     Args:
-        options: The search space of the plan that failed.
-        topology: Devices it was made for.
+        options: Search space of the failed plan.
+        topology: Devices of the plan.
     """
+    # smallest option of each table
     least: dict[tuple[str, str], ShardingOption] = {}
     for option in options:
         key = (option.path, option.name)
@@ -57,28 +59,30 @@ def explain_shortage(options: Sequence[ShardingOption], topology: Topology) -> P
         return None
     largest = max(needed, key=lambda key: (needed[key], key))
     replicas = {key: replica_bytes(option) for key, option in least.items()}
+    replica_total = sum(replicas.values())
     memory = "ddr" if topology.compute_device == "cpu" else "hbm"
     smallest = int(total / (1 - RESERVED_SHARE)) + 1
     message = (
         f"the tables need {total:,.0f} bytes of {memory} per rank, but a rank has {available:,.0f} "
-        f"({capacity:,.0f} less the {RESERVED_SHARE:.0%} that TorchRec keeps free); the largest is "
+        f"({capacity:,.0f} less {RESERVED_SHARE:.0%} that TorchRec reserves); the largest is "
         f"table {largest[1]!r} with {needed[largest]:,.0f}, {replicas[largest]:,} of them "
-        f"replicas. Give the topology {memory}_cap={smallest:,} at least"
+        f"replicas. Set {memory}_cap of the topology to at least {smallest:,}"
     )
-    without = total - sum(replicas.values())
-    if sum(replicas.values()) and without <= available:
+    without = total - replica_total
+    if replica_total and without <= available:
         hot = sum(
             option.cache_params.num_hot_rows
             for option in least.values()
             if isinstance(option.cache_params, HotColdParams)
         )
-        most = int(hot * (available - without) / sum(replicas.values()))
-        message += f", or ask for at most {most:,} hot rows instead of {hot:,}"
+        # replicas that fit, if all rows had the mean size
+        most = int(hot * (available - without) / replica_total)
+        message += f", or request at most {most:,} hot rows instead of {hot:,}"
     return PlanError(message)
 
 
 def _per_rank(option: ShardingOption, topology: Topology) -> float:
-    """Bytes of an option on each rank when its shards spread evenly."""
+    """Returns the bytes of an option per rank if its shards are spread evenly."""
     return _bytes(option.total_storage, topology) / topology.world_size
 
 

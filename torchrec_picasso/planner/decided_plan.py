@@ -1,9 +1,8 @@
-"""Proposes to TorchRec's planner the plan that the decision chose.
+"""A proposer for TorchRec's planner: the decided plan, then TorchRec's own proposals.
 
-The decision names a sharding type for every table, and a table that it leaves to TorchRec takes the
-option that TorchRec rates fastest, as in the first proposal of TorchRec's ``GreedyProposer``. So
-there is one proposal, which TorchRec's partitioner places. TorchRec's own proposers follow where
-that proposal does not fit into memory.
+The decision determines the sharding type of each table; each table left to TorchRec takes the
+option with TorchRec's best rating, as in the first proposal of ``GreedyProposer``. TorchRec's
+partitioner places this proposal.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _LOGGER = logging.getLogger("torchrec_picasso.planner")
 
 
 class DecidedPlan(Proposer):
-    """The decided plan first; other proposers only if it does not fit.
+    """Proposes the decided plan; other proposers follow only if it does not fit.
 
     Args:
-        others: What proposes then, in this order.
+        others: The other proposers, in order.
     """
 
     def __init__(self, others: Sequence[Proposer]) -> None:
@@ -35,7 +34,7 @@ class DecidedPlan(Proposer):
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
     ) -> None:
-        """Takes all options, and from the enumerator those that were decided."""
+        """Loads all options, and the decided ones from the enumerator."""
         self._decided = None
         if isinstance(enumerator, HotColdEnumerator):
             self._decided = enumerator.decided_options(search_space)
@@ -44,9 +43,10 @@ class DecidedPlan(Proposer):
         self._left = list(self._others)
 
     def propose(self) -> list[ShardingOption] | None:
-        """The decided plan, or the next proposal of the others."""
+        """Returns the decided plan, or the next proposal of the other proposers."""
         if self._decided is not None:
             return self._decided
+        # an exhausted proposer returns None
         while self._left:
             proposal = self._left[0].propose()
             if proposal:
@@ -61,7 +61,7 @@ class DecidedPlan(Proposer):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """Ends with the decided plan if it could be placed."""
+        """Ends the search if the decided plan was placed; else passes on to the other proposers."""
         if self._decided is None:
             self._left[0].feedback(partitionable, plan, perf_rating, storage_constraint)
             return
@@ -70,6 +70,6 @@ class DecidedPlan(Proposer):
             self._left = []
         else:
             _LOGGER.warning(
-                "the plan with the least predicted step does not fit into memory; TorchRec's "
-                "proposers look for another one"
+                "the plan with the shortest predicted step does not fit into memory; TorchRec's "
+                "proposers search for another plan"
             )

@@ -1,11 +1,11 @@
-"""The planner's list of choices, with the hot/cold decision made in it.
+"""The sharding options of a model, restricted by the hot/cold decision.
 
-The decision is made here, because only here are the model's tables and their sharders known. A
-table that is to be hot/cold keeps no other option, a table that is not keeps its stock ones; the
-proposers then place all of them, weighing the cost model's times where there are any.
+The enumerator makes the decision, because it knows the model's tables and their sharders. A
+hot/cold table keeps only hot/cold options, any other table its stock options. Options have the
+times of the cost model if there are curves, else TorchRec's estimates.
 
-Source: TorchRec ``planner/enumerators.py`` ``EmbeddingEnumerator``, extended by ``enumerate`` and
-``populate_estimates`` only.
+Source: TorchRec ``planner/enumerators.py`` ``EmbeddingEnumerator``; only ``enumerate`` and
+``populate_estimates`` are overridden.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.dense import DenseTimes
-from torchrec_picasso.decision.decision import Decision, TableFacts, decide, given_hot_sets
+from torchrec_picasso.decision.choice import TableInfo
+from torchrec_picasso.decision.decision import Decision, decide, given_hot_sets
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
@@ -35,13 +36,13 @@ from torchrec_picasso.planner.hot_options import (
     hot_cold_options,
 )
 from torchrec_picasso.planner.prices import price_options
-from torchrec_picasso.planner.refusals import TableRefusals, asked_form, refusals_of
-from torchrec_picasso.planner.table_facts import (
+from torchrec_picasso.planner.refusals import TableRefusals, refusals_of, required_form
+from torchrec_picasso.planner.table_info import (
     assumed_curves,
     config_of,
     dense_bytes_of,
-    facts_of_options,
     stock_types_of,
+    table_info,
 )
 
 __all__ = ["HotColdEnumerator"]
@@ -50,22 +51,22 @@ OptionsByPath = Mapping[tuple[str, str], list[ShardingOption]]
 
 
 class HotColdEnumerator(EmbeddingEnumerator):
-    """Enumerates sharding options, and gives chosen tables hot/cold ones only.
+    """Enumerates sharding options; hot/cold tables get only hot/cold options.
 
-    Tables can be hot/cold in modules whose sharder has the class attribute
-    ``supports_hot_cold = True``; all others keep TorchRec's options.
+    Tables can be hot/cold if the class of their module's sharder has the attribute
+    ``supports_hot_cold = True``; all other tables keep TorchRec's options.
 
     Args:
         topology: Devices to plan for.
         batch_size: Samples per rank and step.
-        hot_rows: ``None`` = the cost model chooses tables and rows; a total over all tables that
-            can be hot/cold; or a number of rows for each table that shall be.
-        stats: Lookup counts; needed for a total above 0.
-        curves: Measured costs; ``None`` = the topology's bandwidths, where the model chooses.
-        num_waves: Waves that the hot/cold tables travel in; see :func:`hot_cold_planner`.
-        dense_ms: Forward and backward of the model without its tables; ``None`` = as the curves
-            know it.
-        kwargs: Further arguments of TorchRec's ``EmbeddingEnumerator``.
+        hot_rows: ``None`` = the cost model chooses; a number = total over all tables that can be
+            hot/cold; a mapping = number of hot rows of each hot/cold table.
+        stats: Lookup counts; required for a total above 0.
+        curves: Measured costs; ``None`` = the bandwidths of the topology.
+        num_waves: Number of waves, see :func:`hot_cold_planner`.
+        dense_ms: Forward and backward of the model without tables, milliseconds; ``None`` = the
+            times in the curves.
+        kwargs: Other arguments of TorchRec's ``EmbeddingEnumerator``.
     """
 
     def __init__(
@@ -89,29 +90,33 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self._curves = curves if curves is not None else assumed_curves(topology)
         self._decision: Decision | None = None
         self._refusals: dict[tuple[str, str], TableRefusals] = {}
-        self._listed: list[ShardingOption] | None = None
+        self._listed: list[ShardingOption] | None = None  # a list while options are collected
         self._estimators: list[ShardEstimator]
         self._hot_cold_space: list[ShardingOption] | None = None
 
     @property
     def decision(self) -> Decision | None:
-        """What the last call of ``enumerate`` decided; ``None`` before it, or for equal names."""
+        """The decision of the last call of ``enumerate``.
+
+        ``None`` before the first call, if two tables have equal names, or if the caller gave
+        ``hot_rows`` and nothing is left to decide.
+        """
         return self._decision
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> list[ShardingOption]:
-        """Lists the options of every table, in an order that is the same in every process.
+        """Lists the options of all tables, in the same order in every process.
 
         Args:
-            module: The model before sharding.
+            module: The unsharded model.
             sharders: Sharders of its embedding modules.
 
         Returns:
-            TorchRec's options, with those of the chosen tables replaced by hot/cold ones.
+            TorchRec's options; the options of hot/cold tables are replaced by hot/cold ones.
 
         Raises:
-            PlanError: If the hot rows asked for cannot be placed; the message says why.
+            PlanError: If requested hot rows cannot be placed, with the reason.
         """
         self._decision = None
         options_by_path = self._list_options(module, sharders)
@@ -123,13 +128,17 @@ class HotColdEnumerator(EmbeddingEnumerator):
         if self._decision is not None:
             hot_sets, blocks = self._decision.hot_sets, self._decision.block_rows
             waves, forms = self._decision.waves, self._decision.forms
+            num_micro_batches = self._decision.num_micro_batches if self._has_prices else None
         else:
+            # nothing to decide: the caller's hot rows, TorchRec's home blocks
             assert self._hot_rows is not None
-            without = {name for (_, name), of in self._refusals.items() if of.hot_rows is not None}
+            without = {name for (_, name), refusals in self._refusals.items() if refusals.hot_rows}
             hot_sets = given_hot_sets(rows, without, self._hot_rows, self._frequency_stats)
-            blocks, waves = {}, {}
-            forms = {name: asked_form(of) or "rows" for (_, name), of in options_by_path.items()}
-        num_micro_batches = self._num_micro_batches
+            blocks, waves, num_micro_batches = {}, {}, None
+            forms = {
+                name: required_form(options) or "rows"
+                for (_, name), options in options_by_path.items()
+            }
         space: list[ShardingOption] = []
         for key, options in options_by_path.items():
             table, is_able = key[1], key in self._refusals and self._refusals[key].hot_cold is None
@@ -153,47 +162,40 @@ class HotColdEnumerator(EmbeddingEnumerator):
         return space
 
     def decided_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
-        """One option for each table: of the decided kind, or else the one TorchRec rates fastest.
+        """Selects one option per table: the decided one, or the one with TorchRec's best rating.
 
         Args:
-            space: What ``enumerate`` returned, estimated.
+            space: Result of ``enumerate``.
         """
         stock_types: dict[str, str | None] = {}
         decision = self._decision
         if decision is not None and self._has_prices and not isinstance(self._hot_rows, Mapping):
-            names = (fact.load.name for fact in decision.facts)
+            names = (table.load.name for table in decision.tables)
             stock_types = dict(zip(names, decision.choice.stock_types))
         by_table: dict[tuple[str, str], list[ShardingOption]] = {}
         for option in space:
             by_table.setdefault((option.path, option.name), []).append(option)
 
         def rank(option: ShardingOption) -> tuple[bool, float]:
-            # a hot/cold table has no other options; of several kernels, the fastest
+            # a hot/cold table has only hot/cold options; among several kernels, the fastest
             is_other = option.sharding_type != stock_types.get(option.name)
             return is_other and self._can_be_hot_cold(option), _slowest_shard(option)
 
         return [min(options, key=rank) for options in by_table.values()]
 
     @property
-    def _num_micro_batches(self) -> int | None:
-        """What the plan is priced for; without curves of the network, nothing worth telling."""
-        if self._decision is None or not self._has_prices:
-            return None
-        return self._decision.num_micro_batches
-
-    @property
     def last_stored_search_space(self) -> list[ShardingOption] | None:
-        """The options of the last call of ``enumerate``, hot/cold ones included."""
+        """The options of the last call of ``enumerate``, including hot/cold ones."""
         return self._hot_cold_space
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Estimates time and memory, replicas included.
+        """Estimates time and memory, including replicas.
 
         Args:
-            sharding_options: Options to fill in; earlier estimates are replaced.
+            sharding_options: Options to estimate; earlier estimates are replaced.
         """
         if self._listed is not None:
-            # TorchRec has listed all options; it estimates and copies those that are left to it
+            # Called by TorchRec's enumerate: collect its options, and leave it none to estimate.
             self._listed.extend(sharding_options)
             sharding_options.clear()
             return
@@ -207,7 +209,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
     def _list_options(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> dict[tuple[str, str], list[ShardingOption]]:
-        """TorchRec's options by module and table, without estimates: most will be dropped."""
+        """Lists TorchRec's options by module and table, without the cost of estimates."""
         self._listed = []
         try:
             super().enumerate(module, sharders)
@@ -223,7 +225,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         return by_path
 
     def _estimate(self, options: list[ShardingOption], *, only_memory: bool) -> None:
-        """Runs TorchRec's estimators of memory, or all others, as TorchRec calls them."""
+        """Runs TorchRec's memory estimators, or all its other estimators."""
         estimators = self._estimators
         self._estimators = [
             estimator
@@ -236,22 +238,24 @@ class HotColdEnumerator(EmbeddingEnumerator):
             self._estimators = estimators
 
     def _decide(self, options_by_path: OptionsByPath, dense_bytes: int) -> Decision | None:
+        """Makes the decision; ``None`` if there is nothing to decide, or table names are equal."""
         tables = [table for _, table in options_by_path]
-        pooled = {key: o for key, o in options_by_path.items() if self._can_be_hot_cold(o[0])}
-        if not pooled:
+        candidates = [o for o in options_by_path.values() if self._can_be_hot_cold(o[0])]
+        if not candidates:
             return None
         if len(set(tables)) < len(tables):
             if self._num_waves > 1:
                 raise PlanError(
-                    f"num_waves is {self._num_waves}, but waves are given by table name and some "
-                    "tables share one; give each table its own name"
+                    f"num_waves is {self._num_waves}, but waves are assigned by table name and "
+                    "some tables have equal names; give each table its own name"
                 )
             return None
-        nothing_to_weigh = not self._has_prices and self._frequency_stats is None
-        if self._hot_rows is not None and nothing_to_weigh and self._num_waves == 1:
+        # without prices and statistics, given hot rows leave neither a choice nor home blocks
+        has_no_input = not self._has_prices and self._frequency_stats is None
+        if self._hot_rows is not None and has_no_input and self._num_waves == 1:
             return None
         return decide(
-            [self._facts(options) for options in pooled.values()],
+            [self._table_info(options) for options in candidates],
             self._frequency_stats,
             self._curves,
             world_size=self._topology.world_size,
@@ -264,12 +268,12 @@ class HotColdEnumerator(EmbeddingEnumerator):
 
     def _dense(self, dense_bytes: int) -> DenseTimes:
         if self._dense_ms is not None:
-            return DenseTimes.of(self._dense_ms, dense_bytes)
+            return DenseTimes.from_total(self._dense_ms, dense_bytes)
         known = self._curves.dense or DenseTimes()
         return dataclasses.replace(known, parameter_bytes=dense_bytes)
 
     def _replica_budget_bytes(self, options_by_path: OptionsByPath) -> float:
-        """Needed only where the cost model chooses: it takes the memory of every option."""
+        """Computes the memory that is free for replicas; needed only if the cost model chooses."""
         if self._hot_rows is not None:
             return float("inf")
         self._estimate(
@@ -278,21 +282,21 @@ class HotColdEnumerator(EmbeddingEnumerator):
         )
         return replica_budget_bytes(list(options_by_path.values()), self._topology)
 
-    def _facts(self, options: list[ShardingOption]) -> TableFacts:
-        return facts_of_options(
+    def _table_info(self, options: list[ShardingOption]) -> TableInfo:
+        return table_info(
             options,
             self._frequency_stats,
             batch_size=self._batch_size,
             refusals=self._refusals[options[0].path, options[0].name],
-            asked_types=self._asked_types(options[0].name),
+            constrained_types=self._constrained_types(options[0].name),
         )
 
-    def _asked_types(self, table: str) -> list[str] | None:
+    def _constrained_types(self, table: str) -> list[str] | None:
         constraint = (self._constraints or {}).get(table)
         return constraint.sharding_types if constraint is not None else None
 
     def _refusals_of(self, options_by_path: OptionsByPath) -> dict[tuple[str, str], TableRefusals]:
-        """What the sharder would refuse, of every table whose sharder can place hot rows."""
+        """Collects the refusals of each table whose sharder supports hot/cold tables."""
         found = {}
         for key, options in options_by_path.items():
             if self._can_be_hot_cold(options[0]):
@@ -306,14 +310,14 @@ class HotColdEnumerator(EmbeddingEnumerator):
         return found
 
     def _stock_options(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """Options that train the same model: see ``stock_types_of``."""
+        """Removes options that train another model, see ``stock_types_of``."""
         if not self._can_be_hot_cold(options[0]):
             return options
-        kept = stock_types_of(options, self._asked_types(options[0].name))
+        kept = stock_types_of(options, self._constrained_types(options[0].name))
         return [option for option in options if option.sharding_type in kept] or options
 
     def _hot_set(self, option: ShardingOption, chosen: Tensor) -> Tensor:
-        """The user's own hot rows, from constraints, before those that the cost model chose."""
+        """Returns the hot rows of the user's constraints, else the chosen ones."""
         if self._hot_rows is None and isinstance(option.cache_params, HotColdParams):
             return option.cache_params.hot_rows
         return chosen

@@ -1,10 +1,11 @@
-"""Turns TorchRec's sharding options of a table into hot/cold ones, and counts their memory.
+"""Converts TorchRec's sharding options of a table to hot/cold options, and adds their memory.
 
-A hot/cold option is a stock row-wise one, or where bags travel a table-wise one, whose
-``cache_params`` names the hot rows: the plan keeps TorchRec's own words, and its validation,
-statistics and broadcast work on it unchanged. The replicas are charged to every shard, since every
-rank holds them beside its home block; on a GPU always to its own memory, where they are also when
-the homes are in the host's.
+A hot/cold option is a row-wise option (row-exchanged) or a table-wise option (owner-pooled) with
+``HotColdParams`` as ``cache_params``, so TorchRec's validation, statistics and broadcast work on
+the plan. The memory of replicas is added to every shard, because every rank stores all
+replicas; on a GPU to its HBM, even if home rows are in host memory.
+
+Shape letters: H hot rows, W ranks.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ __all__ = [
     "copy_options",
     "cut_home_blocks",
     "hot_cold_options",
+    "optimizer_class",
     "replica_bytes",
 ]
 
@@ -38,7 +40,7 @@ SHARDING_TYPE_OF: Mapping[Form, str] = {
     "rows": ShardingType.ROW_WISE.value,
     "bags": ShardingType.TABLE_WISE.value,
 }
-"""Where the homes of a table are, in TorchRec's words: on all ranks, or on the one that pools."""
+"""TorchRec's sharding type of a hot/cold table: home rows on all ranks, or on one home rank."""
 
 
 def hot_cold_options(
@@ -49,21 +51,21 @@ def hot_cold_options(
     form: Form = "rows",
     num_micro_batches: int | None = None,
 ) -> list[ShardingOption]:
-    """Keeps the options of one table that can be hot/cold, and marks them in place.
+    """Converts options of one table to hot/cold options, in place.
 
     Args:
         options: All options of one table.
-        hot_rows_H: Its hot rows, int64, shape ``(H,)``; empty means no replicas.
-        wave: Which wave it travels in; one named by constraints is not kept.
-        form: Whether its rows travel, or its bags.
-        num_micro_batches: What the plan was priced for, if it was.
+        hot_rows_H: Hot rows, int64, shape ``(H,)``; empty = no replicas.
+        wave: Wave of the table; replaces a wave in the constraints.
+        form: Exchange of the table.
+        num_micro_batches: Number of micro-batches in the predicted step; ``None`` = not predicted.
 
     Returns:
-        The row-wise options, or for bags the table-wise ones, with a kernel of
-        ``HOT_COLD_KERNELS``; other cache settings that came from constraints are kept.
+        The row-wise options, or the table-wise ones if owner-pooled, with a kernel in
+        ``HOT_COLD_KERNELS``; other cache settings of the constraints are kept.
 
     Raises:
-        PlanError: If there is no such option, or the table has no such rows.
+        PlanError: If there is no such option, or a hot row is outside the table.
     """
     sharding_type = SHARDING_TYPE_OF[form]
     kept = [
@@ -77,8 +79,8 @@ def hot_cold_options(
             f"table {options[0].name!r} was chosen to be hot/cold, which needs {sharding_type} "
             f"sharding with kernel {' or '.join(HOT_COLD_KERNELS)}, but its options are {offered}; "
             f"either its constraints exclude it (allow {sharding_type} and fused), or its sharder "
-            "does not offer "
-            "it (TorchRec's own has no row_wise on CPU: pass HotColdEmbeddingBagCollectionSharder)"
+            "does not offer it (TorchRec's own has no row_wise on CPU: pass "
+            "HotColdEmbeddingBagCollectionSharder)"
         )
     for option in kept:
         option.cache_params = HotColdParams(
@@ -86,7 +88,7 @@ def hot_cold_options(
             wave=wave,
             form=form,
             num_micro_batches=num_micro_batches,
-            **_kept(option.cache_params),
+            **_cache_settings(option.cache_params),
         )
         option.cache_params.check(option.name, option.tensor.shape[0])
     return kept
@@ -95,16 +97,17 @@ def hot_cold_options(
 def cut_home_blocks(
     options: list[ShardingOption], block_rows_W: Sequence[int] | None = None
 ) -> None:
-    """Moves the cuts between the row-wise shards of one table's options.
+    """Sets the home blocks of one table's options, in place.
 
     Args:
         options: Row-wise options of one table, one shard per rank.
-        block_rows_W: Rows at home on each rank, summing to the table's; ``None`` keeps TorchRec's
-            cuts unless they leave a rank without a row to have.
+        block_rows_W: Number of home rows on each rank; ``None`` = TorchRec's blocks, or equal
+            blocks if those leave a rank without rows.
     """
     for option in options:
         num_rows = option.tensor.shape[0]
         if block_rows_W is None:
+            # empty shards are only avoidable if there is a row for each rank
             if all(shard.size[0] for shard in option.shards) or num_rows < len(option.shards):
                 continue
             block_rows_W = filled_blocks(num_rows, len(option.shards))
@@ -115,26 +118,29 @@ def cut_home_blocks(
 
 
 def copy_options(options: Sequence[ShardingOption]) -> list[ShardingOption]:
-    """Copies options so that ranks set in the ones do not show in the others.
+    """Copies options and shards, so that ranks assigned to the copies do not change the originals.
 
-    What a planner only replaces, such as times and hot rows, is shared.
+    Values that a planner replaces but never changes, such as times and hot rows, are shared.
     """
     copies = []
     for option in options:
-        twin = copy.copy(option)
-        twin.shards = [copy.copy(shard) for shard in option.shards]
-        copies.append(twin)
+        copied = copy.copy(option)
+        copied.shards = [copy.copy(shard) for shard in option.shards]
+        copies.append(copied)
     return copies
 
 
+def optimizer_class(option: ShardingOption) -> type | None:
+    """Returns the class of the optimizer fused into an option's table, or ``None``."""
+    found: type | None = getattr(option.tensor, "_optimizer_classes", [None])[0]
+    return found
+
+
 def replica_bytes(option: ShardingOption) -> int:
-    """Bytes of one rank's replicas: rows and optimizer state, as TorchRec counts the home's.
+    """Computes the bytes of one rank's replicas, with optimizer state as TorchRec estimates it.
 
     Args:
-        option: A sharding option; without hot rows the answer is 0.
-
-    Returns:
-        Bytes per rank.
+        option: A sharding option; 0 without hot rows.
 
     Source:
         TorchRec ``planner/shard_estimators.py``, ``_calculate_optimizer_sizes``.
@@ -143,18 +149,19 @@ def replica_bytes(option: ShardingOption) -> int:
         return 0
     shape = option.tensor.shape
     row_bytes = option.tensor.element_size() * shape[1]
-    optimizer_class = getattr(option.tensor, "_optimizer_classes", [None])[0]
+    # rounded up after the sum over rows, like TorchRec's estimate
     weight_bytes = option.cache_params.num_hot_rows * row_bytes
-    return weight_bytes + math.ceil(weight_bytes * optimizer_multiplier(optimizer_class, shape))
+    state_share = optimizer_multiplier(optimizer_class(option), shape)
+    return weight_bytes + math.ceil(weight_bytes * state_share)
 
 
 def add_replica_storage(options: list[ShardingOption], compute_device: str) -> None:
-    """Adds the replicas' memory to every shard of the hot/cold options.
+    """Adds the memory of replicas to every shard of hot/cold options, in place.
 
     Args:
-        options: Options whose storage was just estimated without replicas.
-        compute_device: ``"cpu"`` charges DDR; any other device charges its HBM, for every compute
-            kernel: replicas of ``fused_uvm`` homes are in HBM too.
+        options: Options with storage estimated without replicas.
+        compute_device: ``"cpu"`` = added to DDR; other devices = added to HBM, also for kernel
+            ``fused_uvm``, whose home rows are in host memory.
     """
     for option in options:
         num_bytes = replica_bytes(option)
@@ -166,8 +173,8 @@ def add_replica_storage(options: list[ShardingOption], compute_device: str) -> N
             shard.storage = shard.storage + extra
 
 
-def _kept(constrained: CacheParams | None) -> dict[str, Any]:
-    """TorchRec's own cache settings, from constraints."""
+def _cache_settings(constrained: CacheParams | None) -> dict[str, Any]:
+    """Returns TorchRec's own cache settings in the user's constraints."""
     if constrained is None:
         return {}
     return {field.name: getattr(constrained, field.name) for field in fields(CacheParams)}

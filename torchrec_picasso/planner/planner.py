@@ -1,7 +1,7 @@
-"""``hot_cold_planner``: TorchRec's planner with the hot/cold enumerator in it.
+"""``hot_cold_planner``: TorchRec's planner with the hot/cold enumerator.
 
-Partitioner, performance model and validation are TorchRec's, and so are the proposers of the plans
-that are tried where the decided one does not fit (:mod:`torchrec_picasso.planner.decided_plan`).
+The partitioner, the performance model and the validation are TorchRec's. TorchRec's proposers are
+used if the decided plan does not fit (:mod:`torchrec_picasso.planner.decided_plan`).
 """
 
 from __future__ import annotations
@@ -58,67 +58,70 @@ def hot_cold_planner(
     dense_ms: float | None = None,
     **planner_kwargs: Any,
 ) -> HotColdPlanner:
-    """Makes a TorchRec planner that decides which tables are hot/cold and which rows are hot.
+    """Creates a TorchRec planner that chooses hot/cold tables and hot rows.
 
-    The decision is made when ``plan`` or ``collective_plan`` sees the model; ``planner.explain()``
-    shows it afterwards. Same inputs, same plan, in every process.
+    The choice is made in ``plan`` or ``collective_plan``; ``planner.explain()`` shows it
+    afterwards. Equal inputs give equal plans, in every process.
 
     Args:
         topology: Devices to plan for.
-        stats: Lookup counts of the model's tables; needed for a total above 0. They also balance
-            the homes. Without them every row counts as looked up equally often.
-        hot_rows: ``None`` lets the cost model choose, for each table, between hot/cold and stock
-            and how many rows are hot, possibly none. A number is a total over all tables, spent on
-            the rows looked up most; ``0`` is the packed unique exchange without replicas. A mapping
-            ``{table: rows}`` is exactly that, and leaves tables it does not name to TorchRec.
-        curves: Measured costs, see :class:`torchrec_picasso.CommCurves`; ``None`` takes the
-            bandwidths of ``topology`` where the cost model has to choose.
+        stats: Lookup counts of the model's tables; required for a total above 0. They also balance
+            home blocks. Without them all rows count as looked up equally often.
+        hot_rows: ``None``: the cost model chooses hot/cold or stock for each table, and the number
+            of hot rows, possibly 0. A number: a total over all tables, for the most frequent rows;
+            ``0`` is the packed unique exchange without replicas. A mapping ``{table: rows}``: these
+            tables are hot/cold with these numbers of hot rows; TorchRec places the other tables.
+        curves: Measured costs, see :class:`torchrec_picasso.CommCurves`; ``None`` = the bandwidths
+            of ``topology``, if the cost model chooses.
         constraints: TorchRec's constraints by table name. A ``HotColdParams`` as ``cache_params``
-            makes its table hot/cold in that form; where the model chooses, with those hot rows.
-        batch_size: Samples per rank and step; TorchRec's default if ``None``.
-        num_waves: Waves of about equal volume that the hot/cold tables of a module travel in,
-            staggered by :class:`torchrec_picasso.InterleavedTrainPipeline`. They pay where batches
-            are not cut, as with BatchNorm; the figures are in docs/decisions.md.
-        dense_ms: Forward and backward of the model without its tables, per rank and step: what the
-            exchange is hidden under. ``None`` = what ``curves`` know of it (``torchrec-picasso
-            calibrate --config``), else 0, by which little is hidden.
-        planner_kwargs: Further arguments of TorchRec's ``EmbeddingShardingPlanner``.
+            makes its table hot/cold with that form, and with those hot rows if the cost model
+            chooses.
+        batch_size: Samples per rank and step; ``None`` = TorchRec's default.
+        num_waves: Number of waves of about equal volume for the hot/cold tables of a module,
+            staggered by :class:`torchrec_picasso.InterleavedTrainPipeline`. Several waves are
+            faster if batches are not split, as with BatchNorm; see docs/decisions.md.
+        dense_ms: Forward and backward of the model without tables, milliseconds per rank and step,
+            which hide the exchange. ``None`` = the times in ``curves`` (``torchrec-picasso
+            calibrate --config``), else 0.
+        planner_kwargs: Other arguments of TorchRec's ``EmbeddingShardingPlanner``.
 
     Returns:
-        An ``EmbeddingShardingPlanner``; where it fails, every rank of ``collective_plan`` raises.
+        An ``EmbeddingShardingPlanner``; if planning fails, all ranks of ``collective_plan`` raise.
 
     Raises:
-        PlanError: If an argument is not of its kind, or the curves are of a single rank.
+        PlanError: If an argument has the wrong type or range, or the curves are of a single rank.
 
     Warns:
         UserWarning: If the curves are of another world size or device.
     """
     if curves is not None and not isinstance(curves, CommCurves):
         raise PlanError(
-            f"curves is a {type(curves).__name__}, expected CommCurves; make them with "
+            f"curves is a {type(curves).__name__}, expected CommCurves; create it with "
             "CommCurves.measure or CommCurves.from_json"
         )
     if curves is not None:
         mismatch = curves.mismatch(world_size=topology.world_size, device=topology.compute_device)
         if mismatch is not None:
             warnings.warn(
-                f"{mismatch}: times are extrapolated; calibrate where you train", stacklevel=2
+                f"{mismatch}: times are extrapolated; calibrate on the training hardware",
+                stacklevel=2,
             )
     if stats is not None and not isinstance(stats, FrequencyStats):
         raise PlanError(
-            f"stats is a {type(stats).__name__}, expected FrequencyStats; make it with "
+            f"stats is a {type(stats).__name__}, expected FrequencyStats; create it with "
             "FrequencyStats.collect or FrequencyStats.from_parquet"
         )
     if "enumerator" in planner_kwargs:
         raise PlanError(
-            "enumerator was given, but hot_cold_planner brings its own; leave it out, or build an "
-            "EmbeddingShardingPlanner around a HotColdEnumerator yourself"
+            "enumerator was given, but hot_cold_planner creates its own; leave it out, or create "
+            "an EmbeddingShardingPlanner with a HotColdEnumerator"
         )
     if num_waves < 1:
         raise PlanError(f"num_waves is {num_waves}, expected at least 1")
     if dense_ms is not None and not dense_ms >= 0:
-        raise PlanError(f"dense_ms is {dense_ms}, expected a number of milliseconds from 0 on")
+        raise PlanError(f"dense_ms is {dense_ms}, expected milliseconds of at least 0")
     batch_size = batch_size or BATCH_SIZE
+    # a proposer of the caller replaces the decided plan
     if planner_kwargs.get("proposer") is None:
         planner_kwargs["proposer"] = DecidedPlan(_torchrec_proposers(topology.compute_device))
     return HotColdPlanner(
@@ -140,42 +143,44 @@ def hot_cold_planner(
 
 
 def _torchrec_proposers(device_type: str) -> list[Proposer]:
-    """TorchRec's own; on CPU without grid search, which is slow there and finds nothing more."""
+    """Returns TorchRec's proposers; on the CPU without grid search, which is slow and finds no
+    better plan there."""
     greedy = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
     return greedy if device_type == "cpu" else [GridSearchProposer(), *greedy]
 
 
 class HotColdPlanner(EmbeddingShardingPlanner):
-    """TorchRec's planner that can explain itself; made by :func:`hot_cold_planner`.
+    """TorchRec's planner with an explanation of the plan; created by :func:`hot_cold_planner`.
 
-    It reports a failure of rank 0 to every rank, where TorchRec leaves the others in a broadcast.
+    A failure of rank 0 is raised on all ranks; with TorchRec's planner the others wait in a
+    broadcast.
     """
 
     _enumerator: HotColdEnumerator
 
     @property
     def decision(self) -> Decision:
-        """What the last plan decided, on the rank that made it.
+        """The decision of the last plan, on the rank that made it.
 
         Raises:
-            PlanError: If there is no plan yet.
+            PlanError: If there is no plan yet, or nothing was decided.
         """
         decision = self._enumerator.decision
         if decision is None:
             raise PlanError(
-                "there is no decision to show: plan(model, sharders) comes first, on this rank "
+                "there is no decision yet: call plan(model, sharders) first, on this rank "
                 "(collective_plan decides on rank 0), with statistics, curves or hot_rows=None"
             )
         return decision
 
     def explain(self) -> pd.DataFrame:
-        """One line per table: what was chosen, what it costs, and why.
+        """Returns the placement of each table, and the reason.
 
         Returns:
-            See :func:`torchrec_picasso.decision.explain.explain` for the columns.
+            One line per table; columns as in :func:`torchrec_picasso.decision.explain.explain`.
 
         Raises:
-            PlanError: If there is no plan yet.
+            PlanError: If there is no plan yet, or nothing was decided.
         """
         return explain(self.decision)
 
@@ -183,11 +188,11 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         """Plans without a process group.
 
         Args:
-            module: The model before sharding.
+            module: The unsharded model.
             sharders: Sharders of its embedding modules.
 
         Raises:
-            PlanError: If the tables do not fit; names the largest and the memory that would do.
+            PlanError: If the tables do not fit; names the largest table and the required memory.
         """
         try:
             plan = super().plan(module, sharders)
@@ -204,47 +209,46 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         sharders: list[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Plans on the first rank of ``pg`` and broadcasts the plan.
-
-        Collective: every rank of ``pg`` calls this, in the same order.
+        """Plans on the first rank of ``pg`` and broadcasts the plan. Collective.
 
         Args:
-            module: The model before sharding.
-            sharders: Sharders of its embedding modules; TorchRec's own if ``None``.
-            pg: Process group; the default one if ``None``.
+            module: The unsharded model.
+            sharders: Sharders of its embedding modules; ``None`` = TorchRec's own.
+            pg: Process group; ``None`` = the default group.
 
         Returns:
-            The same plan on every rank.
+            The plan, equal on all ranks.
 
         Raises:
-            PlanError: On the other ranks, with the first rank's message, if planning failed there;
-                the first rank raises its own error.
+            PlanError: On the other ranks, with the message of the first rank, if planning failed;
+                the first rank raises the original error.
         """
         failure: Exception | None = None
-        outcome: list[Any] = [None, None]
+        outcome: list[Any] = [None, None]  # plan, error message
         if dist.get_rank(pg) == 0:
             try:
                 outcome[0] = self.plan(module, sharders or get_default_sharders())
             except Exception as error:
                 failure = error
                 outcome[1] = f"{type(error).__name__}: {error}"
+        # a failure is broadcast as well: otherwise the other ranks would wait until the timeout
         dist.broadcast_object_list(outcome, group_src=0, group=pg)
         if failure is not None:
             raise failure
         if outcome[1] is not None:
-            raise PlanError(f"rank 0 could not make the plan: {outcome[1]}")
+            raise PlanError(f"planning failed on rank 0: {outcome[1]}")
         return outcome[0]
 
 
 def _log(decision: Decision) -> None:
-    """Says what was planned; a plan without a hot/cold table is a warning with its reason."""
+    """Logs a summary of the plan; without hot/cold tables, a warning with the reason."""
     reason = why_nothing_is_hot_cold(decision)
     if reason is not None:
-        _LOGGER.warning("no table is hot/cold, so this package changes nothing: %s", reason)
+        _LOGGER.warning("no table is hot/cold, so this package has no effect: %s", reason)
         return
     summary = summarize(decision)
     _LOGGER.info(
-        "%d tables hot/cold (%d as bags) with %d hot rows, %d stock; predicted step %.1f ms",
+        "%d tables hot/cold (%d owner-pooled) with %d hot rows, %d stock; predicted step %.1f ms",
         summary["hot_cold_tables"],
         summary["bag_tables"],
         summary["hot_rows"],

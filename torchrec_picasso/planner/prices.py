@@ -1,8 +1,8 @@
-"""Writes the cost model's milliseconds into TorchRec's options, for its partitioner to balance.
+"""Writes the cost model's predictions into TorchRec's options, for TorchRec's partitioner.
 
-TorchRec adds up the ``Perf`` of the shards on a rank and compares ranks. ``Perf.total`` leaves out
-the input dist, so its cost goes with the forward exchange. A table whose bags travel loads its one
-home as a table-wise table does; a table whose rows travel loads all ranks alike.
+TorchRec sums the ``Perf`` of the shards on a rank and compares ranks. ``Perf.total`` excludes the
+input dist, so its cost is added to the forward exchange. An owner-pooled table has the cost of a
+table-wise one, on its home rank; a row-exchanged table that of a row-wise one, on all ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["price_options"]
 
 
 def price_options(options: Sequence[ShardingOption], decision: Decision) -> list[ShardingOption]:
-    """Sets the times of options by what their table adds to a step of tables of that sharding type.
+    """Sets ``Perf`` of options to what the table adds to a step of tables of that sharding type.
 
     Args:
-        options: TorchRec's options, hot/cold ones among them.
-        decision: The tables that have a price.
+        options: All options, including hot/cold ones.
+        decision: The tables with a predicted cost.
 
     Returns:
-        The options without a price, whose times are TorchRec's to estimate.
+        The options without a predicted cost, which TorchRec estimates.
     """
     world_size, works = decision.world_size, decision.works
     costs = {
@@ -39,7 +39,7 @@ def price_options(options: Sequence[ShardingOption], decision: Decision) -> list
         if cost is None:
             unpriced.append(option)
             continue
-        # a shard that serves all ranks alone does their shares too
+        # costs are means over ranks: a single shard has the work of all W ranks
         share = world_size / len(option.shards)
         perf = Perf(
             fwd_compute=cost.forward_compute_ms * share,

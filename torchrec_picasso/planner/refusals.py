@@ -1,8 +1,9 @@
-"""What the sharder would refuse, known while planning.
+"""Finds, while planning, the tables that the sharder would refuse.
 
-The reasons are the sharder's own (:mod:`torchrec_picasso.storage.exactness`), asked with the
-settings that TorchRec will hand it: the sharder's ``fused_params``, over them those of an optimizer
-fused into the table, over them the user's constraints.
+The reasons come from the functions that the sharder calls
+(:mod:`torchrec_picasso.storage.exactness`), with the settings that TorchRec will pass: the
+sharder's ``fused_params``, overridden by the optimizer fused into the table, overridden by the
+user's constraints.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_picasso.placement import Form, HotColdParams
+from torchrec_picasso.planner.hot_options import optimizer_class
 from torchrec_picasso.storage.exactness import (
     HOT_COLD_KERNELS,
     Refusal,
@@ -33,18 +35,18 @@ from torchrec_picasso.storage.exactness import (
     why_not_its_rows,
 )
 
-__all__ = ["TableRefusals", "asked_form", "refusals_of", "why_no_bags"]
+__all__ = ["TableRefusals", "required_form", "refusals_of", "why_no_bags"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableRefusals:
-    """What one table cannot be.
+    """The refused placements of one table.
 
     Args:
-        hot_cold: Why it cannot be hot/cold at all, or ``None``.
-        hot_rows: Why none of its rows can be hot, or ``None``.
-        is_offered: Whether its options have one for its form with a kernel for it, whatever else.
-        is_only_hot_cold: Whether TorchRec has no kernel for its optimizer here, and ours has.
+        hot_cold: Reason why the table cannot be hot/cold; ``None`` = it can.
+        hot_rows: Reason why it cannot have hot rows; ``None`` = it can.
+        is_offered: Whether its options include a hot/cold sharding type and kernel.
+        is_only_hot_cold: Whether only this package has a kernel for its optimizer on this device.
     """
 
     hot_cold: Refusal | None = None
@@ -59,31 +61,30 @@ def refusals_of(
     sharder_fused_params: dict[str, Any] | None,
     device_type: str,
 ) -> TableRefusals:
-    """What the sharder would refuse of a table.
+    """Collects the refusals of one table.
 
     Args:
         options: All of TorchRec's options of the table.
         config: TorchRec's configuration of the table.
-        sharder_fused_params: What the sharder was made with.
+        sharder_fused_params: ``fused_params`` of the sharder.
         device_type: ``"cpu"`` or ``"cuda"``.
     """
     refusal = why_not_its_rows(config)
     if refusal is not None:
         return TableRefusals(hot_cold=refusal)
     data_type = config.data_type
-    first, as_bags = options[0], asked_form(options) == "bags"
-    sharding_type = ShardingType.TABLE_WISE if as_bags else ShardingType.ROW_WISE
+    first, is_owner_pooled = options[0], required_form(options) == "bags"
+    sharding_type = ShardingType.TABLE_WISE if is_owner_pooled else ShardingType.ROW_WISE
     kernels = [o.compute_kernel for o in options if o.sharding_type == sharding_type.value]
     able = [kernel for kernel in kernels if kernel in HOT_COLD_KERNELS]
     params = _fused_params(first, sharder_fused_params)
     if isinstance(params, Refusal):
         return TableRefusals(hot_cold=params, is_offered=bool(able))
     refusal = why_not_exact(params, data_type=data_type, device_type=device_type)
-    no_bags = why_no_bags(options) if as_bags else None
+    no_bags = why_no_bags(options) if is_owner_pooled else None
+    # the first reason counts: settings, form, options, memory
     if refusal is None and no_bags is not None:
-        refusal = Refusal(
-            what=f"its bags were asked for, but {no_bags}", instead="ask for form='rows'"
-        )
+        refusal = Refusal(what=f"form='bags' was requested, but {no_bags}", instead=_USE_ROWS)
     if refusal is None and not kernels:
         refusal = _NO_ROW_WISE
     if refusal is None:
@@ -92,15 +93,15 @@ def refusals_of(
             refusal = Refusal(what=f"it {in_memory.what}", instead=in_memory.instead)
     return TableRefusals(
         hot_cold=refusal,
-        hot_rows=_BAGS_HAVE_ONE_HOME if as_bags else why_no_hot_rows(params, data_type=data_type),
+        hot_rows=_NO_REPLICAS if is_owner_pooled else why_no_hot_rows(params, data_type=data_type),
         is_offered=bool(able),
         is_only_hot_cold=refusal is None and is_updated_only_here(params, device_type=device_type),
     )
 
 
-_BAGS_HAVE_ONE_HOME = Refusal(
-    what="its bags were asked for, which are pooled at one home",
-    instead="ask for form='rows'",
+_USE_ROWS = "request form='rows'"
+_NO_REPLICAS = Refusal(
+    what="form='bags' was requested, and owner-pooled tables have no replicas", instead=_USE_ROWS
 )
 _NO_ROW_WISE = Refusal(
     what="its sharder or its constraints do not allow hot/cold",
@@ -111,33 +112,34 @@ _NO_ROW_WISE = Refusal(
 def _fused_params(
     option: ShardingOption, sharder_fused_params: dict[str, Any] | None
 ) -> dict[str, Any] | Refusal:
-    """TBE arguments as TorchRec will make them, FBGEMM types.
+    """Computes the TBE arguments that TorchRec will pass, FBGEMM types.
 
     Source:
         TorchRec ``distributed/embeddingbag.py`` ``create_sharding_infos_by_sharding``.
     """
-    of_optimizer = dict(getattr(option.tensor, "_optimizer_kwargs", [{}])[0])
-    optimizer = getattr(option.tensor, "_optimizer_classes", [None])[0]
-    if optimizer is not None and "optimizer" not in of_optimizer:
+    # copied, because the fused optimizer must not change
+    optimizer_kwargs = dict(getattr(option.tensor, "_optimizer_kwargs", [{}])[0])
+    optimizer = optimizer_class(option)
+    if optimizer is not None and "optimizer" not in optimizer_kwargs:
         try:
-            of_optimizer["optimizer"] = optimizer_type_to_emb_opt_type(optimizer)
+            optimizer_kwargs["optimizer"] = optimizer_type_to_emb_opt_type(optimizer)
         except ValueError:
             return Refusal(
                 what=f"TorchRec cannot fuse the optimizer {optimizer.__name__}",
                 instead="use one of torchrec.optim",
             )
-    asked = ParameterSharding(
+    constrained = ParameterSharding(
         sharding_type=ShardingType.ROW_WISE.value,
         compute_kernel=option.compute_kernel,
         stochastic_rounding=option.stochastic_rounding,
         output_dtype=option.output_dtype,
     )
-    merged = merge_fused_params(sharder_fused_params, of_optimizer)
-    return convert_to_fbgemm_types(add_params_from_parameter_sharding(merged, asked))
+    merged = merge_fused_params(sharder_fused_params, optimizer_kwargs)
+    return convert_to_fbgemm_types(add_params_from_parameter_sharding(merged, constrained))
 
 
-def asked_form(options: Sequence[ShardingOption]) -> Form | None:
-    """What of a table shall travel, where the user's constraints say so.
+def required_form(options: Sequence[ShardingOption]) -> Form | None:
+    """Returns the exchange that the user's constraints require; ``None`` = no requirement.
 
     Args:
         options: All of TorchRec's options of the table.
@@ -147,16 +149,16 @@ def asked_form(options: Sequence[ShardingOption]) -> Form | None:
 
 
 def why_no_bags(options: Sequence[ShardingOption]) -> str | None:
-    """Why the bags of a table cannot travel, or ``None``.
+    """Returns the reason why a table cannot be owner-pooled; ``None`` = it can.
 
     Args:
         options: All of TorchRec's options of the table.
     """
     module = options[0].module[1]
     if isinstance(module, EmbeddingCollection):
-        return "it gives sequences, not bags"
+        return "its output is sequences, not bags"
     if not isinstance(module, EmbeddingBagCollection):
-        return "feature processors weigh its lookups where the batch is"
+        return "feature processors weight its lookups on the rank of the batch"
     kernels = {
         option.compute_kernel
         for option in options

@@ -25,7 +25,7 @@ class Census:
     hot_uses_H: Tensor
     """Access counts of the hot rows by slot, float32."""
     candidate_ids_C: Tensor
-    """Packed ids of the most used cold rows of each owner rank, int64."""
+    """Packed ids of the most used cold rows of each home rank, int64."""
     candidate_uses_C: Tensor
     """Access counts of the candidates, float32."""
 
@@ -69,7 +69,7 @@ def take_census(group: RowGroup, packs: Sequence[int], most_P: Sequence[int]) ->
 
 
 def _most_used(group: RowGroup, pack: int, uses_n: Tensor, most: int) -> Tensor:
-    """Selects this rank's most used owned rows.
+    """Selects this rank's most used home rows.
 
     Returns:
         Packed ids and access counts, float64, ``(2, most)``, padded with id -1.
@@ -86,9 +86,9 @@ def ids_of_home_rows(space: IdSpace, pack: int, rank: int, rows_n: Tensor) -> Te
     """Converts rows of a rank's storage to packed ids.
 
     Args:
-        space: The packed ids and their owner ranks.
+        space: The packed ids and their home ranks.
         pack: Pack of the rows.
-        rank: Owner rank of the rows.
+        rank: Home rank of the rows.
         rows_n: Rows in the rank's storage of the pack, int64.
 
     Returns:

@@ -57,22 +57,22 @@ def change_hot_rows(
 def _hand_over_uses(
     group: RowGroup, pack: int, census: Census, leaving_s: Tensor, ids_H: Tensor
 ) -> None:
-    """Writes the counts of leaving rows to their owner ranks."""
+    """Writes the counts of leaving rows to their home ranks."""
     uses = group.storages[pack].uses
     assert uses is not None
     block_s, row_s = group.space.find_blocks(ids_H[leaving_s])
-    # every rank knows the sum over ranks, which the owner rank continues
+    # the sum over ranks, equal on all ranks; the home rank continues counting from it
     is_here_s = group.space.block_rank_TW[block_s] == group.ranks.rank
     uses.homes_n[row_s[is_here_s]] = census.hot_uses_H[leaving_s][is_here_s]
 
 
 def _take_over_uses(uses: RowUses, homes: HotHomes, old_slot_H: Tensor) -> None:
-    """Reorders counts as the replicas; an entering row's count stays with its owner rank."""
+    """Reorders counts as the replicas; an entering row's count stays with its home rank."""
     uses.replicas_h = torch.where(
         old_slot_H >= 0, uses.replicas_h[old_slot_H.clamp(min=0)], uses.replicas_h.new_zeros(())
     )
     entering = homes.of_slots(old_slot_H < 0)
-    # only the owner rank sets the count of an entering row, since slots are summed over ranks
+    # only the home rank sets the count of an entering row, since slots are summed over ranks
     uses.replicas_h[entering.own_slots()] = uses.homes_n[entering.own_rows_h]
     uses.homes_n[entering.own_rows_h] = 0.0
 

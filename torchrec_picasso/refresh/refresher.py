@@ -1,7 +1,7 @@
 """Counts accesses during training, and refreshes the hot set at intervals.
 
-A hot set changes between two steps and on all ranks alike; the number of hot rows does not change.
-Leaving rows return to their owner ranks with their optimizer state, entering rows come with theirs,
+A hot set changes between two steps and equally on all ranks; the number of hot rows is constant.
+Leaving rows return to their home ranks with their optimizer state, entering rows come with theirs,
 so every row has the same weights and state as without the change.
 """
 
@@ -27,9 +27,8 @@ __all__ = ["Refreshed", "Refresher"]
 
 _log = logging.getLogger(__name__)
 
-
 _SAVED_A_SLOT = 4
-"""Cold rows of an owner rank per replica when counts are saved; further rows rarely become hot."""
+"""Cold rows of a home rank per replica when counts are saved; further rows rarely become hot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class Refreshed:
         moved_bytes: Weights and optimizer state of these rows, as each rank receives them.
         coverage: Share of accesses since the last evaluation or check that hit hot rows; an access
             is a batch of one rank that looks the row up. 0 without any access.
-        home_uses_W: Accesses to cold rows of each owner rank in that time.
+        home_uses_W: Accesses to cold rows of each home rank in that time.
     """
 
     step: int
@@ -67,7 +66,7 @@ class Refresher:
         self._groups = groups
         self._packs_of = [(group, packs) for group in groups if (packs := _packs_with_hot(group))]
         self._step = 0
-        self._looked_at = 0
+        self._evaluated_at = 0
         self._num_batches = 0.0  # of all ranks, decayed like the counts
         self._best_coverage = 0.0
         self._is_first_check = True
@@ -95,19 +94,19 @@ class Refresher:
 
     def saved_uses(self) -> SavedUses:
         """Collects the access counts so far. Collective."""
-        self._settle()
+        self._rescale()
         uses_by_table: dict[str, tuple[Tensor, Tensor]] = {}
         for group, packs in self._packs_of:
             most_P = [_SAVED_A_SLOT * group.storages[pack].num_hot_rows for pack in packs]
             uses_by_table |= collect_uses(group, packs, most_P)
-        return SavedUses(num_batches=self._num_batches, of_tables=uses_by_table)
+        return SavedUses(num_batches=self._num_batches, uses_by_table=uses_by_table)
 
     def go_on_with(self, saved: SavedUses) -> None:
         """Continues from another run's counts; all ranks call it, before the first step."""
-        self._settle()
+        self._rescale()
         self._num_batches = saved.num_batches
         for group, packs in self._packs_of:
-            give_uses(group, packs, saved.of_tables)
+            give_uses(group, packs, saved.uses_by_table)
 
     def step(self) -> Refreshed | None:
         """Ends a training step. Collective in steps with an evaluation or a check.
@@ -118,14 +117,14 @@ class Refresher:
         if not self._packs_of:
             return None
         self._step += 1
-        self._fade()
-        since = self._step - self._looked_at
+        self._decay()
+        since = self._step - self._evaluated_at
         if since >= self.policy.every_steps:
-            return self.look()
+            return self._evaluate(*self._coverage())
         if self.policy.check_steps is None or since % self.policy.check_steps:
             return None
         # A check only measures the coverage; an early evaluation follows if it fell.
-        coverage, _ = self._coverage()
+        coverage, home_uses_W = self._coverage()
         self._begin_window()
         least = self.policy.coverage_kept * self._best_coverage
         # The best coverage follows the first check after an evaluation down: if the evaluation
@@ -134,36 +133,36 @@ class Refresher:
             self._best_coverage = max(coverage, least)
             self._is_first_check = False
         elif coverage < least and 2 * since >= self.policy.every_steps:
-            return self.look(coverage)
+            return self._evaluate(coverage, home_uses_W)
         return None
 
-    def look(self, coverage: float | None = None) -> Refreshed:
+    def _evaluate(self, coverage: float, home_uses_W: tuple[int, ...]) -> Refreshed:
         """Evaluates the hot sets now, and changes them where counts justify it. Collective.
 
         Args:
-            coverage: Coverage since the last check, if it is already known.
+            coverage: Share of accesses to hot rows since the last evaluation or check.
+            home_uses_W: Accesses to cold rows of each home rank in that time.
         """
-        found, home_uses_W = self._coverage()
-        self._settle()
+        self._rescale()
         num_moved = moved_bytes = 0
         for group, packs in self._packs_of:
-            moved, group_bytes = self._look_at(group, packs)
+            moved, group_bytes = self._refresh_group(group, packs)
             num_moved += moved
             moved_bytes += group_bytes
         self._begin_window()
-        self._looked_at, self._is_first_check = self._step, True
+        self._evaluated_at, self._is_first_check = self._step, True
         refreshed = Refreshed(
             step=self._step,
             num_hot=self.num_hot,
             num_moved=num_moved,
             moved_bytes=moved_bytes,
-            coverage=found if coverage is None else coverage,
+            coverage=coverage,
             home_uses_W=home_uses_W,
         )
         _log.info("hot set refreshed: %s", refreshed)
         return refreshed
 
-    def _look_at(self, group: RowGroup, packs: Sequence[int]) -> tuple[int, int]:
+    def _refresh_group(self, group: RowGroup, packs: Sequence[int]) -> tuple[int, int]:
         """Evaluates the hot rows of one module, and changes them. Collective.
 
         Returns:
@@ -200,7 +199,7 @@ class Refresher:
         ]
 
     def _coverage(self) -> tuple[float, tuple[int, ...]]:
-        """Share of accesses to hot rows, and accesses by owner rank. Collective."""
+        """Share of accesses to hot rows, and accesses by home rank. Collective."""
         group, _ = self._packs_of[0]
         ranks = group.ranks
         uses = list(self._uses())
@@ -211,13 +210,13 @@ class Refresher:
         total = sum(hot_W) + sum(cold_W)
         return (sum(hot_W) / total if total else 0.0), tuple(cold_W)
 
-    def _fade(self) -> None:
+    def _decay(self) -> None:
         """Decays all counts, so that later steps weigh more."""
         self._num_batches = self._num_batches * self.policy.fading + self._packs_of[0][0].ranks.size
         for uses in self._uses():
             uses.fade(self.policy.fading)
 
-    def _settle(self) -> None:
+    def _rescale(self) -> None:
         """Rescales all counts so that the latest access counts 1."""
         for uses in self._uses():
             uses.settle()

@@ -1,6 +1,6 @@
 """Access counts by table: a later run continues from them, under any plan and number of ranks.
 
-Only the most used cold rows of each owner rank are saved.
+Only the most used cold rows of each home rank are saved.
 
 Shape letters: n rows, P packs.
 """
@@ -26,17 +26,17 @@ class SavedUses:
 
     Args:
         num_batches: Number of counted batches over all ranks, decayed like the counts.
-        of_tables: Rows, int64, ascending, and their counts, float32, both ``(n,)``, by table name.
+        uses_by_table: Rows, int64, ascending, and counts, float32, both ``(n,)``, by table name.
     """
 
     num_batches: float
-    of_tables: Mapping[str, tuple[Tensor, Tensor]]
+    uses_by_table: Mapping[str, tuple[Tensor, Tensor]]
 
 
 def collect_uses(
     group: RowGroup, packs: Sequence[int], most_P: Sequence[int]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Collects the counts of one module from all ranks; counts must be settled. Collective.
+    """Collects the counts of one module from all ranks; counts must be rescaled. Collective.
 
     Args:
         group: The tables of the module.
@@ -83,7 +83,7 @@ def give_uses(
         rows_n, uses_n = (tensor.to(group.device) for tensor in uses_by_table[name])
         is_row_n = rows_n < end - base
         ids_n, uses_n = rows_n[is_row_n] + base, uses_n[is_row_n]
-        # hot rows by binary search: counts of slots go to rank 0, counts of cold rows to owners
+        # hot rows by binary search: counts of slots go to rank 0, counts of cold rows to home ranks
         hot_ids_H = group.hot.ids_H[start_P1[pack] : start_P1[pack + 1]]
         slot_n = torch.searchsorted(hot_ids_H, ids_n).clamp(max=len(hot_ids_H) - 1)
         is_hot_n = hot_ids_H[slot_n] == ids_n

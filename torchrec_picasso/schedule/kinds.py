@@ -1,6 +1,6 @@
 """The operations of a schedule and their kinds: collective or not, stream, dependencies.
 
-This file contains everything that a schedule, its check and its executor know of an operation; the
+Schedules, their check and their executor read the properties of operations from this file; the
 method of the same name in ``operations.py`` runs it.
 """
 

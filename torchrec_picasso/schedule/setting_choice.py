@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.schedule.setting_trial import Trial
 
-__all__ = ["Clock", "SettingChoice", "candidates", "pieces_for"]
+__all__ = ["NUM_MICRO_BATCHES", "Clock", "SettingChoice", "candidates", "pieces_for"]
 
 _log = logging.getLogger(__name__)
 
-_NUM_MICRO_BATCHES = (1, 2, 4, 8, 16)
+NUM_MICRO_BATCHES = (1, 2, 4, 8, 16)
+"""Numbers of micro-batches that are tried and priced."""
 _FEWEST_SAMPLES = 64
 """Smaller micro-batches keep no core busy for longer than their operators take to start."""
 
@@ -33,7 +34,7 @@ def pieces_for(num_samples: int) -> tuple[int, ...]:
     Args:
         num_samples: Samples of the largest batch of a rank.
     """
-    return tuple(k for k in _NUM_MICRO_BATCHES if k == 1 or num_samples >= _FEWEST_SAMPLES * k)
+    return tuple(k for k in NUM_MICRO_BATCHES if k == 1 or num_samples >= _FEWEST_SAMPLES * k)
 
 
 class Clock(Protocol):
@@ -45,7 +46,7 @@ class Clock(Protocol):
 
 def candidates(num_micro_batches: int | None, lookahead: bool | None) -> list[Setting]:
     """Returns the allowed settings, simplest first; ``None`` = all values that may be fastest."""
-    numbers = _NUM_MICRO_BATCHES if num_micro_batches is None else (num_micro_batches,)
+    numbers = NUM_MICRO_BATCHES if num_micro_batches is None else (num_micro_batches,)
     if lookahead is not None:
         return [Setting(k, lookahead) for k in numbers]
     # Lookahead is tried both ways for whole batches only, see setting_trial.py.

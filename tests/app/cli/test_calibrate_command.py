@@ -82,7 +82,7 @@ def test_one_rank_sends_nothing_and_is_no_basis_for_a_plan(
     assert CommCurves.from_json(out).ms("all_reduce", 1e9) == 0
     config.write_text("data: {num_tables: 2, row_scale: 0.001}\n")
     argv = ["plan", "--config", str(config), "--curves", str(out), "--world-size", "2"]
-    assert "the curves are of 1 rank, which sends nothing" in error_of(argv, capsys)
+    assert "the curves are of 1 rank, without communication" in error_of(argv, capsys)
 
 
 @pytest.mark.parametrize(

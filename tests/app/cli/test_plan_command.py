@@ -181,10 +181,10 @@ def test_statistics_of_other_tables_are_refused_by_name(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("not json", "does not hold curves"),
-        ("[1, 2]", "does not hold curves"),
-        ("{}", "does not hold curves"),
-        ('{"format_version": 99}', "does not hold curves: format version 99, expected 1"),
+        ("not json", "does not contain curves"),
+        ("[1, 2]", "does not contain curves"),
+        ("{}", "does not contain curves"),
+        ('{"format_version": 99}', "does not contain curves: format version 99, expected 1"),
         (None, "there is no curves file"),
     ],
 )
@@ -204,9 +204,9 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["--world-size", "0"], "--world-size: expected at least 2, got 0"),
     (["--world-size", "-4"], "--world-size: expected at least 2, got -4"),
     (["--memory-gib", "nan"], "--memory-gib"),
-    (["--hot-rows", "-1"], "-1 hot rows were asked for"),
-    (["--hot-rows", "100000000"], "100000000 hot rows were asked for"),
-    (["--hot-rows", "5"], "hot_rows=5 asks for the most frequent rows"),
+    (["--hot-rows", "-1"], "-1 hot rows were requested"),
+    (["--hot-rows", "100000000"], "100000000 hot rows were requested"),
+    (["--hot-rows", "5"], "hot_rows=5 requires the most frequent rows"),
     (["--stats", "DIR/none"], "there is no statistics file DIR/none"),
     (["--json", "DIR/no/plan.json"], "DIR/no"),
     (["--plot", "DIR/no/plan.png"], "DIR/no"),

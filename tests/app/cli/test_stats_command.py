@@ -182,7 +182,7 @@ REFUSALS: list[tuple[list[str], str]] = [
         ["CLICKS", "--features", "article,user", "--rows", "user=5", "--hash", *OUT],
         "--hash: expected --rows for every feature, none for article",
     ),
-    ([*CLICKS, "--hot-rows", "99"], "99 hot rows were asked for, but the number for the tables"),
+    ([*CLICKS, "--hot-rows", "99"], "99 hot rows were requested for the tables"),
     (["DIR/none", "--features", "a", *OUT], "DIR/none: no such file; name Parquet files, not"),
     (["CONFIG", "--features", "a", *OUT], "CONFIG: not readable as Parquet ("),
     (["DIR/none", "--config", "CRITEO", *OUT], "DIR/none: no such file; give a Criteo file"),

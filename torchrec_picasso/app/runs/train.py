@@ -163,7 +163,7 @@ def _beside(trainer: Trainer, config: TrainConfig, ranks: int) -> Callable[[Path
     def write(path: Path) -> None:
         write_hot_rows(path, hot_rows)
         if uses is not None:
-            write_uses(path, uses.num_batches, uses.of_tables)
+            write_uses(path, uses.num_batches, uses.uses_by_table)
         if setting is not None:
             write_setting(path, setting, ranks, config.data.batch_size)
 
@@ -200,7 +200,7 @@ def _resume(
         )
     uses = read_uses(path)
     if uses is not None:
-        trainer.go_on_with(SavedUses(num_batches=uses[0], of_tables=uses[1]))
+        trainer.go_on_with(SavedUses(num_batches=uses[0], uses_by_table=uses[1]))
     setting = read_setting(path, ranks, config.data.batch_size)
     if setting is not None:
         trainer.settle_on(setting)
