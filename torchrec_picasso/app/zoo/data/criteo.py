@@ -1,9 +1,8 @@
 """Criteo samples as endless batches, each rank taking its own samples of the same global batch.
 
-The file is one circle of samples, read in order: after the last sample comes the first. A run of
-``heldout_steps`` global batches is kept out of that circle, the first one or, to train as often as
-there are folds, a later one. Every rank reads the whole file and drops the other ranks' samples:
-simple and the same for both formats, at W times the reading.
+The file is read in order, again and again, without one run of ``heldout_steps`` global batches:
+the first, or for cross-validation a later one (``heldout_fold``). Every rank reads the whole file
+and drops the other ranks' samples: simple and the same for both formats, at W times the reading.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
 from torchrec_picasso.app.config import DataConfig
-from torchrec_picasso.app.zoo.data.criteo_columns import CriteoColumns
 from torchrec_picasso.app.zoo.data.criteo_files import SampleChunk, read_criteo
-from torchrec_picasso.app.zoo.data.source import make_batch
+from torchrec_picasso.app.zoo.data.source import CriteoColumns, make_batch
 from torchrec_picasso.errors import ConfigError, PicassoError
 
 __all__ = ["CriteoSource", "hash_ids", "log_dense"]
@@ -44,10 +42,7 @@ class CriteoSource(CriteoColumns):
     def batches(self, rank: int, world_size: int, start_step: int = 0) -> Iterator[Batch]:
         """This rank's share of the global batches from ``start_step`` on, without end.
 
-        Args:
-            rank: This rank; it takes samples ``[rank * B, (rank + 1) * B)`` of a global batch.
-            world_size: Ranks that share a global batch.
-            start_step: First step; the samples before it are read and dropped.
+        Samples before ``start_step`` are read and dropped.
 
         Raises:
             PicassoError: If the file is malformed, or has no full global batch left for training.
@@ -76,31 +71,29 @@ class CriteoSource(CriteoColumns):
         return self._data.batch_size * world_size
 
     def _heldout(self, world_size: int) -> tuple[int, int]:
-        """Samples kept out: the first, and the first one behind them."""
+        """Positions of the held-out samples in the file: first, and one past the last."""
         num_samples = self._data.heldout_steps * self._global_size(world_size)
         return self._data.heldout_fold * num_samples, (self._data.heldout_fold + 1) * num_samples
 
     def _num_needed(self, world_size: int) -> int:
-        """Samples that a file must have, so that a global batch is left to train on."""
-        first, behind = self._heldout(world_size)
-        return max(behind, behind - first + self._global_size(world_size))
+        """Samples that a file needs to have a global batch left to train on."""
+        first, end = self._heldout(world_size)
+        return max(end, end - first + self._global_size(world_size))
 
     def _share(self, chunk: SampleChunk, rank: int) -> Batch:
         size = self._data.batch_size
         mine = chunk.slice(rank * size, (rank + 1) * size)
-        rows_F = np.array([table.num_embeddings for table in self._tables], dtype=np.int64)
+        rows_F = np.array([table.num_embeddings for table in self.tables], dtype=np.int64)
         return make_batch(
             mine.labels_N,
             log_dense(mine.dense_NI),
             hash_ids(mine.ids_NF, rows_F),
-            [table.feature for table in self._tables],
+            [table.feature for table in self.tables],
         )
 
 
 def hash_ids(ids_NF: NDArray[np.int64], rows_F: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Hashed ids to row ids: ``id % rows``.
-
-    A missing value is the id -1, an id like any other: it takes the table's last row.
+    """Maps hashed ids to row ids: ``id % rows``. A missing id, -1, gets the last row.
 
     Args:
         ids_NF: Ids, shape ``(N, F)``.
@@ -113,7 +106,7 @@ def hash_ids(ids_NF: NDArray[np.int64], rows_F: NDArray[np.int64]) -> NDArray[np
 
 
 def log_dense(dense_NI: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Integer features to ``log(1 + max(x, 0))``; a missing one becomes 0.
+    """Maps integer features to ``log(1 + max(x, 0))``; a missing one becomes 0.
 
     Source:
         facebookresearch/dlrm, data_utils.py: the transform of its published Criteo results.
@@ -122,24 +115,24 @@ def log_dense(dense_NI: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 class _Circle:
-    """The samples of a file but for a run of them, again and again, cut into pieces.
+    """The samples of a file without a range of them, repeated without end.
 
     Args:
         path: The file.
-        first: Where the run begins that is left out.
-        behind: The first sample behind it.
+        first: First sample of the range that is left out.
+        end: One past its last sample.
         num_needed: Samples that the file must have.
     """
 
-    def __init__(self, path: Path, first: int, behind: int, num_needed: int) -> None:
+    def __init__(self, path: Path, first: int, end: int, num_needed: int) -> None:
         self._path = path
-        self._first, self._behind = first, behind
+        self._first, self._end = first, end
         self._num_needed = num_needed
         self._chunks = self._endless()
         self._rest: SampleChunk | None = None
 
     def take(self, num_samples: int, keep: bool) -> SampleChunk | None:
-        """The next samples, or ``None`` where they are to be passed over."""
+        """Returns the next samples, or skips them and returns ``None``."""
         parts: list[SampleChunk] = []
         while num_samples:
             chunk = self._rest if self._rest is not None else next(self._chunks)
@@ -154,7 +147,7 @@ class _Circle:
             num_seen = 0
             for chunk in read_criteo(self._path):
                 before = max(0, min(len(chunk), self._first - num_seen))
-                after = max(0, min(len(chunk), self._behind - num_seen))
+                after = max(0, min(len(chunk), self._end - num_seen))
                 num_seen += len(chunk)
                 for start, stop in ((0, before), (after, len(chunk))):
                     if start < stop:

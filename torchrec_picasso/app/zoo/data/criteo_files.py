@@ -1,7 +1,7 @@
 """Reads Criteo samples from Parquet or from Criteo's published text, a chunk at a time.
 
-Both formats give the same chunks, so everything behind this file knows only one. A chunk is a few
-tens of megabytes whatever the size of the file; the format is told by the file's first bytes.
+Both formats give the same chunks, of some tens of megabytes for any size of file. The first bytes
+of the file determine the format.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrec_picasso.errors import PicassoError
 __all__ = ["SampleChunk", "read_criteo", "DENSE_COLUMNS", "ID_COLUMNS", "MISSING_ID"]
 
 MISSING_ID = -1
-"""The id that stands for a missing categorical value."""
+"""Id of a missing categorical value."""
 
 DENSE_COLUMNS = tuple(f"i{index + 1}" for index in range(NUM_DENSE))
 ID_COLUMNS = tuple(f"c{index + 1}" for index in range(26))
@@ -42,7 +42,7 @@ class SampleChunk:
     """N consecutive samples as the file holds them.
 
     Args:
-        labels_N: Clicks, 0 or 1, float32, shape ``(N,)``.
+        labels_N: Labels, 0 or 1, float32, shape ``(N,)``.
         dense_NI: Integer features as float32, NaN where missing, shape ``(N, 13)``.
         ids_NF: Hashed ids, int64, :data:`MISSING_ID` where missing, shape ``(N, 26)``.
     """
@@ -64,7 +64,7 @@ class SampleChunk:
 
 
 def read_criteo(path: str | Path) -> Iterator[SampleChunk]:
-    """Reads one pass over a Criteo file.
+    """Reads a Criteo file once.
 
     Args:
         path: Parquet with the columns ``label, i1..i13, c1..c26`` (null = missing), or Criteo's
@@ -201,7 +201,7 @@ def _int_ids(column: pa.Array) -> NDArray[np.int64]:
 
 
 def _hex_ids(column: pa.Array, path: Path, name: str, num_lines_before: int) -> NDArray[np.int64]:
-    """Hexadecimal text to int64, one column at once: pad to 8 digits, then 8 table look-ups."""
+    """Parses hexadecimal text of a whole column: pads to 8 digits, then 8 table lookups."""
     digits = pc.utf8_lpad(column.fill_null("0"), width=_HEX_DIGITS, padding="0")
     too_long_N = np.asarray(pc.greater(pc.binary_length(digits), _HEX_DIGITS))
     if not too_long_N.any():
