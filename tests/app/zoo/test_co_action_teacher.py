@@ -74,7 +74,7 @@ def test_a_source_takes_its_labels_from_the_teacher() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"labels": "co_action"}, "labels: co_action looks at histories, which kind criteo has"),
+        ({"labels": "co_action"}, "labels: co_action needs histories, and kind criteo has none"),
         ({"labels": "sines", "kind": "clicks"}, "labels: only generated samples of kind criteo"),
         ({"labels": "sines", "path": "x"}, "labels: only generated samples of kind criteo"),
     ],

@@ -112,7 +112,7 @@ def test_a_fold_behind_the_end_of_the_file(tmp_path: Path) -> None:
     for stream in (behind.batches(0, 1), behind.heldout(0, 1)):
         with pytest.raises(PicassoError, match=": 60 samples, but 64 are needed"):
             list(itertools.islice(stream, 9))
-    with pytest.raises(ConfigError, match="heldout_fold: only a Criteo file has others"):
+    with pytest.raises(ConfigError, match="heldout_fold: only a Criteo file has several"):
         DataConfig(heldout_fold=1)
 
 
