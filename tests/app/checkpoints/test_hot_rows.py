@@ -24,6 +24,7 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.options.refresh import Refresh
+from torchrec_picasso.refresh.saved_uses import SavedUses
 
 NUM_HOT = 20
 OFTEN = Refresh(every_steps=4, half_life_steps=50, deviations=0.0)
@@ -66,7 +67,7 @@ def test_a_resumed_run_goes_on_with_its_hot_rows(tmp_path: Path) -> None:
     said = ranks[0]["said"]
     assert f"{NUM_HOT} hot rows are those of {tmp_path / 'cut' / 'step_00000004'}" in said
     anew = (
-        f"hot rows were chosen anew: those of {tmp_path / 'cut' / 'step_00000008'} are of another"
+        f"hot rows were chosen again: those of {tmp_path / 'cut' / 'step_00000008'} are of another"
     )
     assert anew in said
     before, after = (read_hot_rows(tmp_path / "cut" / f"step_{step:08d}") for step in (4, 8))
@@ -113,10 +114,11 @@ ROWS, USES = torch.tensor([1, 4]), torch.tensor([0.5, 3.0])
 
 def test_uses_come_back(tmp_path: Path) -> None:
     assert read_uses(tmp_path) is None
-    write_uses(tmp_path, 7.5, {"t": (ROWS, USES)})
-    num_batches, of_tables = read_uses(tmp_path) or (0, {})
-    assert num_batches == 7.5
-    torch.testing.assert_close(of_tables, {"t": (ROWS, USES)})
+    write_uses(tmp_path, SavedUses(num_batches=7.5, of_tables={"t": (ROWS, USES)}))
+    saved = read_uses(tmp_path)
+    assert saved is not None
+    assert saved.num_batches == 7.5
+    torch.testing.assert_close(saved.of_tables, {"t": (ROWS, USES)})
 
 
 @pytest.mark.parametrize(

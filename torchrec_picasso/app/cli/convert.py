@@ -1,4 +1,4 @@
-"""``torchrec-picasso convert``: a training checkpoint as one file of an unsharded state dict."""
+"""``torchrec-picasso convert``: writes a checkpoint's weights as one unsharded state dict."""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ class DataConfig(Rules):
             ]
         if self.heldout_fold and (self.path is None or self.kind != "criteo"):
             return [
-                f"heldout_fold: only a Criteo file has several, got {self.heldout_fold}; remove it, "
-                "or set path and kind criteo"
+                f"heldout_fold: only a Criteo file has several, got {self.heldout_fold}; remove "
+                "it, or set path and kind criteo"
             ]
         if self.kind == "fields" and self.path is not None:
             return [

@@ -1,8 +1,8 @@
-"""Quality checks: a model trains as stock trains it, or learns more than another one.
+"""Figures of a training on held-out samples, and a paired bootstrap of their difference.
 
-Two models are compared on the same held-out samples, so an interval of the difference of their
-areas under the ROC curve is drawn by a paired bootstrap: samples are drawn with replacement, and
-both models are judged on the same draw. Of several tasks figures are means over the tasks.
+Two models are compared on the same held-out samples, so the interval of their AUC difference comes
+from a paired bootstrap: samples are drawn with replacement, and both models are evaluated on the
+same draw. Figures of several tasks are means over the tasks.
 
 Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13: percentiles.
 
@@ -36,17 +36,17 @@ __all__ = [
 
 _DRAWS = 400
 _PERCENTILES = (2.5, 97.5)
-_LEAST_CHANCE = 1e-7  # of a label, so that one sample cannot make a mean infinite
+_LEAST_CHANCE = 1e-7  # so one sample cannot make the log loss infinite
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a training gave.
+    """Results of a training.
 
     Args:
-        losses: Of every global batch.
-        labels_NT: Of the held-out samples of all ranks.
-        scores_NT: Their predicted probabilities.
+        losses: Losses of the global batches.
+        labels_NT: Labels of the held-out samples of all ranks.
+        scores_NT: Predicted probabilities of these samples.
     """
 
     losses: list[float]
@@ -68,13 +68,13 @@ class Scores:
 
     @property
     def log_loss(self) -> float:
-        """Cross-entropy, a mean over samples and tasks."""
+        """Cross-entropy, averaged over samples and tasks."""
         chances_NT = np.clip(self.scores_NT.astype(np.float64), _LEAST_CHANCE, 1 - _LEAST_CHANCE)
         is_one_NT = self.labels_NT > 0.5
         return float(-np.log(np.where(is_one_NT, chances_NT, 1 - chances_NT)).mean())
 
-    def of(self, samples_n: NDArray[np.int64]) -> Scores:
-        """Those of some samples."""
+    def take(self, samples_n: NDArray[np.int64]) -> Scores:
+        """The scores of given samples."""
         return dataclasses.replace(
             self, labels_NT=self.labels_NT[samples_n], scores_NT=self.scores_NT[samples_n]
         )
@@ -82,7 +82,7 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A difference, and where it is by 95 %."""
+    """A difference with its 95 % interval."""
 
     difference: float
     low: float
@@ -90,13 +90,7 @@ class Interval:
 
 
 def as_hot_cold(config: TrainConfig, hot_rows: int, num_micro_batches: int) -> TrainConfig:
-    """The same training with every table hot/cold, in micro-batches, with lookahead.
-
-    Args:
-        config: What is trained.
-        hot_rows: Over all tables.
-        num_micro_batches: Of a batch.
-    """
+    """The same training with all tables hot/cold, micro-batches and lookahead."""
     return dataclasses.replace(
         config,
         sharding=dataclasses.replace(config.sharding, placement="hot_cold", hot_rows=hot_rows),
@@ -105,7 +99,7 @@ def as_hot_cold(config: TrainConfig, hot_rows: int, num_micro_batches: int) -> T
 
 
 def as_stock(config: TrainConfig) -> TrainConfig:
-    """The same training by stock TorchRec: whole tables under ``TrainPipelineSparseDist``."""
+    """The same training with stock TorchRec: table-wise under ``TrainPipelineSparseDist``."""
     sharding = dataclasses.replace(config.sharding, placement="table_wise")
     return dataclasses.replace(
         config, sharding=sharding, pipeline=PipelineConfig(kind="sparse_dist")
@@ -113,12 +107,9 @@ def as_stock(config: TrainConfig) -> TrainConfig:
 
 
 def score_on_rank(rank: int, world_size: int, config: TrainConfig) -> Scores:
-    """Trains and predicts the held-out samples. Collective: the main function of every rank.
+    """Trains without checkpoints, and predicts the held-out samples.
 
-    Args:
-        rank: This rank.
-        world_size: Ranks in the default process group.
-        config: What is trained; checkpoints are not written.
+    Collective: the main function of every rank.
     """
     quiet_upstream()
     source = make_source(config.data, config.seed)
@@ -131,22 +122,22 @@ def score_on_rank(rank: int, world_size: int, config: TrainConfig) -> Scores:
 def paired_bootstrap(
     ours_F: Sequence[Scores], other_F: Sequence[Scores], seed: int = 0
 ) -> Interval:
-    """The difference of two models' areas under the curve, a mean over folds, with its interval.
+    """The AUC difference of two models, averaged over folds, with its interval.
 
-    Samples are drawn within their fold: those of two folds were judged by different trainings.
+    Samples are drawn within their fold, since folds have different trainings.
 
     Args:
-        ours_F: One model's, of each fold's training.
-        other_F: The other's, of the same samples.
-        seed: Draws.
+        ours_F: Scores of one model by fold.
+        other_F: Scores of the other model for the same samples.
+        seed: Seed of the draws.
     """
     rng = np.random.default_rng(seed)
     differences = []
     for _ in range(_DRAWS):
         draws_F = [rng.integers(len(ours), size=len(ours)) for ours in ours_F]
         differences.append(
-            mean_auc([ours.of(draw_N) for ours, draw_N in zip(ours_F, draws_F)])
-            - mean_auc([other.of(draw_N) for other, draw_N in zip(other_F, draws_F)])
+            mean_auc([ours.take(draw_N) for ours, draw_N in zip(ours_F, draws_F)])
+            - mean_auc([other.take(draw_N) for other, draw_N in zip(other_F, draws_F)])
         )
     low, high = np.percentile(differences, _PERCENTILES)
     difference = mean_auc(ours_F) - mean_auc(other_F)
@@ -154,5 +145,5 @@ def paired_bootstrap(
 
 
 def mean_auc(scores_F: Sequence[Scores]) -> float:
-    """Area under the curve, a mean over folds."""
+    """AUC, averaged over folds."""
     return float(np.mean([scores.auc for scores in scores_F]))
