@@ -37,7 +37,7 @@ class _Command:
         name: str,
         help: str,
         description: str,
-        examples: tuple[str, ...],
+        *examples: str,
     ) -> None:
         lines = (f"  {example}" for example in examples)
         self.parser = subcommands.add_parser(
@@ -68,17 +68,15 @@ def _demo(subcommands: _Subcommands) -> None:
     command = _Command(
         subcommands,
         "demo",
-        help="compare stock TorchRec with this package",
-        description=(
+        "compare stock TorchRec with this package",
+        (
             "Trains a model twice from equal weights on the same batches: with the fastest stock "
             "plan of TorchRec and with hot/cold sharding. Prints a table, writes demo.json and "
             "demo.png."
         ),
-        examples=(
-            "torchrec-picasso demo",
-            "torchrec-picasso demo --data day_0.tsv --hot-rows 20000 --out criteo_demo",
-            "torchrec-picasso demo --model din",
-        ),
+        "torchrec-picasso demo",
+        "torchrec-picasso demo --data day_0.tsv --hot-rows 20000 --out criteo_demo",
+        "torchrec-picasso demo --model din",
     )
     command.text(
         "--data",
@@ -110,9 +108,9 @@ def _models(subcommands: _Subcommands) -> None:
     _Command(
         subcommands,
         "models",
-        help="list the models that a configuration can name",
-        description="Lists models with their groups of columns and their sizes.",
-        examples=("torchrec-picasso models",),
+        "list the models that a configuration can name",
+        "Lists models with their groups of columns and their sizes.",
+        "torchrec-picasso models",
     )
 
 
@@ -120,17 +118,17 @@ def _stats(subcommands: _Subcommands) -> None:
     command = _Command(
         subcommands,
         "stats",
-        help="count how often each row is looked up",
-        description=(
+        "count how often each row is looked up",
+        (
             "Counts the ids of data files in one pass, writes the statistics that planning needs "
             "and prints a line per table."
         ),
-        examples=(
+        (
             "torchrec-picasso stats day_0.parquet day_1.parquet --features user,item "
-            "-o stats.parquet",
-            "torchrec-picasso stats day_0.tsv --config configs/dlrm_criteo.yaml -o stats.parquet",
-            "torchrec-picasso stats --config configs/dlrm_criteo.yaml -o stats.parquet",
+            "-o stats.parquet"
         ),
+        "torchrec-picasso stats day_0.tsv --config configs/dlrm_criteo.yaml -o stats.parquet",
+        "torchrec-picasso stats --config configs/dlrm_criteo.yaml -o stats.parquet",
     )
     parser = command.parser
     parser.add_argument("files", nargs="*", metavar="FILES", help="Parquet files of samples")
@@ -167,18 +165,15 @@ def _calibrate(subcommands: _Subcommands) -> None:
     command = _Command(
         subcommands,
         "calibrate",
-        help="measure the network and the local work for the planner",
-        description=(
+        "measure the network and the local work for the planner",
+        (
             "Measures all-to-all, all-reduce, reduce-scatter and all-gather on the ranks, fits "
             "latency and bandwidth, and measures the local work of a step, with --config also the "
             "dense part of a model. Spawns its ranks on this machine, or uses those of torchrun."
         ),
-        examples=(
-            "torchrec-picasso calibrate --ranks 2 -o curves.json",
-            "torchrec-picasso calibrate --ranks 2 --config configs/dlrm_criteo.yaml -o curves.json",
-            "torchrun --nnodes 2 --nproc-per-node 4 ... -m torchrec_picasso calibrate "
-            "-o curves.json",
-        ),
+        "torchrec-picasso calibrate --ranks 2 -o curves.json",
+        "torchrec-picasso calibrate --ranks 2 --config configs/dlrm_criteo.yaml -o curves.json",
+        ("torchrun --nnodes 2 --nproc-per-node 4 ... -m torchrec_picasso calibrate -o curves.json"),
     )
     command.out("JSON file to write")
     command.integer(
@@ -206,14 +201,14 @@ def _plan(subcommands: _Subcommands) -> None:
     command = _Command(
         subcommands,
         "plan",
-        help="decide hot rows and placements for a cluster, and say why",
-        description=(
+        "decide hot rows and placements for a cluster, and say why",
+        (
             "Plans the model of a configuration for N ranks, on any machine: prints the placement "
             "of each table with the reason, then the predicted step."
         ),
-        examples=(
+        (
             "torchrec-picasso plan --config configs/dlrm_criteo.yaml --stats stats.parquet \\\n"
-            "      --curves curves.json --world-size 16 --plot plan.png",
+            "      --curves curves.json --world-size 16 --plot plan.png"
         ),
     )
     command.config()
@@ -238,21 +233,22 @@ def _train(subcommands: _Subcommands) -> None:
     command = _Command(
         subcommands,
         "train",
-        help="train a model from a configuration file",
-        description=(
+        "train a model from a configuration file",
+        (
             "Trains a model, evaluates its AUC on held-out samples, writes checkpoints and resumes "
             "from them. Spawns its ranks, or uses those of torchrun."
         ),
-        examples=(
-            "torchrec-picasso train --config configs/dlrm_criteo.yaml",
-            "torchrec-picasso train --config configs/dlrm_criteo.yaml --resume",
+        "torchrec-picasso train --config configs/dlrm_criteo.yaml",
+        "torchrec-picasso train --config configs/dlrm_criteo.yaml --resume",
+        (
             "torchrec-picasso train --config configs/dlrm_criteo.yaml --profile 3 "
-            "--profile-out steps.svg",
-            "torchrec-picasso train --config configs/din_taobao.yaml",
-            "torchrun --nproc-per-node 2 -m torchrec_picasso train "
-            "--config configs/dlrm_criteo.yaml",
+            "--profile-out steps.svg"
+        ),
+        "torchrec-picasso train --config configs/din_taobao.yaml",
+        ("torchrun --nproc-per-node 2 -m torchrec_picasso train --config configs/dlrm_criteo.yaml"),
+        (
             "torchrun --nproc-per-node 2 --max-restarts 3 -m torchrec_picasso train --config FILE "
-            "--resume auto",
+            "--resume auto"
         ),
     )
     command.config()
@@ -278,16 +274,14 @@ def _convert(subcommands: _Subcommands) -> None:
     command = _Command(
         subcommands,
         "convert",
-        help="turn a checkpoint into one plain file",
-        description=(
+        "turn a checkpoint into one plain file",
+        (
             "Writes the weights of a training checkpoint, of any plan and number of ranks, as one "
             "unsharded state dict: model.load_state_dict(torch.load(FILE, weights_only=True)). "
             "Starts no ranks; needs as much memory as the model has weights."
         ),
-        examples=(
-            "torchrec-picasso convert --checkpoint runs/dlrm -o dlrm.pt",
-            "torchrec-picasso convert --checkpoint runs/dlrm/step_00000200 -o dlrm_200.pt",
-        ),
+        "torchrec-picasso convert --checkpoint runs/dlrm -o dlrm.pt",
+        "torchrec-picasso convert --checkpoint runs/dlrm/step_00000200 -o dlrm_200.pt",
     )
     command.parser.add_argument(
         "--checkpoint",
@@ -302,17 +296,19 @@ def _quality(subcommands: _Subcommands) -> None:
     command = _Command(
         subcommands,
         "quality",
-        help="check that models train as stock does, and learn what they should",
-        description=(
+        "check that models train as stock does, and learn what they should",
+        (
             "Runs checks: losses and AUC of a model equal stock TorchRec's, its AUC is above "
             "another model's, or its AUC or loss has a known value. Fails if a check does not hold."
         ),
-        examples=(
-            "torchrec-picasso quality --config configs/quality.yaml",
+        "torchrec-picasso quality --config configs/quality.yaml",
+        (
             "torchrec-picasso quality --config configs/quality.yaml "
-            "--only din_parity can_above_din --seed 1",
+            "--only din_parity can_above_din --seed 1"
+        ),
+        (
             "torchrec-picasso quality --config configs/quality.yaml "
-            "--json benchmarks/results/quality.json",
+            "--json benchmarks/results/quality.json"
         ),
     )
     command.config("YAML file of checks")

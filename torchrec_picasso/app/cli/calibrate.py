@@ -29,12 +29,7 @@ _MIN_BYTES = 4 << 10
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the subcommand.
-
-    Raises:
-        PicassoError: If an argument or the output's folder cannot be used.
-        RankError: If a rank fails.
-    """
+    """Runs the subcommand; raises PicassoError for unusable input."""
     if args.max_mib * (1 << 20) < _MIN_BYTES:
         raise ConfigError(f"--max-mib: expected at least 0.004 (4 KiB), got {args.max_mib:g}")
     if not args.budget > 0:

@@ -61,12 +61,7 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the subcommand.
-
-    Raises:
-        PicassoError: If an argument, the data or the output folder cannot be used.
-        RankError: If a rank fails.
-    """
+    """Runs the subcommand; raises PicassoError for unusable input."""
     spec = demo_spec(args)
     folder = Path(args.out)
     try:

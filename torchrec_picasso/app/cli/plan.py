@@ -34,11 +34,7 @@ _GIB, _MIB, _MB = 1 << 30, 1 << 20, 1e6
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the subcommand.
-
-    Raises:
-        PicassoError: If an argument or a file cannot be used, or the tables do not fit.
-    """
+    """Runs the subcommand; raises PicassoError for unusable input."""
     check_outputs(args, "json", "plot")
     if args.memory_gib is not None and not args.memory_gib > 0:
         raise ConfigError(f"--memory-gib: expected more than 0, got {args.memory_gib:g}")

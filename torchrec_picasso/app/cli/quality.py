@@ -10,19 +10,14 @@ from typing import Any
 from torchrec_picasso.app.cli.outputs import check_outputs, write_result
 from torchrec_picasso.app.config.load import load_rules
 from torchrec_picasso.app.config.quality import QualityConfig
-from torchrec_picasso.app.runs.checks import Checker
+from torchrec_picasso.app.runs.quality import Checker
 from torchrec_picasso.errors import ConfigError, PicassoError
 
 __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the subcommand.
-
-    Raises:
-        PicassoError: If a file cannot be used, or a check does not hold.
-        RankError: If a rank fails.
-    """
+    """Runs the subcommand; raises PicassoError for unusable input."""
     checks = load_rules(QualityConfig, args.config).checks or {}
     unknown = [name for name in args.only or () if name not in checks]
     if unknown or not checks:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
+
 from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.config import TrainConfig
 from torchrec_picasso.app.runs.compare import CompareSpec, SideResult
@@ -98,12 +100,8 @@ def print_comparison(comparison: Comparison) -> None:
         _row("CPU s per step", stock.cpu_s_per_step, ours.cpu_s_per_step, "{:.3f}", "less"),
         ("lookups served hot", "-", f"{ours.hot_share:.1%}", ""),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for index, (name, *cells) in enumerate(rows):
-        aligned = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:]))
-        print(f"  {name.ljust(widths[0])}  {aligned}".rstrip())
-        if index == 0:
-            print("  " + "-" * (sum(widths) + 6))
+    head, *body = rows
+    print(pd.DataFrame(body, columns=head).to_string(index=False))
     if comparison.max_relative_loss_difference > _ROUNDING:
         print(
             "  (sums in another order round differently; a ReLU whose input is that close to 0\n"

@@ -7,16 +7,16 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 from torchrec.datasets.utils import Batch
 
 from torchrec_picasso.app.cli.outputs import check_outputs, new_picture, save_picture
 from torchrec_picasso.app.config import DataConfig, TrainConfig, load_config
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.zoo.data.criteo import hash_ids, log_dense
-from torchrec_picasso.app.zoo.data.criteo_files import MISSING_ID, read_criteo
+from torchrec_picasso.app.zoo.data.criteo_files import MISSING_ID, is_parquet, read_criteo
 from torchrec_picasso.app.zoo.data.source import make_batch
 from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.app.zoo.tables import table_specs
@@ -25,22 +25,14 @@ from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_ro
 from torchrec_picasso.frequency.collect import count_lookups, model_tables
 from torchrec_picasso.frequency.files import CHUNK_ROWS, num_samples_of
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 __all__ = ["run"]
 
-_PARQUET_MAGIC = b"PAR1"
 _TEXT_BYTES_PER_CHUNK = 16 << 20  # approximate, for the progress bar
 _MOST_LABELS = 12
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the subcommand.
-
-    Raises:
-        PicassoError: If an argument, a file or the output cannot be used.
-    """
+    """Runs the subcommand; raises PicassoError for unusable input."""
     _check_arguments(args)
     config = load_config(args.config) if args.config else None
     if config is not None and args.files:
@@ -51,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         tables = model_tables(build_model(config, make_source(config.data, config.seed)))
         files = args.files or ([config.data.path] if config.data.path is not None else [])
-        if files and config.data.kind == "criteo" and all(_is_parquet(file) for file in files):
+        if files and config.data.kind == "criteo" and all(map(is_parquet, files)):
             stats = _count_parquet(args, files, tables, hash_ids=True, missing_id=MISSING_ID)
         else:
             stats = _count_batches(args, files, config, tables)
@@ -177,13 +169,6 @@ def _text_batches(file: str, data: DataConfig) -> Iterator[Batch]:
         yield make_batch(chunk.labels_N, log_dense(chunk.dense_NI), ids_BF, names)
 
 
-def _is_parquet(file: str) -> bool:
-    if not Path(file).is_file():
-        return False
-    with open(file, "rb") as opened:
-        return opened.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
-
-
 def _print_tables(summary: pd.DataFrame, batch_size: int) -> None:
     """Prints one line per table."""
     shown = {
@@ -199,14 +184,7 @@ def _print_tables(summary: pd.DataFrame, batch_size: int) -> None:
         "90 %": summary["rows_for_90"].map("{:,}".format),
         "lacks at most": summary["max_undercount"].map("{:g}".format),
     }
-    print()
-    widths = {name: max(map(len, [name, *column])) for name, column in shown.items()}
-    for line in ([*shown], *zip(*shown.values())):
-        first, *cells = [
-            cell.ljust(width) if name == "table" else cell.rjust(width)
-            for (name, width), cell in zip(widths.items(), line)
-        ]
-        print("  " + "  ".join([first, *cells]).rstrip())
+    print("\n" + pd.DataFrame(shown).to_string(index=False))
     lookups = float((summary["pooling_factor"] * batch_size).sum())
     unique = float(summary["unique_per_batch"].sum())
     share = f", {unique / lookups:.0%}" if lookups else ""

@@ -24,12 +24,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the subcommand.
-
-    Raises:
-        PicassoError: If the configuration, the data or the checkpoint folder cannot be used.
-        RankError: If a spawned rank fails.
-    """
+    """Runs the subcommand; raises PicassoError for unusable input."""
     config = load_config(args.config)
     spawns = not under_torchrun()
     world_size = config.ranks if spawns else int(os.environ.get("WORLD_SIZE", "1"))

@@ -2,8 +2,6 @@
 
 from torchrec_picasso.app.config.load import load_config, parse_config
 from torchrec_picasso.app.config.schema import (
-    CARDINALITY_NAMES,
-    PIPELINES,
     PLACEMENTS,
     CheckpointConfig,
     DataConfig,
@@ -29,6 +27,4 @@ __all__ = [
     "load_config",
     "parse_config",
     "PLACEMENTS",
-    "PIPELINES",
-    "CARDINALITY_NAMES",
 ]

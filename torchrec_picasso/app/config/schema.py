@@ -94,38 +94,40 @@ class DataConfig(Rules):
     )
 
     def cross_problems(self) -> list[str]:
-        """Refuses keys that do not fit the kind of the data."""
-        if self.labels == "co_action" and self.kind != "clicks":
-            return [
+        """Refuses keys that do not fit the kind of the data; the first problem is reported."""
+        is_criteo, is_file = self.kind == "criteo", self.path is not None
+        checks = (
+            (
+                self.labels == "co_action" and self.kind != "clicks",
                 f"labels: co_action needs histories, and kind {self.kind} has none; remove labels "
-                "or set kind to clicks"
-            ]
-        if self.labels == "sines" and (self.path is not None or self.kind != "criteo"):
-            return [
+                "or set kind to clicks",
+            ),
+            (
+                self.labels == "sines" and (is_file or not is_criteo),
                 "labels: only generated samples of kind criteo have sines; remove labels, or set "
-                "path to null and kind to criteo"
-            ]
-        if self.num_tasks > 1 and (self.path is not None or self.kind != "criteo"):
-            return [
+                "path to null and kind to criteo",
+            ),
+            (
+                self.num_tasks > 1 and (is_file or not is_criteo),
                 f"num_tasks: only generated samples of kind criteo have {self.num_tasks} labels; "
-                "remove num_tasks, or set path to null and kind to criteo"
-            ]
-        if self.heldout_fold and (self.path is None or self.kind != "criteo"):
-            return [
+                "remove num_tasks, or set path to null and kind to criteo",
+            ),
+            (
+                self.heldout_fold and not (is_criteo and is_file),
                 f"heldout_fold: only a Criteo file has several, got {self.heldout_fold}; remove "
-                "it, or set path and kind criteo"
-            ]
-        if self.kind == "fields" and self.path is not None:
-            return [
-                f"path: fields are generated, got {shown(self.path)}; remove path or change kind"
-            ]
-        is_file = self.kind == "criteo" and self.path is not None
-        if is_file and self.num_tables != NUM_CRITEO_TABLES:
-            return [
+                "it, or set path and kind criteo",
+            ),
+            (
+                self.kind == "fields" and is_file,
+                f"path: fields are generated, got {shown(self.path)}; remove path or change kind",
+            ),
+            (
+                is_criteo and is_file and self.num_tables != NUM_CRITEO_TABLES,
                 f"num_tables: a Criteo file feeds {NUM_CRITEO_TABLES} tables, got "
-                f"{self.num_tables}; remove num_tables or set path to null"
-            ]
-        return []
+                f"{self.num_tables}; remove num_tables or set path to null",
+            ),
+        )
+        return [problem for is_wrong, problem in checks if is_wrong][:1]
 
 
 @dataclass(frozen=True, kw_only=True)

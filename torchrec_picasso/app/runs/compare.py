@@ -79,9 +79,7 @@ class SideResult:
         sent_bytes_by_kind: The same by kind of collective.
         collectives_per_step: Collectives of rank 0 per step.
         step_ms: Wall time of a step, median over blocks.
-        cpu_s_per_step: CPU seconds of all ranks per step, median over blocks.
-        block_cpu_s_per_step: The same for each block.
-        samples_per_s: Samples of all ranks per second.
+        cpu_s_per_step: CPU seconds of all ranks, median over blocks.
         loopback_bytes_per_step: The kernel's byte count of ``lo`` per rank and step, if available.
         hot_share: Share of lookups served by a replica, 0 to 1.
     """

@@ -27,19 +27,11 @@ def predict_all(
 
     Collective: every rank of the default process group calls this, with as many batches.
     """
-    predicted = list(trainer.predict(batches))
-    scores, labels = (
-        torch.cat([_by_task(batch[index]) for batch in predicted]) for index in (0, 1)
-    )
+    labels, scores = (torch.cat(parts).cpu() for parts in zip(*trainer.predict(batches)))
     by_rank: list[tuple[Tensor, Tensor]] = [(labels, scores)] * dist.get_world_size()
     dist.all_gather_object(by_rank, (labels, scores))
     labels_NT, scores_NT = (torch.cat(parts).float().numpy() for parts in zip(*by_rank))
     return labels_NT, scores_NT
-
-
-def _by_task(values: Tensor) -> Tensor:
-    """Shape ``(B, T)``, also for one task's ``(B,)``."""
-    return values.reshape(len(values), -1).cpu()
 
 
 def areas_under_curves(

@@ -36,11 +36,6 @@ class PhaseTimes:
     forward_ms: float
     backward_ms: float
 
-    @property
-    def total_ms(self) -> float:
-        """The whole step."""
-        return self.input_dist_ms + self.forward_ms + self.backward_ms
-
 
 def bag_collection(rows_T: Sequence[int], dims_T: Sequence[int]) -> EmbeddingBagCollection:
     """Tables ``t_c1, t_c2, ...`` on the meta device, one feature each, with row-wise Adagrad."""

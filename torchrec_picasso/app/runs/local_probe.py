@@ -104,13 +104,6 @@ def _slowdown_by_sharing() -> float:
     return max(1.0, float(ratio) / dist.get_world_size())
 
 
-def _on_any_rank(is_here: bool) -> bool:
-    """Logical or over ranks. Collective."""
-    anywhere = torch.tensor(is_here, dtype=torch.int32)
-    dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-    return bool(anywhere)
-
-
 def _probe(
     placement_name: str,
     probe: _Probe,
@@ -137,8 +130,11 @@ def _probe(
         dist.barrier()
         start_s = time.perf_counter()
         taken = step.run(one_hot_batch(ids_TB).to(device))
-        if index == 0 and _on_any_rank(time.perf_counter() - start_s > _SLOW_STEP_S):
-            num_warmup, num_timed = _WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW
+        if index == 0:
+            slowest_s = torch.tensor(time.perf_counter() - start_s)
+            dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
+            if slowest_s > _SLOW_STEP_S:
+                num_warmup, num_timed = _WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW
         if index >= num_warmup:
             times.append([getattr(taken, f"{phase}_ms") for phase in PHASES])
             unique += sum(ids_B.unique().numel() for ids_B in ids_TB) / num_timed
@@ -146,6 +142,8 @@ def _probe(
     del step
     gc.collect()
     lookups = float(probe.tables * probe.batch_size)
+    # expected number of distinct rows in the batches of all ranks
+    updated_per_table = used * (1 - (1 - 1 / used) ** (probe.batch_size * pg.size()))
     buffered = lookups + 2 * unique if placement_name == "hot_cold" else 2 * lookups
     work = LocalWork(
         features=probe.tables,
@@ -154,15 +152,8 @@ def _probe(
         lookup_elements=lookups * probe.dim,
         row_elements=unique * probe.dim,
         buffer_elements=buffered * probe.dim,
-        updated=_updated_rows(probe, used, pg.size()),
+        updated=probe.tables * updated_per_table / pg.size(),
     )
     slowest = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return work, [median(times_ms) for times_ms in slowest.T.tolist()]
-
-
-def _updated_rows(probe: _Probe, used: int, world_size: int) -> float:
-    """Expected number of distinct rows in the batches of all ranks, per rank."""
-    return (
-        probe.tables * used * (1 - (1 - 1 / used) ** (probe.batch_size * world_size)) / world_size
-    )

@@ -79,13 +79,7 @@ def steps_at_once(config: TrainConfig, step: int) -> int:
 
 
 class Stretch(Iterator[Batch]):
-    """The batches of consecutive steps; the end may be moved closer while they are read.
-
-    Args:
-        batches: Source of the batches.
-        start: Steps trained before.
-        end: Steps trained after.
-    """
+    """The batches of steps ``start`` to ``end``; the end may move closer while they are read."""
 
     def __init__(self, batches: Iterator[Batch], start: int, end: int) -> None:
         self._batches = batches
@@ -112,7 +106,7 @@ class StepProfiler:
     Args:
         request: Steps to draw.
         config: The run.
-        first_step: Steps trained before it.
+        first_step: Steps trained before.
         pipeline: The train pipeline.
         before: Called on all ranks before the profile; ends other communication.
 
@@ -138,12 +132,7 @@ class StepProfiler:
             self._last_start = _last_start(config, first_step, request.num_steps)
 
     def after_step(self, step: int, stretch: Stretch) -> None:
-        """Starts the profile, if it is time to. Collective.
-
-        Args:
-            step: Steps trained.
-            stretch: Batches of the pipeline; ends with the profile.
-        """
+        """Starts the profile after ``step`` trained steps, if it is time to. Collective."""
         if self._request is None or self._profile is not None:
             return
         end = step + self._request.num_steps + _EXTRA_STEPS

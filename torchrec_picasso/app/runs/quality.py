@@ -1,30 +1,36 @@
-"""Figures of a training on held-out samples, and a paired bootstrap of their difference.
+"""Runs quality checks: trains both models of a check and compares their figures.
 
-Two models are compared on the same held-out samples, so the interval of their AUC difference comes
-from a paired bootstrap: samples are drawn with replacement, and both models are evaluated on the
-same draw. Figures of several tasks are means over the tasks.
+Both models are evaluated on the same held-out samples, so the interval of their AUC difference
+comes from a paired bootstrap: samples are drawn with replacement, the same for both models. Figures
+of several tasks are means over the tasks.
 
 Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13: percentiles.
 
-Shape letters: F folds, N held-out samples, T tasks.
+Shape letters: F folds, N held-out samples, S steps, T tasks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrec_picasso.app.config import PipelineConfig, TrainConfig
+from torchrec_picasso.app.config import ModelConfig, PipelineConfig, TrainConfig, load_config
+from torchrec_picasso.app.config.quality import ABOVE, PARITY, QualityCheck
 from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.evaluate import areas_under_curves, predict_all
 from torchrec_picasso.app.runs.trainer import Trainer
-from torchrec_picasso.app.zoo.registry import make_source
+from torchrec_picasso.app.zoo.registry import check_run, make_source
 
 __all__ = [
+    "CheckResult",
+    "Checker",
     "Interval",
     "Scores",
     "as_hot_cold",
@@ -34,6 +40,14 @@ __all__ = [
     "score_on_rank",
 ]
 
+_DATA_KEYS = (
+    *("batch_size", "heldout_steps", "cardinalities", "row_scale", "max_rows", "labels"),
+    "task_correlation",
+)
+"""Keys of a check that replace those of the same name in ``data``."""
+
+_ROUNDING = 1e-6
+"""Relative difference of losses from float32 sums in another order."""
 _DRAWS = 400
 _PERCENTILES = (2.5, 97.5)
 _LEAST_CHANCE = 1e-7  # so one sample cannot make the log loss infinite
@@ -147,3 +161,139 @@ def paired_bootstrap(
 def mean_auc(scores_F: Sequence[Scores]) -> float:
     """AUC, averaged over folds."""
     return float(np.mean([scores.auc for scores in scores_F]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """Result of a check.
+
+    Args:
+        holds: Whether the check holds.
+        summary: The measurements as text.
+        figures: The measurements by name.
+    """
+
+    holds: bool
+    summary: str
+    figures: dict[str, float]
+
+
+@dataclass
+class Checker:
+    """Runs checks; a training that several checks share is run once.
+
+    Args:
+        folder: Folder of the configurations.
+        seed: Seed of weights and generated samples; ``None`` = as configured.
+    """
+
+    folder: Path
+    seed: int | None = None
+    _cache: list[tuple[TrainConfig, Scores]] = field(default_factory=list)
+
+    def check(self, check: QualityCheck) -> CheckResult:
+        """Trains the models and compares them.
+
+        Raises:
+            PicassoError: If a configuration or its data cannot be used.
+            RankError: If a rank fails.
+        """
+        if check.kind == PARITY:
+            return self._parity(check)
+        return self._above(check) if check.kind == ABOVE else self._value(check)
+
+    def _parity(self, check: QualityCheck) -> CheckResult:
+        config = self._configured(check.config, check)
+        ours = self._score(as_hot_cold(config, check.hot_rows, check.num_micro_batches))
+        stock = self._score(as_stock(config))
+        losses, stock_losses = np.array(ours.losses), np.array(stock.losses)
+        difference_S = np.abs(losses - stock_losses) / np.abs(stock_losses)
+        largest = float(difference_S.max())
+        num_equal = int((difference_S <= _ROUNDING).cumprod().sum())
+        return CheckResult(
+            holds=largest <= check.max_loss_difference
+            and abs(ours.auc - stock.auc) <= check.max_auc_difference,
+            summary=f"{len(losses)} losses within {largest:.1e} of stock's, the first {num_equal} "
+            f"within {_ROUNDING:.0e}, AUC {ours.auc:.4f} and {stock.auc:.4f}",
+            figures={
+                **{"loss_difference": largest, "steps_alike": num_equal},
+                **{"auc": ours.auc, "stock_auc": stock.auc},
+            },
+        )
+
+    def _above(self, check: QualityCheck) -> CheckResult:
+        assert check.baseline is not None
+        ours_F = self._folds(check, self._configured(check.config, check))
+        other_F = self._folds(check, self._baseline(check.baseline, check))
+        interval = paired_bootstrap(ours_F, other_F)
+        auc, other_auc, num_samples = mean_auc(ours_F), mean_auc(other_F), _num_samples(ours_F)
+        return CheckResult(
+            holds=interval.low > check.least_margin,
+            summary=f"AUC {auc:.4f} and {other_auc:.4f}, {interval.difference:+.4f} "
+            f"({interval.low:+.4f} to {interval.high:+.4f}) on {num_samples:,} samples",
+            figures={
+                **{"auc": auc, "baseline_auc": other_auc, "samples": num_samples},
+                **{"difference": interval.difference, "low": interval.low, "high": interval.high},
+            },
+        )
+
+    def _value(self, check: QualityCheck) -> CheckResult:
+        assert check.value is not None
+        assert check.tolerance is not None
+        ours_F = self._folds(check, self._configured(check.config, check))
+        value = float(np.mean([getattr(ours, check.metric) for ours in ours_F]))
+        return CheckResult(
+            holds=abs(value - check.value) <= check.tolerance,
+            summary=f"{check.metric} {value:.4f}, expected {check.value:.4f} within "
+            f"{check.tolerance:g}, on {_num_samples(ours_F):,} samples",
+            figures={
+                **{check.metric: value, "value": check.value},
+                **{"tolerance": check.tolerance, "samples": _num_samples(ours_F)},
+            },
+        )
+
+    def _configured(self, name: str, check: QualityCheck) -> TrainConfig:
+        config = load_config(self.folder / name)
+        data = {"path": check.data, **{key: getattr(check, key) for key in _DATA_KEYS}}
+        return dataclasses.replace(
+            config,
+            steps=check.steps,
+            seed=config.seed if self.seed is None else self.seed,
+            data=dataclasses.replace(
+                config.data, **{key: value for key, value in data.items() if value is not None}
+            ),
+            model=_resized(config.model, check.sizes),
+            optimizer=check.optimizer,
+        )
+
+    def _baseline(self, name: str, check: QualityCheck) -> TrainConfig:
+        baseline = dataclasses.replace(
+            check,
+            sizes=check.baseline_sizes,
+            steps=check.baseline_steps or check.steps,
+            optimizer=check.baseline_optimizer or check.optimizer,
+        )
+        return self._configured(name, baseline)
+
+    def _folds(self, check: QualityCheck, config: TrainConfig) -> list[Scores]:
+        """Scores of one training per fold."""
+        folds = check.folds or (config.data.heldout_fold,)
+        data_F = [dataclasses.replace(config.data, heldout_fold=fold) for fold in folds]
+        return [self._score(dataclasses.replace(config, data=data)) for data in data_F]
+
+    def _score(self, config: TrainConfig) -> Scores:
+        for cached, scores in self._cache:
+            if cached == config:
+                return scores
+        check_run(config, config.ranks)
+        scores = run_ranks(score_on_rank, config.ranks, config, timeout_s=config.timeout_s)[0]
+        self._cache.append((config, scores))
+        return scores
+
+
+def _resized(model: ModelConfig, sizes: Mapping[str, Any] | None) -> ModelConfig:
+    return dataclasses.replace(model, sizes={**(model.sizes or {}), **(sizes or {})} or None)
+
+
+def _num_samples(scores_F: list[Scores]) -> int:
+    return sum(map(len, scores_F))

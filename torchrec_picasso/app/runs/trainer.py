@@ -64,6 +64,8 @@ class Trainer:
         name = placement or config.sharding.placement
         model = unsharded_model(config, source)
         tables = tables_of(model)
+        stats = _stats(config, source, model, pg.size()) if name == "hot_cold" else None
+        curves = config.sharding.curves if name == "hot_cold" else None
         _move_dense_part(model, self.device)
         self.placement: Placement = make_placement(
             name,
@@ -72,8 +74,8 @@ class Trainer:
             device_type=self.device.type,
             batch_size=config.data.batch_size,
             hot_rows=config.sharding.hot_rows,
-            stats=_stats(config, source, model, pg.size()) if name == "hot_cold" else None,
-            curves=_curves(config) if name == "hot_cold" else None,
+            stats=stats,
+            curves=None if curves is None else CommCurves.from_json(curves),
             num_waves=config.sharding.num_waves,
         )
         if change_plan is not None:
@@ -118,14 +120,11 @@ class Trainer:
         return torch.stack(list(self.steps(batches, num_steps)))
 
     def predict(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields click probabilities and labels of each batch without training. Collective.
-
-        Both have shape ``(B,)``, or for several tasks ``(B, tasks)``.
-        """
+        """Yields labels and click probabilities of each batch, ``(B, tasks)``. Collective."""
         self.model.eval()
         with torch.no_grad():
             for _, logits, labels in self._outputs(batches, None):
-                yield torch.sigmoid(logits), labels
+                yield labels.view(len(labels), -1), logits.sigmoid().view(len(labels), -1)
         self.model.train()
 
     def mean_over_ranks(self, losses: Tensor) -> list[float]:
@@ -179,11 +178,6 @@ def _stats(
         return None
     shares = (source.heldout(rank, world_size) for rank in range(world_size))
     return FrequencyStats.collect(itertools.chain.from_iterable(shares), model)
-
-
-def _curves(config: TrainConfig) -> CommCurves | None:
-    path = config.sharding.curves
-    return CommCurves.from_json(path) if path is not None else None
 
 
 def _fuse_table_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> None:

@@ -24,11 +24,8 @@ def build_din(
 ) -> ClickModel:
     """Builds a DIN with its loss, tables on the meta device.
 
-    Args:
-        clicks: Defines the tables and their rows; the table of a column is ``t_<column>``.
-        sequence_dim: Columns of the tables of targets and histories.
-        profile_dim: Columns of the other tables.
-        seed: Seed of the dense weights.
+    The table of a column is ``t_<column>``, with ``sequence_dim`` columns for targets and histories
+    and ``profile_dim`` for others; ``seed`` initialises the dense weights.
     """
     targets, profiles = tuple(clicks.targets), tuple(clicks.profiles)
     histories = tuple(map(history_of, targets))

@@ -16,13 +16,7 @@ __all__ = ["build_dlrm"]
 
 
 def build_dlrm(model: ModelConfig, tables: Sequence[TableSpec], seed: int) -> DLRMTrain:
-    """Builds a DLRM with its loss, tables on the meta device, towers initialised from ``seed``.
-
-    Args:
-        model: Widths.
-        tables: Tables, each with one feature.
-        seed: Seed of the towers.
-    """
+    """Builds a DLRM with its loss, tables on the meta device, towers initialised from ``seed``."""
     collection = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(

@@ -11,35 +11,18 @@ import re
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.distributed.types import ShardedTensor
 
 from torchrec_picasso.app.zoo.tables import Table
 
-__all__ = ["initial_rows", "write_initial_tables"]
+__all__ = ["write_initial_tables"]
 
 _TABLE_KEY = re.compile(r"\.(embedding_bags|embeddings)\.")
 
 
-def initial_rows(table: Table, index: int, seed: int) -> Tensor:
-    """Initial weights of a table: uniform in +-1/sqrt(rows), as TorchRec initialises tables.
-
-    Args:
-        table: The table.
-        index: Position of the table in the model; tables of equal size differ by it.
-        seed: Seed of the run.
-
-    Returns:
-        Float32, shape ``(num_embeddings, dim)``, on the CPU.
-    """
-    generator = torch.Generator().manual_seed(seed * 100_003 + index)
-    bound = 1.0 / math.sqrt(table.num_embeddings)
-    rows = torch.empty(table.num_embeddings, table.dim)
-    return rows.uniform_(-bound, bound, generator=generator)
-
-
 def write_initial_tables(sharded: nn.Module, tables: Sequence[Table], seed: int) -> None:
-    """Writes :func:`initial_rows` into the local shards of a model. Holds one table at a time.
+    """Initialises tables uniformly in +-1/sqrt(rows), as TorchRec does. Holds one table at a time.
 
     Args:
         sharded: A ``DistributedModelParallel``.
@@ -52,7 +35,10 @@ def write_initial_tables(sharded: nn.Module, tables: Sequence[Table], seed: int)
     state = sharded.state_dict()
     keys = {key.split(".")[-2]: key for key in state if _TABLE_KEY.search(key)}
     for index, table in enumerate(tables):
-        rows = initial_rows(table, index, seed)
+        generator = torch.Generator().manual_seed(seed * 100_003 + index)
+        bound = 1.0 / math.sqrt(table.num_embeddings)
+        rows = torch.empty(table.num_embeddings, table.dim)
+        rows.uniform_(-bound, bound, generator=generator)
         value = state[keys[table.name]]
         if not isinstance(value, ShardedTensor):
             value.copy_(rows)

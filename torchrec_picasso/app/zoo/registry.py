@@ -25,10 +25,6 @@ __all__ = ["build_model", "check_run", "check_source", "make_source"]
 def make_source(data: DataConfig, seed: int) -> BatchSource:
     """Opens the samples of a run: a file if ``data.path`` names one, else generated samples.
 
-    Args:
-        data: Kind, path, batch size and table sizes.
-        seed: Seed of all random draws; unused for a Criteo file.
-
     Raises:
         PicassoError: If a file of clicks cannot be used, or ``max_rows`` is too small for fields.
     """
@@ -43,12 +39,7 @@ def make_source(data: DataConfig, seed: int) -> BatchSource:
 def build_model(config: TrainConfig, source: BatchSource) -> nn.Module:
     """Builds the unsharded model of a run; its forward maps a batch to the loss and an output.
 
-    Args:
-        config: Model, features and seed.
-        source: Defines columns and their rows.
-
-    Returns:
-        The model: tables on the meta device, the rest initialised from the seed.
+    Tables are on the meta device, the rest is initialised from the seed.
 
     Raises:
         ConfigError: If the model is unknown, or does not fit the data.
@@ -70,10 +61,6 @@ def build_model(config: TrainConfig, source: BatchSource) -> nn.Module:
 def check_source(source: BatchSource, world_size: int) -> None:
     """Reads one held-out and one training batch, so bad input is found before ranks start.
 
-    Args:
-        source: The samples of the run.
-        world_size: Ranks that will share a global batch.
-
     Raises:
         PicassoError: If the file is missing, empty, malformed at its head, or too short.
     """
@@ -83,10 +70,6 @@ def check_source(source: BatchSource, world_size: int) -> None:
 
 def check_run(config: TrainConfig, world_size: int) -> None:
     """Builds samples and model once, so a bad configuration is found before ranks start.
-
-    Args:
-        config: The run.
-        world_size: Number of ranks.
 
     Raises:
         PicassoError: If the data or the model cannot be used.

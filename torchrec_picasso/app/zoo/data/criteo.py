@@ -47,11 +47,8 @@ class CriteoSource(CriteoColumns):
         Raises:
             PicassoError: If the file is malformed, or has no full global batch left for training.
         """
-        stream = _Circle(self._path, *self._heldout(world_size), self._num_needed(world_size))
-        for step in itertools.count():
-            chunk = stream.take(self._global_size(world_size), keep=step >= start_step)
-            if chunk is not None:
-                yield self._share(chunk, rank)
+        batches = self._global_batches(*self._heldout(world_size), world_size)
+        return (self._share(batch, rank) for batch in itertools.islice(batches, start_step, None))
 
     def heldout(self, rank: int, world_size: int) -> Iterator[Batch]:
         """This rank's share of the ``heldout_steps`` global batches that are kept out.
@@ -60,12 +57,11 @@ class CriteoSource(CriteoColumns):
             PicassoError: If the file is malformed or has fewer samples.
         """
         first, _ = self._heldout(world_size)
-        global_size = self._global_size(world_size)
-        stream = _Circle(self._path, 0, first, self._num_needed(world_size))
-        for _ in range(self._data.heldout_steps):
-            chunk = stream.take(global_size, keep=True)
-            assert chunk is not None
-            yield self._share(chunk, rank)
+        batches = self._global_batches(0, first, world_size)
+        return (
+            self._share(batch, rank)
+            for batch in itertools.islice(batches, self._data.heldout_steps)
+        )
 
     def _global_size(self, world_size: int) -> int:
         return self._data.batch_size * world_size
@@ -75,10 +71,33 @@ class CriteoSource(CriteoColumns):
         num_samples = self._data.heldout_steps * self._global_size(world_size)
         return self._data.heldout_fold * num_samples, (self._data.heldout_fold + 1) * num_samples
 
-    def _num_needed(self, world_size: int) -> int:
-        """Samples that a file needs to have a global batch left to train on."""
-        first, end = self._heldout(world_size)
-        return max(end, end - first + self._global_size(world_size))
+    def _global_batches(self, first: int, end: int, world_size: int) -> Iterator[SampleChunk]:
+        """The samples of the file without ``first`` to ``end``, repeated, in global batches."""
+        size = self._global_size(world_size)
+        heldout_first, heldout_end = self._heldout(world_size)
+        num_needed = max(heldout_end, heldout_end - heldout_first + size)  # one batch to train on
+        parts: list[SampleChunk] = []
+        num_missing = size
+        while True:
+            num_seen = 0
+            for chunk in read_criteo(self._path):
+                before = max(0, min(len(chunk), first - num_seen))
+                after = max(0, min(len(chunk), end - num_seen))
+                num_seen += len(chunk)
+                for start, stop in ((0, before), (after, len(chunk))):
+                    while start < stop:
+                        taken = min(stop - start, num_missing)
+                        parts.append(chunk.slice(start, start + taken))
+                        start, num_missing = start + taken, num_missing - taken
+                        if not num_missing:
+                            yield _concat(parts)
+                            parts, num_missing = [], size
+            if num_seen < num_needed:
+                raise PicassoError(
+                    f"{self._path}: {num_seen} samples, but {num_needed} are needed for the "
+                    "held-out samples and one global batch (batch_size x ranks); give a larger "
+                    "file, or lower batch_size or heldout_steps"
+                )
 
     def _share(self, chunk: SampleChunk, rank: int) -> Batch:
         size = self._data.batch_size
@@ -112,52 +131,6 @@ def log_dense(dense_NI: NDArray[np.float32]) -> NDArray[np.float32]:
         facebookresearch/dlrm, data_utils.py: the transform of its published Criteo results.
     """
     return np.log1p(np.maximum(np.nan_to_num(dense_NI), 0.0)).astype(np.float32)
-
-
-class _Circle:
-    """The samples of a file without a range of them, repeated without end.
-
-    Args:
-        path: The file.
-        first: First sample of the range that is left out.
-        end: One past its last sample.
-        num_needed: Samples that the file must have.
-    """
-
-    def __init__(self, path: Path, first: int, end: int, num_needed: int) -> None:
-        self._path = path
-        self._first, self._end = first, end
-        self._num_needed = num_needed
-        self._chunks = self._endless()
-        self._rest: SampleChunk | None = None
-
-    def take(self, num_samples: int, keep: bool) -> SampleChunk | None:
-        """Returns the next samples, or skips them and returns ``None``."""
-        parts: list[SampleChunk] = []
-        while num_samples:
-            chunk = self._rest if self._rest is not None else next(self._chunks)
-            taken = min(num_samples, len(chunk))
-            parts.append(chunk.slice(0, taken))
-            self._rest = chunk.slice(taken, len(chunk)) if taken < len(chunk) else None
-            num_samples -= taken
-        return _concat(parts) if keep else None
-
-    def _endless(self) -> Iterator[SampleChunk]:
-        while True:
-            num_seen = 0
-            for chunk in read_criteo(self._path):
-                before = max(0, min(len(chunk), self._first - num_seen))
-                after = max(0, min(len(chunk), self._end - num_seen))
-                num_seen += len(chunk)
-                for start, stop in ((0, before), (after, len(chunk))):
-                    if start < stop:
-                        yield chunk.slice(start, stop)
-            if num_seen < self._num_needed:
-                raise PicassoError(
-                    f"{self._path}: {num_seen} samples, but {self._num_needed} are needed for the "
-                    "held-out samples and one global batch (batch_size x ranks); give a larger "
-                    "file, or lower batch_size or heldout_steps"
-                )
 
 
 def _concat(parts: list[SampleChunk]) -> SampleChunk:

@@ -30,7 +30,7 @@ class FieldSpec:
         feature: Name of the field.
         num_embeddings: Rows.
         dim: Columns.
-        exponent: Zipf exponent of the ids.
+        exponent: Zipf exponent.
         pooling_factor: Ids of each sample.
         mean: Whether rows are averaged, not summed.
     """

@@ -72,8 +72,6 @@ class CAN(nn.Module):
         sizes: Columns of the networks' input and of each layer.
         orders: Powers of their input.
         attention_hidden: Units of the attention layer.
-        hidden: Units of the last layers.
-        activation: Activation of the last layers.
 
     Raises:
         ConfigError: If the dims of the tables do not fit the networks.

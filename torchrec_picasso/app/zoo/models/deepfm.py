@@ -43,7 +43,6 @@ class DeepFM(nn.Module):
     A first-order weight is the sum of a table's columns, since FBGEMM has no tables of one column.
 
     Args:
-        hidden: Units of the tower's layers.
         dropout: Dropout probability of these layers.
     """
 

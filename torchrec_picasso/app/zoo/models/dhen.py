@@ -57,8 +57,6 @@ class DHEN(nn.Module):
         num_layers: DHEN layers.
         layer_fields: Output fields of each branch of a layer.
         num_heads: Attention heads.
-        hidden: Units of the last layers.
-        activation: Activation of the last layers.
     """
 
     reads: ClassVar[Mapping[str, Reads]] = {"fields": Reads("fields")}

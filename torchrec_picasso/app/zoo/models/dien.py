@@ -127,9 +127,7 @@ class DIEN(nn.Module):
 
     Args:
         hidden_size: Columns of the GRUs' states.
-        hidden: Units of the last layers.
         auxiliary_weight: Factor on the auxiliary loss.
-        activation: Activation of the last layers.
     """
 
     reads: ClassVar[Mapping[str, Reads]] = {

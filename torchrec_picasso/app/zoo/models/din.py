@@ -22,8 +22,6 @@ class DIN(nn.Module):
 
     Args:
         attention_hidden: Units of the attention layer.
-        hidden: Units of the last layers.
-        activation: Activation of the last layers; ``dice``, the paper's, needs batch statistics.
     """
 
     reads: ClassVar[Mapping[str, Reads]] = {

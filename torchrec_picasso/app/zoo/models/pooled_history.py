@@ -23,8 +23,6 @@ class PooledHistory(nn.Module):
     """Reads ``target`` and ``history`` from the same tables, and ``profile``.
 
     Args:
-        hidden: Units of the last layers.
-        activation: Activation of the last layers.
         with_history: Whether the history is used; without it, the same model measures its gain.
     """
 

@@ -48,7 +48,6 @@ class TBSM(nn.Module):
     Args:
         step_hidden: Units of the layers over the fields and products of a step.
         series_hidden: Units of the layers that weight the steps.
-        hidden: Units of the last layers, which also read the dense features.
     """
 
     reads: ClassVar[Mapping[str, Reads]] = {

@@ -21,9 +21,6 @@ class WideDeep(nn.Module):
     """Reads ``deep`` and ``wide``.
 
     A wide weight is the sum of a table's columns, since FBGEMM has no tables of one column.
-
-    Args:
-        hidden: Units of the tower's layers.
     """
 
     reads: ClassVar[Mapping[str, Reads]] = {

@@ -74,7 +74,6 @@ class Wukong(nn.Module):
         num_compressed: Output fields of a layer's linear compression.
         rank: Columns that pairwise products are projected to.
         layer_hidden: Units of the layers over the products.
-        hidden: Units of the last layers.
     """
 
     reads: ClassVar[Mapping[str, Reads]] = {"fields": Reads("fields")}
