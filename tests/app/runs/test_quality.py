@@ -14,9 +14,8 @@ from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.config import OptimizerConfig, TrainConfig, load_config, parse_config
 from torchrec_picasso.app.config.load import load_rules
 from torchrec_picasso.app.config.quality import CHECK_KINDS, QualityCheck, QualityConfig
-from torchrec_picasso.app.runs.checks import Checker
 from torchrec_picasso.app.runs.evaluate import area_under_curve
-from torchrec_picasso.app.runs.quality import Scores, paired_bootstrap
+from torchrec_picasso.app.runs.quality import Checker, Scores, paired_bootstrap
 from torchrec_picasso.errors import ConfigError
 
 TINY = """\

@@ -59,11 +59,11 @@ def _found_damages(path: Path) -> list[str]:
 
 def _put_aside(path: Path) -> str:
     """Renames a damaged checkpoint, so its step can be written again; returns the new name."""
-    aside = path.with_name(path.name + DAMAGED_SUFFIX)
-    shutil.rmtree(aside, ignore_errors=True)
-    path.replace(aside)
+    renamed = path.with_name(path.name + DAMAGED_SUFFIX)
+    shutil.rmtree(renamed, ignore_errors=True)
+    path.replace(renamed)
     sync_folder(path.parent)
-    return aside.name
+    return renamed.name
 
 
 def load_checkpoint(

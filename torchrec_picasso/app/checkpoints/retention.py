@@ -76,6 +76,6 @@ def _try(delete: Callable[[Path], None], path: Path, problems: list[str]) -> Non
         delete(path)
     except OSError as error:
         problems.append(
-            f"could not delete {path}: {error.strerror or error}; training goes on, delete it by "
+            f"could not delete {path}: {error.strerror or error}; training continues, delete it by "
             "hand"
         )

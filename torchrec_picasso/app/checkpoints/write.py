@@ -28,7 +28,7 @@ from torchrec_picasso.app.checkpoints.sums import sums_of_rank, write_sums
 from torchrec_picasso.errors import PicassoError
 
 __all__ = [
-    "Beside",
+    "WriteExtra",
     "CheckpointFiles",
     "begin_checkpoint",
     "complete_checkpoint",
@@ -36,12 +36,12 @@ __all__ = [
     "with_step",
 ]
 
-Beside = Callable[[Path], None]
+WriteExtra = Callable[[Path], None]
 """Writes further files into the folder of a checkpoint; called on rank 0."""
 
 
 def save_checkpoint(
-    folder: str | Path, step: int, state: dict[str, Any], beside: Beside | None = None
+    folder: str | Path, step: int, state: dict[str, Any], write_extra: WriteExtra | None = None
 ) -> Path:
     """Writes a checkpoint and returns its folder.
 
@@ -51,12 +51,12 @@ def save_checkpoint(
         folder: Folder of the run's checkpoints; created if missing.
         step: Steps trained so far.
         state: Sharded state dicts.
-        beside: Writes further files.
+        write_extra: Writes further files.
 
     Raises:
         PicassoError: On all ranks, if the step has a checkpoint already, or a rank cannot write.
     """
-    unfinished = begin_checkpoint(folder, step, beside)
+    unfinished = begin_checkpoint(folder, step, write_extra)
     error: BaseException | None = None
     try:
         dcp.save(with_step(state, step), storage_writer=CheckpointFiles(unfinished))
@@ -89,7 +89,7 @@ class CheckpointFiles(dcp.FileSystemWriter):
             raise first from None
 
 
-def begin_checkpoint(folder: str | Path, step: int, beside: Beside | None = None) -> Path:
+def begin_checkpoint(folder: str | Path, step: int, write_extra: WriteExtra | None = None) -> Path:
     """Creates and returns the temporary folder of a checkpoint. Collective.
 
     Raises:
@@ -108,8 +108,8 @@ def begin_checkpoint(folder: str | Path, step: int, beside: Beside | None = None
         try:
             shutil.rmtree(unfinished, ignore_errors=True)  # left by an interrupted run
             unfinished.mkdir(parents=True)
-            if beside is not None:
-                beside(unfinished)
+            if write_extra is not None:
+                write_extra(unfinished)
         except OSError as error:
             return _unwritten(unfinished, error)
         return None

@@ -21,8 +21,8 @@ from torchrec.distributed.types import ShardedTensor
 from torchrec_picasso.app.checkpoints.folder import step_of, whole_name
 from torchrec_picasso.app.checkpoints.retention import delete_old_checkpoints
 from torchrec_picasso.app.checkpoints.write import (
-    Beside,
     CheckpointFiles,
+    WriteExtra,
     begin_checkpoint,
     complete_checkpoint,
     save_checkpoint,
@@ -54,14 +54,14 @@ class CheckpointWriter:
         self,
         step: int,
         state: Callable[[], dict[str, Any]],
-        beside: Beside | None = None,
+        write_extra: WriteExtra | None = None,
     ) -> None:
         """Writes or begins a checkpoint, if a folder is configured.
 
         Args:
             step: Steps trained so far.
             state: Returns the sharded state dicts, which may change once ``save`` returns.
-            beside: Writes further files.
+            write_extra: Writes further files.
 
         Raises:
             PicassoError: If the step has a checkpoint already, or the one before failed.
@@ -71,9 +71,9 @@ class CheckpointWriter:
         if folder is None:
             return
         if self._copies is None:
-            self._report(save_checkpoint(folder, step, state(), beside))
+            self._report(save_checkpoint(folder, step, state(), write_extra))
             return
-        unfinished = begin_checkpoint(folder, step, beside)
+        unfinished = begin_checkpoint(folder, step, write_extra)
         written = dcp.async_save(
             with_step(state(), step),
             storage_writer=CheckpointFiles(unfinished),

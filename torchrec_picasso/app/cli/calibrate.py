@@ -108,10 +108,10 @@ def calibrate_on_rank(
 
 def print_curves(curves: CommCurves) -> None:
     """Prints the fits on stdout."""
-    facts = curves.measured_on
+    environment = curves.measured_on
     print(
         f"\n{curves.world_size} ranks, {curves.ranks_per_host} per host, {curves.backend} on "
-        f"{curves.device} ({facts.get('hardware', '?')}), {facts.get('date_utc', '?')}"
+        f"{curves.device} ({environment.get('hardware', '?')}), {environment.get('date_utc', '?')}"
     )
     print(
         f"  {'collective':<20}{'latency ms':>12}{'GB/s':>9}{'fit error, median':>19}{'worst':>8}"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["check_outputs", "new_picture", "save_picture", "write_result"]
+__all__ = ["check_outputs", "new_picture", "print_table", "save_picture", "write_result"]
 
 _PICTURES = ("plot", "profile_out")
 
@@ -52,6 +52,14 @@ def write_result(content: Mapping[str, Any], path: str | Path) -> None:
     document = {"environment": describe_environment(), **content}
     temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
+
+
+def print_table(*rows: Sequence[str]) -> None:
+    """Prints rows of text, the first column left-aligned, the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for first, *cells in rows:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
+        print("  " + "  ".join([first.ljust(widths[0]), *aligned]).rstrip())
 
 
 def new_picture(width: float = 6.5, height: float = 4.2) -> tuple[Any, Any]:

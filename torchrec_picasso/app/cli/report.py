@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-
-from torchrec_picasso.app.cli.outputs import write_result
+from torchrec_picasso.app.cli.outputs import print_table, write_result
 from torchrec_picasso.app.config import TrainConfig
 from torchrec_picasso.app.runs.compare import CompareSpec, SideResult
 
@@ -100,8 +98,7 @@ def print_comparison(comparison: Comparison) -> None:
         _row("CPU s per step", stock.cpu_s_per_step, ours.cpu_s_per_step, "{:.3f}", "less"),
         ("lookups served hot", "-", f"{ours.hot_share:.1%}", ""),
     ]
-    head, *body = rows
-    print(pd.DataFrame(body, columns=head).to_string(index=False))
+    print_table(*rows)
     if comparison.max_relative_loss_difference > _ROUNDING:
         print(
             "  (sums in another order round differently; a ReLU whose input is that close to 0\n"

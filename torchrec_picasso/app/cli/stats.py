@@ -7,12 +7,17 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 from torchrec.datasets.utils import Batch
 
-from torchrec_picasso.app.cli.outputs import check_outputs, new_picture, save_picture
+from torchrec_picasso.app.cli.outputs import (
+    check_outputs,
+    new_picture,
+    print_table,
+    save_picture,
+)
 from torchrec_picasso.app.config import DataConfig, TrainConfig, load_config
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.zoo.data.criteo import hash_ids, log_dense
@@ -24,6 +29,9 @@ from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_rows
 from torchrec_picasso.frequency.collect import count_lookups, model_tables
 from torchrec_picasso.frequency.files import CHUNK_ROWS, num_samples_of
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["run"]
 
@@ -184,7 +192,8 @@ def _print_tables(summary: pd.DataFrame, batch_size: int) -> None:
         "90 %": summary["rows_for_90"].map("{:,}".format),
         "lacks at most": summary["max_undercount"].map("{:g}".format),
     }
-    print("\n" + pd.DataFrame(shown).to_string(index=False))
+    print()
+    print_table([*shown], *zip(*shown.values()))
     lookups = float((summary["pooling_factor"] * batch_size).sum())
     unique = float(summary["unique_per_batch"].sum())
     share = f", {unique / lookups:.0%}" if lookups else ""

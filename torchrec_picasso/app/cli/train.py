@@ -46,13 +46,13 @@ def run(args: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def _resumes(config: TrainConfig, asked: str | None) -> bool:
+def _resumes(config: TrainConfig, option: str | None) -> bool:
     """Whether the run continues an earlier one."""
     num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     is_restart = num_restarts > 0 and config.checkpoint.folder is not None
-    if asked == "auto" or (asked is None and is_restart):
+    if option == "auto" or (option is None and is_restart):
         return config.checkpoint.folder is None or has_checkpoint(config.checkpoint.folder)
-    return asked is not None
+    return option is not None
 
 
 def _profile(config: TrainConfig, args: argparse.Namespace) -> ProfileRequest | None:

@@ -140,7 +140,7 @@ def _train(
             progress.say(drawn)
         is_due = step == config.steps or step % config.checkpoint.every_steps == 0
         if folder is not None and is_due:
-            writer.save(step, trainer.state, _beside(trainer, config, world_size))
+            writer.save(step, trainer.state, _extra_writer(trainer, config, world_size))
     writer.finish()
     progress.close()
     labels_NT, scores_NT = predict_all(trainer, source.heldout(rank, world_size))
@@ -151,7 +151,7 @@ def _train(
     return {"first_step": first_step, "losses": losses, "auc": aucs[0], "aucs": aucs}
 
 
-def _beside(trainer: Trainer, config: TrainConfig, ranks: int) -> Callable[[Path], None]:
+def _extra_writer(trainer: Trainer, config: TrainConfig, ranks: int) -> Callable[[Path], None]:
     """Collects hot set, access counts and tuned setting; returns their writer. Collective."""
     pipeline = trainer.interleaved
     if pipeline is None:

@@ -39,7 +39,7 @@ Found = dict[str, list[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureGroup:
-    """Columns that a model treats alike.
+    """Columns that a model treats in the same way.
 
     Args:
         name: Name of the group.

@@ -98,9 +98,9 @@ class GeneratedSource(CriteoColumns):
         """Logits of all L tasks, shape ``(B, L)``."""
         dense_part_B = (dense_BI - 2.0) @ self._dense_weights * _DENSE_LOGIT_SCALE
         id_parts = [self._id_part(ids_BT, task) for task in range(self.num_tasks)]
-        alike = self._data.task_correlation
+        shared = self._data.task_correlation
         for task in range(1, self.num_tasks):
-            id_parts[task] = alike * id_parts[0] + math.sqrt(1 - alike**2) * id_parts[task]
+            id_parts[task] = shared * id_parts[0] + math.sqrt(1 - shared**2) * id_parts[task]
         if self._data.labels == "sines":
             id_parts = [_waves(id_part_B) for id_part_B in id_parts]
         logits_BL: NDArray[np.float64] = np.stack(

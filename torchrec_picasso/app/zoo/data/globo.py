@@ -66,9 +66,9 @@ def _read_rows(path: str | Path, rows: range) -> pd.DataFrame:
             if place < rows.stop and place + num_rows > rows.start:
                 batches = file.iter_batches(_ROWS_PER_BATCH, [group], columns=list(COLUMNS))
                 for batch in batches:
-                    wanted = range(max(rows.start, place), min(rows.stop, place + len(batch)))
-                    if wanted:
-                        found.append(batch.slice(wanted.start - place, len(wanted)))
+                    overlap = range(max(rows.start, place), min(rows.stop, place + len(batch)))
+                    if overlap:
+                        found.append(batch.slice(overlap.start - place, len(overlap)))
                     place += len(batch)
             else:
                 place += num_rows
