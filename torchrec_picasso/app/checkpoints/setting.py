@@ -19,14 +19,7 @@ _NAME = "setting.json"
 
 
 def write_setting(checkpoint: Path, setting: Setting, ranks: int, batch_size: int) -> None:
-    """Writes the setting into the folder of a checkpoint. One rank calls this.
-
-    Args:
-        checkpoint: Folder of the checkpoint.
-        setting: The tuned setting.
-        ranks: Number of ranks.
-        batch_size: Samples per rank and step.
-    """
+    """Writes the setting into the folder of a checkpoint. One rank calls this."""
     with (checkpoint / _NAME).open("w", encoding="utf-8") as file:
         json.dump({**asdict(setting), "ranks": ranks, "batch_size": batch_size}, file)
         file.flush()

@@ -37,21 +37,13 @@ _LOST_CONNECTION = ("closed by peer", "reset by peer", "broken pipe", "pair clos
 
 @dataclasses.dataclass(frozen=True)
 class RankFailure:
-    """Failure of a rank.
-
-    Args:
-        rank: The rank.
-        what: One line that follows "rank R".
-        time_s: ``time.monotonic()``, one clock for all processes of a machine.
-        traceback: Traceback of the rank; empty if it died without one.
-        pickled_error: Pickled exception; empty if it cannot be pickled.
-    """
+    """Failure of a rank; ``what`` is one line that follows "rank R"."""
 
     rank: int
     what: str
-    time_s: float
+    time_s: float  # time.monotonic(), one clock for all processes of a machine
     traceback: str = ""
-    pickled_error: bytes = b""
+    pickled_error: bytes = b""  # empty if the exception cannot be pickled
 
     @property
     def is_torn_connection(self) -> bool:

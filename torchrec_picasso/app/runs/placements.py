@@ -45,11 +45,7 @@ _MIN_COLUMNS = 4  # FBGEMM's narrowest shard
 class Placement:
     """A plan, the same on all ranks, and the sharders that follow it.
 
-    Args:
-        name: Name of the placement.
-        plan: Sharding plan.
-        sharders: Sharders for ``DistributedModelParallel``.
-        hot_rows: Replicated row ids by table, ascending; empty for stock placements.
+    ``hot_rows`` has the replicated row ids by table, ascending; it is empty for stock placements.
     """
 
     name: str

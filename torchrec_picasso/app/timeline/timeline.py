@@ -3,9 +3,7 @@
 A timeline is read from a ``torch.profiler`` profile of steps on one rank::
 
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
-        with contextlib.suppress(StopIteration):
-            while True:
-                pipeline.progress(batches)
+        ...  # call pipeline.progress(batches) until StopIteration
     timeline = Timeline.from_profile(profile)
     timeline.of_steps(*timeline.steps[1:4]).save("steps.png")
 
@@ -74,12 +72,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Steps of one rank.
-
-    Args:
-        rank: The rank.
-        spans: Spans, sorted by start.
-    """
+    """Spans of steps of one rank, sorted by start."""
 
     rank: int
     spans: tuple[Span, ...]

@@ -124,16 +124,9 @@ class AttentionUnit(nn.Module):
 
 
 def padded(sequences: JaggedTensor, max_length: int) -> Tensor:
-    """Pads jagged sequences with zeros to a fixed length.
+    """Pads or truncates B jagged sequences ``(N, D)`` to ``(B, max_length, D)``.
 
     A length that depends on the batch would make a sample's result depend on its batch.
-
-    Args:
-        sequences: Values of shape ``(N, D)`` in B lists.
-        max_length: Positions of the result; longer sequences are truncated.
-
-    Returns:
-        Shape ``(B, max_length, D)``.
     """
     dense: Tensor = torch.ops.fbgemm.jagged_2d_to_dense(
         sequences.values(), sequences.offsets().long(), max_length

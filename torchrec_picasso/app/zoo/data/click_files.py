@@ -95,10 +95,6 @@ def largest_id(path: str | Path, names: Collection[str]) -> int:
     """The largest id in columns of ids or of lists of ids, -1 without ids.
 
     Taken from the file's statistics if present, else from the columns, one row group at a time.
-
-    Args:
-        path: Parquet file.
-        names: Columns.
     """
     file, largest = pq.ParquetFile(path), -1
     for group in range(file.num_row_groups):

@@ -112,15 +112,7 @@ class CriteoSource(CriteoColumns):
 
 
 def hash_ids(ids_NF: NDArray[np.int64], rows_F: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Maps hashed ids to row ids: ``id % rows``. A missing id, -1, gets the last row.
-
-    Args:
-        ids_NF: Ids, shape ``(N, F)``.
-        rows_F: Rows of each table, shape ``(F,)``.
-
-    Returns:
-        Row ids, shape ``(N, F)``.
-    """
+    """Maps hashed ids to row ids: ``id % rows``. A missing id, -1, gets the last row."""
     return np.mod(ids_NF, rows_F)
 
 

@@ -77,16 +77,13 @@ def make_batch(
     ids_BF: NDArray[np.int64],
     features: Sequence[str],
 ) -> Batch:
-    """Builds a one-hot batch.
+    """Builds a batch with one id per feature and sample.
 
     Args:
         labels_B: Labels 0 or 1, shape ``(B,)``, or for several tasks ``(B, tasks)``.
         dense_BI: Dense features, shape ``(B, I)``.
-        ids_BF: Row ids, shape ``(B, F)``, each inside its table.
+        ids_BF: Row ids, shape ``(B, F)``.
         features: Names of the F features.
-
-    Returns:
-        A batch whose ``KeyedJaggedTensor`` has one id per feature and sample.
     """
     num_samples, num_features = ids_BF.shape
     values_FB = np.ascontiguousarray(ids_BF.T).reshape(-1)  # a KeyedJaggedTensor is feature-major
