@@ -36,6 +36,15 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["demmo"], "invalid choice: 'demmo'"),
         (["train"], "required: --config"),
         (["demo", "--steps", "x"], "invalid int value: 'x'"),
+        (["plan"], "required: --config"),
+        (["plan", "--config", "c", "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["plan", "--config", "c", "--world-size", "two"], "invalid int value: 'two'"),
+        (["stats", "a", "--features", "f"], "required: -o/--out"),
+        (["stats", "a", "-o", "b"], "--features --config/--tables-from is required"),
+        (
+            ["stats", "a", "--features", "f", "--config", "c", "-o", "b"],
+            "not allowed with argument",
+        ),
     ],
 )
 def test_bad_arguments(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

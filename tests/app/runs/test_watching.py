@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.app.runs.tiny import tiny_run
 from tests.train_pipeline.test_tensorboard_reports import FLOAT32, curves_in
 from torchrec_picasso.app.config import (
     CheckpointConfig,
-    DataConfig,
-    ModelConfig,
     PipelineConfig,
-    ShardingConfig,
     TrainConfig,
     WatchConfig,
 )
@@ -30,11 +28,8 @@ from torchrec_picasso.options.refresh import Refresh
 
 STEPS = 12
 RESUMED_STEPS = 24
-CONFIG = TrainConfig(
+CONFIG = tiny_run(
     steps=STEPS,
-    data=DataConfig(batch_size=16, row_scale=0.001, num_tables=4, heldout_steps=1),
-    model=ModelConfig(embedding_dim=8, dense_layers=(8,), over_layers=(8,)),
-    sharding=ShardingConfig(hot_rows=20),
     pipeline=PipelineConfig(
         num_micro_batches=2,
         lookahead=True,
