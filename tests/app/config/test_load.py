@@ -108,6 +108,12 @@ def test_all_problems_at_once_each_with_its_place() -> None:
         ({"data": 5}, "data: expected a mapping of settings, got 5 (int)"),
         ({"data": {"path": 5}}, "data.path: expected text or null, got 5 (int)"),
         ({"data": {"path": "x", "num_tables": 3}}, "data.num_tables: a Criteo file feeds 26"),
+        ({"data": {"labels": "co_action"}}, "labels: co_action needs histories, and kind criteo"),
+        ({"data": {"labels": "sines", "kind": "clicks"}}, "labels: only generated samples of kind"),
+        ({"data": {"labels": "sines", "path": "x"}}, "labels: only generated samples of kind"),
+        ({"data": {"heldout_fold": 1}}, "heldout_fold: only a Criteo file has several, got 1"),
+        ({"data": {"kind": "fields", "path": "x"}}, "path: fields are generated, got 'x'"),
+        ({"data": {"path": "x", "num_tasks": 2}}, "num_tasks: only generated samples of kind"),
         ({"pipeline": {"kind": "fused"}}, "pipeline.kind: expected one of interleaved, sparse_d"),
         (
             {"pipeline": {"num_micro_batches": 0}},

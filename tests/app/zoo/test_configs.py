@@ -21,7 +21,7 @@ from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.app.zoo.kinds import model_kinds
 from torchrec_picasso.app.zoo.model_kinds import needs_clicks
 from torchrec_picasso.app.zoo.registry import build_model, make_source
-from torchrec_picasso.errors import ConfigError, InputError
+from torchrec_picasso.errors import ConfigError
 
 FOLDER = Path(__file__).parents[3] / "configs"
 CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("quality"))
@@ -134,12 +134,6 @@ def test_what_does_not_fit_is_refused_by_name(of: dict[str, object], words: str)
 def test_models_of_fields_read_clicks_too(kind: str) -> None:
     assert not needs_clicks(kind)
     made(model=ModelConfig(kind=kind, embedding_dim=8), data=CLICKS)
-
-
-def test_too_few_clicks_to_hold_out() -> None:
-    source = make_source(dataclasses.replace(CLICKS, batch_size=100_000), 0)
-    with pytest.raises(InputError, match="samples can be held out, but 800,000 are needed"):
-        next(source.heldout(0, 2))
 
 
 def test_negatives_are_as_many_as_the_clicks_of_the_history() -> None:

@@ -77,16 +77,6 @@ def test_ranks_read_their_own_samples_of_the_same_global_batch(tmp_path: Path) -
     assert torch.cat(heldout).tolist() == everything[:16].tolist()
 
 
-def test_samples_wrap_around_in_a_circle(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a", samples(30))  # 8 held out, 22 in the circle, batches of 8
-    everything = np.concatenate([chunk.labels_N for chunk in read_criteo(path)])
-    labels = torch.cat([b.labels for b in itertools.islice(source(path).batches(0, 1), 6)])
-    circle = np.tile(everything[8:], 3)[:48]
-    assert labels.tolist() == circle.tolist()
-    fifth = next(source(path).batches(0, 1, start_step=4))
-    assert fifth.labels.tolist() == circle[32:40].tolist()
-
-
 @pytest.mark.parametrize("block_bytes", [None, 2000])
 @pytest.mark.parametrize("fold", [0, 1, 2])
 def test_folds_are_held_out_in_turn(
@@ -112,8 +102,6 @@ def test_a_fold_behind_the_end_of_the_file(tmp_path: Path) -> None:
     for stream in (behind.batches(0, 1), behind.heldout(0, 1)):
         with pytest.raises(PicassoError, match=": 60 samples, but 64 are needed"):
             list(itertools.islice(stream, 9))
-    with pytest.raises(ConfigError, match="heldout_fold: only a Criteo file has several"):
-        DataConfig(heldout_fold=1)
 
 
 def test_a_missing_id_has_its_own_row_and_dense_values_are_logged() -> None:

@@ -15,7 +15,6 @@ from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.zoo.click_model import ClickModel
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroup, FeatureGroups
-from torchrec_picasso.app.zoo.models.can import CAN
 from torchrec_picasso.app.zoo.tables import tables_of
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import ConfigError
@@ -108,9 +107,3 @@ def test_groups_of_one_column_have_a_table_each_or_share_it() -> None:
 def test_groups_that_do_not_fit_are_refused(groups: list[FeatureGroup], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         FeatureGroups(groups, NUM_ROWS)
-
-
-def test_networks_of_another_width_are_refused() -> None:
-    groups = FeatureGroups(CASES["can"].groups, NUM_ROWS)
-    with pytest.raises(ConfigError, match=r"group 'network' has dims \[48, 48\].*need 160"):
-        CAN(groups, 3, (16, 8, 4))
