@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from torchrec_picasso.app.cli.report import (
     Comparison,
@@ -39,7 +40,9 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
         batch_size = _CLICKS_BATCH_SIZE if has_histories else _BATCH_SIZE
     if dim is None:
         dim = _CLICKS_DIM if has_histories else _DIM
-    towers = {"dense_layers": (64,), "over_layers": (64,)} if args.model == DLRM else {}
+    towers: dict[str, Any] = {}
+    if args.model == DLRM:
+        towers = {"dense_layers": (64,), "over_layers": (64,)}
     config = TrainConfig(
         steps=args.steps,
         ranks=args.ranks,

@@ -99,8 +99,7 @@ class Trainer:
     @property
     def interleaved(self) -> InterleavedTrainPipeline | None:
         """The pipeline, if it is this package's."""
-        is_ours = isinstance(self.pipeline, InterleavedTrainPipeline)
-        return self.pipeline if is_ours else None  # type: ignore[return-value]
+        return self.pipeline if isinstance(self.pipeline, InterleavedTrainPipeline) else None
 
     def steps(self, batches: Iterable[Batch], num_steps: int | None = None) -> Iterator[Tensor]:
         """Trains on batches one at a time, yielding this rank's loss of each step. Collective.
