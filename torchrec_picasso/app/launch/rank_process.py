@@ -63,7 +63,6 @@ def rank_main(
     world_size: int,
     folder: str,
     timeout_s: float,
-    threads_per_rank: int,
 ) -> None:
     """Runs the pickled ``call`` of the launcher; sends "returned" or "raised", then the content."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the launcher terminates the ranks
@@ -74,7 +73,7 @@ def rank_main(
             environment, fn, args, on_start = pickle.loads(call)
             os.environ.clear()  # the fork server may be older than the launcher's variables
             os.environ.update(environment)
-            _join_group(rank, world_size, folder, timeout_s, threads_per_rank, on_start)
+            _join_group(rank, world_size, folder, timeout_s, on_start)
             content = _pickled_result(fn(rank, world_size, *args))
         except BaseException as error:
             _answer(connection, b"raised", pickle.dumps(_described(rank, error)))
@@ -91,21 +90,20 @@ def _join_group(
     world_size: int,
     folder: str,
     timeout_s: float,
-    threads_per_rank: int,
     on_start: Callable[[int], None] | None,
 ) -> None:
-    # torchrun's variables; OMP_NUM_THREADS for libraries with thread pools of their own
+    # torchrun's variables; OMP_NUM_THREADS for libraries with their own thread pools
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(world_size),
-        OMP_NUM_THREADS=str(threads_per_rank),
+        OMP_NUM_THREADS="1",
     )
     if on_start is not None:
         on_start(rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(threads_per_rank)
+    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(Path(folder, "store")), world_size),

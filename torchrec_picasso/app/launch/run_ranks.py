@@ -57,7 +57,6 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout_s: float,
-    threads_per_rank: int = 1,
     on_start: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """Runs ``fn(rank, world_size, *args)`` on every rank of a new gloo process group.
@@ -67,7 +66,6 @@ def run_ranks(
         world_size: Number of processes.
         *args: Further arguments, equal on every rank.
         timeout_s: Seconds until every rank must have returned.
-        threads_per_rank: Threads of each rank's tensor operators.
         on_start: Called with the rank in each process after ``torchrun``'s variables are set, which
             it may change, and before the group is joined: for settings of the group's sockets, such
             as a network namespace, ``GLOO_SOCKET_IFNAME`` or cores.
@@ -100,7 +98,7 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 launcher_end, rank_end = context.Pipe()
-                settings = (call, rank, world_size, folder, timeout_s, threads_per_rank)
+                settings = (call, rank, world_size, folder, timeout_s)
                 process = context.Process(target=rank_main, args=(rank_end, *settings))
                 ranks.append((process, launcher_end))
                 process.start()

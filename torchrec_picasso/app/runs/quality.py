@@ -133,9 +133,7 @@ def score_on_rank(rank: int, world_size: int, config: TrainConfig) -> Scores:
     return Scores(losses=trainer.mean_over_ranks(losses), labels_NT=labels_NT, scores_NT=scores_NT)
 
 
-def paired_bootstrap(
-    ours_F: Sequence[Scores], other_F: Sequence[Scores], seed: int = 0
-) -> Interval:
+def paired_bootstrap(ours_F: Sequence[Scores], other_F: Sequence[Scores]) -> Interval:
     """The AUC difference of two models, averaged over folds, with its interval.
 
     Samples are drawn within their fold, since folds have different trainings.
@@ -143,9 +141,8 @@ def paired_bootstrap(
     Args:
         ours_F: Scores of one model by fold.
         other_F: Scores of the other model for the same samples.
-        seed: Seed of the draws.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     differences = []
     for _ in range(_DRAWS):
         draws_F = [rng.integers(len(ours), size=len(ours)) for ours in ours_F]

@@ -31,7 +31,6 @@ def samples_of_log(
     profiles: Sequence[str] = (),
     most: int = 50,
     recent: int = 5000,
-    seed: int = 0,
     first: int = 1,
 ) -> Clicks:
     """Makes samples in time order.
@@ -43,7 +42,6 @@ def samples_of_log(
         profiles: Other columns, without history.
         most: Longest history.
         recent: Number of earlier clicks that a negative is drawn from.
-        seed: Seed of the negatives.
         first: First click that becomes a sample; earlier ones are history only.
 
     Raises:
@@ -55,7 +53,7 @@ def samples_of_log(
             f"expected at least 2 clicks, since negatives are drawn from earlier ones, got "
             f"{num_clicks}; give a longer log"
         )
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     click_n = np.arange(max(first, 1), num_clicks)
     reach_n = np.minimum(click_n, recent)
     drawn_n = click_n - 1 - (rng.random(len(click_n)) * reach_n).astype(np.int64)
