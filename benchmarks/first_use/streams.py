@@ -101,12 +101,12 @@ def _generated() -> dict[str, np.ndarray]:
 
 def _alimama(path: Path) -> Clicks:
     clicks = read_clicks(path).hashed(_MAX_ROWS)
-    return clicks.of(np.random.default_rng(0).permutation(len(clicks)))
+    return clicks.take(np.random.default_rng(0).permutation(len(clicks)))
 
 
 def _globo_clicks(path: Path) -> Clicks:
     samples = read_clicks(path)
-    clicks = samples.of(np.flatnonzero(samples.clicked))
+    clicks = samples.take(np.flatnonzero(samples.clicked))
     return _one_hot({**clicks.targets, **clicks.profiles})
 
 

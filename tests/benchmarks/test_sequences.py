@@ -121,7 +121,7 @@ def test_long_histories_keep_the_latest_clicks(tmp_path: Path) -> None:
     [
         ({"clk": [1], "user_id": [3]}, "looks like Alimama's rows, but has no column 'user_id'"),
         ({"ts_ms": [1], "article": [3]}, "looks like Globo's clicks, but has no column 'user'"),
-        ({"a": [1], "b": [1]}, "neither of .* there is a column, got a, b; expected Alimama's"),
+        ({"a": [1], "b": [1]}, "no column of .* or of .*, got a, b; expected Alimama's"),
     ],
 )
 def test_a_missing_column_is_named(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -11,32 +10,25 @@ from typing import Any
 import pytest
 import torch
 
+from tests.app.runs.tiny import checkpoints, tiny_run
 from torchrec_picasso.app.checkpoints.hot_rows import read_hot_rows, read_uses, write_uses
-from torchrec_picasso.app.config import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    PipelineConfig,
-    ShardingConfig,
-    TrainConfig,
-)
+from torchrec_picasso.app.config import PipelineConfig, ShardingConfig, TrainConfig
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.refresh.policy import Refresh
+from torchrec_picasso.refresh.saved_uses import SavedUses
 
 NUM_HOT = 20
 OFTEN = Refresh(every_steps=4, half_life_steps=50, deviations=0.0)
 
 
-def _config(folder: Path, steps: int) -> TrainConfig:
-    return TrainConfig(
+def _config(folder: Path, steps: int, num_hot: int = NUM_HOT) -> TrainConfig:
+    return tiny_run(
         steps=steps,
-        data=DataConfig(batch_size=16, row_scale=0.001, num_tables=4, heldout_steps=1),
-        model=ModelConfig(embedding_dim=8, dense_layers=(8,), over_layers=(8,)),
-        sharding=ShardingConfig(hot_rows=NUM_HOT),
+        sharding=ShardingConfig(hot_rows=num_hot),
         pipeline=PipelineConfig(num_micro_batches=2, lookahead=True, refresh=OFTEN),
-        checkpoint=CheckpointConfig(folder=str(folder), every_steps=4, async_save=True),
+        checkpoint=checkpoints(folder, 4, async_save=True),
     )
 
 
@@ -46,9 +38,7 @@ def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     with contextlib.redirect_stdout(said):
         first = train_on_rank(rank, world_size, _config(path / "cut", 4), False)
         second = train_on_rank(rank, world_size, _config(path / "cut", 8), True)
-        fewer = dataclasses.replace(
-            _config(path / "cut", 12), sharding=ShardingConfig(hot_rows=NUM_HOT - 5)
-        )
+        fewer = _config(path / "cut", 12, NUM_HOT - 5)
         third = train_on_rank(rank, world_size, fewer, True)
     return {
         "whole": whole["losses"],
@@ -66,7 +56,7 @@ def test_a_resumed_run_goes_on_with_its_hot_rows(tmp_path: Path) -> None:
     said = ranks[0]["said"]
     assert f"{NUM_HOT} hot rows are those of {tmp_path / 'cut' / 'step_00000004'}" in said
     anew = (
-        f"hot rows were chosen anew: those of {tmp_path / 'cut' / 'step_00000008'} are of another"
+        f"hot rows were chosen again: those of {tmp_path / 'cut' / 'step_00000008'} are of another"
     )
     assert anew in said
     before, after = (read_hot_rows(tmp_path / "cut" / f"step_{step:08d}") for step in (4, 8))
@@ -104,19 +94,17 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: Any) -> None:
         read_hot_rows(tmp_path)
 
 
-def test_a_checkpoint_without_hot_rows_has_none(tmp_path: Path) -> None:
-    assert read_hot_rows(tmp_path) is None
-
-
 ROWS, USES = torch.tensor([1, 4]), torch.tensor([0.5, 3.0])
 
 
 def test_uses_come_back(tmp_path: Path) -> None:
     assert read_uses(tmp_path) is None
-    write_uses(tmp_path, 7.5, {"t": (ROWS, USES)})
-    num_batches, of_tables = read_uses(tmp_path) or (0, {})
-    assert num_batches == 7.5
-    torch.testing.assert_close(of_tables, {"t": (ROWS, USES)})
+    assert read_hot_rows(tmp_path) is None
+    write_uses(tmp_path, SavedUses(num_batches=7.5, of_tables={"t": (ROWS, USES)}))
+    saved = read_uses(tmp_path)
+    assert saved is not None
+    assert saved.num_batches == 7.5
+    torch.testing.assert_close(saved.of_tables, {"t": (ROWS, USES)})
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,15 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["demmo"], "invalid choice: 'demmo'"),
         (["train"], "required: --config"),
         (["demo", "--steps", "x"], "invalid int value: 'x'"),
+        (["plan"], "required: --config"),
+        (["plan", "--config", "c", "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["plan", "--config", "c", "--world-size", "two"], "invalid int value: 'two'"),
+        (["stats", "a", "--features", "f"], "required: -o/--out"),
+        (["stats", "a", "-o", "b"], "--features --config/--tables-from is required"),
+        (
+            ["stats", "a", "--features", "f", "--config", "c", "-o", "b"],
+            "not allowed with argument",
+        ),
     ],
 )
 def test_bad_arguments(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +201,13 @@ def test_train_bad_input(
     assert message == "--profile-out a.svg: needs --profile N, the steps to draw"
     message = error_of(["train", "--config", str(file), "--profile", "1"], capsys)
     assert message.startswith("--profile 1: that takes 5 steps in a row without a checkpoint, and")
+    file.write_text(TINY_CONFIG.replace("steps: 4", "steps: 9", 1))
+    for picture, words in (
+        ("nowhere/a.svg", "--profile-out nowhere/a.svg: there is no folder nowhere"),
+        ("a.docx", "--profile-out a.docx: expected a name that ends in one of"),
+    ):
+        argv = ["train", "--config", str(file), "--profile", "1", "--profile-out", picture]
+        assert error_of(argv, capsys).startswith(words)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_PORT", raising=False)
     message = error_of(["train", "--config", str(file)], capsys)

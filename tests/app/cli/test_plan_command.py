@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.app.cli.support import TINY_CONFIG, error_of, output_of
-from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.zoo.tables import table_specs
 from torchrec_picasso.cost import CommCurves
@@ -228,18 +227,18 @@ def test_what_cannot_be_planned_is_refused(
     assert words.replace("DIR", str(tmp_path)) in message
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ([], "required: --config"),
-        (["--config", "c", "--device", "tpu"], "invalid choice: 'tpu'"),
-        (["--config", "c", "--world-size", "two"], "invalid int value: 'two'"),
-    ],
-)
-def test_wrong_arguments_end_with_the_usage(
-    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_stats_and_plan_know_sequence_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["plan", *argv])
-    assert caught.value.code == 2
-    assert words in capsys.readouterr().err
+    config, stats = tmp_path / "din.yaml", tmp_path / "stats.parquet"
+    config.write_text(
+        "data: {kind: clicks, batch_size: 64, max_history: 5}\n"
+        "model: {kind: din, embedding_dim: 8}\n"
+    )
+    argv = ["--config", str(config)]
+    output_of(["stats", *argv, "--batches", "8", "-o", str(stats)], capsys)
+    counted = FrequencyStats.from_parquet(stats)
+    assert set(counted.tables) == {"t_item", "t_category", "t_user", "t_device"}
+    assert counted.tables["t_item"].feature_names == ("item", "item_history")
+    printed = output_of(["plan", *argv, "--stats", str(stats)], capsys)
+    assert all(f"\n{table} " in printed for table in counted.tables)

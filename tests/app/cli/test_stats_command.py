@@ -12,7 +12,6 @@ import pytest
 
 from tests.app.cli.support import TINY_CONFIG, error_of, output_of
 from tests.app.zoo.criteo_data import samples, write_parquet, write_text
-from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.zoo.tables import table_specs
 from torchrec_picasso.frequency import FrequencyStats
@@ -212,20 +211,3 @@ def test_what_cannot_be_counted_is_refused(
 
     message = error_of(["stats", *map(placed, argv)], capsys)
     assert message.startswith(placed(words))
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["a", "--features", "f"], "required: -o/--out"),
-        (["a", "-o", "b"], "one of the arguments --features --config/--tables-from is required"),
-        (["a", "--features", "f", "--config", "c", "-o", "b"], "not allowed with argument"),
-    ],
-)
-def test_arguments_that_do_not_fit_together_end_with_the_usage(
-    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["stats", *argv])
-    assert caught.value.code == 2
-    assert words in capsys.readouterr().err

@@ -44,6 +44,8 @@ def test_nested_values_arrive(tmp_path: Path) -> None:
         "model: {embedding_dim: 8, dense_layers: [4, 4]}\n"
         "sharding: {hot_rows: {t_c1: 3}}\n"
         "optimizer: {embedding_lr: 1e-3}\n"
+        "pipeline: {num_micro_batches: 4, lookahead: off}\n"
+        "checkpoint: {folder: x, keep_last: null}\n"
     )
     config = load_config(file)
     assert config.steps == 7
@@ -51,21 +53,9 @@ def test_nested_values_arrive(tmp_path: Path) -> None:
     assert config.sharding.hot_rows == {"t_c1": 3}
     assert config.optimizer.embedding_lr == 1e-3
     assert config.data == DataConfig()
-
-
-def test_pipeline_and_checkpoints_by_default_and_as_given(tmp_path: Path) -> None:
-    assert TrainConfig().pipeline == PipelineConfig(
-        kind="interleaved", num_micro_batches=None, lookahead=None
-    )
-    assert TrainConfig().checkpoint.keep_last == 3
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        "pipeline: {num_micro_batches: 4, lookahead: off}\n"
-        "checkpoint: {folder: x, keep_last: null}\n"
-    )
-    config = load_config(file)
     assert config.pipeline == PipelineConfig(num_micro_batches=4, lookahead=False)
     assert config.checkpoint.keep_last is None
+    assert TrainConfig().checkpoint.keep_last == 3
 
 
 def test_both_settings_of_another_pipeline_are_refused_at_once() -> None:
@@ -118,6 +108,12 @@ def test_all_problems_at_once_each_with_its_place() -> None:
         ({"data": 5}, "data: expected a mapping of settings, got 5 (int)"),
         ({"data": {"path": 5}}, "data.path: expected text or null, got 5 (int)"),
         ({"data": {"path": "x", "num_tables": 3}}, "data.num_tables: a Criteo file feeds 26"),
+        ({"data": {"labels": "co_action"}}, "labels: co_action needs histories, and kind criteo"),
+        ({"data": {"labels": "sines", "kind": "clicks"}}, "labels: only generated samples of kind"),
+        ({"data": {"labels": "sines", "path": "x"}}, "labels: only generated samples of kind"),
+        ({"data": {"heldout_fold": 1}}, "heldout_fold: only a Criteo file has several, got 1"),
+        ({"data": {"kind": "fields", "path": "x"}}, "path: fields are generated, got 'x'"),
+        ({"data": {"path": "x", "num_tasks": 2}}, "num_tasks: only generated samples of kind"),
         ({"pipeline": {"kind": "fused"}}, "pipeline.kind: expected one of interleaved, sparse_d"),
         (
             {"pipeline": {"num_micro_batches": 0}},
@@ -151,26 +147,19 @@ def test_one_problem(document: object, expected: str) -> None:
     assert expected in message
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml: cannot read the configuration"):
-        load_config(tmp_path / "none.yaml")
-
-
-def test_not_yaml_names_the_line(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("steps: 1\ndata: [1\n")
-    with pytest.raises(ConfigError, match=r"run\.yaml:3: not valid YAML: "):
-        load_config(tmp_path / "run.yaml")
-
-
-def test_not_text(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ConfigError, match=r"run\.yaml: not text in UTF-8"):
-        load_config(tmp_path / "run.yaml")
-
-
-def test_key_given_twice(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("steps: 1\nsteps: 2\n")
-    with pytest.raises(ConfigError, match=r"run\.yaml:2: not valid YAML: key 'steps' is given twi"):
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, r"run\.yaml: cannot read the configuration"),
+        (b"steps: 1\ndata: [1\n", r"run\.yaml:3: not valid YAML: "),
+        (b"\xff\xfe\xfa", r"run\.yaml: not text in UTF-8"),
+        (b"steps: 1\nsteps: 2\n", r"run\.yaml:2: not valid YAML: key 'steps' is given twice"),
+    ],
+)
+def test_unreadable_files(tmp_path: Path, content: bytes | None, problem: str) -> None:
+    if content is not None:
+        (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=problem):
         load_config(tmp_path / "run.yaml")
 
 

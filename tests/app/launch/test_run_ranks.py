@@ -126,13 +126,9 @@ def test_first_failure_is_named(fn: Any, what: str) -> None:
     assert caught.value.rank == 1
     assert caught.value.what.startswith(what)
     assert str(caught.value).startswith(f"rank 1 {what}")
-
-
-def test_a_raised_error_brings_its_traceback_and_cause() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(one_rank_raises, 2, timeout_s=TIMEOUT_S)
-    assert "in one_rank_raises" in caught.value.rank_traceback
-    assert isinstance(caught.value.__cause__, InputError)
+    if fn is one_rank_raises:
+        assert "in one_rank_raises" in caught.value.rank_traceback
+        assert isinstance(caught.value.__cause__, InputError)
 
 
 def test_a_stuck_rank_is_named_with_its_stack() -> None:
@@ -164,17 +160,12 @@ def test_a_failing_on_start_is_the_failure_of_its_rank() -> None:
     assert caught.value.rank == 1
 
 
-def test_a_local_on_start_is_refused() -> None:
-    with pytest.raises(ValueError, match="use a function at the top level of a module"):
+def test_calls_that_cannot_be_sent_are_refused() -> None:
+    local = "use a function at the top level of a module"
+    with pytest.raises(ValueError, match=local):
         run_ranks(local_rank, 1, timeout_s=TIMEOUT_S, on_start=lambda rank: None)
-
-
-def test_a_local_function_is_refused() -> None:
-    with pytest.raises(ValueError, match="use a function at the top level of a module"):
+    with pytest.raises(ValueError, match=local):
         run_ranks(lambda rank, world_size: None, 1, timeout_s=TIMEOUT_S)
-
-
-def test_no_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="world_size is 0; run_ranks needs at least 1 rank"):
         run_ranks(sum_over_ranks, 0, timeout_s=TIMEOUT_S)
 

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks.reliability.broken_writes import broken_writes, disk_is_full
+from tests.app.runs.tiny import checkpoints, tiny_run
 from torchrec_picasso.app.checkpoints import write
 from torchrec_picasso.app.checkpoints.folder import newest_checkpoint, refuse_used_folder
 from torchrec_picasso.app.config import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
     OptimizerConfig,
     PipelineConfig,
     ShardingConfig,
@@ -38,14 +36,13 @@ PIPELINES = {
 def config(
     folder: Path | None, steps: int, placement: str, dim: int = 8, pipeline: str = "automatic"
 ) -> TrainConfig:
-    return TrainConfig(
+    return tiny_run(
+        dim=dim,
         steps=steps,
-        data=DataConfig(batch_size=16, row_scale=0.001, num_tables=4, heldout_steps=1),
-        model=ModelConfig(embedding_dim=dim, dense_layers=(8,), over_layers=(8,)),
         sharding=ShardingConfig(placement=placement, hot_rows=20),
         optimizer=OptimizerConfig(dense_optimizer="adagrad"),  # state that must be restored too
         pipeline=PIPELINES[pipeline],
-        checkpoint=CheckpointConfig(folder=None if folder is None else str(folder), every_steps=4),
+        checkpoint=checkpoints(folder, 4),
     )
 
 
@@ -129,27 +126,21 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         assert caught.match(message)
 
 
-def test_no_checkpoint_to_resume_from(tmp_path: Path) -> None:
+def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
     with pytest.raises(PicassoError, match=r"no checkpoint in it; expected folders named"):
         newest_checkpoint(tmp_path / "none")
     (tmp_path / "step_00000003.tmp").mkdir()
     with pytest.raises(PicassoError, match=r"found only step_00000003\.tmp"):
         newest_checkpoint(tmp_path)
-
-
-def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "step_00000003").mkdir()
     with pytest.raises(PicassoError, match=r"step_00000003: not a checkpoint \(no \.metadata file"):
         newest_checkpoint(tmp_path)
-
-
-def test_newest_whole_checkpoint_wins(tmp_path: Path) -> None:
     for name in ("step_00000020", "step_00000100", "step_00000200.tmp", "notes"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".metadata").touch()
     newest, unfinished = newest_checkpoint(tmp_path)
     assert newest.name == "step_00000100"
-    assert [path.name for path in unfinished] == ["step_00000200.tmp"]
+    assert [path.name for path in unfinished] == ["step_00000003.tmp", "step_00000200.tmp"]
 
 
 def test_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:

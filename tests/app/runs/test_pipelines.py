@@ -10,14 +10,8 @@ from typing import Any
 
 import pytest
 
-from torchrec_picasso.app.config import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    PipelineConfig,
-    ShardingConfig,
-    TrainConfig,
-)
+from tests.app.runs.tiny import tiny_run
+from torchrec_picasso.app.config import CheckpointConfig, PipelineConfig
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.train import train_on_rank
 
@@ -26,12 +20,7 @@ STEPS = 8
 ROUNDING = 1e-5
 """Relative; micro-batches add the same float32 gradients in another order, over some steps."""
 
-CONFIG = TrainConfig(
-    steps=STEPS,
-    data=DataConfig(batch_size=24, row_scale=0.001, num_tables=4, heldout_steps=1),
-    model=ModelConfig(embedding_dim=8, dense_layers=(8,), over_layers=(8,)),
-    sharding=ShardingConfig(hot_rows=20),
-)
+CONFIG = tiny_run(batch_size=24, steps=STEPS)
 STOCK = PipelineConfig(kind="sparse_dist")
 ONE = PipelineConfig(num_micro_batches=1, lookahead=False)
 FOUR = PipelineConfig(num_micro_batches=4, lookahead=True)

@@ -15,8 +15,7 @@ from torchrec_picasso.app.config import OptimizerConfig, TrainConfig, load_confi
 from torchrec_picasso.app.config.load import load_rules
 from torchrec_picasso.app.config.quality import CHECK_KINDS, QualityCheck, QualityConfig
 from torchrec_picasso.app.runs.evaluate import area_under_curve
-from torchrec_picasso.app.runs.quality import Scores, paired_bootstrap
-from torchrec_picasso.app.runs.verdicts import Checker
+from torchrec_picasso.app.runs.quality import Checker, Scores, paired_bootstrap
 from torchrec_picasso.errors import ConfigError
 
 TINY = """\
@@ -110,7 +109,7 @@ def test_the_gate_passes_what_holds_and_names_what_does_not(
         " tolerance: 0.5}\n"
         "  not_so: {kind: value, config: linear.yaml, steps: 3, value: 0.1, tolerance: 0.01}\n",
     )
-    kept = tmp_path / "verdicts.json"
+    kept = tmp_path / "results.json"
     asked = ["quality", "--config", path, "--json", str(kept), "--seed", "5", "--only"]
     assert main([*asked, "parity", "absent", "known"]) == 0
     found = json.loads(kept.read_text())
@@ -137,7 +136,7 @@ def test_the_gate_passes_what_holds_and_names_what_does_not(
         "there is no check nver; checks are parity, never, absent, known, not_so"
     )
     message = error_of(["quality", "--config", path, "--json", "no/such.json"], capsys)
-    assert message.startswith("--json no/such.json: there is no such folder")
+    assert message.startswith("--json no/such.json: there is no folder no;")
 
 
 @pytest.mark.parametrize(
@@ -206,9 +205,9 @@ def test_each_side_and_each_fold_is_trained_as_asked(
         baseline_steps=5,
         baseline_optimizer=OptimizerConfig(dense_lr=0.2),
     )
-    verdict = Checker(folder=tmp_path, seed=4).check(check)
-    assert verdict.holds
-    assert verdict.figures["samples"] == 6000
+    result = Checker(folder=tmp_path, seed=4).check(check)
+    assert result.holds
+    assert result.figures["samples"] == 6000
     found = [
         (of.model.kind, of.data.heldout_fold, of.steps, of.optimizer.dense_lr) for of in trained
     ]

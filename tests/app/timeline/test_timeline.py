@@ -122,6 +122,15 @@ def test_the_frame_has_a_line_per_span() -> None:
     assert {1, 2, 3} == set(frame.loc[frame["kind"] == "exchange", "step"])
 
 
+def test_what_is_not_there_is_refused() -> None:
+    with pytest.raises(PicassoError, match=re.escape("has steps [1, 2, 3, 4], and none of [9]")):
+        _traced()[0].of_steps(9)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        torch.ones(1).add(1)
+    with pytest.raises(PicassoError, match="holds no step of an InterleavedTrainPipeline"):
+        Timeline.from_profile(profiled)
+
+
 def test_pictures_are_written(tmp_path: Path) -> None:
     by_rank = {f"rank {t.rank}": t.of_steps(2) for t in _traced()}
     draw_timeline(by_rank, tmp_path / "ranks.svg")
@@ -129,18 +138,6 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     assert len(text) > 10_000
     by_rank["rank 0"].save(tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_step_that_is_not_there_is_refused() -> None:
-    with pytest.raises(PicassoError, match=re.escape("has steps [1, 2, 3, 4], and none of [9]")):
-        _traced()[0].of_steps(9)
-
-
-def test_a_profile_without_steps_is_refused() -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        torch.ones(1).add(1)
-    with pytest.raises(PicassoError, match="holds no step of an InterleavedTrainPipeline"):
-        Timeline.from_profile(profiled)
 
 
 def test_without_a_profiler_a_range_is_nothing() -> None:

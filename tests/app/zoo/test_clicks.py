@@ -25,7 +25,7 @@ def test_lists_come_back() -> None:
     assert len(history) == len(LISTS)
     assert [of.tolist() for of in history] == LISTS
     assert history.lengths_n.tolist() == [2, 0, 3, 1]
-    assert history.of(np.array([2, 1])).joined().tolist() == [9, 9, 1]
+    assert history.take(np.array([2, 1])).joined().tolist() == [9, 9, 1]
     assert [of.tolist() for of in history.hashed(4)] == [[0, 1], [], [1, 1, 1], [2]]
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import pytest
 
 from torchrec_picasso.app.config import DataConfig
 from torchrec_picasso.app.zoo.data.clicks import Clicks
 from torchrec_picasso.app.zoo.data.co_action_teacher import co_action_logits, with_co_action_labels
 from torchrec_picasso.app.zoo.data.history import History
 from torchrec_picasso.app.zoo.registry import make_source
-from torchrec_picasso.errors import ConfigError
 
 NUM_IDS = 9
 
@@ -69,16 +67,3 @@ def test_a_source_takes_its_labels_from_the_teacher() -> None:
     assert values[0].equal(values[1])
     assert not batches[0].labels.equal(batches[1].labels)
     assert batches[1].labels.equal(batches[2].labels)
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        ({"labels": "co_action"}, "labels: co_action looks at histories, which kind criteo has"),
-        ({"labels": "sines", "kind": "clicks"}, "labels: only generated samples of kind criteo"),
-        ({"labels": "sines", "path": "x"}, "labels: only generated samples of kind criteo"),
-    ],
-)
-def test_labels_that_the_data_cannot_have(data: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        DataConfig(**data)  # type: ignore[arg-type]

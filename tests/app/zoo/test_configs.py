@@ -21,7 +21,7 @@ from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.app.zoo.kinds import model_kinds
 from torchrec_picasso.app.zoo.model_kinds import needs_clicks
 from torchrec_picasso.app.zoo.registry import build_model, make_source
-from torchrec_picasso.errors import ConfigError, InputError
+from torchrec_picasso.errors import ConfigError
 
 FOLDER = Path(__file__).parents[3] / "configs"
 CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("quality"))
@@ -136,23 +136,8 @@ def test_models_of_fields_read_clicks_too(kind: str) -> None:
     made(model=ModelConfig(kind=kind, embedding_dim=8), data=CLICKS)
 
 
-def test_too_few_clicks_to_hold_out() -> None:
-    source = make_source(dataclasses.replace(CLICKS, batch_size=100_000), 0)
-    with pytest.raises(InputError, match="samples can be held out, but 800,000 are needed"):
-        next(source.heldout(0, 2))
-
-
-def test_a_batch_depends_on_its_step_alone() -> None:
-    sources = [make_source(CLICKS, seed=3) for _ in range(2)]
-    (one, other) = (source.batches(1, 2, start_step=5) for source in sources)
-    whole = sources[0].batches(1, 2)
-    for _ in range(5):
-        next(whole)
-    first, second, third = next(one), next(other), next(whole)
-    for batch in (second, third):
-        assert batch.sparse_features.values().equal(first.sparse_features.values())
-        assert batch.labels.equal(first.labels)
-    features = first.sparse_features
+def test_negatives_are_as_many_as_the_clicks_of_the_history() -> None:
+    features = next(make_source(CLICKS, seed=3).batches(1, 2)).sparse_features
     history = features["item_history"].lengths()
     assert features["item_negatives"].lengths().equal(history)
     assert features["category_negatives"].lengths().equal(history)

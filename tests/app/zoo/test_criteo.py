@@ -77,16 +77,6 @@ def test_ranks_read_their_own_samples_of_the_same_global_batch(tmp_path: Path) -
     assert torch.cat(heldout).tolist() == everything[:16].tolist()
 
 
-def test_samples_wrap_around_in_a_circle(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a", samples(30))  # 8 held out, 22 in the circle, batches of 8
-    everything = np.concatenate([chunk.labels_N for chunk in read_criteo(path)])
-    labels = torch.cat([b.labels for b in itertools.islice(source(path).batches(0, 1), 6)])
-    circle = np.tile(everything[8:], 3)[:48]
-    assert labels.tolist() == circle.tolist()
-    fifth = next(source(path).batches(0, 1, start_step=4))
-    assert fifth.labels.tolist() == circle[32:40].tolist()
-
-
 @pytest.mark.parametrize("block_bytes", [None, 2000])
 @pytest.mark.parametrize("fold", [0, 1, 2])
 def test_folds_are_held_out_in_turn(
@@ -112,8 +102,6 @@ def test_a_fold_behind_the_end_of_the_file(tmp_path: Path) -> None:
     for stream in (behind.batches(0, 1), behind.heldout(0, 1)):
         with pytest.raises(PicassoError, match=": 60 samples, but 64 are needed"):
             list(itertools.islice(stream, 9))
-    with pytest.raises(ConfigError, match="heldout_fold: only a Criteo file has others"):
-        DataConfig(heldout_fold=1)
 
 
 def test_a_missing_id_has_its_own_row_and_dense_values_are_logged() -> None:
@@ -124,19 +112,12 @@ def test_a_missing_id_has_its_own_row_and_dense_values_are_logged() -> None:
     np.testing.assert_allclose(dense, [[0, 0, 0, 1]], rtol=1e-6)
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    assert refused(tmp_path / "none") == (
-        ": no such file; give a Criteo file, Parquet or tab-separated text"
-    )
-
-
-def test_empty_file(tmp_path: Path) -> None:
-    (tmp_path / "a").touch()
-    assert refused(tmp_path / "a") == ": the file is empty; expected Criteo samples"
-
-
-def test_parquet_without_samples(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a", samples(0))
+def test_files_without_samples(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    assert refused(path) == ": no such file; give a Criteo file, Parquet or tab-separated text"
+    path.touch()
+    assert refused(path) == ": the file is empty; expected Criteo samples"
+    write_parquet(path, samples(0))
     assert refused(path) == ": the file holds no samples; expected at least one"
 
 
@@ -169,37 +150,26 @@ def test_damaged_parquet(tmp_path: Path) -> None:
     assert refused(path).startswith(": damaged Parquet file (")
 
 
-def bad_line(tmp_path: Path, line_index: int, line: str) -> Path:
+@pytest.mark.parametrize(
+    ("line", "column", "text", "expected"),
+    [
+        (41, None, "1\t2\t3", ": line 42 has 3 fields, expected 40; expected Criteo's text: label"),
+        (7, None, "", ": sample 8, column label: expected 0 or 1, got nan"),
+        (4, 3, "many", ": line 5, column i3: 'many' is no integer; expected Criteo's text"),
+        (20, 14, "0xg12345", ": line 21, column c1: '0xg12345' is no hexadecimal id of at most 8"),
+        (20, 14, "123456789", ": line 21, column c1: '123456789' is no hexadecimal id of at most"),
+    ],
+)
+def test_bad_lines_are_named(
+    tmp_path: Path, line: int, column: int | None, text: str, expected: str
+) -> None:
     lines = text_lines(samples(50))
-    lines[line_index] = line
-    path = tmp_path / "a"
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def test_wrong_field_count_names_the_line(tmp_path: Path) -> None:
-    message = refused(bad_line(tmp_path, 41, "1\t2\t3"))
-    assert message.startswith(": line 42 has 3 fields, expected 40; expected Criteo's text: label")
-
-
-def test_blank_line_is_a_sample_without_a_label(tmp_path: Path) -> None:
-    message = refused(bad_line(tmp_path, 7, ""))
-    assert message == ": sample 8, column label: expected 0 or 1, got nan"
-
-
-def test_word_in_an_integer_column(tmp_path: Path) -> None:
-    fields = text_lines(samples(1))[0].split("\t")
-    fields[3] = "many"
-    message = refused(bad_line(tmp_path, 4, "\t".join(fields)))
-    assert message.startswith(": line 5, column i3: 'many' is no integer; expected Criteo's text")
-
-
-@pytest.mark.parametrize("word", ["0xg12345", "123456789"])
-def test_id_that_is_not_hexadecimal(tmp_path: Path, word: str) -> None:
-    fields = text_lines(samples(1))[0].split("\t")
-    fields[14] = word
-    message = refused(bad_line(tmp_path, 20, "\t".join(fields)))
-    assert message == (f": line 21, column c1: {word!r} is no hexadecimal id of at most 8 digits")
+    fields = lines[line].split("\t")
+    if column is not None:
+        fields[column] = text
+    lines[line] = text if column is None else "\t".join(fields)
+    (tmp_path / "a").write_text("\n".join(lines) + "\n")
+    assert refused(tmp_path / "a").startswith(expected)
 
 
 def test_label_that_is_not_a_click(tmp_path: Path) -> None:

@@ -18,18 +18,6 @@ def _on_cpu() -> ClickModel:
     return train
 
 
-def test_samples_do_not_see_each_other() -> None:
-    clicks, train = make_clicks(), _on_cpu()
-    loss, (same, logits, labels) = train(clicks.batch(np.arange(4)))
-    assert loss.requires_grad
-    assert loss.item() == same.item()
-    alone = [train(clicks.batch(np.array([sample])))[1][1] for sample in range(4)]
-    torch.testing.assert_close(torch.cat(alone), logits)
-    torch.testing.assert_close(
-        torch.nn.functional.binary_cross_entropy_with_logits(logits, labels), same
-    )
-
-
 def test_the_history_counts_and_so_does_the_profile() -> None:
     clicks, train = make_clicks(), _on_cpu()
     logits = train(clicks.batch(np.arange(4)))[1][1]

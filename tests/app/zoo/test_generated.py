@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -19,24 +17,6 @@ def make(**data: object) -> GeneratedSource:
 
 def ids_of(source: GeneratedSource, rank: int, step: int) -> torch.Tensor:
     return next(source.batches(rank, 2, start_step=step)).sparse_features.values()
-
-
-def test_a_batch_depends_on_seed_rank_and_step_alone() -> None:
-    stream = make().batches(1, 2)
-    third = next(itertools.islice(stream, 2, None))
-    again = next(make().batches(1, 2, start_step=2))
-    assert torch.equal(third.sparse_features.values(), again.sparse_features.values())
-    assert torch.equal(third.dense_features, again.dense_features)
-    assert torch.equal(third.labels, again.labels)
-    assert not torch.equal(ids_of(make(), 0, 2), ids_of(make(), 1, 2))
-    assert not torch.equal(ids_of(make(), 0, 2), ids_of(make(), 0, 3))
-
-
-def test_heldout_samples_are_others_than_the_trained_ones() -> None:
-    source = make(heldout_steps=3)
-    heldout = list(source.heldout(0, 2))
-    assert len(heldout) == 3
-    assert not torch.equal(heldout[0].sparse_features.values(), ids_of(source, 0, 0))
 
 
 def test_ids_lie_inside_their_tables() -> None:

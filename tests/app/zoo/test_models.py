@@ -15,8 +15,8 @@ from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.zoo.click_model import ClickModel
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroup, FeatureGroups
-from torchrec_picasso.app.zoo.models.can import CAN
 from torchrec_picasso.app.zoo.tables import tables_of
+from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import ConfigError
 
 STEPS = 4
@@ -41,23 +41,7 @@ def test_a_loss_is_a_mean_over_samples_and_reaches_every_weight(name: str) -> No
     loss.backward()
     without = [key for key, of in model.named_parameters() if of.grad is None or not of.grad.any()]
     assert not without
-    alone = []
-    for sample in range(4):
-        one = batch_of(name, 0, 24)
-        lengths = one.sparse_features.lengths().view(len(one.sparse_features.keys()), -1)
-        ends = one.sparse_features.lengths().cumsum(0).view_as(lengths)
-        ids = torch.cat(
-            [
-                one.sparse_features.values()[end - length : end]
-                for end, length in zip(ends[:, sample].tolist(), lengths[:, sample].tolist())
-            ]
-        )
-        one.sparse_features = type(one.sparse_features)(
-            keys=one.sparse_features.keys(), values=ids, lengths=lengths[:, sample].contiguous()
-        )
-        one.dense_features = one.dense_features[sample : sample + 1]
-        one.labels = one.labels[sample : sample + 1]
-        alone.append(model(one)[1][1])
+    alone = [model(sample)[1][1] for sample in split_batch(batch, [1, 1, 1, 1, 20])[:4]]
     torch.testing.assert_close(torch.cat(alone), logits[:4])
 
 
@@ -123,9 +107,3 @@ def test_groups_of_one_column_have_a_table_each_or_share_it() -> None:
 def test_groups_that_do_not_fit_are_refused(groups: list[FeatureGroup], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         FeatureGroups(groups, NUM_ROWS)
-
-
-def test_networks_of_another_width_are_refused() -> None:
-    groups = FeatureGroups(CASES["can"].groups, NUM_ROWS)
-    with pytest.raises(ConfigError, match=r"group 'network' has dims \[48, 48\].*need 160"):
-        CAN(groups, 3, (16, 8, 4))

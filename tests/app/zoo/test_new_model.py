@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroups, Found, Reads
-from torchrec_picasso.app.zoo.layers.tower import tower
+from torchrec_picasso.app.zoo.layers import tower
 
 """
 

@@ -1,1 +1,1 @@
-"""Checkpoints of a run on the disk: whole ones or none, read back by any plan."""
+"""Checkpoints of a run: written completely or not at all, loaded by any plan."""

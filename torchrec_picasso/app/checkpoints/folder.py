@@ -1,7 +1,7 @@
-"""Which folders are checkpoints, and which one a run goes on from.
+"""Names of checkpoint folders, and the newest checkpoint of a run.
 
-A folder ``step_00000100`` exists only if its checkpoint is complete; ``step_00000100.tmp`` is one
-that a run did not finish, ``step_00000100.damaged`` one whose files are not what was written.
+A folder ``step_00000100`` is a complete checkpoint, ``step_00000100.tmp`` an unfinished one, and
+``step_00000100.damaged`` one whose files differ from what was written.
 """
 
 from __future__ import annotations
@@ -27,56 +27,50 @@ __all__ = [
 ]
 
 UNFINISHED_SUFFIX = ".tmp"
-"""Behind the name of a checkpoint that is being written."""
+"""Suffix of a checkpoint that is being written."""
 DAMAGED_SUFFIX = ".damaged"
-"""Behind the name of one that was found damaged."""
+"""Suffix of a damaged checkpoint."""
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _DCP_METADATA = ".metadata"
 
 
 def folder_of_step(folder: str | Path, step: int) -> Path:
-    """Where the checkpoint of a step is, once it is whole."""
+    """Path of the complete checkpoint of a step."""
     return Path(folder) / f"step_{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """Steps that a checkpoint of this name has trained; ``None`` for the names of other things."""
+    """Trained steps of a checkpoint of this name; ``None`` for other names."""
     match = _STEP_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def whole_name(unfinished: Path) -> Path:
-    """The name that an unfinished checkpoint gets when it is finished."""
+    """Path of an unfinished checkpoint once it is complete."""
     return unfinished.with_name(unfinished.name.removesuffix(UNFINISHED_SUFFIX))
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a folder is a checkpoint that was finished."""
+    """Whether a folder is a complete checkpoint."""
     return step_of(path.name) is not None and holds_checkpoint(path)
 
 
 def holds_checkpoint(path: Path) -> bool:
-    """Whether a folder, of any name, has what torch writes last into a checkpoint."""
+    """Whether a folder of any name has the metadata file, which torch writes last."""
     return (path / _DCP_METADATA).is_file()
 
 
 def has_checkpoint(folder: str | Path) -> bool:
-    """Whether a folder holds a run's checkpoint, whole or not as it should be."""
+    """Whether a folder has an entry with the name of a complete checkpoint."""
     return any(step_of(path.name) is not None for path in Path(folder).glob("step_*"))
 
 
 def newest_checkpoint(folder: str | Path) -> tuple[Path, list[Path]]:
-    """Finds the newest checkpoint of a run.
-
-    Args:
-        folder: Where a run wrote its checkpoints.
-
-    Returns:
-        The whole checkpoint with the highest step, and the unfinished ones that were passed over.
+    """Finds the complete checkpoint with the highest step, and lists unfinished ones.
 
     Raises:
-        PicassoError: If there is no whole checkpoint, or the newest is of another format.
+        PicassoError: If there is no complete checkpoint, or the newest has another format.
     """
     folder = Path(folder)
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
@@ -99,11 +93,7 @@ def newest_checkpoint(folder: str | Path) -> tuple[Path, list[Path]]:
 
 
 def refuse_used_folder(folder: str | Path) -> None:
-    """Refuses to start a new run in a folder that holds another run's checkpoints.
-
-    Raises:
-        PicassoError: If the folder holds a checkpoint.
-    """
+    """Raises PicassoError if a folder holds the checkpoints of another run."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise PicassoError(f"{folder}: is a file; expected a folder for the checkpoints")
@@ -116,7 +106,7 @@ def refuse_used_folder(folder: str | Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Brings the names in a folder onto the disk; their files bring themselves."""
+    """Flushes the directory entries of a folder to disk; files are flushed by their writers."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Reads a checkpoint into a model, whatever plan and number of ranks wrote it."""
+"""Loads a checkpoint into a model; plan and number of ranks may differ from the writer's."""
 
 from __future__ import annotations
 
@@ -24,49 +24,46 @@ _OTHER_ROW_STATE = re.compile(
     r"Size mismatch between saved torch\.Size\(\[(\d+)\]\) and current: torch\.Size\(\[(\d+)\]\) "
     r"for optim\.state\.(\S+?)\.weight\."
 )
-"""One value a row on both sides, but of other numbers of rows while the weights are of one size."""
+"""torch's error for row-wise optimizer state of another number of column shards."""
 
 
 def newest_undamaged(folder: str | Path, say: Callable[[str], None]) -> Path:
-    """Finds the checkpoint to resume from; one whose files are damaged loses its name.
+    """Finds the newest complete checkpoint whose files are intact; damaged ones are renamed.
 
-    Collective: every rank of the default process group calls this. Each looks at some of the files.
+    Collective: every rank of the default process group calls this, and checks some of the files.
 
     Args:
-        folder: Where a run wrote its checkpoints.
-        say: Gets a line for every one that was passed over.
-
-    Returns:
-        The newest whole checkpoint whose files are what was written.
+        folder: Folder of the run's checkpoints.
+        say: Called with a line for each checkpoint that is skipped.
 
     Raises:
         PicassoError: On all ranks, if there is none.
     """
     while True:
-        newest, unfinished = _told_by_first_rank(lambda: newest_checkpoint(folder))
+        newest, unfinished = _on_first_rank(lambda: newest_checkpoint(folder))
         damaged = _found_damages(newest)
         if not damaged:
             for left in unfinished:
                 say(f"passed over {left}: a checkpoint that was not finished")
             return Path(newest)
-        aside = _told_by_first_rank(partial(_put_aside, newest))
-        say(f"passed over {newest}: {', '.join(damaged)}; it is {aside} now")
+        renamed = _on_first_rank(partial(_put_aside, newest))
+        say(f"passed over {newest}: {', '.join(damaged)}; it is {renamed} now")
 
 
 def _found_damages(path: Path) -> list[str]:
-    """What is wrong with the files of a checkpoint, each rank looking at some. Collective."""
+    """Checks the files of a checkpoint, each rank some of them. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, damages(path, dist.get_rank(), len(found)))
-    return sorted({phrase for of_rank in found for phrase in of_rank})
+    return sorted({phrase for phrases in found for phrase in phrases})
 
 
 def _put_aside(path: Path) -> str:
-    """Takes a damaged checkpoint its name, so that its step may be written again; gives the new."""
-    aside = path.with_name(path.name + DAMAGED_SUFFIX)
-    shutil.rmtree(aside, ignore_errors=True)
-    path.replace(aside)
+    """Renames a damaged checkpoint, so its step can be written again; returns the new name."""
+    renamed = path.with_name(path.name + DAMAGED_SUFFIX)
+    shutil.rmtree(renamed, ignore_errors=True)
+    path.replace(renamed)
     sync_folder(path.parent)
-    return aside.name
+    return renamed.name
 
 
 def load_checkpoint(
@@ -76,18 +73,15 @@ def load_checkpoint(
     *,
     is_checked: bool = False,
 ) -> int:
-    """Reads a checkpoint into a model and its optimizers.
+    """Loads a checkpoint into a model and its optimizers; returns its number of trained steps.
 
     Collective: every rank of the default process group calls this, in the same order.
 
     Args:
-        path: A whole checkpoint.
-        state: State dicts of the freshly built model; overwritten in place.
-        load_state: Takes over the filled state dicts.
-        is_checked: Whether the files were found to be what was written, just now.
-
-    Returns:
-        Steps that the checkpoint had trained.
+        path: A complete checkpoint.
+        state: State dicts of the new model; overwritten in place.
+        load_state: Called with the loaded state dicts.
+        is_checked: Whether the checksums of the files were verified already.
 
     Raises:
         PicassoError: If the checkpoint is of another model, or damaged.
@@ -97,10 +91,7 @@ def load_checkpoint(
     filled = _without_empty({**state, "step": torch.tensor(0)})
     try:
         load_safely(path, filled)
-    except (
-        Exception,
-        dcp.CheckpointException,
-    ) as error:  # reading a file that is damaged raises nearly anything
+    except (Exception, dcp.CheckpointException) as error:  # a damaged file raises nearly anything
         reason = (str(error).strip().splitlines() or [repr(error)])[-1]
         raise PicassoError(
             f"{path}: cannot be loaded into this model ({reason}); {_advice(reason)}"
@@ -110,9 +101,9 @@ def load_checkpoint(
 
 
 def _without_empty(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts without those that hold nothing, such as the state that SGD keeps of a table.
+    """Removes empty nested dicts, such as SGD's state of a table.
 
-    torch writes them on rank 0 alone, so other ranks, with other tables, would miss theirs.
+    torch writes them on rank 0 alone, so ranks with other tables would not find theirs.
     """
     nested = {
         key: _without_empty(value) if isinstance(value, Mapping) else value
@@ -126,33 +117,33 @@ def _is_empty(value: Any) -> bool:
 
 
 def _with_empty(filled: Any, state: Any) -> Any:
-    """Puts back what :func:`_without_empty` left out."""
+    """Restores the empty dicts that :func:`_without_empty` removed."""
     if not isinstance(state, Mapping):
         return filled
     return {key: _with_empty(filled.get(key, {}), value) for key, value in state.items()}
 
 
 def _advice(reason: str) -> str:
-    """What to do about a checkpoint that does not fit, by the words of torch's complaint."""
+    """Advice for a checkpoint that does not fit, by torch's error message."""
     rows = _OTHER_ROW_STATE.search(reason)
     if rows is None or rows[1] == rows[2]:
         return "resume with the data, model and optimizer settings it was written with"
     return (
         f"row-wise Adagrad keeps a value per row of each column shard, {rows[1]} in the checkpoint "
-        f"and {rows[2]} in this plan, which none of TorchRec's plans can turn into each other: cut "
-        f"{rows[3]} into as many column shards as when it was written"
+        f"and {rows[2]} in this plan, which cannot be converted: cut {rows[3]} into as many column "
+        "shards as when it was written"
     )
 
 
-def _told_by_first_rank(question: Callable[[], Any]) -> Any:
-    """Rank 0's answer on every rank, or its error, so that no rank goes another way. Collective."""
-    answer: list[Any] = [None, None]
+def _on_first_rank(function: Callable[[], Any]) -> Any:
+    """Calls a function on rank 0; every rank returns its result or raises its error. Collective."""
+    outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = question()
+            outcome[0] = function()
         except (PicassoError, OSError) as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise PicassoError(answer[1])
-    return answer[0]
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise PicassoError(outcome[1])
+    return outcome[0]

@@ -1,8 +1,8 @@
 """The weights of a training checkpoint as one unsharded state dict, read by one process.
 
-``torch.distributed.checkpoint.format_utils.dcp_to_torch_save`` writes such a file too, with the
-optimizer's state in it. It unpickles the checkpoint's metadata and values, which may call anything;
-:class:`.SafeReader` does not, and files that do not match their checksums are refused first.
+``torch.distributed.checkpoint.format_utils.dcp_to_torch_save`` unpickles metadata and values
+without restriction and adds the optimizer state; here checksums are verified first, and
+:class:`.SafeReader` runs no code of the file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchrec_picasso.errors import PicassoError
 __all__ = ["find_checkpoint", "read_plain", "write_plain"]
 
 _MODEL = "model."
-"""Prefix of the names of weights in a checkpoint, beside ``optim.`` and ``step``."""
+"""Prefix of weights in a checkpoint; others are ``optim.`` and ``step``."""
 
 
 def find_checkpoint(folder: str | Path) -> Path:
@@ -44,13 +44,7 @@ def find_checkpoint(folder: str | Path) -> Path:
 
 
 def read_plain(path: Path) -> dict[str, Tensor]:
-    """Reads the weights of a checkpoint, whatever plan and number of ranks wrote it.
-
-    Args:
-        path: A whole checkpoint.
-
-    Returns:
-        Whole tensors by their names in the unsharded model.
+    """Reads the weights of a complete checkpoint of any plan, by name in the unsharded model.
 
     Raises:
         PicassoError: If a file is damaged or cannot be read.
@@ -72,7 +66,7 @@ def read_plain(path: Path) -> dict[str, Tensor]:
 
 
 def write_plain(plain: Mapping[str, Tensor], out: str | Path) -> None:
-    """Writes a state dict for ``torch.load(..., weights_only=True)``: the whole file or none."""
+    """Writes a state dict for ``torch.load(..., weights_only=True)`` atomically."""
     unfinished = f"{out}{UNFINISHED_SUFFIX}"
     try:
         torch.save(dict(plain), unfinished)

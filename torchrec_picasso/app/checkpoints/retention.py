@@ -1,8 +1,7 @@
-"""Which checkpoints go once a newer one is whole, and how they go without looking whole half-way.
+"""Deletes old checkpoints so that a crash at any moment leaves none that only looks complete.
 
-A checkpoint loses its name first, then its files: ``step_00000100`` becomes
-``step_00000100.deleted``, which nobody resumes from. So a crash at any moment leaves whole
-checkpoints and folders that say they are not; the next deletion sweeps those up.
+A checkpoint is first renamed, ``step_00000100`` to ``step_00000100.deleted``, then its files are
+deleted. The next deletion removes what a crash left.
 """
 
 from __future__ import annotations
@@ -25,18 +24,17 @@ _DELETED_SUFFIX = ".deleted"
 
 
 def delete_old_checkpoints(newest: Path, keep_last: int | None) -> list[str]:
-    """Deletes checkpoints of a run that are older than the last few, and what was left half-done.
+    """Deletes a run's checkpoints older than the last few, and remains of interrupted writes.
 
-    Not collective: one rank calls this, once ``newest`` is whole and while nothing is written.
-    Links, other folders and what is not a checkpoint stay, and count for nothing. A folder that
-    cannot be deleted ends no training.
+    Not collective: one rank calls this when ``newest`` is complete and none is being written.
+    Links and folders that are no checkpoint are kept and not counted.
 
     Args:
-        newest: The checkpoint that was just written; it always stays.
-        keep_last: Checkpoints to keep, with ``newest``; ``None`` = delete nothing.
+        newest: The checkpoint that was just written; it is kept.
+        keep_last: Checkpoints to keep, ``newest`` included; ``None`` = delete nothing.
 
     Returns:
-        A sentence for everything that could not be deleted.
+        A sentence for each folder that could not be deleted.
     """
     if keep_last is None:
         return []
@@ -57,7 +55,7 @@ def delete_old_checkpoints(newest: Path, keep_last: int | None) -> list[str]:
 
 
 def _is_left_over(name: str, newest_step: int) -> bool:
-    """Whether a folder is one that a crash left while it was deleted or, until now, written."""
+    """Whether a folder was left by a crash while it was deleted or written."""
     if name.endswith(_DELETED_SUFFIX):
         return step_of(name.removesuffix(_DELETED_SUFFIX)) is not None
     step = (
@@ -67,10 +65,10 @@ def _is_left_over(name: str, newest_step: int) -> bool:
 
 
 def _delete(path: Path) -> None:
-    nameless = path.with_name(path.name + _DELETED_SUFFIX)
-    os.replace(path, nameless)
-    sync_folder(path.parent)  # the name is gone on the disk too before the first file is
-    shutil.rmtree(nameless)
+    renamed = path.with_name(path.name + _DELETED_SUFFIX)
+    os.replace(path, renamed)
+    sync_folder(path.parent)  # the rename reaches the disk before the first deletion
+    shutil.rmtree(renamed)
 
 
 def _try(delete: Callable[[Path], None], path: Path, problems: list[str]) -> None:
@@ -78,6 +76,6 @@ def _try(delete: Callable[[Path], None], path: Path, problems: list[str]) -> Non
         delete(path)
     except OSError as error:
         problems.append(
-            f"could not delete {path}: {error.strerror or error}; training goes on, delete it by "
+            f"could not delete {path}: {error.strerror or error}; training continues, delete it by "
             "hand"
         )

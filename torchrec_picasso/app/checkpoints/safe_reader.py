@@ -1,8 +1,7 @@
-"""Reads torch.distributed.checkpoint's format without running what a file says.
+"""Reads torch.distributed.checkpoint's format without running code from its files.
 
-torch unpickles a checkpoint's metadata and the values that are no tensors as they come, and a
-pickle may call anything. Here metadata may name only the classes it is made of, and values go
-through ``torch.load(..., weights_only=True)``.
+torch unpickles a checkpoint's metadata and its values other than tensors without restriction. Here
+metadata may only name its own classes, and values pass ``torch.load(..., weights_only=True)``.
 """
 
 from __future__ import annotations
@@ -44,34 +43,23 @@ _METADATA_CLASSES = frozenset(
 
 
 def load_safely(path: Path, state: dict[str, Any], *, no_dist: bool = False) -> None:
-    """``torch.distributed.checkpoint.load``. Collective, unless ``no_dist``.
+    """``torch.distributed.checkpoint.load`` of a complete checkpoint into ``state``, in place.
 
-    Args:
-        path: A whole checkpoint.
-        state: Overwritten in place.
-        no_dist: Whether this process reads alone.
+    Collective, unless ``no_dist``.
     """
     reader, planner = SafeReader(path), _SafePlanner()
     dcp.load(state, storage_reader=reader, planner=planner, no_dist=no_dist)
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of files, whose metadata calls nothing.
-
-    Args:
-        path: A whole checkpoint.
-    """
+    """torch's file reader with restricted metadata."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._metadata_file = path / ".metadata"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads what is in the checkpoint.
-
-        Raises:
-            pickle.UnpicklingError: If the file names anything that metadata has not.
-        """
+        """Reads the metadata; raises UnpicklingError if it names another class or function."""
         with self._metadata_file.open("rb") as file:
             found = _MetadataUnpickler(file).load()
         if not isinstance(found, Metadata):
@@ -94,6 +82,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 class _SafePlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)  # raises where it names what it must not
+        torch.load(value, weights_only=True)  # raises if the pickle names anything unsafe
         value.seek(0)
         super().load_bytes(read_item, value)

@@ -1,6 +1,6 @@
-"""The setting that a run's trial chose, beside its checkpoint: a resumed run tries none.
+"""The tuned pipeline setting of a run, in the folder of a checkpoint: a resumed run does not tune.
 
-It is of a number of ranks and a batch size; under others the fastest setting is another.
+It is valid for one number of ranks and one batch size.
 """
 
 from __future__ import annotations
@@ -19,14 +19,7 @@ _NAME = "setting.json"
 
 
 def write_setting(checkpoint: Path, setting: Setting, ranks: int, batch_size: int) -> None:
-    """Writes it into the folder of a checkpoint. One rank calls this.
-
-    Args:
-        checkpoint: Its folder.
-        setting: What was chosen.
-        ranks: That trained.
-        batch_size: Samples per rank and step.
-    """
+    """Writes the setting into the folder of a checkpoint. One rank calls this."""
     with (checkpoint / _NAME).open("w", encoding="utf-8") as file:
         json.dump({**asdict(setting), "ranks": ranks, "batch_size": batch_size}, file)
         file.flush()
@@ -34,7 +27,7 @@ def write_setting(checkpoint: Path, setting: Setting, ranks: int, batch_size: in
 
 
 def read_setting(checkpoint: Path, ranks: int, batch_size: int) -> Setting | None:
-    """Reads it; ``None`` where the checkpoint has none, or one of other ranks or batches.
+    """Reads the setting; ``None`` if there is none for these ranks and this batch size.
 
     Raises:
         PicassoError: If the file is damaged.
@@ -45,15 +38,15 @@ def read_setting(checkpoint: Path, ranks: int, batch_size: int) -> Setting | Non
     try:
         found = json.loads(path.read_bytes())
         setting = Setting(found["num_micro_batches"], found["lookahead"])
-        is_alike = (found["ranks"], found["batch_size"]) == (ranks, batch_size)
+        is_valid = (found["ranks"], found["batch_size"]) == (ranks, batch_size)
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(path) from error
     if type(setting.num_micro_batches) is not int or type(setting.lookahead) is not bool:
         raise _damaged(path)
-    return setting if is_alike else None
+    return setting if is_valid else None
 
 
 def _damaged(path: Path) -> PicassoError:
     return PicassoError(
-        f"{path}: cannot be read as a setting; delete the file, then settings are tried anew"
+        f"{path}: cannot be read as a setting; delete the file, then it is tuned again"
     )

@@ -1,7 +1,4 @@
-"""SHA-256 sums of a checkpoint's files, by which those that are not what was written are found.
-
-They are in the format of coreutils: ``sha256sum -c SHA256SUMS`` in the folder checks them as well.
-"""
+"""SHA-256 checksums of a checkpoint's files, in the format of ``sha256sum -c SHA256SUMS``."""
 
 from __future__ import annotations
 
@@ -14,16 +11,15 @@ from pathlib import Path
 __all__ = ["damages", "sums_of_rank", "write_sums"]
 
 _NAME = "SHA256SUMS"
-_PIECE_BYTES = 1 << 20
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\0]+)")
 
 
 def sums_of_rank(folder: Path, rank: int) -> dict[str, str]:
-    """Sums of the files that a rank wrote, by name; what no rank wrote alone is rank 0's.
+    """Checksums by name of the files that a rank wrote; shared files belong to rank 0.
 
     Args:
-        folder: Of the checkpoint, with all its files.
-        rank: This rank.
+        folder: Folder of the checkpoint, with all files.
+        rank: The rank.
 
     Raises:
         OSError: If a file cannot be read.
@@ -32,13 +28,13 @@ def sums_of_rank(folder: Path, rank: int) -> dict[str, str]:
 
 
 def _writer_of(name: str) -> int:
-    """The rank that torch's writer names a file after."""
+    """The rank in a file name of torch's writer; 0 for other files."""
     found = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
     return int(found[1]) if found else 0
 
 
 def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
-    """Writes the sums of all ranks. One rank calls this."""
+    """Writes the checksums of all ranks. One rank calls this."""
     with (folder / _NAME).open("w", encoding="utf-8") as file:
         file.writelines(f"{sums[name]}  {name}\n" for name in sorted(sums))
         file.flush()
@@ -46,12 +42,12 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def damages(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
-    """What is wrong with the files of a checkpoint; nothing if it has no sums.
+    """Checks the files of a complete checkpoint; a checkpoint without checksums passes.
 
     Args:
-        folder: A whole checkpoint.
-        share: Which part of the files to look at.
-        shares: Parts that there are.
+        folder: A complete checkpoint.
+        share: Index of the part of the files to check.
+        shares: Number of parts.
 
     Returns:
         A phrase for each damaged file.
@@ -91,8 +87,8 @@ def _wrong(path: Path, expected: str | None) -> str | None:
 
 
 def _sum(path: Path) -> str:
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            found.update(piece)
-    return found.hexdigest()
+        while block := file.read(1 << 20):
+            sha256.update(block)
+    return sha256.hexdigest()

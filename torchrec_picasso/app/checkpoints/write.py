@@ -1,8 +1,7 @@
-"""Whole checkpoints or none: written aside, renamed when every rank is done.
+"""Writes a checkpoint into a temporary folder, which is renamed once every rank has written.
 
-The format is torch.distributed.checkpoint's, with SHA-256 sums of the files beside it. All ranks
-must see the same file system. What becomes of old ones is up to
-:mod:`torchrec_picasso.app.checkpoints.retention`.
+The format is torch.distributed.checkpoint's with a file of SHA-256 checksums. All ranks must see
+the same file system.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torchrec_picasso.app.checkpoints.sums import sums_of_rank, write_sums
 from torchrec_picasso.errors import PicassoError
 
 __all__ = [
-    "Beside",
+    "WriteExtra",
     "CheckpointFiles",
     "begin_checkpoint",
     "complete_checkpoint",
@@ -37,48 +36,44 @@ __all__ = [
     "with_step",
 ]
 
-Beside = Callable[[Path], None]
-"""Writes what else belongs into the folder of a checkpoint; called on rank 0."""
+WriteExtra = Callable[[Path], None]
+"""Writes further files into the folder of a checkpoint; called on rank 0."""
 
 
 def save_checkpoint(
-    folder: str | Path, step: int, state: dict[str, Any], beside: Beside | None = None
+    folder: str | Path, step: int, state: dict[str, Any], write_extra: WriteExtra | None = None
 ) -> Path:
-    """Writes one checkpoint.
+    """Writes a checkpoint and returns its folder.
 
     Collective: every rank of the default process group calls this, in the same order.
 
     Args:
-        folder: Holds all checkpoints of a run; made if missing.
+        folder: Folder of the run's checkpoints; created if missing.
         step: Steps trained so far.
-        state: State dicts, sharded as they are in the model.
-        beside: Writes what else belongs there.
-
-    Returns:
-        The folder of the finished checkpoint.
+        state: Sharded state dicts.
+        write_extra: Writes further files.
 
     Raises:
-        PicassoError: On all ranks, if that step has a checkpoint already or one of them could not
-            write; what is there then stays unfinished.
+        PicassoError: On all ranks, if the step has a checkpoint already, or a rank cannot write.
     """
-    unfinished = begin_checkpoint(folder, step, beside)
+    unfinished = begin_checkpoint(folder, step, write_extra)
     error: BaseException | None = None
     try:
         dcp.save(with_step(state, step), storage_writer=CheckpointFiles(unfinished))
-    except (Exception, dcp.CheckpointException) as caught:  # one rank's problem, told on all
+    except (Exception, dcp.CheckpointException) as caught:  # raised on all ranks below
         error = caught
     return complete_checkpoint(unfinished, error)
 
 
 def with_step(state: dict[str, Any], step: int) -> dict[str, Any]:
-    """What is written: state dicts, and the steps trained so far."""
+    """The saved state: state dicts, and the steps trained so far."""
     return {**state, "step": torch.tensor(step)}
 
 
 class CheckpointFiles(dcp.FileSystemWriter):
-    """torch's writer of files; what went wrong first is what it raises.
+    """torch's file writer, which raises the first error in a chain of errors.
 
-    Behind a full disk comes an error about the file that could not be closed.
+    A full disk is followed by an error about a file that cannot be closed.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:
@@ -94,12 +89,12 @@ class CheckpointFiles(dcp.FileSystemWriter):
             raise first from None
 
 
-def begin_checkpoint(folder: str | Path, step: int, beside: Beside | None = None) -> Path:
-    """Makes the folder that a checkpoint is written into, to be completed later. Collective.
+def begin_checkpoint(folder: str | Path, step: int, write_extra: WriteExtra | None = None) -> Path:
+    """Creates and returns the temporary folder of a checkpoint. Collective.
 
     Raises:
-        PicassoError: On all ranks, if that step has a checkpoint already or the folder cannot be
-            made.
+        PicassoError: On all ranks, if the step has a checkpoint already or the folder cannot be
+            created.
     """
     final = folder_of_step(folder, step)
     unfinished = final.with_name(final.name + UNFINISHED_SUFFIX)
@@ -111,10 +106,10 @@ def begin_checkpoint(folder: str | Path, step: int, beside: Beside | None = None
                 "move it"
             )
         try:
-            shutil.rmtree(unfinished, ignore_errors=True)  # what an earlier run left half-written
+            shutil.rmtree(unfinished, ignore_errors=True)  # left by an interrupted run
             unfinished.mkdir(parents=True)
-            if beside is not None:
-                beside(unfinished)
+            if write_extra is not None:
+                write_extra(unfinished)
         except OSError as error:
             return _unwritten(unfinished, error)
         return None
@@ -126,18 +121,15 @@ def begin_checkpoint(folder: str | Path, step: int, beside: Beside | None = None
 def complete_checkpoint(
     unfinished: Path, error: BaseException | None, group: dist.ProcessGroup | None = None
 ) -> Path:
-    """Gives a checkpoint its name, once every rank has written its files. Collective.
+    """Renames a checkpoint's folder once every rank has written; returns the new path. Collective.
 
     Args:
-        unfinished: Its folder.
-        error: Why this rank could not write.
-        group: Whose ranks wrote; ``None`` = the default process group.
-
-    Returns:
-        The folder under its name.
+        unfinished: The temporary folder.
+        error: Error of this rank's write.
+        group: Process group of the writers; ``None`` = the default.
 
     Raises:
-        PicassoError: On all ranks, if one of them could not write.
+        PicassoError: On all ranks, if a rank could not write.
     """
     rank = dist.get_rank()
     sums: dict[str, str] = {}
@@ -146,16 +138,16 @@ def complete_checkpoint(
             sums = sums_of_rank(unfinished, rank)
         except OSError as caught:
             error = caught
-    told: list[Any] = [None] * dist.get_world_size()
+    by_rank: list[Any] = [None] * dist.get_world_size()
     problem = None if error is None else _unwritten(unfinished, error)
-    dist.all_gather_object(told, (problem, sums), group=group)
+    dist.all_gather_object(by_rank, (problem, sums), group=group)
 
     def complete() -> str | None:
-        problems = [problem for problem, _ in told if problem is not None]
+        problems = [problem for problem, _ in by_rank if problem is not None]
         if problems:
             return str(problems[0])
         try:
-            write_sums(unfinished, dict(ChainMap(*(of_rank for _, of_rank in told))))
+            write_sums(unfinished, dict(ChainMap(*(sums for _, sums in by_rank))))
             sync_folder(unfinished)
             os.replace(unfinished, whole_name(unfinished))
             sync_folder(unfinished.parent)  # an older checkpoint may be deleted next
@@ -176,10 +168,10 @@ def _unwritten(unfinished: Path, error: BaseException) -> str:
 
 
 def _refuse_on_all_ranks(
-    act: Callable[[], str | None], group: dist.ProcessGroup | None = None
+    function: Callable[[], str | None], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Rank 0 acts, and nobody goes on before it has; all raise what it gives. Collective."""
-    problem: list[Any] = [act() if dist.get_rank() == 0 else None]
+    """Calls a function on rank 0; all ranks wait, and raise the problem it returns. Collective."""
+    problem: list[Any] = [function() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(problem, src=0, group=group)
     if problem[0] is not None:
         raise PicassoError(problem[0])

@@ -1,8 +1,7 @@
-"""Writes a run's checkpoints one after another: while training waits, or while it goes on.
+"""Writes the checkpoints of a run, synchronously or in the background.
 
-To go on, training leaves a copy of each rank's state in host memory, and a thread writes that with
-a process group of its own. At most one checkpoint is being written, and old ones are deleted only
-after a newer one is whole.
+In the background, a thread writes a copy of each rank's state in host memory, with a process group
+of its own. At most one checkpoint is being written; old ones are deleted after it is complete.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from torchrec.distributed.types import ShardedTensor
 from torchrec_picasso.app.checkpoints.folder import step_of, whole_name
 from torchrec_picasso.app.checkpoints.retention import delete_old_checkpoints
 from torchrec_picasso.app.checkpoints.write import (
-    Beside,
     CheckpointFiles,
+    WriteExtra,
     begin_checkpoint,
     complete_checkpoint,
     save_checkpoint,
@@ -38,8 +37,8 @@ class CheckpointWriter:
     """Writes checkpoints into one folder. Collective, as are its methods.
 
     Args:
-        config: Folder, how many to keep, and whether training goes on meanwhile.
-        say: Prints a line; called on rank 0 only.
+        config: Folder, number of checkpoints to keep, and whether to write in the background.
+        say: Prints a line; called on rank 0.
     """
 
     def __init__(self, config: CheckpointConfig, say: Callable[[str], None]) -> None:
@@ -47,7 +46,7 @@ class CheckpointWriter:
         self._say = say
         self._copies: _HostCopies | None = None
         if config.folder is not None and config.async_save:
-            # training's own collectives run at the same time
+            # a group of its own: training's collectives run at the same time
             self._copies = _HostCopies(dist.new_group(backend="gloo"))
         self._pending: tuple[Path, Future[None]] | None = None
 
@@ -55,77 +54,75 @@ class CheckpointWriter:
         self,
         step: int,
         state: Callable[[], dict[str, Any]],
-        beside: Beside | None = None,
+        write_extra: WriteExtra | None = None,
     ) -> None:
-        """Writes a checkpoint if any are asked for, or begins to.
+        """Writes or begins a checkpoint, if a folder is configured.
 
         Args:
             step: Steps trained so far.
-            state: Gives state dicts, sharded as they are in the model; they may change once this
-                returns.
-            beside: Writes what else belongs there.
+            state: Returns the sharded state dicts, which may change once ``save`` returns.
+            write_extra: Writes further files.
 
         Raises:
-            PicassoError: If that step has a checkpoint already, or the one before could not be
-                written.
+            PicassoError: If the step has a checkpoint already, or the one before failed.
         """
         self.finish()
         folder = self._config.folder
         if folder is None:
             return
         if self._copies is None:
-            self._is_whole(save_checkpoint(folder, step, state(), beside))
+            self._report(save_checkpoint(folder, step, state(), write_extra))
             return
-        unfinished = begin_checkpoint(folder, step, beside)
+        unfinished = begin_checkpoint(folder, step, write_extra)
         written = dcp.async_save(
             with_step(state(), step),
             storage_writer=CheckpointFiles(unfinished),
             process_group=self._copies.group,
             async_stager=self._copies,
         )
-        assert isinstance(written, Future), "copies are made before async_save returns"
-        self._pending = unfinished, _then_named(written, unfinished, self._copies.group)
+        assert isinstance(written, Future), "async_save returns after staging"
+        self._pending = unfinished, _renamed(written, unfinished, self._copies.group)
 
     def finish(self) -> None:
-        """Waits until what is being written is whole.
+        """Waits for the checkpoint that is being written.
 
         Raises:
-            PicassoError: On all ranks, if it could not be written; what is there stays unfinished.
+            PicassoError: On all ranks, if it could not be written.
         """
         if self._pending is None:
             return
-        (unfinished, named), self._pending = self._pending, None
-        named.result()
-        self._is_whole(whole_name(unfinished))
+        (unfinished, renamed), self._pending = self._pending, None
+        renamed.result()
+        self._report(whole_name(unfinished))
 
-    def _is_whole(self, path: Path) -> None:
-        """Says so, and deletes old ones."""
+    def _report(self, path: Path) -> None:
+        """Reports a complete checkpoint and deletes old ones."""
         if dist.get_rank() == 0:
             self._say(f"step {step_of(path.name)}: wrote {path}")
             for problem in delete_old_checkpoints(path, self._config.keep_last):
                 self._say(problem)
 
 
-def _then_named(written: Future[Any], unfinished: Path, group: Any) -> Future[None]:
-    """Done once the checkpoint has its name, which it gets as soon as all ranks have written."""
-    named: Future[None] = Future()
+def _renamed(written: Future[Any], unfinished: Path, group: Any) -> Future[None]:
+    """Renames the folder as soon as all ranks have written; the future is done after that."""
+    renamed: Future[None] = Future()
 
-    def give_name(written: Future[Any]) -> None:
+    def complete(written: Future[Any]) -> None:
         try:
             complete_checkpoint(unfinished, written.exception(), group)
-            named.set_result(None)
-        except BaseException as error:  # raised where somebody waits for it
-            named.set_exception(error)
+            renamed.set_result(None)
+        except BaseException as error:  # raised by finish()
+            renamed.set_exception(error)
 
-    written.add_done_callback(give_name)
-    return named
+    written.add_done_callback(complete)
+    return renamed
 
 
 class _HostCopies(AsyncStager):
-    """Copies what a rank has to host memory, and nothing else.
+    """Stages a rank's state in host memory.
 
-    torch's own stager does not know TorchRec's ShardedTensor, and its older one copies the memory
-    behind a shard, which is all tables of a kernel, once for each of them.
+    torch's stager does not know TorchRec's ShardedTensor, and its older one copies the storage of a
+    shard, which is that of all tables of a kernel, once per table.
 
     Args:
         group: A process group on the CPU, for the copies' metadata.
@@ -137,14 +134,14 @@ class _HostCopies(AsyncStager):
         self.group = group
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies; returns when that is done."""
+        """Copies the state; returns when the copy is complete."""
         return {key: self._copy(value) for key, value in state_dict.items()}
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing: :meth:`stage` has copied already."""
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: no buffer is kept."""
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""``torchrec-picasso calibrate``: measures what the cost model needs, where training will run."""
+"""``torchrec-picasso calibrate``: measures the inputs of the cost model on the ranks at hand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso.app.cli.launcher import run_on_ranks
+from torchrec_picasso.app.cli.outputs import check_outputs
 from torchrec_picasso.app.config import TrainConfig, load_config
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
@@ -28,19 +29,12 @@ _MIN_BYTES = 4 << 10
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the subcommand.
-
-    Raises:
-        PicassoError: If an argument or the output's folder cannot be used.
-        RankError: If a rank fails.
-    """
+    """Runs the subcommand; raises PicassoError for unusable input."""
     if args.max_mib * (1 << 20) < _MIN_BYTES:
         raise ConfigError(f"--max-mib: expected at least 0.004 (4 KiB), got {args.max_mib:g}")
     if not args.budget > 0:
         raise ConfigError(f"--budget: expected more than 0 seconds, got {args.budget:g}")
-    out = Path(args.out)
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it or name another")
+    check_outputs(args, "out")
     config = load_config(args.config) if args.config else None
     curves = run_on_ranks(
         calibrate_on_rank,
@@ -54,9 +48,9 @@ def run(args: argparse.Namespace) -> None:
     )
     if curves is None:  # another rank of torchrun writes
         return
-    curves.to_json(out)
+    curves.to_json(Path(args.out))
     print_curves(curves)
-    print(f"wrote {out}")
+    print(f"wrote {args.out}")
 
 
 def calibrate_on_rank(
@@ -74,10 +68,10 @@ def calibrate_on_rank(
         rank: This rank.
         world_size: Ranks in the default process group.
         max_bytes: Largest buffer per rank.
-        seconds_per_point: About how long each size is repeated, at most.
-        with_local: Whether to measure local costs too.
-        budget_s: Seconds for the network in all.
-        config: A model whose dense part is measured too.
+        seconds_per_point: Largest time per size, approximate.
+        with_local: Whether to measure local costs.
+        budget_s: Seconds for all network measurements.
+        config: Configuration of a model whose dense part is timed.
     """
     quiet_upstream()
     pg = dist.group.WORLD
@@ -114,10 +108,10 @@ def calibrate_on_rank(
 
 def print_curves(curves: CommCurves) -> None:
     """Prints the fits on stdout."""
-    facts = curves.measured_on
+    environment = curves.measured_on
     print(
         f"\n{curves.world_size} ranks, {curves.ranks_per_host} per host, {curves.backend} on "
-        f"{curves.device} ({facts.get('hardware', '?')}), {facts.get('date_utc', '?')}"
+        f"{curves.device} ({environment.get('hardware', '?')}), {environment.get('date_utc', '?')}"
     )
     print(
         f"  {'collective':<20}{'latency ms':>12}{'GB/s':>9}{'fit error, median':>19}{'worst':>8}"

@@ -1,4 +1,4 @@
-"""``torchrec-picasso convert``: a training checkpoint as one file of an unsharded state dict."""
+"""``torchrec-picasso convert``: writes a checkpoint's weights as one unsharded state dict."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the subcommand.
-
-    Raises:
-        PicassoError: If the checkpoint cannot be used, or the file exists.
-    """
+    """Runs the subcommand; raises PicassoError for unusable input."""
     check_outputs(args, "out")
     if Path(args.out).exists():
         raise ConfigError(f"--out {args.out}: exists already; move it away or name another file")

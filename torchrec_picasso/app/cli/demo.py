@@ -1,9 +1,10 @@
-"""``torchrec-picasso demo``: stock TorchRec and this package, side by side, on the same batches."""
+"""``torchrec-picasso demo``: compares stock TorchRec with this package on the same batches."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from torchrec_picasso.app.cli.report import (
     Comparison,
@@ -11,12 +12,7 @@ from torchrec_picasso.app.cli.report import (
     print_comparison,
     write_json,
 )
-from torchrec_picasso.app.config import (
-    DataConfig,
-    ModelConfig,
-    ShardingConfig,
-    TrainConfig,
-)
+from torchrec_picasso.app.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.compare import CompareSpec, compare_on_rank
 from torchrec_picasso.app.zoo.kinds import DLRM
@@ -30,16 +26,12 @@ _MIN_STEPS = 10  # warm-up, counted steps and one timed block
 _GENERATED_ROW_SCALE = 0.02  # 10 million rows become 200,000
 _BATCH_SIZE, _DIM = 4096, 64
 _CLICKS_BATCH_SIZE, _CLICKS_DIM, _MAX_HISTORY = 512, 16, 20
-"""Models of histories compute an attention or a recurrent layer over every click of a history."""
+"""Smaller, since models of histories have attention or a recurrent layer over every click."""
 _TIMEOUT_S = 3600
 
 
 def demo_spec(args: argparse.Namespace) -> CompareSpec:
-    """The comparison that the arguments ask for.
-
-    Raises:
-        ConfigError: If an argument is out of range.
-    """
+    """Builds the comparison; raises ConfigError if an argument is out of range."""
     if args.steps < _MIN_STEPS:
         raise ConfigError(f"--steps: expected at least {_MIN_STEPS}, got {args.steps}")
     has_histories = needs_clicks(args.model)
@@ -48,6 +40,9 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
         batch_size = _CLICKS_BATCH_SIZE if has_histories else _BATCH_SIZE
     if dim is None:
         dim = _CLICKS_DIM if has_histories else _DIM
+    towers: dict[str, Any] = {}
+    if args.model == DLRM:
+        towers = {"dense_layers": (64,), "over_layers": (64,)}
     config = TrainConfig(
         steps=args.steps,
         ranks=args.ranks,
@@ -60,27 +55,16 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
             max_history=_MAX_HISTORY,
             heldout_steps=2,
         ),
-        model=_model(args.model, dim),
+        model=ModelConfig(kind=args.model, embedding_dim=dim, **towers),
         sharding=ShardingConfig(hot_rows=args.hot_rows),
     )
     spec = CompareSpec(config=config)
-    spare = config.steps - spec.num_steps  # steps that fill no whole block go to the warm-up
+    spare = config.steps - spec.num_steps  # steps that fill no block are added to the warm-up
     return CompareSpec(config=config, warmup_steps=spec.warmup_steps + spare)
 
 
-def _model(kind: str, dim: int) -> ModelConfig:
-    if kind == DLRM:
-        return ModelConfig(embedding_dim=dim, dense_layers=(64,), over_layers=(64,))
-    return ModelConfig(kind=kind, embedding_dim=dim)
-
-
 def run(args: argparse.Namespace) -> None:
-    """Runs the subcommand.
-
-    Raises:
-        PicassoError: If an argument, the data or the output folder cannot be used.
-        RankError: If a rank fails.
-    """
+    """Runs the subcommand; raises PicassoError for unusable input."""
     spec = demo_spec(args)
     folder = Path(args.out)
     try:

@@ -1,4 +1,4 @@
-"""Runs a command's function on spawned ranks, or on the ranks that torchrun started."""
+"""Runs a function on spawned ranks, or on the ranks of torchrun."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join_torchrun(timeout_s: float) -> torch.device:
-    """Makes the default process group of torchrun's ranks.
+    """Initialises the default process group of torchrun's ranks; returns this rank's device.
 
     Args:
-        timeout_s: How long a collective may wait.
-
-    Returns:
-        This rank's device.
+        timeout_s: Timeout of collectives.
 
     Raises:
         ConfigError: If torchrun's variables are incomplete.
@@ -63,8 +60,8 @@ def run_on_ranks(
 
     Args:
         fn: A function at the top level of a module.
-        args: Parsed arguments with ``ranks``.
-        *fn_args: Its further arguments.
+        args: Arguments of the command, with ``ranks``.
+        *fn_args: Further arguments of ``fn``.
         timeout_s: Seconds until every rank must have returned.
 
     Returns:

@@ -1,4 +1,4 @@
-"""``torchrec-picasso``: parses the command line and turns errors into one clear message."""
+"""``torchrec-picasso``: parses the command line and prints errors as one message."""
 
 from __future__ import annotations
 
@@ -21,22 +21,19 @@ _PACKAGES = {"yaml": "pyyaml", "tqdm": "tqdm", "matplotlib": "matplotlib"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand.
-
-    Args:
-        argv: Arguments without the program's name; ``None`` = those of this process.
+    """Runs a subcommand with the given arguments, ``None`` = those of this process.
 
     Returns:
-        The exit code: 0, 2 for input that cannot be used, 1 for a rank that failed otherwise.
+        Exit code: 0, 2 for unusable input, 1 for another failure of a rank.
     """
     try:
         try:
             args = make_parser(__version__).parse_args(argv)
-            os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by ranks, one worker each
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the ranks
             return _run(args)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # as with `| head`; Python would flush once more at exit
+    except BrokenPipeError:  # as with `| head`; without dup2 Python would flush again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except KeyboardInterrupt:
@@ -44,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    # here, not above: PyTorch and TorchRec take seconds to import
+    # imported here because --help needs neither PyTorch nor TorchRec
     from torchrec_picasso.app.launch.quiet import quiet_upstream
     from torchrec_picasso.app.launch.run_ranks import RankError
 
@@ -56,7 +53,7 @@ def _run(args: argparse.Namespace) -> int:
             raise
         return _say(
             f"the package {_PACKAGES[error.name]} is not installed; "
-            "pip install 'torchrec_picasso[app]' has all that the command line needs",
+            "pip install 'torchrec_picasso[app]' has all packages of the command line",
             EXIT_BAD_INPUT,
         )
     except PeerError as error:

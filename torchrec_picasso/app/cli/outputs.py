@@ -1,59 +1,77 @@
-"""Files that commands write: refused before the work, not after it; pictures in one style."""
+"""Files that commands write: checked before the work starts; JSON results; style of pictures."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["check_outputs", "new_picture", "save_picture"]
+__all__ = ["check_outputs", "new_picture", "print_table", "save_picture", "write_result"]
+
+_PICTURES = ("plot", "profile_out")
 
 
-def check_outputs(args: argparse.Namespace, *flags: str) -> None:
-    """Refuses files that cannot be written.
+def check_outputs(args: argparse.Namespace, *names: str) -> None:
+    """Checks files that a command will write.
 
     Args:
         args: Arguments of the command.
-        *flags: Names of those that hold a file to write; ``plot`` is a picture.
+        *names: Arguments that name a file; ``plot`` and ``profile_out`` are pictures.
 
     Raises:
-        ConfigError: If a folder does not exist, or nothing can draw the format.
+        ConfigError: If a folder does not exist, or matplotlib cannot write the format.
     """
-    for flag in flags:
-        value = getattr(args, flag)
-        if value is None:
+    for name in names:
+        path, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        if path is None:
             continue
-        folder = Path(value).parent
+        folder = Path(path).parent
         if not folder.is_dir():
             raise ConfigError(
-                f"--{flag} {value}: there is no folder {folder}; make it or name another"
+                f"{flag} {path}: there is no folder {folder}; make it or name another"
             )
-        if flag == "plot":
+        if name in _PICTURES:
             figure, _ = new_picture()
-            known = figure.canvas.get_supported_filetypes()
-            if Path(value).suffix.removeprefix(".") not in known:
+            formats = figure.canvas.get_supported_filetypes()
+            if Path(path).suffix.removeprefix(".") not in formats:
                 raise ConfigError(
-                    f"--plot {value}: expected a name that ends in one of {', '.join(known)}"
+                    f"{flag} {path}: expected a name that ends in one of {', '.join(formats)}"
                 )
 
 
-def new_picture(width: float = 6.5, height: float = 4.2) -> tuple[Any, Any]:
-    """A figure and its axes, for :func:`save_picture`.
+def write_result(content: Mapping[str, Any], path: str | Path) -> None:
+    """Writes a result with its environment as JSON, atomically."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    document = {"environment": describe_environment(), **content}
+    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
 
-    Args:
-        width: Inches.
-        height: Inches.
-    """
-    from matplotlib.figure import Figure  # here, because only a picture needs it; slow to import
+
+def print_table(*rows: Sequence[str]) -> None:
+    """Prints rows of text, the first column left-aligned, the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for first, *cells in rows:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
+        print("  " + "  ".join([first.ljust(widths[0]), *aligned]).rstrip())
+
+
+def new_picture(width: float = 6.5, height: float = 4.2) -> tuple[Any, Any]:
+    """A figure of a size in inches and its axes, for :func:`save_picture`."""
+    from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots()
 
 
 def save_picture(figure: Any, axes: Any, path: str | Path) -> None:
-    """Finishes a picture and writes it; its name says the format."""
+    """Applies the style and writes a picture; the suffix determines the format."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

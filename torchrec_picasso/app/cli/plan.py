@@ -1,15 +1,19 @@
-"""``torchrec-picasso plan``: what the planner would decide, and why, on a cluster not at hand."""
+"""``torchrec-picasso plan``: prints the planner's decision for any cluster."""
 
 from __future__ import annotations
 
 import argparse
 import warnings
+from typing import TYPE_CHECKING, Any
 
 from torchrec.distributed.planner import Topology
 
-from torchrec_picasso.app.cli.outputs import check_outputs
-from torchrec_picasso.app.cli.plan_report import draw_plan, print_plan
-from torchrec_picasso.app.cli.plan_report import write_plan_json as write_json
+from torchrec_picasso.app.cli.outputs import (
+    check_outputs,
+    new_picture,
+    save_picture,
+    write_result,
+)
 from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.runs.placements import hot_cold_sharders
 from torchrec_picasso.app.runs.trainer import unsharded_model
@@ -20,33 +24,35 @@ from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.planner.planner import hot_cold_planner
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 __all__ = ["run"]
 
-_GIB = 1 << 30
+_OURS, _STOCK = "#0b7285", "#9aa5b1"
+_GIB, _MIB, _MB = 1 << 30, 1 << 20, 1e6
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the subcommand.
-
-    Raises:
-        PicassoError: If an argument or a file cannot be used, or the tables do not fit.
-    """
-    _check_arguments(args)
+    """Runs the subcommand; raises PicassoError for unusable input."""
+    check_outputs(args, "json", "plot")
+    if args.memory_gib is not None and not args.memory_gib > 0:
+        raise ConfigError(f"--memory-gib: expected more than 0, got {args.memory_gib:g}")
+    if args.dense_ms is not None and not args.dense_ms >= 0:
+        raise ConfigError(f"--dense-ms: expected at least 0, got {args.dense_ms:g}")
     config = load_config(args.config)
-    source = make_source(config.data, config.seed)
-    model = unsharded_model(config, source)
+    model = unsharded_model(config, make_source(config.data, config.seed))
     stats = FrequencyStats.from_parquet(args.stats) if args.stats else None
     curves = CommCurves.from_json(args.curves) if args.curves else None
-    world_size = curves.world_size if curves is not None else config.ranks
-    if args.world_size is not None:
-        world_size = args.world_size
+    world_size = args.world_size
+    if world_size is None:
+        world_size = curves.world_size if curves is not None else config.ranks
     if world_size < 2:
         raise ConfigError(f"--world-size: expected at least 2, got {world_size}")
-    topology = _topology(args, world_size, curves)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         planner = hot_cold_planner(
-            topology,
+            _topology(args, world_size, curves),
             stats,
             hot_rows=args.hot_rows,
             curves=curves,
@@ -59,21 +65,15 @@ def run(args: argparse.Namespace) -> None:
         if "curves" in str(warning.message):
             print(f"warning: {warning.message}")
     planner.plan(model, hot_cold_sharders())
-    decision = planner.decision
-    frame, summary = explain(decision), summarize(decision)
-    print_plan(frame, summary)
-    _write(args, {"summary": summary, "tables": frame.to_dict("records")})
+    frame, summary = explain(planner.decision), summarize(planner.decision)
+    _print_tables(frame)
+    _print_summary(summary)
+    if args.json:
+        write_result({"summary": summary, "tables": frame.to_dict("records")}, args.json)
+        print(f"wrote {args.json}")
     if args.plot:
-        draw_plan(summary, args.plot)
+        _draw(summary, args.plot)
         print(f"wrote {args.plot}")
-
-
-def _check_arguments(args: argparse.Namespace) -> None:
-    check_outputs(args, "json", "plot")
-    if args.memory_gib is not None and not args.memory_gib > 0:
-        raise ConfigError(f"--memory-gib: expected more than 0, got {args.memory_gib:g}")
-    if args.dense_ms is not None and not args.dense_ms >= 0:
-        raise ConfigError(f"--dense-ms: expected at least 0, got {args.dense_ms:g}")
 
 
 def _topology(args: argparse.Namespace, world_size: int, curves: CommCurves | None) -> Topology:
@@ -90,7 +90,63 @@ def _topology(args: argparse.Namespace, world_size: int, curves: CommCurves | No
     )
 
 
-def _write(args: argparse.Namespace, content: dict[str, object]) -> None:
-    if args.json:
-        write_json(content, args.json)
-        print(f"wrote {args.json}")
+def _print_tables(frame: pd.DataFrame) -> None:
+    """Prints two lines per table: numbers, and the reason."""
+    head = ("hot rows", "coverage", "cold rows", "memory MiB")
+    print(f"{'table':<12}{'rows':>12}{'dim':>5}" + "".join(f"{word:>11}" for word in head))
+    for line in frame.to_dict("records"):
+        memory = (line["home_bytes"] + line["replica_bytes"]) / _MIB
+        print(
+            f"{line['table']:<12}{line['rows']:>12,}{line['dim']:>5}{line['hot_rows']:>11,}"
+            f"{line['coverage']:>11.1%}{line['cold_rows']:>11,.0f}{memory:>11,.1f}"
+        )
+        print(f"    {line['why']}")
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    memory, num_parts = summary["memory_bytes"], summary["num_micro_batches"]
+    print(
+        f"\n{summary['world_size']} ranks x {summary['batch_size']} samples: "
+        f"{summary['hot_cold_tables']} tables hot/cold with {summary['hot_rows']:,} hot rows, "
+        f"{summary['stock_tables']} stock"
+    )
+    stock = ""
+    if summary["stock_ms"] is not None:
+        stock = (
+            f"; all stock {summary['stock_ms']:.1f} ms, {summary['stock_sent_bytes'] / _MB:.1f} MB "
+            f"({summary['speedup']:.2f}x)"
+        )
+    schedule = "under TrainPipelineSparseDist"
+    if num_parts is not None:
+        schedule = f"interleaved in {num_parts} micro-batch{'es' if num_parts > 1 else ''}"
+    dense = "the dense part not known"
+    if summary["dense_ms"]:
+        dense = f"{summary['dense_ms']:.1f} ms of it dense"
+    print(
+        f"predicted step: {summary['step_ms']:.1f} ms {schedule}, no less than "
+        f"{summary['wire_ms']:.1f} ms on the wire and {summary['compute_ms']:.1f} ms of work, "
+        f"{dense}; {summary['sent_bytes'] / _MB:.1f} MB sent per rank{stock}"
+    )
+    print(
+        f"memory per rank: homes {memory['home'] / _MIB:,.0f} MiB and replicas "
+        f"{memory['replica'] / _MIB:,.1f} MiB, {memory['optimizer'] / _MIB:,.0f} MiB of both "
+        f"optimizer state; buffers {memory['buffers'] / _MIB:,.0f} MiB"
+    )
+    if summary["home_max_over_mean"] is not None:
+        print(
+            "load of the homes, max over mean: "
+            f"{summary['even_home_max_over_mean']:.2f} with equal blocks, "
+            f"{summary['home_max_over_mean']:.2f} as cut"
+        )
+
+
+def _draw(summary: dict[str, Any], path: str) -> None:
+    """Draws the predicted step time of every plan that was priced, and of the chosen one."""
+    steps_ms = {**summary["priced_ms"], "taken": summary["step_ms"]}
+    if summary["stock_ms"] is not None:
+        steps_ms["stock"] = summary["stock_ms"]
+    figure, axes = new_picture()
+    colors = [_OURS if name == "taken" else _STOCK for name in steps_ms]
+    axes.bar(list(steps_ms), list(steps_ms.values()), color=colors)
+    axes.set(ylabel="predicted step, ms", title="Plans that were priced")
+    save_picture(figure, axes, path)

@@ -1,36 +1,33 @@
-"""One comparison as a table, as JSON and as a picture."""
+"""Reports a comparison as a table, JSON and a picture."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from torchrec_picasso.app.cli.outputs import print_table, write_result
 from torchrec_picasso.app.config import TrainConfig
-from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.app.runs.compare import CompareSpec, SideResult
 
 __all__ = ["Comparison", "print_comparison", "write_json", "draw_comparison"]
 
 _STOCK_COLOR, _OURS_COLOR = "#9aa5b1", "#0b7285"
 _MB = 1e6
-_ROUNDING = 1e-6  # float32 losses that differ by more met such a switch
+_ROUNDING = 1e-6  # relative; a larger difference comes from a ReLU switch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What a comparison was asked for and what came out.
+    """A comparison with its results.
 
     Args:
-        spec: The question.
-        stock: The stock side.
-        ours: This package's side.
-        probe_ms: Step time of each stock placement that was probed.
-        pipeline: What trained this package's side; stock's is TorchRec's SparseDist.
+        spec: Parameters.
+        stock: Result of the stock side.
+        ours: Result of this package's side.
+        probe_ms: Step time of each probed stock placement.
+        pipeline: Description of this package's pipeline; stock's is TorchRec's SparseDist.
     """
 
     spec: CompareSpec
@@ -41,7 +38,7 @@ class Comparison:
 
     @property
     def max_relative_loss_difference(self) -> float:
-        """Largest difference of the two losses of one step, relative to stock's."""
+        """Largest difference of the losses of a step, relative to stock's."""
         return max(
             abs(ours - stock) / abs(stock)
             for stock, ours in zip(self.stock.losses, self.ours.losses)
@@ -49,16 +46,17 @@ class Comparison:
 
     @property
     def sent_bytes_ratio(self) -> float:
-        """How many times fewer bytes this package sends."""
+        """Sent bytes, stock over ours."""
         return self.stock.sent_bytes_per_step / self.ours.sent_bytes_per_step
 
     @property
     def cpu_ratio(self) -> float:
-        """CPU seconds per step, this package's over stock's."""
+        """CPU seconds per step, ours over stock."""
         return self.ours.cpu_s_per_step / self.stock.cpu_s_per_step
 
 
-def _in_words(kind: str, config: TrainConfig) -> str:
+def _described(config: TrainConfig) -> str:
+    kind = config.model.kind
     dim = config.model.embedding_dim
     if config.data.kind == "criteo":
         return f"{kind.upper()}, {config.data.num_tables} tables x {dim}"
@@ -72,7 +70,7 @@ def print_comparison(comparison: Comparison) -> None:
     config = comparison.spec.config
     stock, ours = comparison.stock, comparison.ours
     print(
-        f"\n{_in_words(config.model.kind, config)}, {config.ranks} ranks x "
+        f"\n{_described(config)}, {config.ranks} ranks x "
         f"{config.data.batch_size} samples, {len(stock.losses)} steps, "
         f"{config.data.path or 'generated samples'}"
     )
@@ -81,8 +79,7 @@ def print_comparison(comparison: Comparison) -> None:
         print(f"stock plans probed: {probed}; compared with {stock.placement}")
         if min(comparison.probe_ms, key=lambda name: comparison.probe_ms[name]) != stock.placement:
             print(
-                "(column_wise keeps a row-wise Adagrad state per column shard: it trains another "
-                "model)"
+                "(column_wise keeps a row-wise Adagrad state per column shard, another optimizer)"
             )
     print(f"pipelines: stock sparse_dist; hot_cold {comparison.pipeline}")
     rows = [
@@ -101,18 +98,13 @@ def print_comparison(comparison: Comparison) -> None:
         _row("CPU s per step", stock.cpu_s_per_step, ours.cpu_s_per_step, "{:.3f}", "less"),
         ("lookups served hot", "-", f"{ours.hot_share:.1%}", ""),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for index, (name, *cells) in enumerate(rows):
-        aligned = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:]))
-        print(f"  {name.ljust(widths[0])}  {aligned}".rstrip())
-        if index == 0:
-            print("  " + "-" * (sum(widths) + 6))
+    print_table(*rows)
     if comparison.max_relative_loss_difference > _ROUNDING:
         print(
-            "  (sums in another order round differently; a ReLU whose input is that near 0 then\n"
-            "  switches, and from there the two runs drift apart like two seeds of rounding)"
+            "  (sums in another order round differently; a ReLU whose input is that close to 0\n"
+            "  switches, and the two runs diverge from there)"
         )
-    print("  (times on ranks that share one machine; a network is slower, and there bytes count)")
+    print("  (times of ranks on one machine; over a slower network bytes matter more)")
 
 
 def _megabytes(side: SideResult) -> float:
@@ -125,9 +117,8 @@ def _row(name: str, stock: float, ours: float, style: str, word: str) -> tuple[s
 
 
 def write_json(comparison: Comparison, path: Path) -> None:
-    """Writes everything that was measured, with what it was measured on; renamed when whole."""
-    document: dict[str, Any] = {
-        "environment": describe_environment(),
+    """Writes all measurements as JSON."""
+    content = {
         "spec": dataclasses.asdict(comparison.spec),
         "probe_ms": dict(comparison.probe_ms),
         "pipeline": comparison.pipeline,
@@ -137,22 +128,16 @@ def write_json(comparison: Comparison, path: Path) -> None:
         "sent_bytes_ratio": comparison.sent_bytes_ratio,
         "cpu_ratio": comparison.cpu_ratio,
     }
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    write_result(content, path)
 
 
 def draw_comparison(comparison: Comparison, path: Path) -> None:
-    """Draws the losses on top of each other and the bytes side by side."""
-    import matplotlib  # here, because only a picture needs it and it is slow to import
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    """Draws the losses of both sides, and the bytes that they sent."""
+    from matplotlib.figure import Figure  # slow to import
 
     stock, ours = comparison.stock, comparison.ours
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained"
-    )
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     steps = range(1, len(stock.losses) + 1)
     left.plot(
         steps, stock.losses, color=_STOCK_COLOR, linewidth=6, label=f"stock {stock.placement}"
@@ -183,4 +168,3 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
         axes.grid(axis="y", alpha=0.25)
         axes.set_axisbelow(True)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)

@@ -1,4 +1,4 @@
-"""``torchrec-picasso stats``: counts the ids of data files and prints how skewed they are."""
+"""``torchrec-picasso stats``: counts the ids of data files and prints their skew."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torchrec.datasets.utils import Batch
 
-from torchrec_picasso.app.cli.outputs import check_outputs, new_picture, save_picture
+from torchrec_picasso.app.cli.outputs import (
+    check_outputs,
+    new_picture,
+    print_table,
+    save_picture,
+)
 from torchrec_picasso.app.config import DataConfig, TrainConfig, load_config
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.zoo.data.criteo import hash_ids, log_dense
-from torchrec_picasso.app.zoo.data.criteo_files import MISSING_ID, read_criteo
+from torchrec_picasso.app.zoo.data.criteo_files import MISSING_ID, is_parquet, read_criteo
 from torchrec_picasso.app.zoo.data.source import make_batch
 from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.app.zoo.tables import table_specs
@@ -30,17 +35,12 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_PARQUET_MAGIC = b"PAR1"
-_TEXT_BYTES_PER_CHUNK = 16 << 20  # about, for the progress bar
-_MAX_LEGEND = 12
+_TEXT_BYTES_PER_CHUNK = 16 << 20  # approximate, for the progress bar
+_MOST_LABELS = 12
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the subcommand.
-
-    Raises:
-        PicassoError: If an argument, a file or the output cannot be used.
-    """
+    """Runs the subcommand; raises PicassoError for unusable input."""
     _check_arguments(args)
     config = load_config(args.config) if args.config else None
     if config is not None and args.files:
@@ -51,21 +51,21 @@ def run(args: argparse.Namespace) -> None:
     else:
         tables = model_tables(build_model(config, make_source(config.data, config.seed)))
         files = args.files or ([config.data.path] if config.data.path is not None else [])
-        if files and config.data.kind == "criteo" and all(_is_parquet(file) for file in files):
+        if files and config.data.kind == "criteo" and all(map(is_parquet, files)):
             stats = _count_parquet(args, files, tables, hash_ids=True, missing_id=MISSING_ID)
         else:
             stats = _count_batches(args, files, config, tables)
-    stats.to_parquet(args.out)  # hours of counting are not lost to what follows
+    stats.to_parquet(args.out)  # before anything else can fail
     _print_tables(stats.summary(batch_size), batch_size)
     if args.hot_rows:
         _print_hot_set(stats, args.hot_rows, batch_size)
     if args.plot:
-        draw_coverage(stats, Path(args.plot))
+        _draw_coverage(stats, Path(args.plot))
     print("wrote " + " and ".join(filter(None, (args.out, args.plot))))
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    """Everything that can be refused before hours of counting."""
+    """Checks the arguments before the counting, which may take hours."""
     for flag in ("batch_size", "batches", "hot_rows", "max_rows_counted"):
         value = getattr(args, flag)
         if value is not None and value < 1:
@@ -92,7 +92,7 @@ def _tables_of(args: argparse.Namespace) -> list[ModelTable]:
 
 
 def _rows_of(text: str | None, features: list[str]) -> Mapping[str, int]:
-    """Rows by feature, of ``1000`` or ``c1=1000,c2=5000``."""
+    """Parses ``1000`` or ``c1=1000,c2=5000`` into rows by feature."""
     if text is None:
         return {}
     pairs = [part.rpartition("=")[::2] for part in text.split(",")]
@@ -143,7 +143,7 @@ def _count_batches(
     config: TrainConfig,
     tables: list[ModelTable],
 ) -> FrequencyStats:
-    """Counts Criteo's text, clicks (no file has their histories as columns), or generated data."""
+    """Counts batches: of Criteo's text, clicks with histories, or generated data."""
     batches: Iterator[Batch]
     is_text = bool(files) and config.data.kind == "criteo"
     if is_text:
@@ -168,20 +168,13 @@ def _count_batches(
 
 
 def _text_batches(file: str, data: DataConfig) -> Iterator[Batch]:
-    """A Criteo file's samples, mapped to rows as training maps them."""
+    """Batches of a Criteo file with the row ids that training uses."""
     columns = table_specs(data)
     rows_F = np.array([column.num_embeddings for column in columns], dtype=np.int64)
     names = [column.feature for column in columns]
     for chunk in read_criteo(file):
         ids_BF = hash_ids(chunk.ids_NF, rows_F)
         yield make_batch(chunk.labels_N, log_dense(chunk.dense_NI), ids_BF, names)
-
-
-def _is_parquet(file: str) -> bool:
-    if not Path(file).is_file():
-        return False
-    with open(file, "rb") as opened:
-        return opened.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
 
 
 def _print_tables(summary: pd.DataFrame, batch_size: int) -> None:
@@ -200,13 +193,7 @@ def _print_tables(summary: pd.DataFrame, batch_size: int) -> None:
         "lacks at most": summary["max_undercount"].map("{:g}".format),
     }
     print()
-    widths = {name: max(map(len, [name, *column])) for name, column in shown.items()}
-    for line in ([*shown], *zip(*shown.values())):
-        first, *cells = [
-            cell.ljust(width) if name == "table" else cell.rjust(width)
-            for (name, width), cell in zip(widths.items(), line)
-        ]
-        print("  " + "  ".join([first, *cells]).rstrip())
+    print_table([*shown], *zip(*shown.values()))
     lookups = float((summary["pooling_factor"] * batch_size).sum())
     unique = float(summary["unique_per_batch"].sum())
     share = f", {unique / lookups:.0%}" if lookups else ""
@@ -217,7 +204,7 @@ def _print_tables(summary: pd.DataFrame, batch_size: int) -> None:
 
 
 def _print_hot_set(stats: FrequencyStats, num_hot: int, batch_size: int) -> None:
-    """Prints what the most frequent rows of all tables take, and what they leave."""
+    """Prints the coverage of a hot set and the remaining cold rows of a batch."""
     rows = {name: counts.num_embeddings for name, counts in stats.tables.items()}
     hot = select_hot_rows(rows, num_hot, stats)
     served = total = cold = 0.0
@@ -233,21 +220,16 @@ def _print_hot_set(stats: FrequencyStats, num_hot: int, batch_size: int) -> None
     )
 
 
-def draw_coverage(stats: FrequencyStats, path: Path) -> None:
-    """Draws the share of lookups over the share of rows, the most frequent first.
-
-    Args:
-        stats: The statistics.
-        path: Picture to write; its name says the format.
-    """
-    from matplotlib import colormaps  # here, because only a picture needs it; slow to import
+def _draw_coverage(stats: FrequencyStats, path: Path) -> None:
+    """Draws the share of lookups over the share of rows, the most frequent first."""
+    from matplotlib import colormaps  # slow to import
 
     figure, axes = new_picture(7.5, 4.8)
     spectra = {name: counts.spectrum() for name, counts in stats.tables.items()}
     spectra = {name: spectrum for name, spectrum in spectra.items() if spectrum.num_lookups}
     for index, (name, spectrum) in enumerate(spectra.items()):
         rows_K, share_K = spectrum.coverage_curve()
-        label = name if len(spectra) <= _MAX_LEGEND else None
+        label = name if len(spectra) <= _MOST_LABELS else None
         color = colormaps["viridis"](0.95 * index / max(1, len(spectra) - 1))
         axes.plot(rows_K / spectrum.num_embeddings, share_K, label=label, color=color)
     axes.set(

@@ -1,4 +1,4 @@
-"""``torchrec-picasso train``: a model from a YAML file, with checkpoints and resume."""
+"""``torchrec-picasso train``: trains the model of a YAML file, with checkpoints and resume."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchrec_picasso.app.checkpoints.folder import has_checkpoint
 from torchrec_picasso.app.cli.launcher import join_torchrun
+from torchrec_picasso.app.cli.outputs import check_outputs
 from torchrec_picasso.app.config import TrainConfig, load_config
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.launch.torchrun import under_torchrun
@@ -21,17 +22,9 @@ from torchrec_picasso.errors import ConfigError
 
 __all__ = ["run"]
 
-_AUTO = "auto"
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the subcommand.
-
-    Raises:
-        PicassoError: If the configuration, the data or the checkpoint folder cannot be used.
-        RankError: If a spawned rank fails.
-    """
+    """Runs the subcommand; raises PicassoError for unusable input."""
     config = load_config(args.config)
     spawns = not under_torchrun()
     world_size = config.ranks if spawns else int(os.environ.get("WORLD_SIZE", "1"))
@@ -39,31 +32,34 @@ def run(args: argparse.Namespace) -> None:
     resume = _resumes(config, args.resume)
     check_checkpoint_folder(config, resume)
     check_watch(config.watch)
-    job = (config, resume)
     profile = _profile(config, args)
     if spawns:
-        run_ranks(train_on_rank, world_size, *job, None, profile, timeout_s=config.timeout_s)
+        job = (config, resume, None, profile)
+        run_ranks(train_on_rank, world_size, *job, timeout_s=config.timeout_s)
         return
     device = join_torchrun(config.timeout_s)
     try:
-        train = record(train_on_rank)  # torchrun reports what it raises
-        train(dist.get_rank(), world_size, *job, device, profile)
-        dist.barrier()  # no rank leaves while another still works with it
+        train = record(train_on_rank)  # torchrun reports its errors
+        train(dist.get_rank(), world_size, config, resume, device, profile)
+        dist.barrier()  # no rank exits while another still communicates
     finally:
         dist.destroy_process_group()
 
 
-def _resumes(config: TrainConfig, asked: str | None) -> bool:
+def _resumes(config: TrainConfig, option: str | None) -> bool:
     """Whether the run continues an earlier one."""
-    is_restart = int(os.environ.get(_RESTARTS, "0")) > 0 and config.checkpoint.folder is not None
-    if asked == _AUTO or (asked is None and is_restart):
+    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    is_restart = num_restarts > 0 and config.checkpoint.folder is not None
+    if option == "auto" or (option is None and is_restart):
         return config.checkpoint.folder is None or has_checkpoint(config.checkpoint.folder)
-    return asked is not None
+    return option is not None
 
 
 def _profile(config: TrainConfig, args: argparse.Namespace) -> ProfileRequest | None:
     if args.profile is not None:
-        return check_profile(config, args.profile, args.profile_out)
+        request = check_profile(config, args.profile, args.profile_out)
+        check_outputs(args, "profile_out")
+        return request
     if args.profile_out is not None:
         raise ConfigError(f"--profile-out {args.profile_out}: needs --profile N, the steps to draw")
     return None

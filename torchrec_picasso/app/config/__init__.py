@@ -1,9 +1,7 @@
-"""Settings as frozen dataclasses, and YAML files checked into them with every problem at once."""
+"""Settings as frozen dataclasses, read from YAML; all problems of a file are reported at once."""
 
 from torchrec_picasso.app.config.load import load_config, parse_config
 from torchrec_picasso.app.config.schema import (
-    CARDINALITY_NAMES,
-    PIPELINES,
     PLACEMENTS,
     CheckpointConfig,
     DataConfig,
@@ -13,8 +11,8 @@ from torchrec_picasso.app.config.schema import (
     PipelineConfig,
     ShardingConfig,
     TrainConfig,
+    WatchConfig,
 )
-from torchrec_picasso.app.config.watch import WatchConfig
 
 __all__ = [
     "TrainConfig",
@@ -29,6 +27,4 @@ __all__ = [
     "load_config",
     "parse_config",
     "PLACEMENTS",
-    "PIPELINES",
-    "CARDINALITY_NAMES",
 ]

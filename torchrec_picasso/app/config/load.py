@@ -1,4 +1,4 @@
-"""YAML to config dataclass; a file with five mistakes is refused once, with five places."""
+"""Builds config dataclasses from YAML, and reports all problems of a file at once."""
 
 from __future__ import annotations
 
@@ -19,34 +19,20 @@ ConfigT = TypeVar("ConfigT", bound=Rules)
 
 
 def load_config(path: str | Path) -> TrainConfig:
-    """Reads a training configuration.
-
-    Args:
-        path: YAML file with the keys of :class:`~torchrec_picasso.app.config.TrainConfig`; a key
-            left out takes its default.
-
-    Returns:
-        The checked configuration.
-
-    Raises:
-        ConfigError: As :func:`load_rules` does.
-    """
+    """Reads a training configuration, see :func:`load_rules`."""
     return load_rules(TrainConfig, path)
 
 
 def load_rules(cls: type[ConfigT], path: str | Path) -> ConfigT:
-    """Reads any configuration.
+    """Reads a configuration.
 
     Args:
         cls: A config dataclass.
-        path: YAML file with its keys; a key left out takes its default.
-
-    Returns:
-        The checked configuration.
+        path: YAML file with its keys; keys left out take their defaults.
 
     Raises:
-        ConfigError: If the file is missing, is not YAML, swells by its aliases, or holds unknown
-            keys, wrong types or values out of range; the message lists every problem as
+        ConfigError: If the file is missing or no YAML, expands too far by its aliases, or has
+            unknown keys, wrong types or values out of range; lists every problem as
             ``file: key.path: problem``.
     """
     try:
@@ -62,18 +48,15 @@ def load_rules(cls: type[ConfigT], path: str | Path) -> ConfigT:
 
 
 def parse_config(cls: type[ConfigT], document: Any, place: str) -> ConfigT:
-    """Turns nested mappings into a config dataclass, reporting all problems at once.
+    """Builds a config dataclass from nested mappings.
 
     Args:
-        cls: A config dataclass, such as :class:`~torchrec_picasso.app.config.TrainConfig`.
-        document: What the YAML file held.
-        place: Name of the source, put before each problem.
-
-    Returns:
-        An object of ``cls``.
+        cls: A config dataclass.
+        document: Content of the YAML file.
+        place: Name of the source, for messages.
 
     Raises:
-        ConfigError: If anything in ``document`` is unknown or cannot be used.
+        ConfigError: As :func:`load_rules`.
     """
     problems: list[str] = []
     config = _build(cls, document, "", problems)
@@ -102,15 +85,16 @@ def _build(cls: type[ConfigT], document: Any, prefix: str, problems: list[str]) 
         if name not in document:
             continue
         value = document[name]
-        of_one = _rules_of_one(annotation)
-        if of_one is not None and (value is not None or of_one is annotation):
-            values[name] = _build(of_one, value, f"{prefix}{name}.", problems)
+        section, section_of_key = _sections(annotation)
+        if section is not None and (value is not None or section is annotation):
+            values[name] = _build(section, value, f"{prefix}{name}.", problems)
             continue
-        of_each = _rules_of_each(annotation)
-        if of_each is not None and isinstance(value, Mapping):
+        if section_of_key is not None and isinstance(value, Mapping):
             values[name] = {
-                key: _build(of_each, each, f"{prefix}{name}.{shown(key, quoted=False)}.", problems)
-                for key, each in value.items()
+                key: _build(
+                    section_of_key, item, f"{prefix}{name}.{shown(key, quoted=False)}.", problems
+                )
+                for key, item in value.items()
             }
             continue
         value = _number_from_text(value, annotation)
@@ -121,31 +105,27 @@ def _build(cls: type[ConfigT], document: Any, prefix: str, problems: list[str]) 
         return None
     try:
         return cls(**values)
-    except ConfigError as error:  # only problems between fields are left
+    except ConfigError as error:  # only problems between fields are left here
         problems.append(prefix + str(error).removeprefix(f"{cls.__name__}: "))
         return None
 
 
-def _rules_of_one(annotation: Any) -> type[Rules] | None:
-    """The config dataclass that the value itself is, if the annotation says so."""
-    for arm in (annotation, *typing.get_args(annotation)):
-        if isinstance(arm, type) and issubclass(arm, Rules):
-            return arm
-    return None
+def _sections(annotation: Any) -> tuple[type[Rules] | None, type[Rules] | None]:
+    """The config dataclass of a field, and that of each value of a mapping, if annotated so."""
 
+    def is_rules(value: Any) -> bool:
+        return isinstance(value, type) and issubclass(value, Rules)
 
-def _rules_of_each(annotation: Any) -> type[Rules] | None:
-    """The config dataclass that each value of a mapping is, if the annotation says so."""
-    for arm in (annotation, *typing.get_args(annotation)):
-        args = typing.get_args(arm)
-        if len(args) == 2 and isinstance(args[1], type) and issubclass(args[1], Rules):
-            found: type[Rules] = args[1]
-            return found
-    return None
+    arms = (annotation, *typing.get_args(annotation))
+    args = [args for arm in arms if len(args := typing.get_args(arm)) == 2]
+    return (
+        next((arm for arm in arms if is_rules(arm)), None),
+        next((value for _, value in args if is_rules(value)), None),
+    )
 
 
 def _number_from_text(value: Any, annotation: Any) -> Any:
-    """YAML 1.1 reads ``1e-3`` (no dot) as text; a field of type float takes it as the number."""
+    """Parses ``1e-3`` (no dot), which YAML 1.1 reads as text, for a field of type float."""
     if annotation is float and isinstance(value, str):
         try:
             return float(value)

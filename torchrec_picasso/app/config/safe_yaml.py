@@ -1,7 +1,7 @@
-"""YAML to plain values, whoever wrote it: no code in it runs, and it does not swell.
+"""Reads YAML from untrusted files: no code runs, and aliases do not expand without bound.
 
-Aliases let a file of a hundred lines stand for a billion values, and let a value hold itself. Both
-are found among the nodes, where an alias is still the node that it names.
+Aliases let a hundred lines stand for a billion values, and let a value contain itself. Both are
+found in the node graph, where an alias is the node that it names.
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ __all__ = ["read_yaml"]
 
 _MERGE = "tag:yaml.org,2002:merge"  # of the key <<
 _MOST_VALUES = 100_000
-"""A configuration has some dozens."""
+"""Limit with aliases expanded; a configuration has some dozens."""
 
 
 def read_yaml(text: str, place: str) -> Any:
-    """Reads one document.
+    """Reads one document as plain values; ``None`` for an empty text.
 
     Args:
         text: The document.
-        place: Name of its source, put before the problem.
-
-    Returns:
-        Values of YAML's own types; ``None`` of an empty text.
+        place: Name of its source, for messages.
 
     Raises:
-        ConfigError: If it is not YAML, gives a key twice, holds itself or too many values.
+        ConfigError: If it is no YAML, repeats a key, contains itself or has too many values.
     """
     try:
         loader = _UniqueKeyLoader(text)
@@ -51,7 +48,7 @@ def read_yaml(text: str, place: str) -> Any:
     except RecursionError as error:
         raise ConfigError(f"{place}: not valid YAML: nested too deeply") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        # what PyYAML's constructors raise of a value that is not of the type its tag says
+        # raised by PyYAML's constructors for a value that does not fit its tag
         raise ConfigError(
             f"{place}: not valid YAML: a value is not of its type "
             f"({shown(str(error), quoted=False)}); write it without a tag"
@@ -59,11 +56,11 @@ def read_yaml(text: str, place: str) -> Any:
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
-    """Values that a node stands for, aliases written out.
+    """Number of values of a node with aliases expanded.
 
     Args:
-        node: With its aliases.
-        counts: Of the nodes seen before, by ``id``; -1 of those that hold this one.
+        node: The node.
+        counts: Counts of nodes by ``id``; -1 for the ancestors of this one.
     """
     known = counts.get(id(node))
     if known == -1:
@@ -91,12 +88,12 @@ def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key given twice, of which YAML would keep only the last."""
+    """A SafeLoader that refuses repeated keys; YAML keeps the last one silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            if key_node.tag == _MERGE:  # keys of another mapping, which those here come before
+            if key_node.tag == _MERGE:  # keys of a merged mapping may be repeated here
                 continue
             key = self.construct_object(key_node, deep=True)
             if key in seen:

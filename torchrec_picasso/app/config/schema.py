@@ -1,4 +1,4 @@
-"""The settings of one training run, grouped by what they govern."""
+"""The settings of a training run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchrec_picasso.app.config.watch import WatchConfig
 from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.rules import Rules, rule, shown
 
@@ -19,6 +18,7 @@ __all__ = [
     "OptimizerConfig",
     "PipelineConfig",
     "CheckpointConfig",
+    "WatchConfig",
     "PLACEMENTS",
     "PIPELINES",
     "CARDINALITY_NAMES",
@@ -28,32 +28,32 @@ __all__ = [
 ]
 
 PLACEMENTS = ("hot_cold", "table_wise", "row_wise", "column_wise", "planner")
-"""Who places the tables: this package, one stock sharding type, or TorchRec's planner."""
+"""This package's planner, one stock sharding type, or TorchRec's planner."""
 
 PIPELINES = ("interleaved", "sparse_dist")
-"""What takes the steps: this package's pipeline, or TorchRec's SparseDist."""
+"""This package's pipeline, or TorchRec's TrainPipelineSparseDist."""
 
 CARDINALITY_NAMES = ("criteo_kaggle", "criteo_terabyte_10m", "criteo_terabyte_40m")
-"""Published table sizes that the generated data and the Criteo files can use."""
+"""Published table sizes for generated data and Criteo files."""
 
 DATA_KINDS = ("criteo", "clicks", "fields")
-"""Samples of Criteo's columns, clicks with the history before them, or many generated fields."""
+"""Criteo's columns, clicks with histories, or many generated fields."""
 
 LABELS = ("own", "sines", "co_action")
-"""The data's own; of generated Criteo samples waves of what ids add up to; of clicks a teacher's,
-which looks at each pair of the target and a click before."""
+"""The data's own; sines of a sum over ids (generated Criteo samples); a random teacher over pairs
+of the target and an earlier click (clicks)."""
 
 FEATURE_KINDS = ("one_hot", "bag", "sequence")
-"""One id per sample; any number, whose rows are summed; any number, each with its row."""
+"""One id per sample; any number of ids, sum-pooled; any number of ids, a row each."""
 
 NUM_CRITEO_TABLES = 26
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Rules):
-    """Where samples come from and how large the tables are that they look up."""
+    """Source of the samples, and sizes of the tables."""
 
-    kind: str = rule("criteo", "What a sample is.", choices=DATA_KINDS)
+    kind: str = rule("criteo", "Kind of the samples.", choices=DATA_KINDS)
     path: str | None = rule(
         None,
         "Criteo file, Parquet or published text; for clicks a Parquet file of Alimama's rows or "
@@ -69,7 +69,7 @@ class DataConfig(Rules):
     max_rows: int = rule(1_000_000, "Cap on the rows of one table; ids wrap around.", at_least=1)
     num_tables: int = rule(
         NUM_CRITEO_TABLES,
-        "Number of tables, of fields one each; other than 26 for generated data only.",
+        "Number of tables; other than 26 for generated data only.",
         at_least=1,
         at_most=10_000,
     )
@@ -80,81 +80,78 @@ class DataConfig(Rules):
         1, "Labels of a sample; 2 for generated Criteo data only.", at_least=1, at_most=2
     )
     task_correlation: float = rule(
-        0.5, "How alike the second label's taste is to the first's.", at_least=-1, at_most=1
+        0.5, "Correlation of the two labels' id parts.", at_least=-1, at_most=1
     )
-    labels: str = rule(
-        "own", "What labels follow: the data's own, or something harder.", choices=LABELS
-    )
+    labels: str = rule("own", "The data's own labels, or generated ones.", choices=LABELS)
     max_history: int = rule(
-        50, "Clicks of a history; the latest stay. For clicks only.", at_least=1, at_most=10_000
+        50, "Longest history of clicks; the latest are kept.", at_least=1, at_most=10_000
     )
     heldout_steps: int = rule(
-        4, "Global batches kept out of training, for statistics and evaluation.", at_least=1
+        4, "Global batches held out of training, for statistics and evaluation.", at_least=1
     )
     heldout_fold: int = rule(
-        0,
-        "Which run of heldout_steps global batches of a Criteo file they are; 0 = the first.",
-        at_least=0,
+        0, "Which heldout_steps global batches of a Criteo file; 0 = the first.", at_least=0
     )
 
     def cross_problems(self) -> list[str]:
-        """A Criteo file has 26 id columns and one label; fields are in no file."""
-        if self.labels == "co_action" and self.kind != "clicks":
-            return [
-                f"labels: co_action looks at histories, which kind {self.kind} has not; remove "
-                "labels or set kind to clicks"
-            ]
-        if self.labels == "sines" and (self.path is not None or self.kind != "criteo"):
-            return [
+        """Refuses keys that do not fit the kind of the data; the first problem is reported."""
+        is_criteo, is_file = self.kind == "criteo", self.path is not None
+        checks = (
+            (
+                self.labels == "co_action" and self.kind != "clicks",
+                f"labels: co_action needs histories, and kind {self.kind} has none; remove labels "
+                "or set kind to clicks",
+            ),
+            (
+                self.labels == "sines" and (is_file or not is_criteo),
                 "labels: only generated samples of kind criteo have sines; remove labels, or set "
-                "path to null and kind to criteo"
-            ]
-        if self.num_tasks > 1 and (self.path is not None or self.kind != "criteo"):
-            return [
+                "path to null and kind to criteo",
+            ),
+            (
+                self.num_tasks > 1 and (is_file or not is_criteo),
                 f"num_tasks: only generated samples of kind criteo have {self.num_tasks} labels; "
-                "remove num_tasks, or set path to null and kind to criteo"
-            ]
-        if self.heldout_fold and (self.path is None or self.kind != "criteo"):
-            return [
-                f"heldout_fold: only a Criteo file has others than the first, got "
-                f"{self.heldout_fold}; remove it, or set path and kind criteo"
-            ]
-        if self.kind == "fields" and self.path is not None:
-            return [
-                f"path: fields are generated, got {shown(self.path)}; remove path or change kind"
-            ]
-        if self.kind != "criteo":
-            return []
-        if self.path is not None and self.num_tables != NUM_CRITEO_TABLES:
-            return [
+                "remove num_tasks, or set path to null and kind to criteo",
+            ),
+            (
+                self.heldout_fold and not (is_criteo and is_file),
+                f"heldout_fold: only a Criteo file has several, got {self.heldout_fold}; remove "
+                "it, or set path and kind criteo",
+            ),
+            (
+                self.kind == "fields" and is_file,
+                f"path: fields are generated, got {shown(self.path)}; remove path or change kind",
+            ),
+            (
+                is_criteo and is_file and self.num_tables != NUM_CRITEO_TABLES,
                 f"num_tables: a Criteo file feeds {NUM_CRITEO_TABLES} tables, got "
-                f"{self.num_tables}; remove num_tables or set path to null"
-            ]
-        return []
+                f"{self.num_tables}; remove num_tables or set path to null",
+            ),
+        )
+        return [problem for is_wrong, problem in checks if is_wrong][:1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureConfig(Rules):
-    """A group of columns that a model treats alike; what is left out the model says itself."""
+    """Changes to a group of columns of a model; keys left out keep the model's values."""
 
-    columns: tuple[str, ...] | None = rule(None, "Columns; null = all that the data has for it.")
+    columns: tuple[str, ...] | None = rule(None, "Columns; null = all of the group's role.")
     dim: int | None = rule(
         None,
-        "Columns of their tables; null = the model's own, or model.embedding_dim.",
+        "Width of the tables; null = the model's, or model.embedding_dim.",
         at_least=4,
         multiple_of=4,
     )
-    kind: str | None = rule(None, "Ids of a sample; null = the model's.", choices=FEATURE_KINDS)
+    kind: str | None = rule(None, "Ids per sample; null = the model's.", choices=FEATURE_KINDS)
     tables_of: str | None = rule(
-        None, "Group whose tables these columns read; null = the model's, or their own."
+        None, "Group whose tables these columns read; null = the model's choice."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Rules):
-    """The model: TorchRec's DLRM by width, any other one by its kind and its sizes."""
+    """The model: TorchRec's DLRM, or another by kind and sizes."""
 
-    kind: str = rule("dlrm", "Which model; `torchrec-picasso models` lists them.")
+    kind: str = rule("dlrm", "Name of the model; `torchrec-picasso models` lists them.")
     embedding_dim: int = rule(
         64, "Columns of every table (FBGEMM needs a multiple of 4).", at_least=4, multiple_of=4
     )
@@ -169,11 +166,11 @@ class ModelConfig(Rules):
         at_least=1,
     )
     sizes: Mapping[str, bool | int | float | str | tuple[int, ...]] | None = rule(
-        None, "Arguments of any other model by name; those left out are the published ones."
+        None, "Sizes of any other model; those left out are the published ones."
     )
 
     def cross_problems(self) -> list[str]:
-        """A DLRM has keys of its own, other models have not."""
+        """Refuses sizes of a DLRM, and a DLRM's keys for other models."""
         if self.kind == "dlrm":
             if not self.sizes:
                 return []
@@ -181,75 +178,75 @@ class ModelConfig(Rules):
                 f"sizes: a dlrm has dense_layers and over_layers, got "
                 f"{shown(', '.join(self.sizes), quoted=False)}; remove sizes"
             ]
-        plain = {field.name: field.default for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return [
             f"{name}: only kind dlrm has it, got {shown(list(getattr(self, name)))} with kind "
             f"{self.kind}; give model.sizes"
             for name in ("dense_layers", "over_layers")
-            if getattr(self, name) != plain[name]
+            if getattr(self, name) != defaults[name]
         ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingConfig(Rules):
-    """How the tables are spread over the ranks."""
+    """Placement of the tables on the ranks."""
 
-    placement: str = rule("hot_cold", "Who places the tables.", choices=PLACEMENTS)
+    placement: str = rule("hot_cold", "Planner or sharding type.", choices=PLACEMENTS)
     hot_rows: int | Mapping[str, int] | None = rule(
         None,
-        "Replicated rows: a total over all tables, or a count per table; 0 = no replicas; null = "
-        "the cost model chooses, for each table, between hot/cold and stock too.",
+        "Replicated rows, in total or by table; 0 = none; null = the planner chooses, also between "
+        "hot/cold and stock sharding.",
         at_least=0,
     )
     num_waves: int = rule(
-        1, "Waves that hot/cold tables travel in under an interleaved pipeline.", at_least=1
+        1, "Pack groups that an interleaved pipeline exchanges one by one.", at_least=1
     )
     stats: str | None = rule(
-        None, "Statistics file (torchrec-picasso stats); null = count the held-out samples."
+        None, "Statistics (torchrec-picasso stats); null = count the held-out samples."
     )
     curves: str | None = rule(
-        None, "Curves file (torchrec-picasso calibrate); null = TorchRec's bandwidths."
+        None, "Curves (torchrec-picasso calibrate); null = TorchRec's bandwidths."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Rules):
-    """The optimizers of the tables (fused into backward) and of the dense weights."""
+    """Optimizers of the tables (fused into backward) and of the dense weights."""
 
     embedding_optimizer: str = rule(
-        "rowwise_adagrad", "Update of the tables.", choices=("rowwise_adagrad", "adagrad", "sgd")
+        "rowwise_adagrad", "Optimizer of the tables.", choices=("rowwise_adagrad", "adagrad", "sgd")
     )
     embedding_lr: float = rule(0.05, "Learning rate of the tables.", above=0)
-    embedding_eps: float = rule(1e-8, "Term that keeps Adagrad's division finite.", above=0)
+    embedding_eps: float = rule(1e-8, "Adagrad's eps.", above=0)
     dense_optimizer: str = rule(
         "sgd",
-        "Update of the towers; adagrad amplifies rounding in its first steps.",
+        "Optimizer of the dense weights; adagrad amplifies rounding in its first steps.",
         choices=("adagrad", "sgd"),
     )
-    dense_lr: float = rule(0.05, "Learning rate of the towers.", above=0)
+    dense_lr: float = rule(0.05, "Learning rate of the dense weights.", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(Rules):
-    """How the exchange of rows and gradients is hidden behind the dense part."""
+    """The pipeline that overlaps exchanges with the dense part."""
 
-    kind: str = rule("interleaved", "What takes the steps.", choices=PIPELINES)
+    kind: str = rule("interleaved", "Which pipeline.", choices=PIPELINES)
     num_micro_batches: int | None = rule(
-        None, "Pieces that a batch is cut into; null = chosen on the first steps.", at_least=1
+        None, "Micro-batches per batch; null = chosen on the first steps.", at_least=1
     )
     lookahead: bool | None = rule(
-        None, "Whether clean rows of the next batch are fetched early; null = chosen likewise."
+        None, "Whether clean rows of the next batch are fetched early; null = chosen too."
     )
     refresh: Refresh | None = dataclasses.field(default_factory=Refresh)
-    """How hot rows follow what is looked up; null = they stay the plan's."""
+    """Updates of the hot set; null = the hot set of the plan is kept."""
     verify_every: int | None = rule(
         None,
-        "Steps between two comparisons of all replicas with their homes; null = none.",
+        "Steps between two comparisons of all replicas with their home rows; null = none.",
         at_least=1,
     )
 
     def cross_problems(self) -> list[str]:
-        """Only the interleaved pipeline has these settings."""
+        """Refuses settings of the interleaved pipeline for another."""
         if self.kind == "interleaved":
             return []
         return [
@@ -262,31 +259,41 @@ class PipelineConfig(Rules):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Rules):
-    """Where and how often the whole training state is written."""
+    """Checkpoints of the training state."""
 
-    folder: str | None = rule(None, "Folder of the checkpoints; null = write none.")
+    folder: str | None = rule(None, "Folder of the checkpoints; null = none.")
     every_steps: int = rule(100, "Steps between two checkpoints.", at_least=1)
-    keep_last: int | None = rule(
-        3, "Newest checkpoints to keep, older ones are deleted; null = all.", at_least=1
-    )
+    keep_last: int | None = rule(3, "Newest checkpoints to keep; null = all.", at_least=1)
     async_save: bool = rule(
-        False, "Train on while a checkpoint is written, from a copy of the state in host memory."
+        False, "Write from a copy of the state in host memory while training continues."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchConfig(Rules):
+    """Curves of a run."""
+
+    tensorboard: str | None = rule(
+        None, "Folder of TensorBoard's event files, written by rank 0; null = none."
+    )
+    every_steps: int = rule(
+        1, "Steps between two points of a curve; a point is a mean over them.", at_least=1
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Rules):
-    """One training run: ``torchrec-picasso train --config FILE``."""
+    """A training run: ``torchrec-picasso train --config FILE``."""
 
-    steps: int = rule(200, "Steps to train, counted from the first, not from a resume.", at_least=1)
+    steps: int = rule(200, "Steps to train, those before a resume included.", at_least=1)
     ranks: int = rule(
-        2, "Processes to spawn; under torchrun its world size counts.", at_least=1, at_most=64
+        2, "Ranks to spawn; torchrun's world size takes precedence.", at_least=1, at_most=64
     )
-    seed: int = rule(0, "Seed of the weights and of the generated data.", at_least=0)
+    seed: int = rule(0, "Seed of weights and generated data.", at_least=0)
     log_every: int = rule(10, "Steps between two lines of progress.", at_least=1)
-    timeout_s: int = rule(3600, "Seconds after which spawned ranks are ended.", at_least=1)
+    timeout_s: int = rule(3600, "Seconds until spawned ranks are terminated.", at_least=1)
     features: Mapping[str, FeatureConfig] | None = rule(
-        None, "Groups of columns by name, of any model but a dlrm; those left out are the model's."
+        None, "Changes to the model's groups of columns, by name; not for a dlrm."
     )
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)

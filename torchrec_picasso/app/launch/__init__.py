@@ -1,1 +1,1 @@
-"""Ranks of this machine as processes, and what a program says while they run."""
+"""Ranks of this machine as processes, and progress output."""

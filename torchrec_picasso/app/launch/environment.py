@@ -1,4 +1,4 @@
-"""What a measurement was made on, so that its numbers can be judged later."""
+"""Versions and hardware, saved with every measurement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyar
 
 def describe_environment() -> dict[str, str | int]:
     """Versions, hardware and date (UTC) of this process."""
-    facts: dict[str, str | int] = {
+    environment: dict[str, str | int] = {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "torchrec-picasso": __version__,
         "python": platform.python_version(),
@@ -29,10 +29,10 @@ def describe_environment() -> dict[str, str | int]:
     }
     for name in _PACKAGES:
         try:
-            facts[name] = metadata.version(name)
+            environment[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return facts
+    return environment
 
 
 def _cpu_name() -> str:

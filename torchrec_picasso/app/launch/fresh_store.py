@@ -1,8 +1,8 @@
-"""A part of a store that no earlier start of the same job has written to.
+"""A prefix of a store that no earlier start of the same job has written to.
 
-torchrun keeps one store over its restarts. What ranks of an earlier start wrote there, such as the
-addresses by which gloo connects, is then read by those of the next: they connect to ranks that are
-gone, and fail or hang. Counts of restarts differ between hosts, so the ranks agree on a name here.
+torchrun keeps one store over its restarts, so ranks would read addresses that gloo wrote for ranks
+of an earlier start, and fail or hang. Restart counts differ between hosts, so the ranks agree on a
+random prefix here.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ _POLL_S = 0.02
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """Gives a part of a store of its own to the ranks that call this together. Collective.
+    """Returns a store with a prefix that only this start of the job uses. Collective.
 
     Args:
-        store: Shared by the ranks, with whatever is in it.
+        store: Store of all starts.
         rank: This rank.
-        world_size: Ranks.
-        timeout_s: How long to wait for the others.
+        world_size: Number of ranks.
+        timeout_s: Seconds to wait for the other ranks.
 
     Raises:
-        RuntimeError: If they do not come.
+        RuntimeError: If a rank does not join in time.
     """
     if rank == 0:
         return dist.PrefixStore(_welcome(store, world_size, timeout_s), store)
-    mine = uuid.uuid4().hex
-    store.set(f"{_PREFIX}hello/{rank}", mine)
-    store.wait([f"{_PREFIX}welcome/{mine}"], datetime.timedelta(seconds=timeout_s))
-    name = store.get(f"{_PREFIX}welcome/{mine}").decode()
+    token = uuid.uuid4().hex
+    store.set(f"{_PREFIX}hello/{rank}", token)
+    store.wait([f"{_PREFIX}welcome/{token}"], datetime.timedelta(seconds=timeout_s))
+    name = store.get(f"{_PREFIX}welcome/{token}").decode()
     store.set(f"{_PREFIX}here/{name}/{rank}", "")
     return dist.PrefixStore(name, store)
 
 
 def _welcome(store: dist.Store, world_size: int, timeout_s: float) -> str:
-    """Tells a new name to every rank that says hello, until all of this start have taken it."""
+    """Answers every hello with a new prefix, until all ranks of this start have confirmed it."""
     name = uuid.uuid4().hex
     missing = set(range(1, world_size))
     answered: dict[int, bytes] = {}
@@ -53,7 +53,7 @@ def _welcome(store: dist.Store, world_size: int, timeout_s: float) -> str:
                 missing.remove(rank)
             elif store.check([f"{_PREFIX}hello/{rank}"]):
                 hello = store.get(f"{_PREFIX}hello/{rank}")
-                if answered.get(rank) != hello:  # the first may be of an earlier start
+                if answered.get(rank) != hello:  # a hello may be left from an earlier start
                     store.set(f"{_PREFIX}welcome/{hello.decode()}", name)
                     answered[rank] = hello
         if missing and time.monotonic() > until_s:

@@ -1,4 +1,4 @@
-"""What the kernel counted on the loopback interface: a witness for the byte meter."""
+"""The kernel's byte counter of the loopback interface."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ _SENT_BYTES_FIELD = 8  # after the colon: 8 receive fields, then bytes sent
 
 
 def loopback_sent_bytes() -> int | None:
-    """Bytes that all processes of this network namespace sent over ``lo`` since it came up.
-
-    Protocol headers are included.
-
-    Returns:
-        The count, or ``None`` on a system without that file.
-    """
+    """Bytes sent over ``lo`` in this network namespace, headers included; ``None`` if unknown."""
     if not _COUNTERS.is_file():
         return None
     for line in _COUNTERS.read_text().splitlines():

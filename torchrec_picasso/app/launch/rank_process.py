@@ -1,8 +1,8 @@
-"""What happens inside one rank of ``run_ranks``: join the group, call the function, answer.
+"""The process of one rank of ``run_ranks``: joins the group, calls the function, answers.
 
-A rank answers through its pipe *before* it leaves the process group, so that the launcher hears a
-failure earlier than the peers can feel it, and it leaves only when told that all ranks answered, so
-that a quick rank never tears the connections of a slow one.
+A rank answers through its pipe *before* it leaves the process group, so the launcher receives a
+failure before other ranks lose their connection; and it leaves only after all ranks have answered,
+so a fast rank never closes the connections of a slow one.
 """
 
 from __future__ import annotations
@@ -25,42 +25,34 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchrec_picasso.app.launch.torn_connection import tells_of_torn_connection
-
 __all__ = ["RankFailure", "STACK_SIGNAL", "rank_main", "stack_file"]
 
 STACK_SIGNAL = signal.SIGUSR1
-"""A rank that gets it writes its Python stack to :func:`stack_file`, even inside a collective."""
+"""On this signal a rank writes its Python stack to :func:`stack_file`, even in a collective."""
 
-_GLOO_SLACK_S = 60.0  # gloo times out after the launcher's deadline, so that the launcher speaks
+_GLOO_SLACK_S = 60.0  # gloo times out after the launcher, which names the rank
+_LOST_CONNECTION = ("closed by peer", "reset by peer", "broken pipe", "pair closure")
+"""gloo's words for a lost peer: a consequence of another rank's failure."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RankFailure:
-    """How and when a rank failed.
-
-    Args:
-        rank: The rank.
-        what: One line that follows "rank R".
-        time_s: ``time.monotonic()``, one clock for all processes of a machine.
-        traceback: The rank's traceback; empty if it died without one.
-        pickled_error: Its exception, empty where it cannot be pickled.
-    """
+    """Failure of a rank; ``what`` is one line that follows "rank R"."""
 
     rank: int
     what: str
-    time_s: float
+    time_s: float  # time.monotonic(), one clock for all processes of a machine
     traceback: str = ""
-    pickled_error: bytes = b""
+    pickled_error: bytes = b""  # empty if the exception cannot be pickled
 
     @property
     def is_torn_connection(self) -> bool:
-        """Whether it only felt that another rank ended."""
-        return tells_of_torn_connection(self.traceback)
+        """Whether the rank only lost its connection to another rank."""
+        return any(words in self.traceback.lower() for words in _LOST_CONNECTION)
 
 
 def stack_file(folder: str | Path, rank: int) -> Path:
-    """Where a rank writes its stack on :data:`STACK_SIGNAL`; exists once the rank listens."""
+    """File of a rank's stack, written on :data:`STACK_SIGNAL`; exists once the rank listens."""
     return Path(folder, f"stack_{rank}")
 
 
@@ -71,10 +63,9 @@ def rank_main(
     world_size: int,
     folder: str,
     timeout_s: float,
-    threads_per_rank: int,
 ) -> None:
-    """Runs the pickled ``call`` of the launcher; sends "returned" or "raised", then content."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the launcher ends the ranks
+    """Runs the pickled ``call`` of the launcher; sends "returned" or "raised", then the content."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the launcher terminates the ranks
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     with open(stack_file(folder, rank), "w") as file:
         faulthandler.register(STACK_SIGNAL, file, all_threads=False)
@@ -82,11 +73,11 @@ def rank_main(
             environment, fn, args, on_start = pickle.loads(call)
             os.environ.clear()  # the fork server may be older than the launcher's variables
             os.environ.update(environment)
-            _join_group(rank, world_size, folder, timeout_s, threads_per_rank, on_start)
+            _join_group(rank, world_size, folder, timeout_s, on_start)
             content = _pickled_result(fn(rank, world_size, *args))
         except BaseException as error:
             _answer(connection, b"raised", pickle.dumps(_described(rank, error)))
-            os._exit(1)  # at once: a group with a broken collective may not shut down
+            os._exit(1)  # a group with a broken collective may not shut down
         _answer(connection, b"returned", content)
         with contextlib.suppress(EOFError, OSError):
             connection.recv_bytes()  # until every rank has answered
@@ -99,21 +90,20 @@ def _join_group(
     world_size: int,
     folder: str,
     timeout_s: float,
-    threads_per_rank: int,
     on_start: Callable[[int], None] | None,
 ) -> None:
-    # What torchrun would set; OMP_NUM_THREADS for libraries that start their own pools.
+    # torchrun's variables; OMP_NUM_THREADS for libraries with their own thread pools
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(world_size),
-        OMP_NUM_THREADS=str(threads_per_rank),
+        OMP_NUM_THREADS="1",
     )
     if on_start is not None:
         on_start(rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(threads_per_rank)
+    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(Path(folder, "store")), world_size),
@@ -145,7 +135,7 @@ def _described(rank: int, error: BaseException) -> RankFailure:
 
 
 def _answer(connection: Connection, kind: bytes, content: bytes) -> None:
-    with contextlib.suppress(OSError):  # the launcher is gone; nobody to tell
+    with contextlib.suppress(OSError):  # the launcher may be gone
         connection.send_bytes(kind)
         connection.send_bytes(content)
 

@@ -1,10 +1,8 @@
-"""Runs one function on several gloo ranks of this machine and brings results, or the failure, home.
+"""Runs a function on several gloo ranks of this machine; returns the results or the first failure.
 
-The launcher decides when a run is over: all ranks answered, one failed, or the deadline passed. It
-trades generality for certainty: what goes in and out is pickled by value, and the rendezvous is a
-file, so no port is taken. Ranks are forked from a server process that has imported TorchRec and
-holds no group and no device, so only a program's first run pays that import (seconds); the next
-ones start in tenths.
+A run ends when all ranks answered, one failed, or the deadline passed. Arguments and results are
+pickled by value, and the rendezvous is a file, so no port is needed. Ranks are forked from a server
+process that has imported TorchRec, so only the first run of a program pays for the import.
 """
 
 from __future__ import annotations
@@ -41,20 +39,18 @@ PRELOADED = [
 """Modules that the server of ranks imports beside this package, so that no rank pays for them; may
 be extended before a program's first run."""
 
-_DRAIN_S = 0.5  # after a failure: time for an earlier one to be heard
-_BLAME_S = 5.0  # after a torn connection: time for the rank that tore it to be heard
+_DRAIN_S = 0.5  # after a failure: time for an earlier failure to arrive
+_BLAME_S = 5.0  # after a lost connection: time for its cause to arrive
 _END_S = 2.0  # between SIGTERM and SIGKILL
 
 
 class RankError(RuntimeError):
-    """A rank of :func:`run_ranks` failed; the message tells which one, how and where.
-
-    ``__cause__`` is the rank's own exception where it could be pickled.
+    """A rank of :func:`run_ranks` failed; ``__cause__`` is its exception if it can be pickled.
 
     Args:
         rank: The rank that failed first.
-        what: How it failed, one line.
-        rank_traceback: Its traceback, or its stack if it was still running; empty if it left none.
+        what: The failure, one line.
+        rank_traceback: Traceback of the rank, or stack if it was still running; may be empty.
     """
 
     def __init__(self, rank: int, what: str, rank_traceback: str = "") -> None:
@@ -70,30 +66,28 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout_s: float,
-    threads_per_rank: int = 1,
     on_start: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """Runs ``fn(rank, world_size, *args)`` on every rank of a new gloo process group.
 
     Args:
         fn: A function at the top level of an importable module.
-        world_size: How many processes to start.
-        *args: Further arguments, pickled by value and equal on every rank.
-        timeout_s: Seconds from the start until every rank must have returned.
-        threads_per_rank: Threads of each rank's tensor operators.
-        on_start: Called with the rank in each process, before it joins the group and after the
-            variables of ``torchrun`` are set, which it may change; pickled by value. For what the
-            group's sockets depend on: a network namespace, ``GLOO_SOCKET_IFNAME``, cores.
+        world_size: Number of processes.
+        *args: Further arguments, equal on every rank.
+        timeout_s: Seconds until every rank must have returned.
+        on_start: Called with the rank in each process after ``torchrun``'s variables are set, which
+            it may change, and before the group is joined: for settings of the group's sockets, such
+            as a network namespace, ``GLOO_SOCKET_IFNAME`` or cores.
 
     Returns:
-        What each rank returned, by rank; each result is pickled by value.
+        Results by rank.
 
     Raises:
         ValueError: If ``world_size`` is less than 1, or ``fn``, ``on_start`` or an argument cannot
             be pickled.
-        RankError: If a rank raised, died or was still running at the deadline. The others are ended
-            within seconds, and the failure named is the first one: a connection lost because a peer
-            ended is never named while its cause is known.
+        RankError: If a rank raised, died or was still running at the deadline. The others are
+            terminated within seconds. The first failure is named, and a lost connection only if no
+            cause is known.
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; run_ranks needs at least 1 rank")
@@ -105,7 +99,7 @@ def run_ranks(
             f"processes: {error}; use a function at the top level of a module, and plain data"
         ) from error
     context = mp.get_context("forkserver")
-    # the library loads on first use: load it here once, not in every rank for seconds
+    # the library is imported lazily: import it here once, not in every rank
     library = {f"torchrec_picasso.{module}" for module in torchrec_picasso.MODULES.values()}
     frozen = "torchrec_picasso.app.launch.frozen"  # the last one
     context.set_forkserver_preload([rank_main.__module__, *sorted(library), *PRELOADED, frozen])
@@ -113,29 +107,29 @@ def run_ranks(
         ranks: list[tuple[Any, Connection]] = []
         try:
             for rank in range(world_size):
-                ours, theirs = context.Pipe()
-                settings = (call, rank, world_size, folder, timeout_s, threads_per_rank)
-                process = context.Process(target=rank_main, args=(theirs, *settings))
-                ranks.append((process, ours))
+                launcher_end, rank_end = context.Pipe()
+                settings = (call, rank, world_size, folder, timeout_s)
+                process = context.Process(target=rank_main, args=(rank_end, *settings))
+                ranks.append((process, launcher_end))
                 process.start()
-                theirs.close()  # the rank holds the only copy, so its end closes the pipe
+                rank_end.close()  # the rank has the only copy, so its exit closes the pipe
             return _results(ranks, folder, timeout_s)
         finally:
-            _end(ranks)
+            _terminate(ranks)
 
 
 def _results(ranks: list[tuple[Any, Connection]], folder: str, timeout_s: float) -> list[Any]:
     rank_of = {connection: rank for rank, (_, connection) in enumerate(ranks)}
-    unheard = set(rank_of)
+    waiting = set(rank_of)
     answers: dict[int, bytes] = {}
     failures: list[RankFailure] = []
     until_s = time.monotonic() + timeout_s
-    while unheard and (ready := wait(list(unheard), max(0.0, until_s - time.monotonic()))):
+    while waiting and (ready := wait(list(waiting), max(0.0, until_s - time.monotonic()))):
         for connection in ready:
             assert isinstance(connection, Connection)
-            unheard.remove(connection)
+            waiting.remove(connection)
             rank = rank_of[connection]
-            answer = _hear(connection, ranks[rank][0], rank)
+            answer = _receive(connection, ranks[rank][0], rank)
             if isinstance(answer, bytes):
                 answers[rank] = answer
                 continue
@@ -144,8 +138,8 @@ def _results(ranks: list[tuple[Any, Connection]], folder: str, timeout_s: float)
             until_s = min(until_s, time.monotonic() + grace_s)
     if failures:
         _raise_first(failures)
-    if unheard:
-        running = sorted(rank_of[connection] for connection in unheard)
+    if waiting:
+        running = sorted(rank_of[connection] for connection in waiting)
         stack = _stack(ranks[running[0]][0].pid, stack_file(folder, running[0]))
         raise RankError(running[0], _overdue(running, sorted(answers), timeout_s), stack)
     for _, connection in ranks:
@@ -156,8 +150,8 @@ def _results(ranks: list[tuple[Any, Connection]], folder: str, timeout_s: float)
     return [pickle.loads(answers[rank]) for rank in range(len(ranks))]
 
 
-def _hear(connection: Connection, process: Any, rank: int) -> bytes | RankFailure:
-    """A rank's pickled result, or how it failed; called once its pipe can be read."""
+def _receive(connection: Connection, process: Any, rank: int) -> bytes | RankFailure:
+    """Receives a rank's pickled result or failure, once its pipe is readable."""
     try:
         kind, content = connection.recv_bytes(), connection.recv_bytes()
     except (EOFError, OSError):
@@ -198,8 +192,8 @@ def _stack(pid: int, file: Path) -> str:
     return file.read_text()
 
 
-def _end(ranks: list[tuple[Any, Connection]]) -> None:
-    """Ends what still runs, SIGTERM then SIGKILL; returns when every process is gone."""
+def _terminate(ranks: list[tuple[Any, Connection]]) -> None:
+    """Terminates running ranks, SIGTERM then SIGKILL; returns when every process is gone."""
     started = [process for process, _ in ranks if process.pid is not None]
     for process in started:
         process.terminate()

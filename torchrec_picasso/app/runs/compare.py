@@ -1,10 +1,10 @@
-"""Stock TorchRec against this package: equal batches and first weights, alternating blocks.
+"""Compares stock TorchRec with this package: equal batches and initial weights, alternating blocks.
 
-Both models live in the same ranks and take turns, so that whatever else the machine does hits both.
-Stock trains under its own pipeline, this package under the configured one. What either side leaves
-open, a placement or the pipeline's settings, is probed first, on a model that is thrown away.
-Steps come in three kinds: warm-up (lazy set-up, DDP bucket rebuild), counted (under the byte meter,
-which slows them) and timed. Losses are kept of all of them.
+Both models live in the same ranks and alternate, so that other load of the machine affects both.
+Stock trains under its own pipeline, this package under the configured one. What the configuration
+leaves open, a stock placement or pipeline settings, is chosen before on models that are discarded.
+Steps are of three kinds: warm-up (lazy set-up, DDP's bucket rebuild), counted (under the byte
+meter, which slows them) and timed. Losses of all steps are recorded.
 """
 
 from __future__ import annotations
@@ -33,65 +33,55 @@ from torchrec_picasso.app.zoo.data.source import BatchSource
 from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.exchange.meter import WireCount, WireMeter
 from torchrec_picasso.schedule.schedule import Setting
-from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
 
 __all__ = ["CompareSpec", "SideResult", "compare_on_rank"]
 
 _STOCK_PIPELINE = PipelineConfig(kind="sparse_dist")
+_COUNTED_STEPS, _BLOCK_STEPS, _PROBE_STEPS = 2, 5, 3
+_MOST_TUNING_STEPS = 250
+"""Steps in which the interleaved pipeline must choose its settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareSpec:
-    """What to compare and for how long.
+    """Parameters of a comparison.
 
     Args:
-        config: The run; ``steps`` is all steps of each side.
-        stock: Stock placements to choose from; more than one are probed and the fastest is taken.
+        config: The run; ``steps`` is the number of steps of each side.
+        stock: Stock placements; if several, they are probed and the fastest is compared.
         warmup_steps: First steps, neither counted nor timed.
-        counted_steps: Next steps, under the byte meter.
-        block_steps: Steps of one timed block.
-        probe_steps: Timed steps of each probed stock placement.
-        most_choice_steps: Steps in which the interleaved pipeline must choose what the
-            configuration leaves to it.
     """
 
     config: TrainConfig
     stock: tuple[str, ...] = STOCK_PLACEMENTS
     warmup_steps: int = 3
-    counted_steps: int = 2
-    block_steps: int = 5
-    probe_steps: int = 3
-    most_choice_steps: int = 250
 
     @property
     def num_blocks(self) -> int:
-        """Timed blocks that fit behind the warm-up and the counted steps."""
-        rest = self.config.steps - self.warmup_steps - self.counted_steps
-        return max(0, rest) // self.block_steps
+        """Timed blocks after the warm-up and the counted steps."""
+        rest = self.config.steps - self.warmup_steps - _COUNTED_STEPS
+        return max(0, rest) // _BLOCK_STEPS
 
     @property
     def num_steps(self) -> int:
-        """Steps that each side really takes: whole blocks."""
-        return self.warmup_steps + self.counted_steps + self.num_blocks * self.block_steps
+        """Steps of each side: whole blocks."""
+        return self.warmup_steps + _COUNTED_STEPS + self.num_blocks * _BLOCK_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
 class SideResult:
-    """What one side of the comparison did, over all ranks.
+    """Measurements of one side over all ranks.
 
     Args:
-        placement: Its placement.
-        losses: Of every global batch.
-        sent_bytes_per_step: Bytes that a rank sends per step, mean over ranks.
-        sent_bytes_by_kind: The same by collective.
-        collectives_per_step: Collectives that rank 0 takes part in per step.
+        placement: Name of the placement.
+        losses: Losses of the global batches.
+        sent_bytes_per_step: Bytes sent per rank and step, mean over ranks.
+        sent_bytes_by_kind: The same by kind of collective.
+        collectives_per_step: Collectives of rank 0 per step.
         step_ms: Wall time of a step, median over blocks.
-        cpu_s_per_step: CPU seconds of all ranks per step, median over blocks.
-        block_cpu_s_per_step: The same for each block.
-        samples_per_s: Of all ranks together.
-        loopback_bytes_per_step: What the kernel counted on ``lo``, per rank and step; ``None``
-            where it does not count.
-        hot_share: Share of lookups that a replica served, 0 to 1.
+        cpu_s_per_step: CPU seconds of all ranks, median over blocks.
+        loopback_bytes_per_step: The kernel's byte count of ``lo`` per rank and step, if available.
+        hot_share: Share of lookups served by a replica, 0 to 1.
     """
 
     placement: str
@@ -110,52 +100,51 @@ class SideResult:
 def compare_on_rank(rank: int, world_size: int, spec: CompareSpec) -> dict[str, Any]:
     """Runs the comparison. Collective: the main function of every rank.
 
-    Args:
-        rank: This rank.
-        world_size: Ranks in the default process group.
-        spec: What to compare.
-
     Returns:
-        ``stock`` and ``ours`` as :class:`SideResult`, ``probe_ms``, the step time of each stock
-        placement that was probed, and ``pipeline``, what trains ours.
+        ``stock`` and ``ours`` as :class:`SideResult`; ``probe_ms``, the step time of each probed
+        stock placement; ``pipeline``, a description of our pipeline.
     """
     quiet_upstream()
     source = make_source(spec.config.data, spec.config.seed)
-    progress = Progress("compare", _total_steps(spec), shown=rank == 0)
-    probe_steps = spec.warmup_steps + spec.probe_steps
+    probe_steps = spec.warmup_steps + _PROBE_STEPS
+    num_probes = len(spec.stock) if len(spec.stock) > 1 else 0
+    progress = Progress("compare", 2 * spec.num_steps + num_probes * probe_steps, shown=rank == 0)
     batches = list(
         itertools.islice(source.batches(rank, world_size), max(spec.num_steps, probe_steps))
     )
-    # ours first, so that hot rows that do not fit end the run
-    pipeline = _chosen_pipeline(spec, source, batches, progress)
+    # our side first, so that hot rows that do not fit end the run early
+    pipeline = _tuned_pipeline(spec, source, batches, progress)
     gc.collect()
     ours = _Side("hot_cold", spec, source, pipeline)
     probe_ms: dict[str, float] = {}
-    if len(spec.stock) > 1:
-        for name in spec.stock:
-            progress.tell(f"probing {name}")
-            probe_ms[name] = _probe(name, spec, source, batches, progress)
+    for name in spec.stock if num_probes else ():
+        progress.tell(f"probing {name}")
+        probe_ms[name] = _probe(name, spec, source, batches, progress)
     sides = [_Side(_fastest_equal(spec, probe_ms), spec, source, _STOCK_PIPELINE), ours]
     _run_sides(sides, spec, batches[: spec.num_steps], progress)
     progress.close()
-    results = [side.result(batches) for side in sides]
-    told = {"pipeline": _spelled(pipeline), "probe_ms": probe_ms}
-    return {"stock": results[0], "ours": results[1], **told}
+    stock_result, our_result = (side.result(batches) for side in sides)
+    return {
+        "stock": stock_result,
+        "ours": our_result,
+        "pipeline": _described(pipeline),
+        "probe_ms": probe_ms,
+    }
 
 
-def _chosen_pipeline(
+def _tuned_pipeline(
     spec: CompareSpec, source: BatchSource, batches: list[Batch], progress: Progress
 ) -> PipelineConfig:
-    """The configured pipeline with what it chooses filled in, the same on every rank."""
-    asked = spec.config.pipeline
-    if asked.kind != "interleaved" or None not in (asked.num_micro_batches, asked.lookahead):
-        return asked
+    """The configured pipeline with automatic settings filled in, equal on all ranks."""
+    config = spec.config.pipeline
+    if config.kind != "interleaved" or None not in (config.num_micro_batches, config.lookahead):
+        return config
     trainer = Trainer(spec.config, source, placement="hot_cold")
-    pipeline = trainer.pipeline
-    assert isinstance(pipeline, InterleavedTrainPipeline)
+    pipeline = trainer.interleaved
+    assert pipeline is not None
 
     def until_settled() -> Iterator[Batch]:
-        for step, batch in zip(range(spec.most_choice_steps), itertools.cycle(batches)):
+        for step, batch in zip(range(_MOST_TUNING_STEPS), itertools.cycle(batches)):
             if pipeline.is_settled:
                 return
             progress.tell(f"choosing micro-batches, step {step}")
@@ -164,51 +153,42 @@ def _chosen_pipeline(
 
     trainer.train(until_settled())
     return dataclasses.replace(
-        asked,
-        num_micro_batches=pipeline.num_micro_batches,
-        lookahead=pipeline.lookahead,
+        config, num_micro_batches=pipeline.num_micro_batches, lookahead=pipeline.lookahead
     )
 
 
-def _spelled(pipeline: PipelineConfig) -> str:
+def _described(pipeline: PipelineConfig) -> str:
     if pipeline.num_micro_batches is None or pipeline.lookahead is None:
         return pipeline.kind
-    setting = Setting(pipeline.num_micro_batches, pipeline.lookahead)
-    return f"{pipeline.kind}, {setting}"
+    return f"{pipeline.kind}, {Setting(pipeline.num_micro_batches, pipeline.lookahead)}"
 
 
 def _fastest_equal(spec: CompareSpec, probe_ms: Mapping[str, float]) -> str:
-    """The fastest stock placement that trains what the configuration asks for.
+    """The fastest stock placement that is numerically equivalent.
 
-    Column-wise sharding gives each column shard a row-wise Adagrad state of its own, which is
-    another optimizer with other losses; it is probed, but not compared with.
+    Column-wise sharding keeps a row-wise Adagrad state per column shard, which is another
+    optimizer; it is probed, but not compared.
     """
     is_rowwise = spec.config.optimizer.embedding_optimizer == "rowwise_adagrad"
     equal = [name for name in spec.stock if not (is_rowwise and name == "column_wise")]
-    equal = equal or list(spec.stock)
-    return min(equal, key=lambda name: probe_ms.get(name, 0.0))
-
-
-def _total_steps(spec: CompareSpec) -> int:
-    probed = len(spec.stock) if len(spec.stock) > 1 else 0
-    return 2 * spec.num_steps + probed * (spec.warmup_steps + spec.probe_steps)
+    return min(equal or spec.stock, key=lambda name: probe_ms.get(name, 0.0))
 
 
 def _probe(
     name: str, spec: CompareSpec, source: BatchSource, batches: list[Batch], progress: Progress
 ) -> float:
-    """Milliseconds per step of one stock placement, the slowest rank's."""
+    """Step time of a stock placement in ms, that of the slowest rank."""
     trainer = Trainer(_with_pipeline(spec, _STOCK_PIPELINE), source, placement=name)
     trainer.train(batches, spec.warmup_steps)
     dist.barrier()
     start_s = time.perf_counter()
-    trainer.train(batches[spec.warmup_steps :], spec.probe_steps)
+    trainer.train(batches[spec.warmup_steps :], _PROBE_STEPS)
     wall_s = torch.tensor(time.perf_counter() - start_s)
     dist.all_reduce(wall_s, dist.ReduceOp.MAX)
-    progress.advance(spec.warmup_steps + spec.probe_steps)
+    progress.advance(spec.warmup_steps + _PROBE_STEPS)
     del trainer
     gc.collect()
-    return float(wall_s) / spec.probe_steps * 1e3
+    return float(wall_s) / _PROBE_STEPS * 1e3
 
 
 def _with_pipeline(spec: CompareSpec, pipeline: PipelineConfig) -> TrainConfig:
@@ -218,21 +198,20 @@ def _with_pipeline(spec: CompareSpec, pipeline: PipelineConfig) -> TrainConfig:
 def _run_sides(
     sides: list[_Side], spec: CompareSpec, batches: list[Batch], progress: Progress
 ) -> None:
-    counted = spec.warmup_steps + spec.counted_steps
+    counted = spec.warmup_steps + _COUNTED_STEPS
     for side in sides:
         progress.tell(f"{side.name}, warm-up")
-        side.warm_up(batches[: spec.warmup_steps], progress)
+        side.train(batches[: spec.warmup_steps], progress)
         side.count(batches[spec.warmup_steps : counted], progress)
     for block in range(spec.num_blocks):
-        start = counted + block * spec.block_steps
-        # Each side goes first in every other block.
+        start = counted + block * _BLOCK_STEPS
         for side in sides if block % 2 == 0 else sides[::-1]:
             progress.tell(f"{side.name}, timed")
-            side.time(batches[start : start + spec.block_steps], progress)
+            side.time(batches[start : start + _BLOCK_STEPS], progress)
 
 
 class _Side:
-    """One model under comparison and what was measured of it."""
+    """A model under comparison, with its measurements on this rank."""
 
     def __init__(
         self, name: str, spec: CompareSpec, source: BatchSource, pipeline: PipelineConfig
@@ -244,70 +223,62 @@ class _Side:
         self._count = WireCount(num_collectives=0, sent_bytes=0)
         self._wall_s: list[float] = []
         self._cpu_s: list[float] = []
-        self._loopback_bytes: list[int | None] = []
+        self._loopback_bytes: list[int] = []
 
-    def warm_up(self, batches: list[Batch], progress: Progress) -> None:
-        self._train(batches, progress)
+    def train(self, batches: list[Batch], progress: Progress) -> None:
+        self._losses.append(self._trainer.train(batches))
+        progress.advance(len(batches))
 
     def count(self, batches: list[Batch], progress: Progress) -> None:
         with WireMeter() as meter:
-            self._train(batches, progress)
+            self.train(batches, progress)
         self._count = meter.count
 
     def time(self, batches: list[Batch], progress: Progress) -> None:
         dist.barrier()
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         start_bytes = loopback_sent_bytes()
-        dist.barrier()  # nobody sends before every rank has read the kernel's counter
-        self._train(batches, progress)
+        dist.barrier()  # no rank sends before all have read the kernel's counter
+        self.train(batches, progress)
         dist.barrier()
         end_bytes = loopback_sent_bytes()
         self._wall_s.append((time.perf_counter() - start_s) / len(batches))
         self._cpu_s.append((time.process_time() - start_cpu_s) / len(batches))
-        is_counted = start_bytes is not None and end_bytes is not None
-        self._loopback_bytes.append(end_bytes - start_bytes if is_counted else None)  # type: ignore[operator]
-
-    def _train(self, batches: list[Batch], progress: Progress) -> None:
-        self._losses.append(self._trainer.train(batches))
-        progress.advance(len(batches))
+        if start_bytes is not None and end_bytes is not None:
+            self._loopback_bytes.append(end_bytes - start_bytes)
 
     def result(self, batches: list[Batch]) -> SideResult:
-        """Brings all ranks' numbers together. Collective."""
+        """Combines the measurements of all ranks. Collective."""
         world_size = dist.get_world_size()
-        num_counted = max(1, self._spec.counted_steps)
         hot, lookups = _hot_lookups(self._trainer.placement, batches[: self._spec.num_steps])
-        mine = {
-            "wall_s": self._wall_s,
-            "cpu_s": self._cpu_s,
-            "bytes": self._count.bytes_by_kind,
-            "hot": hot,
-            "lookups": lookups,
-        }
         ranks: list[Any] = [None] * world_size
-        dist.all_gather_object(ranks, mine)
+        dist.all_gather_object(
+            ranks, (self._wall_s, self._cpu_s, self._count.bytes_by_kind, hot, lookups)
+        )
+        wall_s, cpu_s, sent_bytes, hot_lookups, all_lookups = zip(*ranks)
         bytes_by_kind = {
-            kind: sum(rank["bytes"].get(kind, 0) for rank in ranks) / world_size / num_counted
-            for kind in sorted({kind for rank in ranks for kind in rank["bytes"]})
+            kind: sum(counts.get(kind, 0) for counts in sent_bytes) / world_size / _COUNTED_STEPS
+            for kind in sorted({kind for counts in sent_bytes for kind in counts})
         }
-        # Blocks end at barriers: the slowest rank's wall time counts, and the CPU time of all.
-        block_wall_s = [max(walls) for walls in zip(*(rank["wall_s"] for rank in ranks))]
-        block_cpu_s = [sum(cpus) for cpus in zip(*(rank["cpu_s"] for rank in ranks))]
+        # A block ends at a barrier, so its wall time is that of the slowest rank.
+        block_wall_s = [max(walls) for walls in zip(*wall_s)]
+        block_cpu_s = [sum(cpus) for cpus in zip(*cpu_s)]
         step_s = statistics.median(block_wall_s) if block_wall_s else float("nan")
-        samples = self._spec.config.data.batch_size * world_size
-        kernel = [count for count in self._loopback_bytes if count is not None]
-        kernel_steps = self._spec.block_steps * world_size
+        loopback_bytes = None
+        if self._loopback_bytes:
+            loopback_bytes = statistics.median(self._loopback_bytes) / _BLOCK_STEPS / world_size
         return SideResult(
             placement=self.name,
             losses=self._trainer.mean_over_ranks(torch.cat(self._losses)),
             sent_bytes_per_step=sum(bytes_by_kind.values()),
             sent_bytes_by_kind=bytes_by_kind,
-            collectives_per_step=self._count.num_collectives / num_counted,
+            collectives_per_step=self._count.num_collectives / _COUNTED_STEPS,
             step_ms=step_s * 1e3,
             cpu_s_per_step=statistics.median(block_cpu_s) if block_cpu_s else float("nan"),
             block_cpu_s_per_step=block_cpu_s,
-            samples_per_s=samples / step_s,
-            loopback_bytes_per_step=statistics.median(kernel) / kernel_steps if kernel else None,
-            hot_share=sum(r["hot"] for r in ranks) / max(1, sum(r["lookups"] for r in ranks)),
+            samples_per_s=self._spec.config.data.batch_size * world_size / step_s,
+            loopback_bytes_per_step=loopback_bytes,
+            hot_share=sum(hot_lookups) / max(1, sum(all_lookups)),
         )
 
 

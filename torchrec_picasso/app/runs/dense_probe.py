@@ -1,6 +1,6 @@
-"""Measures a model's dense part alone: forward and backward with its rows given, whole and cut.
+"""Times a model's dense part with random embeddings, for the batch and for micro-batches.
 
-All ranks measure at once, so that ranks that share cores slow each other as they will in training.
+All ranks measure at the same time, so ranks that share cores slow each other as in training.
 """
 
 from __future__ import annotations
@@ -25,22 +25,12 @@ from torchrec_picasso.cost.dense import DenseTimes
 __all__ = ["measure_dense", "measure_dense_of"]
 
 _WARMUP_STEPS, _TIMED_STEPS = 2, 7
-_PIECES, _FEWEST_SAMPLES = (1, 4, 16), 64
-"""Micro-batches that a batch is measured in, and the samples that each must have."""
+_NUM_PARTS, _FEWEST_SAMPLES = (1, 4, 16), 64
+"""Numbers of micro-batches that are measured, and the samples that each must have."""
 
 
 def measure_dense(config: TrainConfig, device: torch.device | None = None) -> DenseTimes:
-    """Times the dense part of a configuration's model on one of its batches.
-
-    Collective: every rank of the default process group calls this, in the same order.
-
-    Args:
-        config: Model, data and seed.
-        device: Where it runs; CPU if ``None``.
-
-    Returns:
-        The same times on every rank: those of the slowest.
-    """
+    """:func:`measure_dense_of` for the model of a configuration and one of its batches."""
     source = make_source(config.data, config.seed)
     return measure_dense_of(
         unsharded_model(config, source),
@@ -53,28 +43,25 @@ def measure_dense(config: TrainConfig, device: torch.device | None = None) -> De
 def measure_dense_of(
     model: nn.Module, batch: Batch, batch_size: int, device: torch.device | None = None
 ) -> DenseTimes:
-    """Times the dense part of a model on a batch.
+    """Times the dense part of a model on a batch; all ranks return the times of the slowest.
 
     Collective: every rank of the default process group calls this, in the same order.
 
     Args:
-        model: Before sharding, its tables on any device, also ``meta``; its forward takes a batch
-            and gives the loss first. It is left without its tables.
-        batch: This rank's.
-        batch_size: Samples of it.
-        device: Where it runs; CPU if ``None``.
-
-    Returns:
-        The same times on every rank: those of the slowest.
+        model: Unsharded model, tables on any device; its forward takes a batch and returns the loss
+            first. Its tables are replaced.
+        batch: This rank's batch.
+        batch_size: Samples of the batch.
+        device: Device, CPU if ``None``.
     """
     device = device or torch.device("cpu")
-    given = _give_rows(model, device)
+    stand_ins = _replace_tables(model, device)
     model.to(device)
     batch = batch.to(device)
     measured = [
-        (pieces, *_in_parts(model, given, batch, batch_size, pieces, device))
-        for pieces in _PIECES
-        if batch_size >= _FEWEST_SAMPLES * pieces or pieces == 1
+        (num_parts, *_time_parts(model, stand_ins, batch, batch_size, num_parts, device))
+        for num_parts in _NUM_PARTS
+        if batch_size >= _FEWEST_SAMPLES * num_parts or num_parts == 1
     ]
     (_, forward_ms, backward_ms), *in_parts = measured
     return DenseTimes(
@@ -86,24 +73,24 @@ def measure_dense_of(
     )
 
 
-def _in_parts(
+def _time_parts(
     model: nn.Module,
-    given: Sequence[_GivenRows],
+    stand_ins: Sequence[_RandomRows],
     batch: Batch,
     batch_size: int,
-    pieces: int,
+    num_parts: int,
     device: torch.device,
 ) -> tuple[float, float]:
-    """Forward and backward of a batch in so many equal parts, one after the other. Collective."""
-    each, more = divmod(batch_size, pieces)
-    parts = split_batch(batch, [each + (index < more) for index in range(pieces)])
+    """Forward and backward ms of a batch in ``num_parts`` equal micro-batches. Collective."""
+    size, rest = divmod(batch_size, num_parts)
+    parts = split_batch(batch, [size + (index < rest) for index in range(num_parts)])
     times_ms: list[list[float]] = []
     for _ in range(_WARMUP_STEPS + _TIMED_STEPS):
         model.zero_grad()
         forward_ms = backward_ms = 0.0
         for part in parts:
-            for rows in given:
-                rows.forget_gradients()
+            for stand_in in stand_ins:
+                stand_in.zero_gradients()
             start_s = _now_s(device)
             loss, _ = model(part)
             middle_s = _now_s(device)
@@ -111,41 +98,37 @@ def _in_parts(
             forward_ms += (middle_s - start_s) * 1e3
             backward_ms += (_now_s(device) - middle_s) * 1e3
         times_ms.append([forward_ms, backward_ms])
-    for rows in given:
-        rows.forget()
-    typical = [median(of) for of in zip(*times_ms[_WARMUP_STEPS:])]
-    slowest = torch.tensor(typical, device=device)
+    for stand_in in stand_ins:
+        stand_in.rows.clear()
+    medians = [median(phase_ms) for phase_ms in zip(*times_ms[_WARMUP_STEPS:])]
+    slowest = torch.tensor(medians, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     forward_ms, backward_ms = slowest.tolist()
     return forward_ms, backward_ms
 
 
-class _GivenRows(nn.Module):
-    """Stands for tables: gives the same rows for every batch, and takes their gradients."""
+class _RandomRows(nn.Module):
+    """Replaces tables: returns the same random rows for every batch, and takes their gradients."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._rows: dict[tuple[str, int], Tensor] = {}  # no parameters, which ranks would sum
+        self.rows: dict[tuple[str, int], Tensor] = {}  # no parameters: those would count as dense
 
-    def forget_gradients(self) -> None:
-        """Lets go of what backward gave."""
-        for rows in self._rows.values():
+    def zero_gradients(self) -> None:
+        """Deletes the gradients of the rows."""
+        for rows in self.rows.values():
             rows.grad = None
 
-    def forget(self) -> None:
-        """Lets go of the rows."""
-        self._rows = {}
-
-    def _given(self, name: str, num_rows: int, dim: int) -> Tensor:
-        place = name, num_rows
-        if place not in self._rows:
-            self._rows[place] = torch.rand(num_rows, dim, device=self._device).requires_grad_()
-        return self._rows[place]
+    def _get(self, name: str, num_rows: int, dim: int) -> Tensor:
+        key = name, num_rows
+        if key not in self.rows:
+            self.rows[key] = torch.rand(num_rows, dim, device=self._device).requires_grad_()
+        return self.rows[key]
 
 
-class _GivenBags(_GivenRows):
-    """For a pooled collection."""
+class _RandomBags(_RandomRows):
+    """For an EmbeddingBagCollection."""
 
     def __init__(self, collection: EmbeddingBagCollection, device: torch.device) -> None:
         super().__init__(device)
@@ -154,13 +137,13 @@ class _GivenBags(_GivenRows):
         self._dims = [config.embedding_dim for config in configs for _ in config.feature_names]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """All bags side by side, as a sharded collection gives them."""
-        values = self._given("all", features.stride(), sum(self._dims))
+        """Pooled embeddings of all features."""
+        values = self._get("all", features.stride(), sum(self._dims))
         return KeyedTensor(keys=self._keys, length_per_key=self._dims, values=values)
 
 
-class _GivenSequences(_GivenRows):
-    """For a collection of sequences."""
+class _RandomSequences(_RandomRows):
+    """For an EmbeddingCollection."""
 
     def __init__(self, collection: EmbeddingCollection, device: torch.device) -> None:
         super().__init__(device)
@@ -171,35 +154,35 @@ class _GivenSequences(_GivenRows):
         }
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Rows for every id."""
-        bags = {name: features[name] for name in self._dims}
+        """One row per id."""
         return {
             name: JaggedTensor(
-                values=self._given(name, of.values().numel(), self._dims[name]),
-                lengths=of.lengths(),
+                values=self._get(name, features[name].values().numel(), dim),
+                lengths=features[name].lengths(),
             )
-            for name, of in bags.items()
+            for name, dim in self._dims.items()
         }
 
 
-_STANDS_FOR: dict[type[nn.Module], Callable[..., _GivenRows]] = {
-    EmbeddingBagCollection: _GivenBags,
-    EmbeddingCollection: _GivenSequences,
+_STAND_INS: dict[type[nn.Module], Callable[..., _RandomRows]] = {
+    EmbeddingBagCollection: _RandomBags,
+    EmbeddingCollection: _RandomSequences,
 }
 
 
-def _give_rows(model: nn.Module, device: torch.device) -> list[_GivenRows]:
-    """Puts given rows in the place of every collection of tables."""
-    found = [
+def _replace_tables(model: nn.Module, device: torch.device) -> list[_RandomRows]:
+    """Replaces every embedding collection by random rows."""
+    collections = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) in _STANDS_FOR
+        if type(child) in _STAND_INS
     ]
-    given = [_STANDS_FOR[type(child)](child, device) for _, _, child in found]
-    for (parent, name, _), rows in zip(found, given):
-        setattr(parent, name, rows)
-    return given
+    stand_ins = []
+    for parent, name, child in collections:
+        stand_ins.append(_STAND_INS[type(child)](child, device))
+        setattr(parent, name, stand_ins[-1])
+    return stand_ins
 
 
 def _now_s(device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""Predictions of held-out samples on all ranks, and the area under their ROC curve.
+"""Predictions for held-out samples of all ranks, and the area under the ROC curve.
 
 Shape letters: N held-out samples of all ranks, T tasks.
 """
@@ -23,30 +23,15 @@ __all__ = ["area_under_curve", "areas_under_curves", "predict_all"]
 def predict_all(
     trainer: Trainer, batches: Iterable[Batch]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Labels and predicted probabilities of the held-out samples of all ranks.
+    """Labels and predicted probabilities of all ranks, both ``(N, T)``, on every rank.
 
-    Collective: every rank of the default process group calls this, in the same order.
-
-    Args:
-        trainer: The model; its weights stay as they are.
-        batches: This rank's held-out batches, as many on each rank.
-
-    Returns:
-        Labels and probabilities, both ``(N, T)``, the same on every rank.
+    Collective: every rank of the default process group calls this, with as many batches.
     """
-    predicted = list(trainer.predict(batches))
-    scores, labels = (
-        torch.cat([_by_task(batch[place]) for batch in predicted]) for place in (0, 1)
-    )
+    labels, scores = (torch.cat(parts).cpu() for parts in zip(*trainer.predict(batches)))
     by_rank: list[tuple[Tensor, Tensor]] = [(labels, scores)] * dist.get_world_size()
     dist.all_gather_object(by_rank, (labels, scores))
     labels_NT, scores_NT = (torch.cat(parts).float().numpy() for parts in zip(*by_rank))
     return labels_NT, scores_NT
-
-
-def _by_task(values: Tensor) -> Tensor:
-    """Shape ``(B, T)``, also of one task's ``(B,)``."""
-    return values.reshape(len(values), -1).cpu()
 
 
 def areas_under_curves(
@@ -57,12 +42,8 @@ def areas_under_curves(
 
 
 def area_under_curve(labels_N: NDArray[np.float32], scores_N: NDArray[np.float32]) -> float:
-    """Chance that a sample with label 1 scores higher than one with label 0; ties count half.
-
-    Returns:
-        0.5 where one class is missing.
-    """
-    rank_N = pd.Series(scores_N).rank().to_numpy()  # from 1 on, equal scores their mean rank
+    """Area under the ROC curve, ties counted half; 0.5 if a class is missing."""
+    rank_N = pd.Series(scores_N).rank().to_numpy()  # from 1; ties have their mean rank
     is_one_N = labels_N > 0.5
     num_ones = int(is_one_N.sum())
     num_zeros = len(labels_N) - num_ones

@@ -1,7 +1,6 @@
-"""Only the embedding part of a step: ids out, pooled rows in, gradients out, update. No towers.
+"""The embedding part of a step alone, timed by phase, for calibration and checks of the cost model.
 
-What calibration and the cost model's check measure: a sharded EmbeddingBagCollection fed with ready
-batches and a fixed gradient of its output, phase by phase.
+A sharded EmbeddingBagCollection gets ready batches and a fixed gradient of its output.
 """
 
 from __future__ import annotations
@@ -37,19 +36,9 @@ class PhaseTimes:
     forward_ms: float
     backward_ms: float
 
-    @property
-    def total_ms(self) -> float:
-        """The whole step."""
-        return self.input_dist_ms + self.forward_ms + self.backward_ms
-
 
 def bag_collection(rows_T: Sequence[int], dims_T: Sequence[int]) -> EmbeddingBagCollection:
-    """Tables ``t_c1, t_c2, ...`` on the meta device, one feature each, row-wise Adagrad fused in.
-
-    Args:
-        rows_T: Rows of each table.
-        dims_T: Columns of each.
-    """
+    """Tables ``t_c1, t_c2, ...`` on the meta device, one feature each, with row-wise Adagrad."""
     collection = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
@@ -67,11 +56,7 @@ def bag_collection(rows_T: Sequence[int], dims_T: Sequence[int]) -> EmbeddingBag
 
 
 def one_hot_batch(ids_TB: Tensor) -> KeyedJaggedTensor:
-    """A batch with one id per sample and feature ``c1, c2, ...``.
-
-    Args:
-        ids_TB: Row ids, int64, shape ``(T, B)``.
-    """
+    """A batch with one id per sample and feature ``c1, c2, ...``, from int64 ids ``(T, B)``."""
     num_tables, batch_size = ids_TB.shape
     return KeyedJaggedTensor.from_lengths_sync(
         keys=[f"c{index + 1}" for index in range(num_tables)],
@@ -87,10 +72,10 @@ class ExchangeStep:
 
     Args:
         collection: Unsharded tables.
-        placement: Their plan and sharders.
+        placement: Plan and sharders.
         pg: Process group.
-        device: Where the tables go.
-        clock: Seconds; ``time.thread_time`` leaves out waiting for the wire.
+        device: Device of the tables.
+        clock: Timer in seconds; ``time.thread_time`` excludes waiting for the network.
     """
 
     def __init__(
@@ -112,21 +97,14 @@ class ExchangeStep:
         ).module
         self._grad: Tensor | None = None
         for state in _local_tensors(self._module.fused_optimizer.state_dict()["state"]):
-            state.mul_(1)  # memory that no step has touched yet would be paid for by the first ones
+            state.mul_(1)  # page in the memory, which would slow the first steps
 
     def run(self, batch: KeyedJaggedTensor) -> PhaseTimes:
-        """Takes one step. Collective.
-
-        Args:
-            batch: This rank's batch.
-
-        Returns:
-            The time of each phase on this rank.
-        """
+        """Takes one step on this rank's batch; returns its times. Collective."""
         started_s = self._now_s()
         ctx = self._module.create_context()
         dist_input = self._module.input_dist(ctx, batch).wait().wait()
-        at_home_s = self._now_s()
+        received_s = self._now_s()
         pooled = self._module.compute_and_output_dist(ctx, dist_input).wait().values()
         pooled_s = self._now_s()
         if self._grad is None or self._grad.shape != pooled.shape:
@@ -135,8 +113,8 @@ class ExchangeStep:
         pooled.backward(self._grad)
         end_s = self._now_s()
         return PhaseTimes(
-            input_dist_ms=(at_home_s - started_s) * 1e3,
-            forward_ms=(pooled_s - at_home_s) * 1e3,
+            input_dist_ms=(received_s - started_s) * 1e3,
+            forward_ms=(pooled_s - received_s) * 1e3,
             backward_ms=(end_s - before_s) * 1e3,
         )
 
@@ -147,7 +125,7 @@ class ExchangeStep:
 
 
 def _local_tensors(state: Any) -> Iterator[Tensor]:
-    """This rank's part of every tensor in a nested state dict."""
+    """This rank's shards of all tensors in a nested state dict."""
     if isinstance(state, dict):
         for value in state.values():
             yield from _local_tensors(value)

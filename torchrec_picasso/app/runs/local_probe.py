@@ -1,10 +1,9 @@
-"""Measures what a step does on the rank itself, with the real sharded modules on the real group.
+"""Measures the local work of a step with the real sharded modules.
 
-On the CPU the clock is the CPU time of the thread that trains, which does not run while the wire
-does; ranks that share a core get as much less of it as a busy loop on all of them at once says. An
-accelerator has no such clock: there each rank probes alone, in a group of one rank that sends
-nothing. The shapes span tables, batch, columns and repetition, so that each term of
-:class:`LocalWork` shows.
+On the CPU the timer is the CPU time of the training thread, which excludes waiting for the network,
+scaled by the slowdown of a busy loop on all ranks that share the cores. An accelerator has no such
+timer: there each rank probes in a group of its own. The shapes vary tables, batch size, columns and
+repetition, so that each coefficient of :class:`LocalWork` can be fitted.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ __all__ = ["PROBES", "measure_local_costs"]
 _WARMUP_STEPS, _TIMED_STEPS = 2, 5
 _WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW = 1, 2
 _SLOW_STEP_S = 1.0
-"""A step that the wire makes last longer is taken less often: it adds waiting, no knowledge."""
+"""Fewer steps are taken of probes that the network makes slower than this."""
 _BUSY_S = 0.3
-_TABLES_BYTES = 1 << 29  # far beyond what caches and their page tables reach
+_TABLES_BYTES = 1 << 29  # far larger than caches and TLB
 _ELEMENT_BYTES = 4
 
 
@@ -39,7 +38,7 @@ class _Probe:
     batch_size: int
     dim: int
     rows_per_sample: float
-    """Rows in use of each table over the batch size: many = few repeated ids."""
+    """Rows in use of each table, relative to the batch size; a small ratio repeats ids."""
 
 
 PROBES = (
@@ -62,16 +61,13 @@ PROBES = (
 def measure_local_costs(
     device: torch.device | None = None, advance: Callable[[], None] = lambda: None
 ) -> LocalCosts:
-    """Fits the local costs of both kinds of sharding.
+    """Fits the local costs of hot/cold and stock sharding; all ranks return those of the slowest.
 
     Collective: every rank of the default process group calls this, in the same order.
 
     Args:
-        device: Where the tables go; CPU if ``None``.
+        device: Device of the tables; CPU if ``None``.
         advance: Called after each probe.
-
-    Returns:
-        The same costs on every rank: those of the slowest.
     """
     device = device or torch.device("cpu")
     if device.type == "cpu":
@@ -80,24 +76,23 @@ def measure_local_costs(
     else:
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         pg, clock, slowdown = groups[dist.get_rank()], time.perf_counter, 1.0
-    works = {"hot_cold": [], "table_wise": []}  # type: dict[str, list[LocalWork]]
-    ms = {side: {phase: [] for phase in PHASES} for side in works}  # type: dict[str, dict[str, list[float]]]
+    measured: dict[str, list[tuple[LocalWork, list[float]]]] = {"hot_cold": [], "table_wise": []}
     for probe in PROBES:
-        for side in works:
-            work, times = _probe(side, probe, pg, device, clock)
-            works[side].append(work)
-            for phase in PHASES:
-                ms[side][phase].append(times[phase] * slowdown)
+        for placement, results in measured.items():
+            results.append(_probe(placement, probe, pg, device, clock))
         advance()
-    fitted = {
-        side: SideCosts(**{p: PhaseCost.fit(works[side], ms[side][p]) for p in PHASES})
-        for side in works
-    }
-    return LocalCosts(hot_cold=fitted["hot_cold"], stock=fitted["table_wise"], measured=True)
+    costs = {}
+    for placement, results in measured.items():
+        works, times = zip(*results)
+        phases_ms = [[ms * slowdown for ms in phase_ms] for phase_ms in zip(*times)]
+        costs[placement] = SideCosts(
+            **{phase: PhaseCost.fit(works, ms) for phase, ms in zip(PHASES, phases_ms)}
+        )
+    return LocalCosts(hot_cold=costs["hot_cold"], stock=costs["table_wise"], measured=True)
 
 
 def _slowdown_by_sharing() -> float:
-    """Wall over CPU time of work that all ranks do at once: 1 on cores of their own. Collective."""
+    """Wall time over CPU time of a busy loop on all ranks at once. Collective."""
     numbers = torch.rand(1 << 18)
     numbers.sort()
     dist.barrier()
@@ -109,26 +104,19 @@ def _slowdown_by_sharing() -> float:
     return max(1.0, float(ratio) / dist.get_world_size())
 
 
-def _on_any_rank(is_here: bool) -> bool:
-    """Whether something holds on any rank. Collective."""
-    anywhere = torch.tensor(is_here, dtype=torch.int32)
-    dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-    return bool(anywhere)
-
-
 def _probe(
-    side: str,
+    placement_name: str,
     probe: _Probe,
     pg: dist.ProcessGroup,
     device: torch.device,
     clock: Callable[[], float],
-) -> tuple[LocalWork, dict[str, float]]:
-    """One shape: its work, and the median over steps of the slowest rank's time of each phase."""
+) -> tuple[LocalWork, list[float]]:
+    """Work of a shape, and ms by phase: the median over steps of the slowest rank."""
     used = max(1, round(probe.batch_size * probe.rows_per_sample))
     rows = max(used, _TABLES_BYTES // (probe.tables * probe.dim * _ELEMENT_BYTES))
     collection = bag_collection([rows] * probe.tables, [probe.dim] * probe.tables)
     placement = make_placement(
-        side, collection, pg, device_type=device.type, batch_size=probe.batch_size
+        placement_name, collection, pg, device_type=device.type, batch_size=probe.batch_size
     )
     step = ExchangeStep(collection, placement, pg, device, clock)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -138,12 +126,15 @@ def _probe(
     index = 0
     while index < num_warmup + num_timed:
         ids_TB = torch.randint(used, (probe.tables, probe.batch_size), generator=generator)
-        ids_TB *= rows // used  # rows in use lie scattered, as real ones do
+        ids_TB *= rows // used  # scatter the rows in use over the table
         dist.barrier()
         start_s = time.perf_counter()
         taken = step.run(one_hot_batch(ids_TB).to(device))
-        if index == 0 and _on_any_rank(time.perf_counter() - start_s > _SLOW_STEP_S):
-            num_warmup, num_timed = _WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW
+        if index == 0:
+            slowest_s = torch.tensor(time.perf_counter() - start_s)
+            dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
+            if slowest_s > _SLOW_STEP_S:
+                num_warmup, num_timed = _WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW
         if index >= num_warmup:
             times.append([getattr(taken, f"{phase}_ms") for phase in PHASES])
             unique += sum(ids_B.unique().numel() for ids_B in ids_TB) / num_timed
@@ -151,22 +142,18 @@ def _probe(
     del step
     gc.collect()
     lookups = float(probe.tables * probe.batch_size)
+    # expected number of distinct rows in the batches of all ranks
+    updated_per_table = used * (1 - (1 - 1 / used) ** (probe.batch_size * pg.size()))
+    buffered = lookups + 2 * unique if placement_name == "hot_cold" else 2 * lookups
     work = LocalWork(
         features=probe.tables,
         lookups=lookups,
         rows=unique,
         lookup_elements=lookups * probe.dim,
         row_elements=unique * probe.dim,
-        buffer_elements=(2 * lookups if side != "hot_cold" else lookups + 2 * unique) * probe.dim,
-        updated=_updated_rows(probe, used, pg.size()),
+        buffer_elements=buffered * probe.dim,
+        updated=probe.tables * updated_per_table / pg.size(),
     )
     slowest = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return work, {phase: median(slowest[:, i].tolist()) for i, phase in enumerate(PHASES)}
-
-
-def _updated_rows(probe: _Probe, used: int, world_size: int) -> float:
-    """Distinct rows over the batches of all ranks, per rank that updates them; expected."""
-    return (
-        probe.tables * used * (1 - (1 - 1 / used) ** (probe.batch_size * world_size)) / world_size
-    )
+    return work, [median(times_ms) for times_ms in slowest.T.tolist()]

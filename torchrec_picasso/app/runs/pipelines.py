@@ -1,7 +1,7 @@
-"""Which pipeline trains: from the ``pipeline`` section of a configuration to TorchRec's contract.
+"""Builds the train pipeline of a configuration.
 
-Automatic settings are tried on the first training steps, so they cost no step, but they are chosen
-by time: another run may cut its batches otherwise and then agrees to rounding, not to the bit.
+Automatic settings are tuned by time on the first training steps: another run may choose other
+micro-batches, and then agrees to rounding, not bitwise.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torchrec_picasso.train_pipeline.step_report import OnStep
 __all__ = ["MakePipeline", "describe_pipeline", "is_settled", "pipeline_maker", "sparse_dist"]
 
 MakePipeline = Callable[[torch.nn.Module, torch.optim.Optimizer, torch.device], TrainPipeline]
-"""From sharded model, optimizer and device to a pipeline with TorchRec's ``progress``."""
+"""Builds a pipeline from sharded model, optimizer and device."""
 
 
 def pipeline_maker(config: PipelineConfig, on_step: OnStep | None = None) -> MakePipeline:
-    """What makes the pipeline that a configuration asks for.
+    """Constructor of the configured pipeline.
 
     Args:
         config: Kind and settings.
-        on_step: Takes reports of an interleaved pipeline; other kinds give none.
+        on_step: Called with the step reports of an interleaved pipeline.
     """
     if config.kind == "sparse_dist":
         return sparse_dist
@@ -51,21 +51,17 @@ def pipeline_maker(config: PipelineConfig, on_step: OnStep | None = None) -> Mak
 def sparse_dist(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> TrainPipeline:
-    """TorchRec's SparseDist pipeline."""
+    """Builds TorchRec's SparseDist pipeline."""
     return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
 
 
 def is_settled(pipeline: TrainPipeline) -> bool:
-    """Whether the pipeline has chosen its settings; one without a choice has."""
+    """Whether the pipeline has chosen its settings, or has nothing to choose."""
     return not isinstance(pipeline, InterleavedTrainPipeline) or pipeline.is_settled
 
 
 def describe_pipeline(pipeline: TrainPipeline) -> str:
-    """What the pipeline does with each sharded module, and its settings; after a step.
-
-    Returns:
-        A line per module and one on the settings; for other pipelines their type's name.
-    """
+    """Summary of an interleaved pipeline after a step; the type's name of any other."""
     if isinstance(pipeline, InterleavedTrainPipeline):
         return pipeline.summary()
     return type(pipeline).__name__

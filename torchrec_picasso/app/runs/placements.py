@@ -1,7 +1,4 @@
-"""From a placement's name to the plan and sharders that train it.
-
-The one place that knows both this package's planner and TorchRec's stock ones.
-"""
+"""Plans and sharders by name: this package's planner, or TorchRec's with stock sharding types."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ from torchrec_picasso.sharding.sharder import (
 __all__ = ["STOCK_PLACEMENTS", "Placement", "hot_cold_sharders", "make_placement"]
 
 STOCK_PLACEMENTS = ("table_wise", "row_wise", "column_wise")
-"""Placements that use one stock sharding type for all tables that stock can train so."""
+"""Placements of one stock sharding type, for all tables that support it."""
 
 _MIN_COLUMNS = 4  # FBGEMM's narrowest shard
 
@@ -48,11 +45,7 @@ _MIN_COLUMNS = 4  # FBGEMM's narrowest shard
 class Placement:
     """A plan, the same on all ranks, and the sharders that follow it.
 
-    Args:
-        name: The placement's name in the configuration.
-        plan: TorchRec's plan.
-        sharders: For ``DistributedModelParallel``.
-        hot_rows: Replicated row ids by table, ascending; empty for stock placements.
+    ``hot_rows`` has the replicated row ids by table, ascending; it is empty for stock placements.
     """
 
     name: str
@@ -62,17 +55,16 @@ class Placement:
 
 
 class AnyTypeSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's sharder, which on the CPU also offers the row-wise type that stock leaves out."""
+    """TorchRec's sharder with the row-wise type on the CPU too, where stock leaves it out."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """The three types that one process group of equal ranks can use."""
-        return [kind.value for kind in (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE)] + [
-            ShardingType.ROW_WISE.value
-        ]
+        """Table-wise, column-wise and row-wise."""
+        kinds = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.ROW_WISE)
+        return [kind.value for kind in kinds]
 
 
 def hot_cold_sharders() -> list[Any]:
-    """This package's sharders, of bags and of sequences."""
+    """This package's sharders, for pooled and for sequence embeddings."""
     return [HotColdEmbeddingBagCollectionSharder(), HotColdEmbeddingCollectionSharder()]
 
 
@@ -92,18 +84,15 @@ def make_placement(
 
     Args:
         name: One of :data:`torchrec_picasso.app.config.PLACEMENTS`.
-        model: Unsharded, its tables may be on the meta device.
-        pg: The ranks to place tables on; one machine.
+        model: Unsharded model; tables may be on the meta device.
+        pg: Ranks of one machine.
         device_type: ``"cpu"`` or ``"cuda"``.
         batch_size: Samples per rank and step.
-        hot_rows: For ``hot_cold``: how many rows to replicate, in total or by table; ``None`` = the
-            cost model chooses.
-        stats: For ``hot_cold``: which rows are frequent.
-        curves: For ``hot_cold``: measured costs.
-        num_waves: For ``hot_cold``: waves that tables travel in.
-
-    Returns:
-        The placement, rank 0's plan on every rank.
+        hot_rows: Rows to replicate, in total or by table; ``None`` = the planner chooses. This and
+            the following are for ``hot_cold``.
+        stats: Access statistics.
+        curves: Measured costs.
+        num_waves: Groups of packs that are exchanged one by one.
 
     Raises:
         PlanError: If ``name`` is unknown, or the hot rows cannot be placed.
@@ -151,11 +140,10 @@ def _stock_constraints(
 
 
 def _trainable(kinds: Sequence[str], num_embeddings: int, world_size: int) -> list[str]:
-    """The sharding types that stock can train for a table of so many rows.
+    """The sharding types that stock can train for a table of ``num_embeddings`` rows.
 
-    Row-wise shards are equal, so the last ranks of a small table may get none, and FBGEMM's CPU
-    backward reads beyond its table sizes when the last table of a rank is empty. Such tables are
-    table-wise.
+    Row-wise shards are equal, so the last ranks of a small table may get no rows, and FBGEMM's CPU
+    backward reads out of bounds if the last table of a rank is empty. Such tables are table-wise.
     """
     shard_rows = -(-num_embeddings // world_size)
     if shard_rows * (world_size - 1) < num_embeddings:
@@ -164,7 +152,7 @@ def _trainable(kinds: Sequence[str], num_embeddings: int, world_size: int) -> li
 
 
 def _column_width(embedding_dim: int, world_size: int) -> int:
-    """Columns per rank when a table is cut column-wise over all ranks, as FBGEMM can hold them."""
+    """Columns per rank of a table that is sharded column-wise over all ranks, as FBGEMM allows."""
     even = embedding_dim // world_size // _MIN_COLUMNS * _MIN_COLUMNS
     return even if even and embedding_dim % even == 0 else embedding_dim
 

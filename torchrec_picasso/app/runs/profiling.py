@@ -1,9 +1,8 @@
-"""A picture of some steps of a run, once its pipeline has found its setting.
+"""``train --profile``: draws some steps of a run once its pipeline has found its setting.
 
-A profile ends where no batch is in flight, since gloo may not survive a message that outlives the
-profile it began in. So a stretch of steps ends with it, as at a checkpoint, which changes no
-result: the next stretch begins with an empty pipeline. What the picture knows, and that on an
-accelerator its times are the host's, is told in :mod:`torchrec_picasso.app.timeline.timeline`.
+A profile must end without a batch in flight, since gloo may crash on a message that outlives its
+profile. So the pipeline is drained there, as at a checkpoint, which changes no result.
+:mod:`torchrec_picasso.app.timeline.timeline` describes the content of the picture.
 """
 
 from __future__ import annotations
@@ -28,32 +27,32 @@ from torchrec_picasso.schedule.schedule import NUM_BATCHES
 
 __all__ = ["ProfileRequest", "StepProfiler", "Stretch", "check_profile", "steps_at_once"]
 
-_AROUND = 3
-"""Steps that are profiled but not drawn: one before, whose exchanges reach into the first drawn
-one, and two after, which lack batches behind them."""
+_EXTRA_STEPS = 3
+"""Steps that are profiled but not drawn: one before, whose exchanges extend into the first drawn
+step, and two after, which lack further batches in flight."""
 _MOST_RANKS = 4
 """Ranks in the picture."""
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """Steps to draw, and the picture's file, whose name says the format."""
+    """Number of steps to draw, and the picture; its suffix determines the format."""
 
     num_steps: int
     path: str
 
 
 def check_profile(config: TrainConfig, num_steps: int, path: str | None) -> ProfileRequest:
-    """What is to be drawn, if it can be.
+    """Checks the arguments of ``--profile``.
 
     Args:
         config: The run.
         num_steps: Steps to draw.
-        path: The picture's file; ``None`` = beside the folder of the checkpoints, or here.
+        path: Picture; ``None`` = beside the checkpoint folder, or in the current folder.
 
     Raises:
-        ConfigError: If the pipeline has no timeline, no stretch of the run is long enough, or the
-            file cannot be written.
+        ConfigError: If the pipeline has no timeline, or the run has too few steps between two
+            checkpoints.
         PicassoError: If matplotlib is missing.
     """
     if num_steps < 1:
@@ -64,18 +63,15 @@ def check_profile(config: TrainConfig, num_steps: int, path: str | None) -> Prof
             f"pipeline.kind is {config.pipeline.kind}; set it to interleaved, or remove --profile"
         )
     _last_start(config, 0, num_steps)
-    folder = config.checkpoint.folder
     if find_spec("matplotlib") is None:
         raise PicassoError("--profile needs the package matplotlib; pip install matplotlib")
-    if path is None:
-        path = "timeline.svg" if folder is None else f"{folder.rstrip('/')}.timeline.svg"
-    else:
-        _check_file(Path(path))
-    return ProfileRequest(num_steps, path)
+    folder = config.checkpoint.folder
+    default = "timeline.svg" if folder is None else f"{folder.rstrip('/')}.timeline.svg"
+    return ProfileRequest(num_steps, path or default)
 
 
 def steps_at_once(config: TrainConfig, step: int) -> int:
-    """Steps until the pipeline is drained, so that no batch is in flight at a checkpoint."""
+    """Steps until the pipeline is drained for a checkpoint or the end."""
     if config.checkpoint.folder is None:
         return config.steps - step
     until_checkpoint = config.checkpoint.every_steps - step % config.checkpoint.every_steps
@@ -83,13 +79,7 @@ def steps_at_once(config: TrainConfig, step: int) -> int:
 
 
 class Stretch(Iterator[Batch]):
-    """The batches of some steps in a row, whose end may come nearer while they are read.
-
-    Args:
-        batches: Where they come from.
-        start: Steps trained before.
-        end: Steps trained once all are.
-    """
+    """The batches of steps ``start`` to ``end``; the end may move closer while they are read."""
 
     def __init__(self, batches: Iterator[Batch], start: int, end: int) -> None:
         self._batches = batches
@@ -103,25 +93,25 @@ class Stretch(Iterator[Batch]):
         return next(self._batches)
 
     def end_at(self, step: int) -> None:
-        """Ends after that many steps, of which the pipeline may have read some already."""
+        """Moves the end; the pipeline may have read some batches before it already."""
         assert self._num_read <= step <= self.end, (self._num_read, step, self.end)
         self.end = step
 
 
 class StepProfiler:
-    """Profiles steps of a run once, and draws them; does nothing without a request.
+    """Profiles steps of a run once and draws them; does nothing without a request.
 
-    Begins when the setting is settled, or so that it just fits before the run ends.
+    Starts when the setting is found, at the latest such that the steps fit into the run.
 
     Args:
-        request: What to draw.
+        request: Steps to draw.
         config: The run.
-        first_step: Steps trained before it.
-        pipeline: What trains.
-        before: Called on all ranks before a profile begins; ends what else sends messages.
+        first_step: Steps trained before.
+        pipeline: The train pipeline.
+        before: Called on all ranks before the profile; ends other communication.
 
     Raises:
-        ConfigError: If no stretch of what is left of the run is long enough.
+        ConfigError: If the rest of the run has too few steps between two checkpoints.
     """
 
     def __init__(
@@ -136,22 +126,17 @@ class StepProfiler:
         self._first_step = first_step
         self._pipeline = pipeline
         self._before = before
-        self._num_settled = 0  # steps taken since the setting was found
+        self._num_settled = 0  # steps since the setting was found
         self._profile: Any = None
         if request is not None:
             self._last_start = _last_start(config, first_step, request.num_steps)
 
     def after_step(self, step: int, stretch: Stretch) -> None:
-        """Begins to profile, if it is time to. Collective.
-
-        Args:
-            step: Steps trained.
-            stretch: What the pipeline reads; ends with the profile.
-        """
+        """Starts the profile after ``step`` trained steps, if it is time to. Collective."""
         if self._request is None or self._profile is not None:
             return
-        end = step + self._request.num_steps + _AROUND
-        # the batches in flight when it was found have settings of before
+        end = step + self._request.num_steps + _EXTRA_STEPS
+        # batches in flight when the setting was found still have other settings
         is_ready = self._num_settled >= NUM_BATCHES - 1
         self._num_settled += is_settled(self._pipeline)
         if end <= stretch.end and (is_ready or step == self._last_start):
@@ -162,60 +147,39 @@ class StepProfiler:
             self._profile.start()
 
     def after_stretch(self) -> str | None:
-        """Ends the profile and draws it, if there is one. Collective.
-
-        Returns:
-            What was drawn, in words.
-        """
+        """Ends the profile, if any, and draws it; returns a line about it. Collective."""
         if self._request is None or self._profile is None:
             return None
         self._profile.stop()
-        whole = _renumbered(Timeline.from_profile(self._profile), self._first_step + 1)
-        drawn = whole.steps[1 : 1 + self._request.num_steps]
-        timeline = whole.of_steps(*drawn)
+        whole = Timeline.from_profile(self._profile)
+        timeline = whole.of_steps(*whole.steps[1 : 1 + self._request.num_steps])
+        # the pipeline counts its own steps from 0, the picture those of the run from 1
+        offset = self._first_step + 1
+        spans = tuple(replace(span, step=span.step + offset) for span in timeline.spans)
+        drawn = [step + offset for step in whole.steps[1 : 1 + self._request.num_steps]]
+        timeline = replace(timeline, spans=spans)
         timelines: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(timelines, timeline if dist.get_rank() < _MOST_RANKS else None)
         path = Path(self._request.path)
         self._request = None
         if dist.get_rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            draw_timeline({f"rank {of.rank}": of for of in timelines if of is not None}, path)
+            draw_timeline({f"rank {each.rank}": each for each in timelines if each}, path)
         return f"steps {drawn[0]} to {drawn[-1]}: timeline in {path}"
 
 
 def _last_start(config: TrainConfig, first_step: int, num_steps: int) -> int:
-    """The latest step after which a profile can begin; never before the first of a stretch."""
-    step, needed, longest, found = first_step, 1 + num_steps + _AROUND, 0, None
+    """The latest step after which a profile can start; not before the first step of a stretch."""
+    step, needed, longest, last_start = first_step, 1 + num_steps + _EXTRA_STEPS, 0, None
     while step < config.steps:
         length = steps_at_once(config, step)
         longest = max(longest, length)
         step += length
         if length >= needed:
-            found = step - needed + 1
-    if found is None:
+            last_start = step - needed + 1
+    if last_start is None:
         raise ConfigError(
             f"--profile {num_steps}: that takes {needed} steps in a row without a checkpoint, and "
             f"this run has {longest}; draw fewer, or raise steps or checkpoint.every_steps"
         )
-    return found
-
-
-def _check_file(path: Path) -> None:
-    """Refuses a picture that could not be written."""
-    from matplotlib.figure import Figure  # here, because only a picture needs it; slow to import
-
-    if not path.parent.is_dir():
-        raise ConfigError(
-            f"--profile-out {path}: there is no folder {path.parent}; make it or name another"
-        )
-    known = Figure().canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
-        raise ConfigError(
-            f"--profile-out {path}: expected a name that ends in one of {', '.join(known)}"
-        )
-
-
-def _renumbered(timeline: Timeline, by: int) -> Timeline:
-    """Steps counted as the run counts those trained, not as its pipeline does."""
-    spans = tuple(replace(span, step=span.step + by) for span in timeline.spans)
-    return replace(timeline, spans=spans)
+    return last_start

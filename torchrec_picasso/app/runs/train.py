@@ -1,10 +1,11 @@
-"""A whole training run: train, checkpoint, resume, and tell the held-out AUC at the end.
+"""A training run: training, checkpoints, resume, and the held-out AUC at the end.
 
-Batches depend on the step alone, so a resumed run sees what the uninterrupted one would have seen.
+Batches depend on the step alone, so a resumed run trains on the batches of an uninterrupted one.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,21 +36,17 @@ from torchrec_picasso.app.runs.watching import RunWatch
 from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.exchange.peers import Peers
-from torchrec_picasso.refresh.saved_uses import SavedUses
 
 __all__ = ["check_checkpoint_folder", "train_on_rank"]
 
 
 def check_checkpoint_folder(config: TrainConfig, resume: bool) -> None:
-    """Refuses a run whose checkpoints could not be read or would mix with another run's.
-
-    Args:
-        config: Names the folder.
-        resume: Whether the run continues an earlier one.
+    """Checks the checkpoint folder of a run.
 
     Raises:
-        ConfigError: If ``resume`` is asked for without a folder.
-        PicassoError: If the folder does not fit.
+        ConfigError: If ``resume`` is set and no folder is configured.
+        PicassoError: If there is no checkpoint to resume from, or a new run would use the folder of
+            another run.
     """
     folder = config.checkpoint.folder
     if folder is None:
@@ -77,17 +74,17 @@ def train_on_rank(
         rank: This rank; rank 0 prints.
         world_size: Ranks in the default process group.
         config: The run.
-        resume: Start from the newest whole checkpoint.
-        device: Where to train, CPU if ``None``.
+        resume: Whether to start from the newest complete checkpoint.
+        device: Device, CPU if ``None``.
         profile: Steps to draw, if any.
 
     Returns:
-        ``first_step``, the ``losses`` of the steps trained here, the held-out ``auc`` of the first
+        ``first_step``, the ``losses`` of the steps of this call, the held-out ``auc`` of the first
         task and the ``aucs`` of all.
 
     Raises:
         PicassoError: If the input or the checkpoint cannot be used.
-        PeerError: If another rank failed, with its message, or does not answer.
+        PeerError: If another rank failed, with its message, or does not respond.
     """
     quiet_upstream()
     pg = dist.group.WORLD
@@ -135,47 +132,45 @@ def _train(
                 progress.say(f"step {step} of {config.steps}: loss {losses[-1]:.5f}")
             if not is_described and (is_settled(trainer.pipeline) or step == config.steps):
                 is_described = True
-                progress.say(
-                    f"step {step}: pipeline\n{_indented(describe_pipeline(trainer.pipeline))}"
-                )
+                summary = textwrap.indent(describe_pipeline(trainer.pipeline), "  ")
+                progress.say(f"step {step}: pipeline\n{summary}")
             watch.after_step(step, losses[-1])
             profiler.after_step(step, stretch)
         if drawn := profiler.after_stretch():
             progress.say(drawn)
         is_due = step == config.steps or step % config.checkpoint.every_steps == 0
         if folder is not None and is_due:
-            writer.save(step, trainer.state, _beside(trainer, config, world_size))
+            writer.save(step, trainer.state, _extra_writer(trainer, config, world_size))
     writer.finish()
     progress.close()
     labels_NT, scores_NT = predict_all(trainer, source.heldout(rank, world_size))
     aucs = areas_under_curves(labels_NT, scores_NT)
-    in_words = ", ".join(f"{auc:.5f}" for auc in aucs)
     watch.end(step, aucs)
-    progress.say(f"AUC {in_words} on {len(labels_NT)} held-out samples")
+    shown = ", ".join(f"{auc:.5f}" for auc in aucs)
+    progress.say(f"AUC {shown} on {len(labels_NT)} held-out samples")
     return {"first_step": first_step, "losses": losses, "auc": aucs[0], "aucs": aucs}
 
 
-def _beside(trainer: Trainer, config: TrainConfig, ranks: int) -> Callable[[Path], None]:
-    """What writes the hot set, what was counted and what was chosen. Collective."""
-    hot_rows, uses = trainer.hot_rows(), trainer.saved_uses()
-    setting = None if config.pipeline.num_micro_batches else trainer.setting
+def _extra_writer(trainer: Trainer, config: TrainConfig, ranks: int) -> Callable[[Path], None]:
+    """Collects hot set, access counts and tuned setting; returns their writer. Collective."""
+    pipeline = trainer.interleaved
+    if pipeline is None:
+        return lambda path: None
+    hot_rows, uses = pipeline.hot_rows(), pipeline.saved_uses()
+    setting = None if config.pipeline.num_micro_batches else pipeline.setting
 
     def write(path: Path) -> None:
         write_hot_rows(path, hot_rows)
         if uses is not None:
-            write_uses(path, uses.num_batches, uses.uses_by_table)
+            write_uses(path, uses)
         if setting is not None:
             write_setting(path, setting, ranks, config.data.batch_size)
 
     return write
 
 
-def _indented(lines: str) -> str:
-    return "\n".join(f"  {line}" for line in lines.splitlines())
-
-
 def _adopting(found: Path | None, progress: Progress) -> Callable[[ShardingPlan], None] | None:
-    """What puts the hot rows of a checkpoint into the plan, and says whether it did."""
+    """Returns a function that puts the hot rows of a checkpoint into the plan, if they fit."""
     hot_rows = None if found is None else read_hot_rows(found)
     if hot_rows is None:
         return None
@@ -185,7 +180,7 @@ def _adopting(found: Path | None, progress: Progress) -> Callable[[ShardingPlan]
         if adopt_hot_rows(plan, hot_rows):
             progress.say(f"{num_hot} hot rows are those of {found}")
         else:
-            progress.say(f"hot rows were chosen anew: those of {found} are of another plan")
+            progress.say(f"hot rows were chosen again: those of {found} are of another plan")
 
     return adopt
 
@@ -198,11 +193,11 @@ def _resume(
         raise ConfigError(
             f"steps: {config.steps}, but {path} has trained {step} already; raise steps"
         )
-    uses = read_uses(path)
-    if uses is not None:
-        trainer.go_on_with(SavedUses(num_batches=uses[0], uses_by_table=uses[1]))
-    setting = read_setting(path, ranks, config.data.batch_size)
-    if setting is not None:
-        trainer.settle_on(setting)
+    uses, setting = read_uses(path), read_setting(path, ranks, config.data.batch_size)
+    pipeline = trainer.interleaved
+    if pipeline is not None and uses is not None:
+        pipeline.go_on_with(uses)
+    if pipeline is not None and setting is not None:
+        pipeline.settle_on(setting)
     progress.say(f"resumed from {path} at step {step}")
     return step

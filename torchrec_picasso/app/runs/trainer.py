@@ -1,4 +1,4 @@
-"""One sharded model with its optimizers and the pipeline around it that takes its steps."""
+"""A sharded model with its optimizers and its train pipeline."""
 
 from __future__ import annotations
 
@@ -27,28 +27,25 @@ from torchrec_picasso.app.zoo.registry import build_model
 from torchrec_picasso.app.zoo.tables import collections_of, tables_of
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.frequency import FrequencyStats
-from torchrec_picasso.refresh.saved_uses import SavedUses
-from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
 
 __all__ = ["MakePipeline", "Trainer", "dense_optimizer", "unsharded_model"]
 
 
 class Trainer:
-    """A model placed, initialised and ready to train.
+    """A sharded, initialised model with its pipeline.
 
-    Collective: every rank of the default process group makes one, in the same order. Two trainers
-    of equal ``config.seed`` start from equal weights, however their tables are placed.
+    Collective: every rank of the default process group makes one, in the same order. Trainers of
+    equal ``config.seed`` start from equal weights under any placement.
 
     Args:
         config: Model, optimizers, placement and hot rows.
-        source: Tells the tables, and the held-out samples that hot rows are chosen from.
+        source: Defines the tables, and has the held-out samples that hot rows are chosen from.
         placement: Overrides ``config.sharding.placement``.
-        device: Where the model goes, CPU if ``None``; the process group must serve it.
-        make_pipeline: From sharded model, optimizer and device to the pipeline that trains;
-            overrides ``config.pipeline``.
-        change_plan: Changes the plan in place before the model is sharded, such as kernels that
-            the placements do not offer.
+        device: Device of the model, CPU if ``None``; the process group must support it.
+        make_pipeline: Builds the pipeline from sharded model, optimizer and device; overrides
+            ``config.pipeline``.
+        change_plan: Changes the plan in place before the model is sharded.
     """
 
     def __init__(
@@ -67,6 +64,8 @@ class Trainer:
         name = placement or config.sharding.placement
         model = unsharded_model(config, source)
         tables = tables_of(model)
+        stats = _stats(config, source, model, pg.size()) if name == "hot_cold" else None
+        curves = config.sharding.curves if name == "hot_cold" else None
         _move_dense_part(model, self.device)
         self.placement: Placement = make_placement(
             name,
@@ -75,8 +74,8 @@ class Trainer:
             device_type=self.device.type,
             batch_size=config.data.batch_size,
             hot_rows=config.sharding.hot_rows,
-            stats=_stats(config, source, model, pg.size()) if name == "hot_cold" else None,
-            curves=_curves(config) if name == "hot_cold" else None,
+            stats=stats,
+            curves=None if curves is None else CommCurves.from_json(curves),
             num_waves=config.sharding.num_waves,
         )
         if change_plan is not None:
@@ -95,122 +94,74 @@ class Trainer:
         )
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
         make_pipeline = make_pipeline or pipeline_maker(config.pipeline)
-        self._pipeline = make_pipeline(self.model, self.optimizer, self.device)
+        self.pipeline: TrainPipeline = make_pipeline(self.model, self.optimizer, self.device)
 
     @property
-    def pipeline(self) -> TrainPipeline:
-        """What trains."""
-        return self._pipeline
+    def interleaved(self) -> InterleavedTrainPipeline | None:
+        """The pipeline, if it is this package's."""
+        return self.pipeline if isinstance(self.pipeline, InterleavedTrainPipeline) else None
 
     def steps(self, batches: Iterable[Batch], num_steps: int | None = None) -> Iterator[Tensor]:
-        """Trains on the given batches, one at a time. Collective.
+        """Trains on batches one at a time, yielding this rank's loss of each step. Collective.
 
-        Exhaust the iterator: the pipeline reads ahead, and it is empty only after the last step.
+        Exhaust the iterator: the pipeline reads ahead, and is empty only after the last step.
 
         Args:
-            batches: This rank's batches; each rank must give as many.
-            num_steps: Steps to take; ``None`` = until the batches end.
-
-        Yields:
-            This rank's loss of each step, a scalar.
+            batches: This rank's batches, as many as on each rank.
+            num_steps: Number of steps; ``None`` = until the batches end.
         """
         self.model.train()
         for loss, _, _ in self._outputs(batches, num_steps):
             yield loss
 
     def train(self, batches: Iterable[Batch], num_steps: int | None = None) -> Tensor:
-        """Trains like :meth:`steps`, to the end. Collective.
-
-        Returns:
-            This rank's losses, shape ``(steps,)``.
-        """
+        """Exhausts :meth:`steps`; returns this rank's losses, shape ``(steps,)``. Collective."""
         return torch.stack(list(self.steps(batches, num_steps)))
 
     def predict(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Click probabilities and labels, batch by batch, without training. Collective.
-
-        Args:
-            batches: This rank's batches; each rank must give as many.
-
-        Yields:
-            Probabilities and labels, each of shape ``(B,)``, or of several tasks ``(B, tasks)``.
-        """
+        """Yields labels and click probabilities of each batch, ``(B, tasks)``. Collective."""
         self.model.eval()
         with torch.no_grad():
             for _, logits, labels in self._outputs(batches, None):
-                yield torch.sigmoid(logits), labels
+                yield labels.view(len(labels), -1), logits.sigmoid().view(len(labels), -1)
         self.model.train()
 
     def mean_over_ranks(self, losses: Tensor) -> list[float]:
-        """Losses of the global batches, from each rank's losses of equal batches. Collective."""
+        """Averages losses of equally large batches over ranks. Collective."""
         total = losses.to(torch.float64)
         dist.all_reduce(total, group=self._pg)
         return [float(loss) for loss in total / self._pg.size()]
 
     def state(self) -> dict[str, Any]:
-        """Everything that a checkpoint holds, as TorchRec's state dicts."""
+        """State dicts of model and optimizer, sharded."""
         return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
 
-    def hot_rows(self) -> dict[str, Tensor]:
-        """The hot rows of interleaved tables by name; after the first step."""
-        if not isinstance(self._pipeline, InterleavedTrainPipeline):
-            return {}
-        return self._pipeline.hot_rows()
-
-    def saved_uses(self) -> SavedUses | None:
-        """What was counted of rows by an interleaved pipeline that follows them. Collective."""
-        if not isinstance(self._pipeline, InterleavedTrainPipeline):
-            return None
-        return self._pipeline.saved_uses()
-
-    def go_on_with(self, saved: SavedUses) -> None:
-        """Counts on from what an earlier run counted; all ranks do."""
-        if isinstance(self._pipeline, InterleavedTrainPipeline):
-            self._pipeline.go_on_with(saved)
-
-    @property
-    def setting(self) -> Setting | None:
-        """How all further batches are interleaved; ``None`` where none are, or some are tried."""
-        if not isinstance(self._pipeline, InterleavedTrainPipeline):
-            return None
-        return self._pipeline.setting
-
-    def settle_on(self, setting: Setting) -> None:
-        """Tries no setting but an earlier run's; all ranks do."""
-        if isinstance(self._pipeline, InterleavedTrainPipeline):
-            self._pipeline.settle_on(setting)
-
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes over what a checkpoint held. Collective."""
+        """Loads the state dicts of a checkpoint. Collective."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optim"])
 
     def _outputs(
         self, batches: Iterable[Batch], num_steps: int | None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        # The pipeline reads ahead, so it gets an iterator that ends with the last step wanted.
+        # The pipeline reads ahead, so its iterator must end with the last step.
         stream = itertools.islice(iter(batches), num_steps)
         while True:
             try:
-                yield self._pipeline.progress(stream)
+                yield self.pipeline.progress(stream)
             except StopIteration:
                 return
 
 
 def unsharded_model(config: TrainConfig, source: BatchSource) -> nn.Module:
-    """The model of a configuration before sharding: tables on the meta device, optimizer fused in.
-
-    Args:
-        config: Model, optimizer and seed.
-        source: Tells the tables.
-    """
+    """Builds an unsharded model: tables on the meta device, their optimizer fused into backward."""
     model = build_model(config, source)
     _fuse_table_optimizer(model, config.optimizer)
     return model
 
 
 def _move_dense_part(model: nn.Module, device: torch.device) -> None:
-    """All but the tables, which have no memory yet."""
+    """Moves all but the tables, which are on the meta device."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             tensor.data = tensor.data.to(device)
@@ -219,18 +170,13 @@ def _move_dense_part(model: nn.Module, device: torch.device) -> None:
 def _stats(
     config: TrainConfig, source: BatchSource, model: nn.Module, world_size: int
 ) -> FrequencyStats | None:
-    """The file's statistics, or counts of the held-out samples of all ranks: a past sample."""
+    """Reads the statistics file, or counts the held-out samples of all ranks."""
     if config.sharding.stats is not None:
         return FrequencyStats.from_parquet(config.sharding.stats)
     if config.sharding.hot_rows == 0:
         return None
     shares = (source.heldout(rank, world_size) for rank in range(world_size))
     return FrequencyStats.collect(itertools.chain.from_iterable(shares), model)
-
-
-def _curves(config: TrainConfig) -> CommCurves | None:
-    path = config.sharding.curves
-    return CommCurves.from_json(path) if path is not None else None
 
 
 def _fuse_table_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> None:
@@ -251,6 +197,6 @@ def _fuse_table_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> None:
 def dense_optimizer(
     optimizer: OptimizerConfig,
 ) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
-    """What makes the optimizer of the dense weights."""
+    """Constructor of the optimizer of the dense weights."""
     kind = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}[optimizer.dense_optimizer]
     return lambda parameters: kind(parameters, lr=optimizer.dense_lr)

@@ -1,4 +1,4 @@
-"""What a run writes for those who watch it: its loss, its speed, what its pipeline reports."""
+"""TensorBoard curves of a run: loss, speed, and reports of the pipeline."""
 
 from __future__ import annotations
 
@@ -16,25 +16,20 @@ __all__ = ["RunWatch", "check_watch"]
 
 
 def check_watch(config: WatchConfig) -> None:
-    """Refuses what could not be written.
-
-    Raises:
-        PicassoError: If TensorBoard is asked for and missing, or its folder is a file.
-    """
+    """Raises PicassoError if TensorBoard is configured and missing, or its folder is a file."""
     if config.tensorboard is not None:
         check_tensorboard(config.tensorboard)
 
 
 class RunWatch:
-    """Writes the curves that a configuration asks for; does nothing where it asks for none.
+    """Writes the configured curves, if any.
 
-    Under any pipeline these are ``train/loss``, ``train/samples_per_s`` (of all ranks, by the clock
-    on the wall, checkpoints included) and at the end ``heldout/auc``; under an interleaved one also
-    those of :class:`TensorBoardReports`.
+    These are ``train/loss``, ``train/samples_per_s`` (all ranks, wall time, checkpoints included),
+    at the end ``heldout/auc``, and those of :class:`TensorBoardReports` if interleaved.
 
     Args:
-        config: What is asked for.
-        num_samples: Of a step, on all ranks together.
+        config: Folder and interval.
+        num_samples: Samples of a step over all ranks.
     """
 
     def __init__(self, config: WatchConfig, num_samples: int) -> None:
@@ -46,15 +41,11 @@ class RunWatch:
 
     @property
     def on_step(self) -> Callable[[StepReport], None] | None:
-        """What the pipeline is to call after each step; ``None`` = nothing."""
-        return None if self._config.tensorboard is None else self._take
+        """Callback for the pipeline, if curves are configured."""
+        return None if self._config.tensorboard is None else self._report
 
     def begin(self, first_step: int) -> None:
-        """Opens the file.
-
-        Args:
-            first_step: Steps trained before.
-        """
+        """Opens the file; ``first_step`` is the number of steps trained before."""
         if self._config.tensorboard is not None:
             self._board = TensorBoardReports(
                 self._config.tensorboard,
@@ -64,12 +55,7 @@ class RunWatch:
         self._since_s = perf_counter()
 
     def after_step(self, step: int, loss: float) -> None:
-        """Notes a step.
-
-        Args:
-            step: Steps trained.
-            loss: Of the global batch.
-        """
+        """Records the loss of a global batch; ``step`` is the number of trained steps."""
         if self._board is None:
             return
         self._losses.append(loss)
@@ -84,18 +70,13 @@ class RunWatch:
         self._losses, self._since_s = [], now_s
 
     def end(self, step: int, aucs: Sequence[float]) -> None:
-        """Notes the held-out AUC of each task, and closes the file.
-
-        Args:
-            step: Steps trained.
-            aucs: Of the tasks; of several each has a curve with its number.
-        """
+        """Writes the held-out AUC of each task, one curve per task, and closes the file."""
         if self._board is None:
             return
         names = ["heldout/auc", *(f"heldout/auc_{task}" for task in range(1, len(aucs)))]
         self._board.write(step, dict(zip(names, aucs)))
         self._board.close()
 
-    def _take(self, report: StepReport) -> None:
+    def _report(self, report: StepReport) -> None:
         if self._board is not None:
             self._board(report)

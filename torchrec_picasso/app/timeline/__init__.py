@@ -1,1 +1,1 @@
-"""When the operations of interleaved steps ran, read from a profile and drawn."""
+"""Timelines of interleaved steps, read from a profile and drawn."""

@@ -1,22 +1,19 @@
-"""When the operations of interleaved steps ran, what was on the wire, and what was waited for.
+"""Timeline of interleaved steps: operations, exchanges and waits, with their times.
 
-A timeline is read from a ``torch.profiler`` profile of real steps on one rank::
+A timeline is read from a ``torch.profiler`` profile of steps on one rank::
 
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
-        with contextlib.suppress(StopIteration):
-            while True:
-                pipeline.progress(batches)
+        ...  # call pipeline.progress(batches) until StopIteration
     timeline = Timeline.from_profile(profile)
     timeline.of_steps(*timeline.steps[1:4]).save("steps.png")
 
 Profile to the end of ``batches``: in torch 2.13 a gloo message that is started inside a profile and
 waited for after it can corrupt memory.
 
-What a profile knows on gloo: of a collective, when it was posted and when it was done; of messages
-between pairs of ranks, when they were posted and when their wait returned. A message may have been
-done any time before that, unless the wait itself took time. Times are the host's: where kernels run
-on an accelerator, an operation ends when its kernels are launched, and exchanges of other backends
-are not shown.
+On gloo, a profile has the posting and the end of a collective, but only the posting and the return
+of the wait for messages between pairs of ranks; a message may have ended any time before. Times are
+host times: on an accelerator, an operation ends when its kernels are launched. Exchanges of other
+backends are not shown.
 """
 
 from __future__ import annotations
@@ -30,15 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from torchrec_picasso.app.timeline.spans import (
-    COMPUTE,
-    DONE,
-    EXCHANGE,
-    RETURNED,
-    WAIT,
-    WAITED_FOR,
-    Span,
-)
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.waiting import OP_RANGE, STEP_RANGE, WAIT_RANGE
 from torchrec_picasso.schedule.schedule import OF_BATCH, Op
@@ -52,15 +40,38 @@ _OP = re.compile(rf"{OP_RANGE} (\w+)(?: (\d+))?(?: wave (\d+))?( of .*)?")
 _CALL_PREFIX, _WORK_PREFIX = "c10d::", "gloo:"
 _MESSAGES = frozenset({"gloo:send", "gloo:recv"})
 
+COMPUTE, EXCHANGE, WAIT = "compute", "exchange", "wait"
+"""Kinds of spans: an operation with its waits; an exchange that it posted; a wait."""
+
+RETURNED, DONE, WAITED_FOR = "returned", "done", "waited_for"
+"""End of a span: the call returned; the exchange was done; its wait returned, so the exchange was
+done then or earlier."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """An interval of a timeline.
+
+    Args:
+        step: Number of the step, counted from the pipeline's first.
+        op: The operation; for an exchange the one that posted it.
+        kind: :data:`COMPUTE`, :data:`EXCHANGE` or :data:`WAIT`.
+        start_ms: Start, relative to the first operation of the timeline.
+        end_ms: End, on the same scale.
+        ends: :data:`RETURNED`, :data:`DONE` or :data:`WAITED_FOR`.
+    """
+
+    step: int
+    op: Op
+    kind: str
+    start_ms: float
+    end_ms: float
+    ends: str
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Some steps of one rank.
-
-    Args:
-        rank: Which rank.
-        spans: By their start.
-    """
+    """Spans of steps of one rank, sorted by start."""
 
     rank: int
     spans: tuple[Span, ...]
@@ -70,10 +81,9 @@ class Timeline:
         """Reads the steps of an :class:`InterleavedTrainPipeline`.
 
         Args:
-            profile: A stopped ``torch.profiler.profile`` with CPU activities. Exchanges that were
-                posted before it started, or were not waited for when it stopped, are left out:
-                profile a step more on either side of those looked at.
-            rank: Number of the rank; ``None`` = that of the default process group, or 0.
+            profile: A stopped ``torch.profiler.profile`` with CPU activities. Exchanges that cross
+                its start or end are left out: profile one more step on either side.
+            rank: The rank; ``None`` = that of the default process group, or 0.
 
         Raises:
             PicassoError: If no step was profiled.
@@ -98,13 +108,10 @@ class Timeline:
         return sorted({span.step for span in self.spans})
 
     def of_steps(self, *steps: int) -> Timeline:
-        """The operations of some steps, and exchanges that were under way meanwhile.
-
-        Args:
-            *steps: Their numbers.
+        """The operations of given steps, and all exchanges that overlap them.
 
         Raises:
-            PicassoError: If none of them is here.
+            PicassoError: If the timeline has none of these steps.
         """
         chosen = [span for span in self.spans if span.step in steps and span.kind != EXCHANGE]
         if not chosen:
@@ -119,44 +126,31 @@ class Timeline:
         return replace(self, spans=_from_zero(chosen))
 
     def to_frame(self) -> pd.DataFrame:
-        """A pandas DataFrame, one line per span, by start.
-
-        Returns:
-            Columns ``rank, step, op, batch, index, wave, kind, start_ms, end_ms, ends``.
-        """
+        """One row per span; columns ``rank, step, op, batch, index, wave, kind, start_ms, ...``."""
         import pandas as pd
 
-        op = ["op", "batch", "index", "wave"]
-        names = ["rank", "step", *op, "kind", "start_ms", "end_ms", "ends"]
+        names = ["rank", "step", "op", "batch", "index", "wave"]
+        names += ["kind", "start_ms", "end_ms", "ends"]
         lines = [
             (self.rank, s.step, *astuple(s.op), s.kind, s.start_ms, s.end_ms, s.ends)
             for s in self.spans
         ]
         return pd.DataFrame(lines, columns=names).astype({"index": "Int64", "wave": "Int64"})
 
-    def plot(self, axes: Any) -> None:
-        """Draws into matplotlib axes: operations of both batches, then a lane per exchange."""
-        from torchrec_picasso.app.timeline.picture import plot_timeline
-
-        plot_timeline(self, axes)
-
     def save(self, path: str | Path) -> None:
-        """Draws a picture of its own; its name says the format."""
+        """Draws the timeline; the suffix of ``path`` determines the format."""
         from torchrec_picasso.app.timeline.picture import draw_timeline
 
         draw_timeline({f"rank {self.rank}": self}, path)
 
 
 def _from_zero(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The spans by start, counted from the start of the first operation."""
+    """Sorts spans, and makes times relative to the first operation."""
     zero_ms = min(span.start_ms for span in spans if span.kind == COMPUTE)
     return tuple(
         replace(span, start_ms=span.start_ms - zero_ms, end_ms=span.end_ms - zero_ms)
         for span in sorted(spans, key=lambda span: span.start_ms)
     )
-
-
-# -- reading a profile -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -183,11 +177,11 @@ def _ops(events: Sequence[_Event]) -> list[Span]:
         place = bisect_right(starts, event.start_ms) - 1
         if match is None or place < 0:
             continue
-        kind, index, wave, of_batch = match.groups()
+        kind, index, wave, batch = match.groups()
         found.append(
             Span(
                 step=int(steps[place].name.removeprefix(STEP_RANGE)),
-                op=Op(kind, OF_BATCH.index(of_batch or ""), _number(index), _number(wave)),
+                op=Op(kind, OF_BATCH.index(batch or ""), _number(index), _number(wave)),
                 kind=COMPUTE,
                 start_ms=event.start_ms,
                 end_ms=event.end_ms,
@@ -202,7 +196,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _around(start_ms: float, ops: Sequence[Span]) -> Span | None:
-    """The operation that ran at a time."""
+    """The operation that ran at a given time."""
     place = bisect_right(ops, start_ms, key=lambda op: op.start_ms) - 1
     return ops[place] if place >= 0 and start_ms <= ops[place].end_ms else None
 
@@ -215,11 +209,11 @@ def _waits(events: Sequence[_Event], ops: Sequence[Span]) -> Iterable[Span]:
 
 
 def _exchanges(events: Sequence[_Event], ops: Sequence[Span]) -> Iterable[Span]:
-    """What operations posted: collectives one by one, the messages of an operation as one."""
+    """Exchanges that operations posted; all messages of an operation are one exchange."""
     messages: dict[tuple[int, Op], Span] = {}
     for start_ms, event in _posted(events):
         op = _around(start_ms, ops)
-        if op is None or event.end_ms > ops[-1].end_ms:  # ended by the end of the profile
+        if op is None or event.end_ms > ops[-1].end_ms:  # cut by the end of the profile
             continue
         if event.name not in _MESSAGES:
             yield replace(op, kind=EXCHANGE, start_ms=start_ms, end_ms=event.end_ms, ends=DONE)
@@ -235,11 +229,11 @@ def _exchanges(events: Sequence[_Event], ops: Sequence[Span]) -> Iterable[Span]:
 
 
 def _posted(events: Sequence[_Event]) -> Iterable[tuple[float, _Event]]:
-    """Each of gloo's works with the time when it was posted.
+    """gloo's work items, each with the time when it was posted.
 
-    A work starts within its call if it is a message; a collective's starts when one of gloo's
-    threads takes it up, in the order of the calls. A message that nobody waited for while the
-    profiler ran ends with its call, which says nothing, and is left out.
+    A message starts within its call; a collective starts when a gloo thread takes it up, in the
+    order of the calls. A message that was not waited for inside the profile ends with its call, and
+    is left out.
     """
     calls: list[_Event] = []
     for event in events:
@@ -254,7 +248,7 @@ def _posted(events: Sequence[_Event]) -> Iterable[tuple[float, _Event]]:
 
 
 def _starts(call: _Event, work: _Event) -> bool:
-    """Whether a call may have started a work: ``c10d::allreduce_`` starts ``gloo:all_reduce``."""
+    """Whether a call may have posted a work: ``c10d::allreduce_`` posts ``gloo:all_reduce``."""
     letters = [
         event.name.partition(":")[2].replace(":", "").replace("_", "") for event in (call, work)
     ]

@@ -1,4 +1,4 @@
-"""A model of clicks as pipelines train it: embeddings, what is computed over them, and the loss."""
+"""A click model as pipelines train it: embeddings, the dense part over them, and the loss."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["ClickModel"]
 
 
 class ClickModel(nn.Module):
-    """Binary cross-entropy of logits, summed over tasks, a mean over samples.
+    """Binary cross-entropy of logits: a sum over tasks, a mean over samples.
 
     Args:
-        embeddings: Of all groups of columns.
-        head: Takes what they found and the dense features; gives the logits, ``(B,)`` or of several
-            tasks ``(B, tasks)``, or these and a loss of its own that is a mean over samples.
+        embeddings: Embeddings of all groups of columns.
+        head: Maps embeddings and dense features to logits, ``(B,)`` or for several tasks
+            ``(B, tasks)``, or to logits and a further loss that is a mean over samples.
     """
 
     def __init__(self, embeddings: FeatureGroups, head: nn.Module) -> None:
@@ -25,24 +25,24 @@ class ClickModel(nn.Module):
         self.head = _WithLoss(head)
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Gives the loss, and what a pipeline hands out of a step: loss, logits and labels."""
+        """Returns the loss, and the step's output: detached loss, logits and labels."""
         found = self.embeddings(batch.sparse_features)
         loss, logits = self.head(found, batch.dense_features, batch.labels)
         return loss, (loss.detach(), logits.detach(), batch.labels.detach())
 
 
 class _WithLoss(nn.Module):
-    """A module without tables, which TorchRec's tracing leaves alone, whatever it computes."""
+    """Head and loss in one module: it has no tables, so TorchRec's tracing does not enter it."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self.model = head
 
     def forward(self, found: object, dense_BI: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        given = self.model(found, dense_BI)
-        logits, own_loss = given if isinstance(given, tuple) else (given, None)
+        output = self.model(found, dense_BI)
+        logits, extra_loss = output if isinstance(output, tuple) else (output, None)
         losses = nn.functional.binary_cross_entropy_with_logits(
             logits, labels.to(logits.dtype), reduction="none"
         )
         loss = losses.sum() / losses.size(0)
-        return loss if own_loss is None else loss + own_loss, logits
+        return loss if extra_loss is None else loss + extra_loss, logits

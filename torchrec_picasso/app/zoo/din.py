@@ -1,18 +1,16 @@
-"""A DIN for clicks with histories, small and smooth.
+"""A small DIN for clicks with histories, with smooth activations.
 
-Smooth throughout, where the paper has kinks (PReLU, Dice): at a kink, a sum in another order
-becomes another gradient, and two trainings that are equal could not be told from two that are not.
+The paper's PReLU and Dice have kinks: there, sums in another order give another gradient, and equal
+trainings would not give equal weights.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
 from torchrec_picasso.app.zoo.click_model import ClickModel
 from torchrec_picasso.app.zoo.data.clicks import Clicks, history_of
-from torchrec_picasso.app.zoo.feature_groups import ONE_HOT, SEQUENCE, FeatureGroup, FeatureGroups
+from torchrec_picasso.app.zoo.feature_groups import SEQUENCE, FeatureGroup, FeatureGroups
 from torchrec_picasso.app.zoo.models.din import DIN
 
 __all__ = ["build_din"]
@@ -24,37 +22,25 @@ _ATTENTION_HIDDEN, _HIDDEN = 16, (64,)
 def build_din(
     clicks: Clicks, sequence_dim: int = 16, profile_dim: int = 8, seed: int = 0
 ) -> ClickModel:
-    """A DIN with its loss, tables on the meta device.
+    """Builds a DIN with its loss, tables on the meta device.
 
-    Args:
-        clicks: Tell the tables and their sizes; a column's table is ``t_<column>``.
-        sequence_dim: Columns of the tables of targets and histories.
-        profile_dim: Columns of the other tables.
-        seed: Draws the dense weights.
+    The table of a column is ``t_<column>``, with ``sequence_dim`` columns for targets and histories
+    and ``profile_dim`` for others; ``seed`` initialises the dense weights.
     """
-    targets = list(clicks.targets)
-    histories = [history_of(target) for target in targets]
+    targets, profiles = tuple(clicks.targets), tuple(clicks.profiles)
+    histories = tuple(map(history_of, targets))
+    target_dims = (sequence_dim,) * len(targets)
     groups = [
-        _group("target", targets, sequence_dim),
-        _group("history", histories, sequence_dim, tables_of="target"),
-        _group("profile", list(clicks.profiles), profile_dim),
+        FeatureGroup(name="target", columns=targets, dims=target_dims),
+        FeatureGroup(
+            name="history", columns=histories, dims=target_dims, kind=SEQUENCE, tables_of="target"
+        ),
+        FeatureGroup(name="profile", columns=profiles, dims=(profile_dim,) * len(profiles)),
     ]
-    num_rows = {column: clicks.num_rows(column) for column in (*targets, *clicks.profiles)}
-    num_rows |= dict(zip(histories, (num_rows[target] for target in targets)))
+    num_rows = {column: clicks.num_rows(column) for column in (*targets, *profiles)}
+    num_rows |= {history_of(target): num_rows[target] for target in targets}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         embeddings = FeatureGroups(groups, num_rows)
         head = DIN(embeddings, _NUM_DENSE, _ATTENTION_HIDDEN, _HIDDEN, "tanh")
         return ClickModel(embeddings, head)
-
-
-def _group(
-    name: str, columns: Sequence[str], dim: int, tables_of: str | None = None
-) -> FeatureGroup:
-    return FeatureGroup(
-        name=name,
-        columns=tuple(columns),
-        dims=(dim,) * len(columns),
-        kind=ONE_HOT if tables_of is None else SEQUENCE,
-        tables_of=tables_of,
-    )

@@ -1,4 +1,4 @@
-"""TorchRec's DLRM from a configuration."""
+"""TorchRec's DLRM, built from a configuration."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ __all__ = ["build_dlrm"]
 
 
 def build_dlrm(model: ModelConfig, tables: Sequence[TableSpec], seed: int) -> DLRMTrain:
-    """A DLRM with its loss, tables on the meta device, towers initialised from ``seed``.
-
-    Args:
-        model: Widths.
-        tables: One feature per table.
-        seed: Seed of the towers' weights.
-    """
+    """Builds a DLRM with its loss, tables on the meta device, towers initialised from ``seed``."""
     collection = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(

@@ -1,7 +1,7 @@
-"""What a model looks up, in groups of columns, and the collections that hold their tables.
+"""Groups of columns that a model looks up, and the embedding collections that hold their tables.
 
-Groups that read the same tables share collections. Where one of them is of sequences, these are
-EmbeddingCollections, one for each dim, since TorchRec's hold one; else one EmbeddingBagCollection.
+Groups that read the same tables share collections. If one of them is a sequence, the tables are
+EmbeddingCollections, one per dim (TorchRec allows one dim each), else one EmbeddingBagCollection.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ __all__ = [
 ]
 
 ONE_HOT, BAG, SEQUENCE = KINDS = ("one_hot", "bag", "sequence")
-"""One id per sample; any number, whose rows are summed; any number, each with its row."""
+"""One id per sample; any number of ids, sum-pooled; any number of ids, a row each."""
 
 Found = dict[str, list[Any]]
-"""By group, of each column: a tensor ``(B, D)``, of sequences a JaggedTensor of B lists."""
+"""Per group, one value per column: a tensor ``(B, D)``, for sequences a JaggedTensor of B lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureGroup:
-    """Columns that a model treats alike.
+    """Columns that a model treats in the same way.
 
     Args:
-        name: Of the group.
+        name: Name of the group.
         columns: Features of the batch.
-        dims: Columns of each one's table.
+        dims: Columns of each feature's table.
         kind: One of :data:`KINDS`.
-        max_length: Longest list of a sample; the data's reader cuts what is longer.
-        tables_of: The group whose tables these columns read, in their order; ``None`` = its own.
+        max_length: Longest list of a sample; the data's reader truncates longer ones.
+        tables_of: Group whose tables these columns read, in order; ``None`` = tables of their own.
     """
 
     name: str
@@ -60,13 +60,13 @@ class FeatureGroup:
 
 @dataclass(frozen=True)
 class Reads:
-    """A group of columns that a model reads, as it says itself.
+    """Declares a group of columns that a model reads.
 
     Args:
-        role: What of the data, see :class:`torchrec_picasso.app.zoo.data.source.BatchSource`.
+        role: Role of the columns, see :class:`torchrec_picasso.app.zoo.data.source.BatchSource`.
         kind: One of :data:`KINDS`.
-        tables_of: The group whose tables it reads; ``None`` = its own.
-        dim: Columns of each table; ``None`` = as the configuration says.
+        tables_of: Group whose tables it reads; ``None`` = tables of its own.
+        dim: Columns of each table; ``None`` = as configured.
     """
 
     role: str
@@ -79,53 +79,50 @@ class FeatureGroups(nn.Module):
     """Looks up all groups of a batch. Tables are on the meta device.
 
     Args:
-        groups: All; each name once.
+        groups: Groups, each name once.
         num_rows: Rows that the ids of each column need.
 
     Raises:
-        ConfigError: If a group's tables are another's that does not fit, or a bag's and a
-            sequence's, which need them in two forms.
+        ConfigError: If a group reads tables of another group that does not fit, or a bag and a
+            sequence read the same tables.
     """
 
     def __init__(self, groups: Sequence[FeatureGroup], num_rows: Mapping[str, int]) -> None:
         super().__init__()
         self.groups = {group.name: group for group in groups}
         self._check()
-        readers = {
-            group.name: [of for of in groups if group.name in (of.name, of.tables_of)]
-            for group in groups
-            if group.tables_of is None
-        }
         all_tables: list[Table] = []
         self.collections = nn.ModuleDict()
-        self._place: dict[tuple[str, int], str] = {}
-        self._in_lists: set[str] = set()
-        for name, of in readers.items():
-            taken = {table.name for table in all_tables}
-            tables = _tables_of(self.groups[name], of, num_rows, taken)
+        self._key_of_column: dict[tuple[str, int], str] = {}
+        self._sequence_keys: set[str] = set()
+        for owner in (group for group in groups if group.tables_of is None):
+            readers = [group for group in groups if owner.name in (group.name, group.tables_of)]
+            tables = _tables_of(owner, readers, num_rows, {table.name for table in all_tables})
             all_tables += tables
-            is_ordered = any(group.kind == SEQUENCE for group in of)
-            by_key: dict[str, list[Table]] = {}
+            is_sequence = any(group.kind == SEQUENCE for group in readers)
+            tables_by_key: dict[str, list[Table]] = {}
             for index, table in enumerate(tables):
-                key = f"{name}_{table.dim}" if is_ordered else name
-                by_key.setdefault(key, []).append(table)
-                self._place |= {(group.name, index): key for group in of}
-            self._in_lists |= set(by_key) if is_ordered else set()
-            for key, some in by_key.items():
-                self.collections[key] = _collection(some, is_ordered)
+                key = f"{owner.name}_{table.dim}" if is_sequence else owner.name
+                tables_by_key.setdefault(key, []).append(table)
+                self._key_of_column |= {(group.name, index): key for group in readers}
+            for key, some_tables in tables_by_key.items():
+                self.collections[key] = _collection(some_tables, is_sequence)
+                if is_sequence:
+                    self._sequence_keys.add(key)
 
     def dims(self, name: str) -> tuple[int, ...]:
         """Columns of each table that a group reads."""
         return self.groups[name].dims
 
     def forward(self, features: KeyedJaggedTensor) -> Found:
-        """Gives what each column reads; of a column with one id its row, whatever holds it."""
+        """Returns the embeddings of each column; a column with one id always gives a tensor."""
         rows = {key: collection(features) for key, collection in self.collections.items()}
-        # one split has one backward; a column at a time would have one over all columns each
-        rows |= {key: rows[key].to_dict() for key in rows if key not in self._in_lists}
+        # to_dict splits once, with one backward; indexing would have a backward over all columns
+        # for each column
+        rows |= {key: rows[key].to_dict() for key in rows if key not in self._sequence_keys}
         return {
             name: [
-                self._value(rows, self._place[name, index], column, group.kind)
+                self._value(rows, self._key_of_column[name, index], column, group.kind)
                 for index, column in enumerate(group.columns)
             ]
             for name, group in self.groups.items()
@@ -133,7 +130,7 @@ class FeatureGroups(nn.Module):
 
     def _value(self, rows: Mapping[str, Any], key: str, column: str, kind: str) -> Any:
         value = rows[key][column]  # by name: sharding changes the order
-        return value.values() if kind == ONE_HOT and key in self._in_lists else value
+        return value.values() if kind == ONE_HOT and key in self._sequence_keys else value
 
     def _check(self) -> None:
         for group in self.groups.values():
@@ -146,10 +143,11 @@ class FeatureGroups(nn.Module):
                 continue
             owner = self.groups.get(group.tables_of)
             if owner is None or owner.tables_of is not None or owner.dims != group.dims:
+                owners = [each.name for each in self.groups.values() if each.tables_of is None]
                 raise ConfigError(
                     f"group {group.name!r} reads the tables of {group.tables_of!r}, which is no "
-                    "group with as many tables of its own; groups with tables are "
-                    f"{[of.name for of in self.groups.values() if of.tables_of is None]}"
+                    "group with as many tables of its own and the same dims; groups with tables "
+                    f"are {owners}"
                 )
             if {group.kind, owner.kind} == {BAG, SEQUENCE}:
                 raise ConfigError(
@@ -164,11 +162,11 @@ def _tables_of(
     num_rows: Mapping[str, int],
     taken: Collection[str],
 ) -> list[Table]:
-    found = []
+    tables = []
     for index, (column, dim) in enumerate(zip(owner.columns, owner.dims)):
         name = f"t_{column}"
         features = tuple(dict.fromkeys(group.columns[index] for group in readers))
-        found.append(
+        tables.append(
             Table(
                 name=f"{name}_{owner.name}" if name in taken else name,
                 num_embeddings=max(num_rows[feature] for feature in features),
@@ -176,17 +174,13 @@ def _tables_of(
                 features=features,
             )
         )
-    return found
+    return tables
 
 
 def _collection(
-    tables: Sequence[Table], is_ordered: bool
+    tables: Sequence[Table], is_sequence: bool
 ) -> EmbeddingBagCollection | EmbeddingCollection:
-    config, collection = (
-        (EmbeddingConfig, EmbeddingCollection)
-        if is_ordered
-        else (EmbeddingBagConfig, EmbeddingBagCollection)
-    )
+    config = EmbeddingConfig if is_sequence else EmbeddingBagConfig
     configs = [
         config(
             name=table.name,
@@ -196,4 +190,5 @@ def _collection(
         )
         for table in tables
     ]
+    collection = EmbeddingCollection if is_sequence else EmbeddingBagCollection
     return collection(tables=configs, device=torch.device("meta"))

@@ -1,7 +1,7 @@
-"""First weights of tables that no placement can change.
+"""Initial weights of tables that do not depend on the placement.
 
-Each table's first weights come from a seed of its own and are written into whatever shards a
-placement made, so two placements start bit-equal without ever holding a whole model twice.
+Each table's weights come from a seed of its own and are written into the shards of a placement, so
+two placements start bitwise identical and no rank holds a whole model.
 """
 
 from __future__ import annotations
@@ -11,59 +11,41 @@ import re
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.distributed.types import ShardedTensor
 
 from torchrec_picasso.app.zoo.tables import Table
 
-__all__ = ["initial_rows", "write_initial_tables"]
+__all__ = ["write_initial_tables"]
 
-_OF_TABLE = re.compile(r"\.(embedding_bags|embeddings)\.")
-
-
-def initial_rows(table: Table, index: int, seed: int) -> Tensor:
-    """First weights of one table: uniform in +-1/sqrt(rows), as TorchRec initialises tables.
-
-    Args:
-        table: The table.
-        index: Its position in the model; tables of equal size differ by it.
-        seed: Seed of the run.
-
-    Returns:
-        Float32 weights, shape ``(num_embeddings, dim)``, on the CPU.
-    """
-    generator = torch.Generator().manual_seed(seed * 100_003 + index)
-    bound = 1.0 / math.sqrt(table.num_embeddings)
-    rows = torch.empty(table.num_embeddings, table.dim)
-    return rows.uniform_(-bound, bound, generator=generator)
+_TABLE_KEY = re.compile(r"\.(embedding_bags|embeddings)\.")
 
 
 def write_initial_tables(sharded: nn.Module, tables: Sequence[Table], seed: int) -> None:
-    """Writes :func:`initial_rows` into the local shards of a sharded model.
-
-    Costs one whole table of memory at a time.
+    """Initialises tables uniformly in +-1/sqrt(rows), as TorchRec does. Holds one table at a time.
 
     Args:
-        sharded: A ``DistributedModelParallel``, of bags or sequences.
-        tables: Those of the model before sharding, see :func:`.tables_of`.
+        sharded: A ``DistributedModelParallel``.
+        tables: Tables of the model before sharding, see :func:`.tables_of`.
         seed: Seed of the run.
 
     Raises:
-        KeyError: If the model has no such table.
+        KeyError: If the model lacks one of the tables.
     """
     state = sharded.state_dict()
-    keys = {key.split(".")[-2]: key for key in state if _OF_TABLE.search(key)}
+    keys = {key.split(".")[-2]: key for key in state if _TABLE_KEY.search(key)}
     for index, table in enumerate(tables):
-        rows = initial_rows(table, index, seed)
+        generator = torch.Generator().manual_seed(seed * 100_003 + index)
+        bound = 1.0 / math.sqrt(table.num_embeddings)
+        rows = torch.empty(table.num_embeddings, table.dim)
+        rows.uniform_(-bound, bound, generator=generator)
         value = state[keys[table.name]]
         if not isinstance(value, ShardedTensor):
             value.copy_(rows)
             continue
         for shard in value.local_shards():
-            (row, column), (num_rows, num_columns) = (
-                shard.metadata.shard_offsets,
-                shard.metadata.shard_sizes,
-            )
+            row, column = shard.metadata.shard_offsets
+            num_rows, num_columns = shard.metadata.shard_sizes
             block = rows[row : row + num_rows, column : column + num_columns]
             shard.tensor.detach().copy_(block)
-    sharded.load_state_dict(state)  # through the hooks, so that replicas follow their homes
+    sharded.load_state_dict(state)  # load hooks write replicas too

@@ -1,4 +1,4 @@
-"""Names of the models that a configuration can ask for."""
+"""Names of the models, without importing torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchrec_picasso.app.zoo import models
 __all__ = ["DLRM", "model_kinds"]
 
 DLRM = "dlrm"
-"""TorchRec's own, which is none of the files in ``zoo/models``."""
+"""TorchRec's own model, which is no file of ``zoo/models``."""
 
 
 def model_kinds() -> list[str]:

@@ -1,7 +1,7 @@
-"""The models that a configuration can name: every file of ``zoo/models`` with a class that reads.
+"""The models that a configuration can name: each file of ``zoo/models`` has one.
 
-A model is a module over :class:`.FeatureGroups` whose class says in ``reads`` which groups of
-columns it looks up; nothing else has to know of it.
+A model is a module over :class:`.FeatureGroups`; its ``reads`` declares the groups of columns that
+it looks up. There is no further registration.
 """
 
 from __future__ import annotations
@@ -22,45 +22,19 @@ from torchrec_picasso.errors import ConfigError
 
 __all__ = [
     "describe_groups",
+    "describe_sizes",
     "groups_of",
     "make_head",
-    "model_class",
     "needs_clicks",
 ]
 
-_GIVEN = ("self", "embeddings", "num_dense")
-_OF_CLICKS = ("target", "profile", "history", "negatives")
-
-
-def model_class(kind: str) -> type[nn.Module]:
-    """The class of a model, whose ``reads`` says what it looks up.
-
-    Args:
-        kind: Any of :func:`model_kinds` but :data:`DLRM`.
-
-    Raises:
-        ConfigError: If there is none of this name.
-    """
-    if kind not in model_kinds() or kind == DLRM:
-        raise ConfigError(
-            f"model.kind: there is no {kind!r}; models are {', '.join(model_kinds())}"
-        )
-    name = f"{models.__name__}.{kind}"
-    module = importlib.import_module(name)
-    (found,) = (
-        of
-        for of in vars(module).values()
-        if isinstance(of, type) and issubclass(of, nn.Module)
-        if of.__module__ == name and hasattr(of, "reads")
-    )
-    return found
+_NO_SIZES = ("embeddings", "num_dense")  # parameters of a model that every model has
+_CLICK_ROLES = ("target", "profile", "history", "negatives")
 
 
 def needs_clicks(kind: str) -> bool:
-    """Whether a model reads what only clicks have: histories, targets, profiles."""
-    if kind == DLRM:
-        return False
-    return any(of.role in _OF_CLICKS for of in _reads(model_class(kind)).values())
+    """Whether a model reads columns that only clicks have: histories, targets, profiles."""
+    return kind != DLRM and any(reads.role in _CLICK_ROLES for reads in _reads_of(kind).values())
 
 
 def groups_of(
@@ -69,10 +43,10 @@ def groups_of(
     source: BatchSource,
     max_length: int,
 ) -> list[FeatureGroup]:
-    """The groups that a model looks up: as its class says, changed by the configuration.
+    """The groups that a model looks up, as its class declares and the configuration changes them.
 
     Args:
-        model: Its kind and the usual dim.
+        model: Kind and default dim.
         features: Changes by group.
         source: Has the columns.
         max_length: Longest sequence.
@@ -80,31 +54,31 @@ def groups_of(
     Raises:
         ConfigError: If the model has no such group, or the data no such columns.
     """
-    reads = _reads(model_class(model.kind))
-    unknown = [name for name in features if name not in reads]
+    declared = _reads_of(model.kind)
+    unknown = [name for name in features if name not in declared]
     if unknown:
         raise ConfigError(
-            f"features.{unknown[0]}: a {model.kind} has no such group; it reads {', '.join(reads)}"
+            f"features.{unknown[0]}: a {model.kind} has no such group; it reads "
+            f"{', '.join(declared)}"
         )
     return [
-        _group(name, of, model, features.get(name) or FeatureConfig(), source, max_length)
-        for name, of in reads.items()
+        _group(name, reads, model, features.get(name) or FeatureConfig(), source, max_length)
+        for name, reads in declared.items()
     ]
 
 
 def make_head(model: ModelConfig, embeddings: FeatureGroups, source: BatchSource) -> nn.Module:
-    """A model over its embeddings.
+    """Builds a model over its embeddings.
 
     Args:
         model: Kind and sizes.
-        embeddings: Of the groups that it reads.
-        source: Tells dense features and labels.
+        embeddings: Embeddings of its groups.
+        source: Defines dense features and labels.
 
     Raises:
-        ConfigError: If it has no such size, or they do not fit its embeddings or the data.
+        ConfigError: If a size is unknown, or does not fit the embeddings or the data.
     """
-    head, sizes = model_class(model.kind), dict(model.sizes or {})
-    known = [name for name in inspect.signature(head.__init__).parameters if name not in _GIVEN]
+    sizes, known = dict(model.sizes or {}), _sizes_of(model.kind)
     unknown = [name for name in sizes if name not in known]
     if unknown:
         raise ConfigError(
@@ -117,9 +91,57 @@ def make_head(model: ModelConfig, embeddings: FeatureGroups, source: BatchSource
             f"{source.num_tasks} labels; set data.num_tasks or model.sizes.num_tasks"
         )
     try:
-        return head(embeddings, source.num_dense, **sizes)
+        return _model_class(model.kind)(embeddings, source.num_dense, **sizes)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.sizes: a {model.kind} cannot have {sizes}: {error}") from error
+
+
+def describe_groups(kind: str) -> Sequence[str]:
+    """Describes the groups that a model reads, one line each."""
+    if kind == DLRM:
+        return ["fields: one_hot"]
+    return [
+        f"{name}: {reads.kind}, {reads.role}"
+        + (f", tables of {reads.tables_of}" if reads.tables_of else "")
+        + (f", dim {reads.dim}" if reads.dim else "")
+        for name, reads in _reads_of(kind).items()
+    ]
+
+
+def describe_sizes(kind: str) -> str:
+    """Describes the sizes of a model with their defaults, in one line."""
+    if kind == DLRM:
+        return "model.embedding_dim, model.dense_layers, model.over_layers"
+    defaults = {name: size.default for name, size in _sizes_of(kind).items()}
+    return ", ".join(
+        f"{name}={list(size) if isinstance(size, tuple) else size}"
+        for name, size in defaults.items()
+    )
+
+
+def _model_class(kind: str) -> Any:
+    if kind not in model_kinds() or kind == DLRM:
+        raise ConfigError(
+            f"model.kind: there is no {kind!r}; models are {', '.join(model_kinds())}"
+        )
+    module = importlib.import_module(f"{models.__name__}.{kind}")
+    (model,) = (
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, nn.Module)
+        if value.__module__ == module.__name__ and hasattr(value, "reads")
+    )
+    return model
+
+
+def _reads_of(kind: str) -> Mapping[str, Reads]:
+    reads: Mapping[str, Reads] = _model_class(kind).reads
+    return reads
+
+
+def _sizes_of(kind: str) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(_model_class(kind)).parameters
+    return {name: size for name, size in parameters.items() if name not in _NO_SIZES}
 
 
 def _group(
@@ -130,13 +152,13 @@ def _group(
     source: BatchSource,
     max_length: int,
 ) -> FeatureGroup:
-    there = source.columns.get(reads.role)
-    if there is None:
+    available = source.columns.get(reads.role)
+    if available is None:
         raise ConfigError(
             f"model.kind: a {model.kind} reads {reads.role!r}, which this data has not; it has "
             f"{', '.join(source.columns)}. Set data.kind to clicks"
         )
-    columns = change.columns if change.columns is not None else there
+    columns = change.columns if change.columns is not None else available
     missing = [column for column in columns if column not in source.num_rows]
     if missing or not columns:
         raise ConfigError(
@@ -144,30 +166,11 @@ def _group(
             f"it has {', '.join(source.num_rows)}"
         )
     kind = change.kind or reads.kind
-    dim = change.dim or reads.dim or model.embedding_dim
     return FeatureGroup(
         name=name,
         columns=tuple(columns),
-        dims=(dim,) * len(columns),
+        dims=(change.dim or reads.dim or model.embedding_dim,) * len(columns),
         kind=kind,
         max_length=max_length if kind == SEQUENCE else 1,
         tables_of=change.tables_of or reads.tables_of,
     )
-
-
-def _reads(head: type[nn.Module]) -> Mapping[str, Reads]:
-    found: Any = head
-    reads: Mapping[str, Reads] = found.reads
-    return reads
-
-
-def describe_groups(kind: str) -> Sequence[str]:
-    """What a model reads, a line for each group."""
-    if kind == DLRM:
-        return ["fields: one_hot"]
-    return [
-        f"{name}: {of.kind}, {of.role}"
-        + (f", tables of {of.tables_of}" if of.tables_of else "")
-        + (f", dim {of.dim}" if of.dim else "")
-        for name, of in _reads(model_class(kind)).items()
-    ]

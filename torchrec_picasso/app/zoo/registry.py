@@ -1,4 +1,4 @@
-"""From a configuration to samples and model."""
+"""Builds samples and model of a configuration."""
 
 from __future__ import annotations
 
@@ -23,14 +23,10 @@ __all__ = ["build_model", "check_run", "check_source", "make_source"]
 
 
 def make_source(data: DataConfig, seed: int) -> BatchSource:
-    """The samples of a run: read where ``data.path`` names a file, generated otherwise.
-
-    Args:
-        data: Kind, path, batch size and table sizes.
-        seed: Seed of what is drawn; a Criteo file ignores it.
+    """Opens the samples of a run: a file if ``data.path`` names one, else generated samples.
 
     Raises:
-        PicassoError: If a file of clicks cannot be used, or tables of fields have too few rows.
+        PicassoError: If a file of clicks cannot be used, or ``max_rows`` is too small for fields.
     """
     if data.kind == "clicks":
         return ClickSource(data, seed)
@@ -41,14 +37,9 @@ def make_source(data: DataConfig, seed: int) -> BatchSource:
 
 
 def build_model(config: TrainConfig, source: BatchSource) -> nn.Module:
-    """The model of a run before sharding; its forward takes a batch and gives the loss first.
+    """Builds the unsharded model of a run; its forward maps a batch to the loss and an output.
 
-    Args:
-        config: Model, features and seed.
-        source: Tells columns and their rows.
-
-    Returns:
-        Tables on the meta device, the rest initialised from the seed.
+    Tables are on the meta device, the rest is initialised from the seed.
 
     Raises:
         ConfigError: If the model is unknown, or does not fit the data.
@@ -68,11 +59,7 @@ def build_model(config: TrainConfig, source: BatchSource) -> nn.Module:
 
 
 def check_source(source: BatchSource, world_size: int) -> None:
-    """Makes one held-out and one training batch, so that bad input ends a run before ranks start.
-
-    Args:
-        source: The samples of the run.
-        world_size: Ranks that will share a global batch.
+    """Reads one held-out and one training batch, so bad input is found before ranks start.
 
     Raises:
         PicassoError: If the file is missing, empty, malformed at its head, or too short.
@@ -82,11 +69,7 @@ def check_source(source: BatchSource, world_size: int) -> None:
 
 
 def check_run(config: TrainConfig, world_size: int) -> None:
-    """Makes samples and model once, so that what cannot be used ends a run before ranks start.
-
-    Args:
-        config: The run.
-        world_size: Its ranks.
+    """Builds samples and model once, so a bad configuration is found before ranks start.
 
     Raises:
         PicassoError: If the data or the model cannot be used.

@@ -1,4 +1,4 @@
-"""Tables: those of any model, and the published sizes of Criteo's, scaled and capped."""
+"""Tables of any model, and the published sizes of Criteo's tables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Table:
         name: ``t_<column>``; ``t_<column>_<group>`` where another group of columns has that.
         num_embeddings: Rows.
         dim: Columns.
-        features: That read it.
+        features: Features that read it.
     """
 
     name: str
@@ -66,11 +66,7 @@ class Table:
 
 
 def tables_of(model: nn.Module) -> list[Table]:
-    """The tables of an unsharded model, module by module.
-
-    Args:
-        model: Holds EmbeddingBagCollections or EmbeddingCollections at any depth.
-    """
+    """The tables of all embedding collections of an unsharded model, module by module."""
     return [
         Table(
             name=config.name,
@@ -86,7 +82,7 @@ def tables_of(model: nn.Module) -> list[Table]:
 def collections_of(
     model: nn.Module,
 ) -> Iterator[tuple[str, EmbeddingBagCollection | EmbeddingCollection]]:
-    """The modules of an unsharded model that hold its tables, with their paths."""
+    """The embedding collections of an unsharded model, with their paths."""
     for path, module in model.named_modules():
         if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
             yield path, module
@@ -101,13 +97,7 @@ def _configs(
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """One embedding table and the one feature that looks it up.
-
-    Args:
-        name: Table name, ``t_c1`` for the feature ``c1``.
-        feature: Feature name.
-        num_embeddings: Rows.
-    """
+    """A table with one feature, such as table ``t_c1`` of feature ``c1``."""
 
     name: str
     feature: str
@@ -115,13 +105,9 @@ class TableSpec:
 
 
 def table_specs(data: DataConfig) -> tuple[TableSpec, ...]:
-    """The tables of a run: published sizes, scaled by ``row_scale``, capped at ``max_rows``.
+    """Criteo's tables: published sizes, scaled by ``row_scale``, capped at ``max_rows``.
 
-    Args:
-        data: Names the published sizes; more than 26 tables repeat them from the start.
-
-    Returns:
-        One spec per table, ``c1`` first.
+    More than 26 tables repeat the published sizes from the first.
     """
     published = CARDINALITIES[data.cardinalities]
     return tuple(

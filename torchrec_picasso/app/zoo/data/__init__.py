@@ -1,2 +1,1 @@
-"""Where samples come from: generated ones, Criteo's files, clicks with the history before them,
-many generated fields."""
+"""Sources of samples: Criteo's files, clicks with histories, generated samples and fields."""

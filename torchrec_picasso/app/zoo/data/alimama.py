@@ -1,7 +1,7 @@
 """Alimama's display advertising data, and generated samples of the same shape.
 
-Real rows: 58 % have a history, of 31 clicks on average and 50 at most; one table each for the
-categories and brands of the target and of the history. They are sorted by user, not by time.
+58 % of the real rows have a history, of 31 clicks on average and 50 at most. Target and history
+share a table of categories and one of brands. Rows are sorted by user, not by time.
 
 Source: Alimama, *Ad Display/Click Data on Taobao.com* (Tianchi, data set 56); Zhou et al., Deep
 Interest Network, KDD 2018.
@@ -24,7 +24,7 @@ from torchrec_picasso.app.zoo.data.history import History, Ids
 __all__ = ["COLUMNS", "columns_beside", "generate_alimama", "read_alimama"]
 
 _HISTORIES = {"cate_id": "tag_category_list", "brand": "tag_brand_list"}
-"""Columns of the target, and of the history that looks up the same table."""
+"""History column of each target column."""
 _PROFILES = (
     *("user_id", "adgroup_id", "campaign_id", "customer", "pid", "cms_segid", "cms_group_id"),
     *("final_gender_code", "age_level", "pvalue_level", "shopping_level", "occupation"),
@@ -42,15 +42,15 @@ _GENERATED_ROWS = {
 }
 """Largest ids of the real file; other columns have less than 13 ids."""
 _FEW_ROWS = 12
-_TASTES = 4  # distinct rows of a history, at most
+_MOST_DISTINCT = 4  # rows of a history
 
 
 def read_alimama(path: str | Path, row_groups: Sequence[int] | None = None) -> Clicks:
     """Reads a Parquet file.
 
     Args:
-        path: With :data:`COLUMNS`. Ids count from 1 afterwards, and 0 is a missing one.
-        row_groups: Which of the file's row groups; ``None`` = all.
+        path: File with :data:`COLUMNS`; ids are shifted by 1, 0 is a missing id.
+        row_groups: Row groups to read; ``None`` = all.
     """
     file = pq.ParquetFile(path)
     groups = range(file.num_row_groups) if row_groups is None else row_groups
@@ -64,7 +64,7 @@ def read_alimama(path: str | Path, row_groups: Sequence[int] | None = None) -> C
 
 
 def columns_beside(column: str) -> list[str]:
-    """The columns of the table that a target or a profile looks up, with its history."""
+    """Columns of the file that read the same table as a target or profile, itself included."""
     return [column, *([_HISTORIES[column]] if column in _HISTORIES else [])]
 
 
@@ -80,11 +80,7 @@ def _lists(column: pa.ChunkedArray) -> History:
 
 
 def generate_alimama(seed: int = 0) -> Clicks:
-    """Generates samples of that shape: Zipf ids, and histories that return to a few of them.
-
-    Args:
-        seed: Draws everything.
-    """
+    """Generates samples of that shape: Zipf ids, histories of a few distinct rows each."""
     rng = np.random.default_rng(seed)
 
     def draw(column: str, num: int) -> Ids:
@@ -96,8 +92,8 @@ def generate_alimama(seed: int = 0) -> Clicks:
     lengths[rng.random(_NUM_GENERATED) < _EMPTY_SHARE] = 0
     histories = {}
     for target in _HISTORIES:
-        tastes = draw(target, _TASTES * _NUM_GENERATED).reshape(_NUM_GENERATED, _TASTES)
-        lists = [rng.choice(of, length) for of, length in zip(tastes, lengths)]
+        rows = draw(target, _MOST_DISTINCT * _NUM_GENERATED).reshape(_NUM_GENERATED, -1)
+        lists = [rng.choice(some_rows, length) for some_rows, length in zip(rows, lengths)]
         histories[target] = History.of_lists(lists)
     profiles = {column: draw(column, _NUM_GENERATED) for column in _PROFILES}
     return Clicks(

@@ -1,9 +1,9 @@
-"""From a log of clicks to samples: each click, and beside it one that did not happen.
+"""Samples from a log of clicks: each click, followed by a negative.
 
-What was not clicked is drawn from the clicks shortly before, whoever made them, so that what is
-popular now is drawn often and popularity alone tells nothing. Both samples have the same user and
-the same history: that user's latest clicks, without the one to be told. Where the drawn target is
-the clicked one, there is no second sample.
+The target of a negative is drawn from the recent clicks of all users, so popular items are drawn
+often and popularity alone predicts nothing. Both samples have the same user and the same history,
+the latest clicks of that user before this one. If the clicked target itself is drawn, there is no
+negative.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torchrec_picasso.errors import InputError
 
 __all__ = ["generate_log", "samples_of_log"]
 
-_TASTES, _TASTE_SHARE = 2, 0.8
-"""Favourite categories of a user, and how often a click goes to one of them."""
+_FAVOURITES, _FAVOURITE_SHARE = 2, 0.8
+"""Favourite categories of a user, and the share of clicks in them."""
 
 
 def samples_of_log(
@@ -31,45 +31,43 @@ def samples_of_log(
     profiles: Sequence[str] = (),
     most: int = 50,
     recent: int = 5000,
-    seed: int = 0,
     first: int = 1,
 ) -> Clicks:
     """Makes samples in time order.
 
     Args:
         log: One id per click, by column, in time order.
-        user: Column that tells whose click it is.
-        targets: Columns of what is clicked; the first one tells clicks apart.
-        profiles: Columns of everything else, without a history.
+        user: Column of the user.
+        targets: Columns of the clicked item; the first identifies it.
+        profiles: Other columns, without history.
         most: Longest history.
-        recent: Clicks before a click that the one that did not happen is drawn from.
-        seed: Draws it.
-        first: The first click that becomes a sample; those before it are history only.
+        recent: Number of earlier clicks that a negative is drawn from.
+        first: First click that becomes a sample; earlier ones are history only.
 
     Raises:
-        InputError: If there is no click before the last one.
+        InputError: If the log has fewer than 2 clicks.
     """
     num_clicks = len(log[user])
     if num_clicks < 2:
         raise InputError(
-            f"expected at least 2 clicks, since what was not clicked is drawn from those before, "
-            f"got {num_clicks}; give a longer log"
+            f"expected at least 2 clicks, since negatives are drawn from earlier ones, got "
+            f"{num_clicks}; give a longer log"
         )
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     click_n = np.arange(max(first, 1), num_clicks)
     reach_n = np.minimum(click_n, recent)
     drawn_n = click_n - 1 - (rng.random(len(click_n)) * reach_n).astype(np.int64)
-    # a click and what was not clicked take turns
-    of_m = np.stack([click_n, drawn_n], axis=1).reshape(-1)
+    # clicks and negatives alternate; target_m is the click that gives the target
+    target_m = np.stack([click_n, drawn_n], axis=1).reshape(-1)
     click_m = np.repeat(click_n, 2)
-    told_by = log[targets[0]]
+    item = log[targets[0]]
     is_click_m = np.tile([True, False], len(click_n))
-    kept_m = is_click_m | (told_by[of_m] != told_by[click_m])
-    of_m, click_m = of_m[kept_m], click_m[kept_m]
+    kept_m = is_click_m | (item[target_m] != item[click_m])
+    target_m, click_m = target_m[kept_m], click_m[kept_m]
     return Clicks(
-        targets={column: log[column][of_m] for column in targets},
+        targets={column: log[column][target_m] for column in targets},
         histories={
-            column: History.before(log[user], log[column], most).of(click_m) for column in targets
+            column: History.before(log[user], log[column], most).take(click_m) for column in targets
         },
         profiles={column: log[column][click_m] for column in profiles},
         clicked=is_click_m[kept_m].astype(np.float32),
@@ -89,10 +87,10 @@ def generate_log(
 
     Args:
         num_clicks: Clicks.
-        num_users: Zipf-skewed: few are here every day.
-        num_items: Zipf-skewed, each of one category.
-        num_categories: Of the items.
-        seed: Draws everything.
+        num_users: Users, Zipf-skewed.
+        num_items: Items, Zipf-skewed, each of one category.
+        num_categories: Categories.
+        seed: Seed.
 
     Returns:
         Columns ``user``, ``item``, ``category`` and ``device``, in time order.
@@ -104,11 +102,11 @@ def generate_log(
         return drawn
 
     user_n = zipf(num_users, rng.random(num_clicks))
-    taste_UT = rng.integers(num_categories, size=(num_users, _TASTES))
-    favourite_n = taste_UT[user_n, rng.integers(_TASTES, size=num_clicks)]
+    favourites = rng.integers(num_categories, size=(num_users, _FAVOURITES))
+    favourite_n = favourites[user_n, rng.integers(_FAVOURITES, size=num_clicks)]
     any_n = rng.integers(num_categories, size=num_clicks)
-    category_n = np.where(rng.random(num_clicks) < _TASTE_SHARE, favourite_n, any_n)
-    # item i is of category i % num_categories, so popular ones are in all of them
+    category_n = np.where(rng.random(num_clicks) < _FAVOURITE_SHARE, favourite_n, any_n)
+    # item i is in category i % num_categories, so each category has popular items
     place_n = zipf(num_items // num_categories, rng.random(num_clicks))
     return {
         "user": user_n,

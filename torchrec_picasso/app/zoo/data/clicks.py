@@ -1,8 +1,8 @@
-"""Clicks with the history before them, as columns, and the batches made of them."""
+"""Clicks with their histories, as columns, and their batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,26 +17,26 @@ __all__ = ["Clicks", "history_of", "negatives_of"]
 
 
 def history_of(target: str) -> str:
-    """The feature that holds a target's history; both look up one table."""
+    """The feature of a target's history; both read one table."""
     return f"{target}_history"
 
 
 def negatives_of(target: str) -> str:
-    """The feature that holds, for each click of a target's history, what was not clicked."""
+    """The feature of a target's negatives: an item not clicked, per click of the history."""
     return f"{target}_negatives"
 
 
 @dataclass(frozen=True, eq=False)
 class Clicks:
-    """Samples in columns.
+    """Samples as columns.
 
     Args:
-        targets: One id per sample, by column, with a history of the same table.
-        histories: The history of each target.
-        profiles: One id per sample, by column, without a history.
+        targets: By column, one id per sample; the history reads the same table.
+        histories: History of each target column.
+        profiles: By column, one id per sample, without history.
         clicked: Labels, 0 or 1, shape ``(n,)``.
-        in_time_order: Whether samples follow each other as they happened.
-        negatives: Of each target as many ids as its history has; empty = there are none.
+        in_time_order: Whether samples are sorted by time.
+        negatives: By target column, as many ids as the history has; may be empty.
     """
 
     targets: Mapping[str, Ids]
@@ -51,7 +51,7 @@ class Clicks:
 
     @property
     def features(self) -> list[str]:
-        """Features of a batch, in its order."""
+        """Features of a batch, in order."""
         return [
             *(*self.profiles, *self.targets),
             *map(history_of, self.targets),
@@ -59,69 +59,57 @@ class Clicks:
         ]
 
     def num_rows(self, column: str) -> int:
-        """Rows of the table that a column looks up, with its history."""
+        """Rows that the ids of a column and of its history need."""
         if column in self.profiles:
             return int(self.profiles[column].max(initial=0)) + 1
         return max(self.histories[column].largest, int(self.targets[column].max(initial=0))) + 1
 
     def hashed(self, max_rows: int) -> Clicks:
-        """The same samples, with ids modulo a number of rows."""
-        return replace(
-            self,
-            targets={column: ids % max_rows for column, ids in self.targets.items()},
-            histories={column: of.hashed(max_rows) for column, of in self.histories.items()},
-            negatives={column: of.hashed(max_rows) for column, of in self.negatives.items()},
-            profiles={column: ids % max_rows for column, ids in self.profiles.items()},
-        )
+        """The same samples, with ids modulo ``max_rows``."""
+        return self._mapped(lambda ids: ids % max_rows, lambda lists: lists.hashed(max_rows))
 
     def latest(self, most: int) -> Clicks:
-        """The same samples, of histories and negatives the latest ``most`` ids."""
-        return replace(
-            self,
-            histories={column: of.latest(most) for column, of in self.histories.items()},
-            negatives={column: of.latest(most) for column, of in self.negatives.items()},
-        )
+        """The same samples, with the latest ``most`` ids of histories and negatives."""
+        return self._mapped(lambda ids: ids, lambda lists: lists.latest(most))
 
     def with_negatives(self, seed: int) -> Clicks:
-        """The same samples with negatives: for each click of a history the target of any sample.
+        """The same samples with negatives: per click of a history, the target of a random sample.
 
-        The columns of one click get those of one sample. What was clicked once is as likely to be
-        drawn as it is to be a target, so popularity alone tells nothing.
-
-        Args:
-            seed: Draws them.
+        All columns of a negative are those of one sample. Items are drawn as often as they are
+        targets, so popularity alone predicts nothing.
         """
         negatives = {}
         for target, history in self.histories.items():
-            rng = np.random.default_rng(seed)  # the same samples for each column
+            rng = np.random.default_rng(seed)  # draws the same samples for each column
             drawn = rng.integers(len(self), size=len(history.values))
             negatives[target] = replace(history, values=self.targets[target][drawn])
         return replace(self, negatives=negatives)
 
-    def of(self, samples_m: Ids) -> Clicks:
-        """Some of the samples, in their order."""
+    def take(self, samples_m: Ids) -> Clicks:
+        """The samples of given numbers, in that order."""
+        taken = self._mapped(lambda ids: ids[samples_m], lambda lists: lists.take(samples_m))
+        return replace(taken, clicked=self.clicked[samples_m])
+
+    def _mapped(
+        self, map_ids: Callable[[Ids], Ids], map_lists: Callable[[History], History]
+    ) -> Clicks:
         return replace(
             self,
-            targets={column: ids[samples_m] for column, ids in self.targets.items()},
-            histories={column: of.of(samples_m) for column, of in self.histories.items()},
-            negatives={column: of.of(samples_m) for column, of in self.negatives.items()},
-            profiles={column: ids[samples_m] for column, ids in self.profiles.items()},
-            clicked=self.clicked[samples_m],
+            targets={column: map_ids(ids) for column, ids in self.targets.items()},
+            histories={column: map_lists(lists) for column, lists in self.histories.items()},
+            negatives={column: map_lists(lists) for column, lists in self.negatives.items()},
+            profiles={column: map_ids(ids) for column, ids in self.profiles.items()},
         )
 
     def batch(self, samples_B: Ids) -> Batch:
-        """Makes a batch.
-
-        Args:
-            samples_B: Which samples, shape ``(B,)``.
-        """
-        chosen = self.of(samples_B)
+        """Builds a batch of samples with the given numbers, shape ``(B,)``."""
+        chosen = self.take(samples_B)
         one_each = [*chosen.profiles.values(), *chosen.targets.values()]
         lists = [chosen.histories[target] for target in chosen.targets]
         lists += chosen.negatives.values()
         ones_B = np.ones(len(samples_B), dtype=np.int64)
-        values = [*one_each, *(of.joined() for of in lists)]
-        lengths = [*(ones_B for _ in one_each), *(of.lengths_n for of in lists)]
+        values = [*one_each, *(ids.joined() for ids in lists)]
+        lengths = [*(ones_B for _ in one_each), *(ids.lengths_n for ids in lists)]
         return Batch(
             dense_features=torch.zeros(len(samples_B), 1),
             sparse_features=KeyedJaggedTensor(

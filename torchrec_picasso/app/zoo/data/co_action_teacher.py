@@ -1,12 +1,11 @@
-"""Labels of clicks by a teacher that looks at pairs: what a target has of each click before.
+"""Labels of clicks by a random teacher over pairs of the target and each click of the history.
 
-A target is a small random network, each click of the history a random vector that it reads, and
-what the network gives is summed over the history. No weight of a target alone, of a click alone or
-of their likeness tells the label: each pair has to be learned. With few ids (``data.max_rows``)
-pairs come again.
+Each target id is a small random network, each click id a random input vector; the outputs are
+summed over the history. Neither target nor click alone nor their similarity determines the label:
+each pair has to be learned. With few ids (``data.max_rows``) pairs repeat.
 
 Source: the co-action unit of Bian et al., CAN: Feature Co-Action for Click-Through Rate Prediction
-(arXiv 2011.05625), section 4.1, as a teacher; its weights are random and never trained.
+(arXiv 2011.05625), section 4.1, with random weights.
 
 Shape letters: N clicks of all histories, n samples.
 """
@@ -22,9 +21,9 @@ from torchrec_picasso.app.zoo.data.clicks import Clicks
 
 __all__ = ["co_action_logits", "with_co_action_labels"]
 
-_TEACHER, _DRAWS = 11, 12  # which random stream a number belongs to
-_READ, _UNITS = 4, 4  # columns of what a network reads, and its units
-_SPREAD = 3.0  # deviation that a history of distinct clicks adds to the logit
+_TEACHER, _DRAWS = 11, 12  # random streams
+_READ, _UNITS = 4, 4  # columns of a network's input, and its units
+_SPREAD = 3.0  # standard deviation of the logit over histories of distinct clicks
 _SAMPLES_AT_ONCE = 4096  # some 10 MB of networks with histories of 20
 
 
@@ -32,9 +31,9 @@ def with_co_action_labels(clicks: Clicks, seed: int, part: int = 0) -> Clicks:
     """The same samples with labels drawn from the teacher's probabilities.
 
     Args:
-        clicks: Histories already cut to what models read.
-        seed: Of the teacher and of the draws.
-        part: Which part of a file these are; the teacher is the same for all.
+        clicks: Samples; histories have the length that models read.
+        seed: Seed of the teacher and of the labels.
+        part: Window of the file, which changes the draws but not the teacher.
     """
     chance_n = 1 / (1 + np.exp(-co_action_logits(clicks, seed)))
     drawn_n = np.random.default_rng([seed, _DRAWS, part]).random(len(clicks))
@@ -42,16 +41,16 @@ def with_co_action_labels(clicks: Clicks, seed: int, part: int = 0) -> Clicks:
 
 
 def co_action_logits(clicks: Clicks, seed: int) -> NDArray[np.float64]:
-    """What the teacher gives, shape ``(n,)``; 0 for an empty history.
+    """The teacher's logits, shape ``(n,)``; 0 for an empty history.
 
     Args:
-        clicks: Of their targets the first column is looked at, and its history.
-        seed: Of the teacher.
+        clicks: Samples; the teacher reads the first target column and its history.
+        seed: Seed of the teacher.
     """
     column = next(iter(clicks.targets))
     teacher = np.random.default_rng([seed, _TEACHER])
     num_rows = clicks.num_rows(column)
-    # one id after the other, so that an id has the same numbers however many there are
+    # drawn id by id, so an id's numbers do not depend on num_rows
     drawn = teacher.normal(size=(num_rows, _READ + _READ * _UNITS + _UNITS))
     read, weights, outputs = np.split(drawn, [_READ, _READ + _READ * _UNITS], axis=1)
     weights = weights.reshape(num_rows, _READ, _UNITS)
@@ -59,7 +58,7 @@ def co_action_logits(clicks: Clicks, seed: int) -> NDArray[np.float64]:
     logits = [np.empty(0)]
     for first in range(0, len(clicks), _SAMPLES_AT_ONCE):
         samples_m = np.arange(first, min(first + _SAMPLES_AT_ONCE, len(clicks)))
-        lists = history.of(samples_m)
+        lists = history.take(samples_m)
         sample_N = np.repeat(np.arange(len(samples_m)), lists.lengths_n)
         network_N = target_n[samples_m][sample_N]
         units = np.tanh(np.einsum("nr,nru->nu", read[lists.joined()], weights[network_N]))

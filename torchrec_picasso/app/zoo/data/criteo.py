@@ -1,9 +1,8 @@
 """Criteo samples as endless batches, each rank taking its own samples of the same global batch.
 
-The file is one circle of samples, read in order: after the last sample comes the first. A run of
-``heldout_steps`` global batches is kept out of that circle, the first one or, to train as often as
-there are folds, a later one. Every rank reads the whole file and drops the other ranks' samples:
-simple and the same for both formats, at W times the reading.
+The file is read in order, again and again, without one run of ``heldout_steps`` global batches:
+the first, or for cross-validation a later one (``heldout_fold``). Every rank reads the whole file
+and drops the other ranks' samples: simple and the same for both formats, at W times the reading.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
 from torchrec_picasso.app.config import DataConfig
-from torchrec_picasso.app.zoo.data.criteo_columns import CriteoColumns
 from torchrec_picasso.app.zoo.data.criteo_files import SampleChunk, read_criteo
-from torchrec_picasso.app.zoo.data.source import make_batch
+from torchrec_picasso.app.zoo.data.source import CriteoColumns, make_batch
 from torchrec_picasso.errors import ConfigError, PicassoError
 
 __all__ = ["CriteoSource", "hash_ids", "log_dense"]
@@ -44,19 +42,13 @@ class CriteoSource(CriteoColumns):
     def batches(self, rank: int, world_size: int, start_step: int = 0) -> Iterator[Batch]:
         """This rank's share of the global batches from ``start_step`` on, without end.
 
-        Args:
-            rank: This rank; it takes samples ``[rank * B, (rank + 1) * B)`` of a global batch.
-            world_size: Ranks that share a global batch.
-            start_step: First step; the samples before it are read and dropped.
+        Samples before ``start_step`` are read and dropped.
 
         Raises:
             PicassoError: If the file is malformed, or has no full global batch left for training.
         """
-        stream = _Circle(self._path, *self._heldout(world_size), self._num_needed(world_size))
-        for step in itertools.count():
-            chunk = stream.take(self._global_size(world_size), keep=step >= start_step)
-            if chunk is not None:
-                yield self._share(chunk, rank)
+        batches = self._global_batches(*self._heldout(world_size), world_size)
+        return (self._share(batch, rank) for batch in itertools.islice(batches, start_step, None))
 
     def heldout(self, rank: int, world_size: int) -> Iterator[Batch]:
         """This rank's share of the ``heldout_steps`` global batches that are kept out.
@@ -65,106 +57,72 @@ class CriteoSource(CriteoColumns):
             PicassoError: If the file is malformed or has fewer samples.
         """
         first, _ = self._heldout(world_size)
-        global_size = self._global_size(world_size)
-        stream = _Circle(self._path, 0, first, self._num_needed(world_size))
-        for _ in range(self._data.heldout_steps):
-            chunk = stream.take(global_size, keep=True)
-            assert chunk is not None
-            yield self._share(chunk, rank)
+        batches = self._global_batches(0, first, world_size)
+        return (
+            self._share(batch, rank)
+            for batch in itertools.islice(batches, self._data.heldout_steps)
+        )
 
     def _global_size(self, world_size: int) -> int:
         return self._data.batch_size * world_size
 
     def _heldout(self, world_size: int) -> tuple[int, int]:
-        """Samples kept out: the first, and the first one behind them."""
+        """Positions of the held-out samples in the file: first, and one past the last."""
         num_samples = self._data.heldout_steps * self._global_size(world_size)
         return self._data.heldout_fold * num_samples, (self._data.heldout_fold + 1) * num_samples
 
-    def _num_needed(self, world_size: int) -> int:
-        """Samples that a file must have, so that a global batch is left to train on."""
-        first, behind = self._heldout(world_size)
-        return max(behind, behind - first + self._global_size(world_size))
+    def _global_batches(self, first: int, end: int, world_size: int) -> Iterator[SampleChunk]:
+        """The samples of the file without ``first`` to ``end``, repeated, in global batches."""
+        size = self._global_size(world_size)
+        heldout_first, heldout_end = self._heldout(world_size)
+        num_needed = max(heldout_end, heldout_end - heldout_first + size)  # one batch to train on
+        parts: list[SampleChunk] = []
+        num_missing = size
+        while True:
+            num_seen = 0
+            for chunk in read_criteo(self._path):
+                before = max(0, min(len(chunk), first - num_seen))
+                after = max(0, min(len(chunk), end - num_seen))
+                num_seen += len(chunk)
+                for start, stop in ((0, before), (after, len(chunk))):
+                    while start < stop:
+                        taken = min(stop - start, num_missing)
+                        parts.append(chunk.slice(start, start + taken))
+                        start, num_missing = start + taken, num_missing - taken
+                        if not num_missing:
+                            yield _concat(parts)
+                            parts, num_missing = [], size
+            if num_seen < num_needed:
+                raise PicassoError(
+                    f"{self._path}: {num_seen} samples, but {num_needed} are needed for the "
+                    "held-out samples and one global batch (batch_size x ranks); give a larger "
+                    "file, or lower batch_size or heldout_steps"
+                )
 
     def _share(self, chunk: SampleChunk, rank: int) -> Batch:
         size = self._data.batch_size
         mine = chunk.slice(rank * size, (rank + 1) * size)
-        rows_F = np.array([table.num_embeddings for table in self._tables], dtype=np.int64)
+        rows_F = np.array([table.num_embeddings for table in self.tables], dtype=np.int64)
         return make_batch(
             mine.labels_N,
             log_dense(mine.dense_NI),
             hash_ids(mine.ids_NF, rows_F),
-            [table.feature for table in self._tables],
+            [table.feature for table in self.tables],
         )
 
 
 def hash_ids(ids_NF: NDArray[np.int64], rows_F: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Hashed ids to row ids: ``id % rows``.
-
-    A missing value is the id -1, an id like any other: it takes the table's last row.
-
-    Args:
-        ids_NF: Ids, shape ``(N, F)``.
-        rows_F: Rows of each table, shape ``(F,)``.
-
-    Returns:
-        Row ids, shape ``(N, F)``.
-    """
+    """Maps hashed ids to row ids: ``id % rows``. A missing id, -1, gets the last row."""
     return np.mod(ids_NF, rows_F)
 
 
 def log_dense(dense_NI: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Integer features to ``log(1 + max(x, 0))``; a missing one becomes 0.
+    """Maps integer features to ``log(1 + max(x, 0))``; a missing one becomes 0.
 
     Source:
         facebookresearch/dlrm, data_utils.py: the transform of its published Criteo results.
     """
     return np.log1p(np.maximum(np.nan_to_num(dense_NI), 0.0)).astype(np.float32)
-
-
-class _Circle:
-    """The samples of a file but for a run of them, again and again, cut into pieces.
-
-    Args:
-        path: The file.
-        first: Where the run begins that is left out.
-        behind: The first sample behind it.
-        num_needed: Samples that the file must have.
-    """
-
-    def __init__(self, path: Path, first: int, behind: int, num_needed: int) -> None:
-        self._path = path
-        self._first, self._behind = first, behind
-        self._num_needed = num_needed
-        self._chunks = self._endless()
-        self._rest: SampleChunk | None = None
-
-    def take(self, num_samples: int, keep: bool) -> SampleChunk | None:
-        """The next samples, or ``None`` where they are to be passed over."""
-        parts: list[SampleChunk] = []
-        while num_samples:
-            chunk = self._rest if self._rest is not None else next(self._chunks)
-            taken = min(num_samples, len(chunk))
-            parts.append(chunk.slice(0, taken))
-            self._rest = chunk.slice(taken, len(chunk)) if taken < len(chunk) else None
-            num_samples -= taken
-        return _concat(parts) if keep else None
-
-    def _endless(self) -> Iterator[SampleChunk]:
-        while True:
-            num_seen = 0
-            for chunk in read_criteo(self._path):
-                before = max(0, min(len(chunk), self._first - num_seen))
-                after = max(0, min(len(chunk), self._behind - num_seen))
-                num_seen += len(chunk)
-                for start, stop in ((0, before), (after, len(chunk))):
-                    if start < stop:
-                        yield chunk.slice(start, stop)
-            if num_seen < self._num_needed:
-                raise PicassoError(
-                    f"{self._path}: {num_seen} samples, but {self._num_needed} are needed for the "
-                    "held-out samples and one global batch (batch_size x ranks); give a larger "
-                    "file, or lower batch_size or heldout_steps"
-                )
 
 
 def _concat(parts: list[SampleChunk]) -> SampleChunk:

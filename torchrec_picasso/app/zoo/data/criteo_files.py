@@ -1,7 +1,7 @@
 """Reads Criteo samples from Parquet or from Criteo's published text, a chunk at a time.
 
-Both formats give the same chunks, so everything behind this file knows only one. A chunk is a few
-tens of megabytes whatever the size of the file; the format is told by the file's first bytes.
+Both formats give the same chunks, of some tens of megabytes for any size of file. The first bytes
+of the file determine the format.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from numpy.typing import NDArray
 from torchrec_picasso.app.zoo.tables import NUM_DENSE
 from torchrec_picasso.errors import PicassoError
 
-__all__ = ["SampleChunk", "read_criteo", "DENSE_COLUMNS", "ID_COLUMNS", "MISSING_ID"]
+__all__ = ["DENSE_COLUMNS", "ID_COLUMNS", "MISSING_ID", "SampleChunk", "is_parquet", "read_criteo"]
 
 MISSING_ID = -1
-"""The id that stands for a missing categorical value."""
+"""Id of a missing categorical value."""
 
 DENSE_COLUMNS = tuple(f"i{index + 1}" for index in range(NUM_DENSE))
 ID_COLUMNS = tuple(f"c{index + 1}" for index in range(26))
 _COLUMNS = ("label", *DENSE_COLUMNS, *ID_COLUMNS)
 
-_PARQUET_MAGIC = b"PAR1"
 _ROWS_PER_CHUNK = 65_536
 _TEXT_BLOCK_BYTES = 16 << 20
 _HEX_DIGITS = 8  # Criteo publishes 32-bit hashes
+_NIBBLE_OF_CHAR = np.full(256, -1, dtype=np.int8)
+for _characters in (b"0123456789abcdef", b"0123456789ABCDEF"):
+    _NIBBLE_OF_CHAR[np.frombuffer(_characters, dtype=np.uint8)] = np.arange(16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,7 @@ class SampleChunk:
     """N consecutive samples as the file holds them.
 
     Args:
-        labels_N: Clicks, 0 or 1, float32, shape ``(N,)``.
+        labels_N: Labels, 0 or 1, float32, shape ``(N,)``.
         dense_NI: Integer features as float32, NaN where missing, shape ``(N, 13)``.
         ids_NF: Hashed ids, int64, :data:`MISSING_ID` where missing, shape ``(N, 26)``.
     """
@@ -63,8 +65,16 @@ class SampleChunk:
         )
 
 
+def is_parquet(path: str | Path) -> bool:
+    """Whether a path is a file that starts like Parquet."""
+    if not Path(path).is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(4) == b"PAR1"
+
+
 def read_criteo(path: str | Path) -> Iterator[SampleChunk]:
-    """Reads one pass over a Criteo file.
+    """Reads a Criteo file once.
 
     Args:
         path: Parquet with the columns ``label, i1..i13, c1..c26`` (null = missing), or Criteo's
@@ -82,11 +92,9 @@ def read_criteo(path: str | Path) -> Iterator[SampleChunk]:
         raise PicassoError(
             f"{path}: no such file; give a Criteo file, Parquet or tab-separated text"
         )
-    with path.open("rb") as file:
-        magic = file.read(len(_PARQUET_MAGIC))
-    if not magic:
+    if not path.stat().st_size:
         raise PicassoError(f"{path}: the file is empty; expected Criteo samples")
-    chunks = _read_parquet(path) if magic == _PARQUET_MAGIC else _read_text(path)
+    chunks = _read_parquet(path) if is_parquet(path) else _read_text(path)
     num_samples = 0
     for chunk in chunks:
         _check_labels(chunk.labels_N, path, num_samples)
@@ -201,7 +209,7 @@ def _int_ids(column: pa.Array) -> NDArray[np.int64]:
 
 
 def _hex_ids(column: pa.Array, path: Path, name: str, num_lines_before: int) -> NDArray[np.int64]:
-    """Hexadecimal text to int64, one column at once: pad to 8 digits, then 8 table look-ups."""
+    """Parses hexadecimal text of a whole column: pads to 8 digits, then 8 table lookups."""
     digits = pc.utf8_lpad(column.fill_null("0"), width=_HEX_DIGITS, padding="0")
     too_long_N = np.asarray(pc.greater(pc.binary_length(digits), _HEX_DIGITS))
     if not too_long_N.any():
@@ -222,16 +230,6 @@ def _hex_ids(column: pa.Array, path: Path, name: str, num_lines_before: int) -> 
     ids_N = (nibbles_N8.astype(np.int64) << shifts_8).sum(axis=1)
     ids_N[np.asarray(column.is_null())] = MISSING_ID
     return ids_N
-
-
-def _nibble_table() -> NDArray[np.int8]:
-    table = np.full(256, -1, dtype=np.int8)
-    for value, char in enumerate("0123456789abcdef"):
-        table[ord(char)] = table[ord(char.upper())] = value
-    return table
-
-
-_NIBBLE_OF_CHAR = _nibble_table()
 
 
 def _check_labels(labels_N: NDArray[np.float32], path: Path, num_samples_before: int) -> None:

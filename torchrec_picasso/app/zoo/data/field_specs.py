@@ -1,7 +1,7 @@
-"""The fields that a seed draws: what mixed tables of a click model look like.
+"""Randomly drawn fields: a mix of tables as click models have.
 
-Rows are log-uniform, so small tables are as common as large ones; dims, skew and the number of ids
-per sample do not depend on them.
+Rows are log-uniform: small tables are as common as large ones. Dims, skew and ids per sample are
+independent of them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class FieldSpec:
         feature: Name of the field.
         num_embeddings: Rows.
         dim: Columns.
-        exponent: The k-th most frequent row is looked up in proportion to ``k ** -exponent``.
+        exponent: Zipf exponent.
         pooling_factor: Ids of each sample.
-        mean: Whether they are averaged, not summed.
+        mean: Whether rows are averaged, not summed.
     """
 
     feature: str
@@ -44,23 +44,20 @@ class FieldSpec:
 
     @property
     def table(self) -> str:
-        """Name of its table."""
+        """Name of the table."""
         return f"t_{self.feature}"
 
 
 def draw_fields(num_fields: int, max_rows: int, seed: int) -> tuple[FieldSpec, ...]:
-    """Draws the fields.
+    """Draws fields, the same for the same arguments.
 
     Args:
-        num_fields: How many.
+        num_fields: Number of fields.
         max_rows: Most rows of a table, at least :data:`LEAST_ROWS`.
-        seed: Another seed gives other fields.
-
-    Returns:
-        The same ones in every process.
+        seed: Seed.
 
     Raises:
-        ConfigError: If tables may have fewer rows than the smallest of them needs.
+        ConfigError: If ``max_rows`` is too small.
     """
     if max_rows < LEAST_ROWS:
         raise ConfigError(

@@ -1,14 +1,13 @@
-"""Many generated fields on mixed tables: one id per sample or several, of any skew.
+"""Many generated fields on mixed tables: one or several ids per sample, Zipf-skewed.
 
-A batch depends on (seed, stream, rank, step) alone. Ids are drawn by inverting the exact Zipf
-distribution; frequent rows lie anywhere in their table. Labels follow a hidden taste of some rows,
-so that there is something to learn.
+A batch depends on (seed, stream, rank, step) alone. Frequent rows are scattered over their table.
+Labels follow a hidden score of each row, so models can learn.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -22,20 +21,22 @@ from torchrec_picasso.app.zoo.data.generated import zipf_cdf
 __all__ = ["NUM_DENSE", "FieldsSource"]
 
 NUM_DENSE = 4
-_TRAIN, _HELDOUT, _TASTE, _ROWS = 0, 1, 2, 3  # which random stream a number belongs to
+_TRAIN, _HELDOUT, _SCORES, _ROWS = 0, 1, 2, 3  # random streams
 
 
 class FieldsSource:
     """Endless generated batches.
 
     Args:
-        fields: What a sample has.
+        fields: Fields of a sample.
         batch_size: Samples of a batch.
-        heldout_steps: Batches of each rank that training never sees.
-        seed: Another seed gives other ids and labels.
-        weighted: Whether ids carry weights, 1 where a field is averaged: TorchRec's placements do
-            not agree on what a weighted mean is.
+        heldout_steps: Held-out batches of each rank.
+        seed: Seed of ids and labels.
+        weighted: Whether ids have weights; 1 where a field is averaged, since TorchRec's sharding
+            types disagree on weighted means.
     """
+
+    num_dense, num_tasks = NUM_DENSE, 1
 
     def __init__(
         self,
@@ -46,34 +47,16 @@ class FieldsSource:
         weighted: bool = False,
     ) -> None:
         self._fields = tuple(fields)
+        self.num_rows = {field.feature: field.num_embeddings for field in fields}
+        self.columns = {"fields": tuple(self.num_rows)}
         self._batch_size, self._heldout_steps = batch_size, heldout_steps
         self._seed = seed
         self._weighted = weighted
         rng = np.random.default_rng([seed, _ROWS])
-        self._cdfs = [zipf_cdf(of.num_embeddings, of.exponent) for of in fields]
-        self._row_of_rank = [rng.permutation(of.num_embeddings) for of in fields]
-        taste = np.random.default_rng([seed, _TASTE])
-        self._taste = [taste.normal(size=of.num_embeddings) for of in fields]
-
-    @property
-    def columns(self) -> Mapping[str, tuple[str, ...]]:
-        """All are fields."""
-        return {"fields": tuple(of.feature for of in self._fields)}
-
-    @property
-    def num_rows(self) -> Mapping[str, int]:
-        """Rows that the ids of each column need."""
-        return {of.feature: of.num_embeddings for of in self._fields}
-
-    @property
-    def num_dense(self) -> int:
-        """Dense features of a sample."""
-        return NUM_DENSE
-
-    @property
-    def num_tasks(self) -> int:
-        """Labels of a sample."""
-        return 1
+        self._cdfs = [zipf_cdf(field.num_embeddings, field.exponent) for field in fields]
+        self._row_of_frequency_rank = [rng.permutation(field.num_embeddings) for field in fields]
+        rng = np.random.default_rng([seed, _SCORES])
+        self._scores = [rng.normal(size=field.num_embeddings) for field in fields]
 
     def batches(self, rank: int, world_size: int, start_step: int = 0) -> Iterator[Batch]:
         """This rank's batches from ``start_step`` on, without end."""
@@ -87,14 +70,14 @@ class FieldsSource:
         rng = np.random.default_rng([self._seed, stream, rank, step])
         size = self._batch_size
         ids, weights, logit_B = [], [], np.zeros(size)
-        for index, of in enumerate(self._fields):
-            chances_BP = rng.random((size, of.pooling_factor))
+        for index, field in enumerate(self._fields):
+            chances_BP = rng.random((size, field.pooling_factor))
             ranks_BP = np.searchsorted(self._cdfs[index], chances_BP, "right")
-            rows_BP = self._row_of_rank[index][ranks_BP]
-            logit_B += self._taste[index][rows_BP].mean(axis=1)
+            rows_BP = self._row_of_frequency_rank[index][ranks_BP]
+            logit_B += self._scores[index][rows_BP].mean(axis=1)
             ids.append(rows_BP.reshape(-1))
             drawn = rng.random(rows_BP.size, dtype=np.float32)
-            weights.append(np.ones_like(drawn) if of.mean else drawn)
+            weights.append(np.ones_like(drawn) if field.mean else drawn)
         dense_BI = rng.normal(size=(size, NUM_DENSE)).astype(np.float32)
         logit_B = 2 * logit_B / np.sqrt(len(self._fields)) + dense_BI[:, 0]
         labels_B = (rng.random(size) < 1 / (1 + np.exp(-logit_B))).astype(np.float32)
@@ -107,10 +90,10 @@ class FieldsSource:
     def _bags(
         self, ids: Sequence[NDArray[np.int64]], weights: Sequence[NDArray[np.float32]]
     ) -> KeyedJaggedTensor:
-        factors_F = torch.tensor([of.pooling_factor for of in self._fields], dtype=torch.int32)
+        factors = [field.pooling_factor for field in self._fields]
         return KeyedJaggedTensor.from_lengths_sync(
-            keys=[of.feature for of in self._fields],
+            keys=[field.feature for field in self._fields],
             values=torch.from_numpy(np.concatenate(ids)),
-            lengths=factors_F.repeat_interleave(self._batch_size),
+            lengths=torch.tensor(factors, dtype=torch.int32).repeat_interleave(self._batch_size),
             weights=torch.from_numpy(np.concatenate(weights)) if self._weighted else None,
         )

@@ -1,8 +1,8 @@
-"""Globo.com's news clicks: the next article a user clicks, after those clicked before.
+"""Globo.com's news clicks: predicts the next article that a user clicks.
 
-Each click is a sample, followed by one of an article that was not clicked but is as popular
-(:func:`.samples_of_log`). The history is the user's latest clicks, over all sessions. Of a long log
-some clicks are read at a time, and as many before them as history.
+Each click is a sample, followed by a negative of similar popularity (:func:`.samples_of_log`). The
+history is the user's latest clicks over all sessions. A long log is read in ranges of rows, each
+with as many rows before it as history.
 
 Source: Globo.com / CHAMELEON, *News Portal User Interactions*; de Souza Pereira Moreira et al.,
 CHAMELEON, DLRS 2018.
@@ -33,11 +33,11 @@ def read_globo(path: str | Path, rows: range | None = None) -> Clicks:
     """Reads a Parquet file.
 
     Args:
-        path: With :data:`COLUMNS`. Ids count from 1 afterwards.
-        rows: Which of the file's rows become samples; ``None`` = all, which are sorted by time.
+        path: File with :data:`COLUMNS`; ids are shifted by 1.
+        rows: Rows that become samples; ``None`` = all, sorted by time.
 
     Raises:
-        InputError: If the file has less than 2 clicks, or those of some rows are not in time order.
+        InputError: If the file has fewer than 2 clicks, or ``rows`` are not in time order.
     """
     first = 0
     if rows is None:
@@ -58,7 +58,7 @@ def read_globo(path: str | Path, rows: range | None = None) -> Clicks:
 
 
 def _read_rows(path: str | Path, rows: range) -> pd.DataFrame:
-    """Some rows of a file, without those before or behind them in memory."""
+    """Reads some rows of a file; other rows are not in memory."""
     with pq.ParquetFile(path) as file:
         found, place = [], 0
         for group in range(file.num_row_groups):
@@ -66,9 +66,9 @@ def _read_rows(path: str | Path, rows: range) -> pd.DataFrame:
             if place < rows.stop and place + num_rows > rows.start:
                 batches = file.iter_batches(_ROWS_PER_BATCH, [group], columns=list(COLUMNS))
                 for batch in batches:
-                    wanted = range(max(rows.start, place), min(rows.stop, place + len(batch)))
-                    if wanted:
-                        found.append(batch.slice(wanted.start - place, len(wanted)))
+                    overlap = range(max(rows.start, place), min(rows.stop, place + len(batch)))
+                    if overlap:
+                        found.append(batch.slice(overlap.start - place, len(overlap)))
                     place += len(batch)
             else:
                 place += num_rows

@@ -1,7 +1,7 @@
-"""Lists of ids, one per sample, as stretches of one vector.
+"""Lists of ids, one per sample, as slices of one vector.
 
-Stretches may overlap: of a log of clicks, the history of each click is a stretch of the clicks of
-one user, and costs two numbers instead of a copy.
+Slices may overlap: in a log of clicks sorted by user, the history of each click is a slice and
+costs two numbers instead of a copy.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class History:
     """A list of ids for each of n samples.
 
     Args:
-        values: What the stretches are of.
-        starts_n: First entry of each list, shape ``(n,)``.
-        ends_n: The entry behind its last one, shape ``(n,)``.
+        values: The vector.
+        starts_n: Start of each list, shape ``(n,)``.
+        ends_n: One past the end of each list, shape ``(n,)``.
     """
 
     values: Ids
@@ -33,38 +33,30 @@ class History:
 
     @staticmethod
     def of_lists(lists: Sequence[Ids]) -> History:
-        """From lists, one after the other."""
+        """Builds a history from separate lists."""
         values = np.concatenate([np.empty(0, dtype=np.int64), *lists]).astype(np.int64)
-        return History.of_lengths(values, np.array([len(of) for of in lists], dtype=np.int64))
+        return History.of_lengths(values, np.array(list(map(len, lists)), dtype=np.int64))
 
     @staticmethod
     def of_lengths(values: Ids, lengths_n: Ids) -> History:
-        """From lists that lie one after the other.
-
-        Args:
-            values: All of them.
-            lengths_n: Ids of each list, summing to all.
-        """
+        """Builds a history from concatenated lists ``values`` of ``lengths_n``."""
         ends_n = np.cumsum(lengths_n, dtype=np.int64)
         return History(values, ends_n - lengths_n, ends_n)
 
     @staticmethod
     def before(key_n: Ids, ids_n: Ids, most: int) -> History:
-        """Of each event, the ids of the events before it that have the same key.
+        """For each event, the ids of earlier events with the same key; one stable sort.
 
         Args:
-            key_n: Whose event, in time order.
-            ids_n: Of each event.
-            most: Longest list; the latest ids stay.
-
-        Cost:
-            One stable sort of n.
+            key_n: Key of each event, in time order.
+            ids_n: Id of each event.
+            most: Longest list; the latest ids are kept.
         """
         order_n = np.argsort(key_n, kind="stable")
         sorted_n = key_n[order_n]
         place_n = np.empty(len(order_n), dtype=np.int64)
         place_n[order_n] = np.arange(len(order_n))
-        first_n = np.searchsorted(sorted_n, key_n, "left")  # of the key
+        first_n = np.searchsorted(sorted_n, key_n, "left")  # first event of the same key
         return History(ids_n[order_n], np.maximum(first_n, place_n - most), place_n)
 
     def __len__(self) -> int:
@@ -78,27 +70,27 @@ class History:
 
     @property
     def lengths_n(self) -> Ids:
-        """Ids of each list, shape ``(n,)``."""
+        """Number of ids of each list, shape ``(n,)``."""
         lengths_n: Ids = self.ends_n - self.starts_n
         return lengths_n
 
     @property
     def largest(self) -> int:
-        """The largest id of any list; 0 where all are empty."""
+        """The largest id in ``values``, 0 if empty."""
         return int(self.values.max()) if self.values.size else 0
 
     def hashed(self, num_rows: int) -> History:
-        """The same lists, with ids modulo a number of rows."""
+        """The same lists, with ids modulo ``num_rows``."""
         return replace(self, values=self.values % num_rows)
 
     def latest(self, most: int) -> History:
-        """The last ids of each list, ``most`` at most."""
+        """The last ``most`` ids of each list."""
         return replace(self, starts_n=np.maximum(self.starts_n, self.ends_n - most))
 
-    def of(self, samples_m: Ids) -> History:
-        """The lists of some samples, in their order."""
+    def take(self, samples_m: Ids) -> History:
+        """The lists of given samples, in that order."""
         return replace(self, starts_n=self.starts_n[samples_m], ends_n=self.ends_n[samples_m])
 
     def joined(self) -> Ids:
-        """All lists, one after the other."""
+        """All lists concatenated."""
         return np.concatenate([np.empty(0, dtype=np.int64), *self])

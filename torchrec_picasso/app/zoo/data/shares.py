@@ -1,8 +1,8 @@
-"""Which samples are a batch; each batch depends on (seed, stream, rank, step) alone.
+"""Chooses the samples of a batch, which depends on (seed, stream, rank, step) alone.
 
-Samples without an order are drawn anew, with replacement. Samples in time order are taken as they
-come, from a place on where users have histories; the ranks share the samples of a step, and after
-the last sample comes the first. What is held out lies before that place.
+Samples without order are drawn with replacement. Samples in time order are taken in sequence from
+``start`` on, modulo the number of samples, each rank a part of a step; held-out samples lie before
+``start``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ TRAIN, HELDOUT = 0, 1
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Deals samples out to batches.
+    """Assigns samples to batches.
 
     Args:
-        num_samples: Samples there are.
-        in_time_order: Whether they follow each other as they happened.
+        num_samples: Number of samples.
+        in_time_order: Whether samples are sorted by time.
         batch_size: Samples per rank and step.
-        world_size: Ranks that share a step.
-        seed: Draws samples that have no order.
-        start: The first sample in time order that is trained on.
+        world_size: Ranks.
+        seed: Seed of samples without order.
+        start: First trained sample in time order.
     """
 
     num_samples: int
@@ -40,12 +40,9 @@ class Shares:
     start: int = 0
 
     def samples(self, stream: int, rank: int, step: int) -> Ids:
-        """The samples of a batch, shape ``(B,)``.
+        """Numbers of the samples of a rank's batch, shape ``(B,)``.
 
-        Args:
-            stream: :data:`TRAIN` or :data:`HELDOUT`.
-            rank: Whose batch.
-            step: Which.
+        ``stream`` is :data:`TRAIN` or :data:`HELDOUT`.
         """
         if not self.in_time_order:
             rng = np.random.default_rng([self.seed, stream, rank, step])

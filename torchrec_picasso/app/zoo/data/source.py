@@ -1,4 +1,4 @@
-"""What every source of training samples offers, and how samples become a TorchRec batch."""
+"""Interface of the sources of training samples, and one-hot samples as TorchRec batches."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["BatchSource", "make_batch"]
+from torchrec_picasso.app.config import DataConfig
+from torchrec_picasso.app.zoo.tables import NUM_DENSE, table_specs
+
+__all__ = ["BatchSource", "CriteoColumns", "make_batch"]
 
 
 class BatchSource(Protocol):
-    """Endless batches that depend only on (rank, world size, step), so a run can be repeated."""
+    """Endless batches that depend only on (rank, world size, step), so runs are reproducible."""
 
     @property
     def columns(self) -> Mapping[str, tuple[str, ...]]:
-        """Columns of ids by the role that models know them in.
+        """Id columns by role.
 
-        ``fields``: all with one id per sample. Clicks have beside these ``target``, what is clicked
-        or not, ``profile``, the other fields, ``history``, of each target what was clicked before,
-        and ``negatives``, for each click of a history something that was not clicked.
+        ``fields`` are all columns with one id per sample. Clicks also have ``target``, the columns
+        of the item; ``profile``, the other fields; ``history``, for each target column the earlier
+        clicks; ``negatives``, for each click of a history an item that was not clicked.
         """
         ...
 
@@ -47,8 +50,25 @@ class BatchSource(Protocol):
         ...
 
     def heldout(self, rank: int, world_size: int) -> Iterator[Batch]:
-        """This rank's share of the samples that training never sees."""
+        """This rank's share of the samples that are never trained on."""
         ...
+
+
+class CriteoColumns:
+    """Columns of Criteo's samples, read or generated: 13 dense features, columns of one id.
+
+    Args:
+        data: Table sizes.
+    """
+
+    num_dense = NUM_DENSE
+
+    def __init__(self, data: DataConfig) -> None:
+        self._data = data
+        self.tables = table_specs(data)
+        self.num_rows = {table.feature: table.num_embeddings for table in self.tables}
+        self.columns = {"fields": tuple(self.num_rows)}
+        self.num_tasks = data.num_tasks
 
 
 def make_batch(
@@ -57,19 +77,16 @@ def make_batch(
     ids_BF: NDArray[np.int64],
     features: Sequence[str],
 ) -> Batch:
-    """Builds a one-hot batch.
+    """Builds a batch with one id per feature and sample.
 
     Args:
-        labels_B: Clicks, 0 or 1, shape ``(B,)``, or of several tasks ``(B, tasks)``.
+        labels_B: Labels 0 or 1, shape ``(B,)``, or for several tasks ``(B, tasks)``.
         dense_BI: Dense features, shape ``(B, I)``.
-        ids_BF: Row ids, shape ``(B, F)``, each inside its table.
+        ids_BF: Row ids, shape ``(B, F)``.
         features: Names of the F features.
-
-    Returns:
-        A batch whose ``KeyedJaggedTensor`` holds one id per feature and sample.
     """
     num_samples, num_features = ids_BF.shape
-    values_FB = np.ascontiguousarray(ids_BF.T).reshape(-1)  # feature-major, as TorchRec wants it
+    values_FB = np.ascontiguousarray(ids_BF.T).reshape(-1)  # a KeyedJaggedTensor is feature-major
     return Batch(
         dense_features=torch.from_numpy(np.ascontiguousarray(dense_BI)),
         sparse_features=KeyedJaggedTensor.from_lengths_sync(

@@ -1,5 +1,8 @@
-"""What the published models compute over their embeddings: plain modules of layers, one per file.
+"""The published models: plain modules over embeddings, one per file.
 
-Each takes ``found``, by group what each column reads (:mod:`..feature_groups`), and the dense
-features, and gives logits. Nothing here knows how tables are placed.
+Each constructor takes ``embeddings`` (the :class:`.FeatureGroups`, for dims and lengths) and
+``num_dense`` (dense features per sample, at least 1), then the sizes that ``model.sizes`` of a
+configuration may set, among them ``hidden`` and ``activation`` of the last layers. ``forward``
+takes the embeddings by group and column (``found``) and the dense features ``(B, I)``, and returns
+logits ``(B,)``. No model knows how tables are placed.
 """

@@ -1,7 +1,9 @@
-"""DHEN: layers of attention beside linear layers, over many fields.
+"""DHEN: stacked layers of self-attention beside a linear map, over many fields.
 
 Source: Zhang et al., DHEN: A Deep and Hierarchical Ensemble Network for Large-Scale Click-Through
 Rate Prediction (arXiv 2203.11014).
+
+Shape letters: B samples, D embedding columns, F fields.
 """
 
 from __future__ import annotations
@@ -13,28 +15,51 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroups, Found, Reads
-from torchrec_picasso.app.zoo.layers.dhen_layer import DHENLayer
-from torchrec_picasso.app.zoo.layers.tower import tower
+from torchrec_picasso.app.zoo.layers import tower
 
-__all__ = ["DHEN"]
+__all__ = ["DHEN", "DHENLayer"]
+
+
+class DHENLayer(nn.Module):
+    """``Norm(concat(self-attention(X), linear(X)) + shortcut(X))``, section 3 of the paper.
+
+    Args:
+        in_fields: Input fields F.
+        dim: Columns D of a field.
+        out_fields: Fields of each of the two branches.
+        num_heads: Attention heads.
+    """
+
+    def __init__(self, in_fields: int, dim: int, out_fields: int, num_heads: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(dim, num_heads, batch_first=True)
+        self.compress_attended = nn.Linear(in_fields, out_fields)
+        self.linear = nn.Linear(in_fields, out_fields)
+        is_same = in_fields == 2 * out_fields
+        self.shortcut = nn.Identity() if is_same else nn.Linear(in_fields, 2 * out_fields)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, fields_BFD: Tensor) -> Tensor:
+        """Maps fields ``(B, F, D)`` to ``(B, 2 * out_fields, D)``."""
+        attended, _ = self.attention(fields_BFD, fields_BFD, fields_BFD, need_weights=False)
+        by_column_BDF = fields_BFD.transpose(1, 2)
+        branches = torch.cat(
+            [self.compress_attended(attended.transpose(1, 2)), self.linear(by_column_BDF)], dim=2
+        )
+        out: Tensor = self.norm((branches + self.shortcut(by_column_BDF)).transpose(1, 2))
+        return out
 
 
 class DHEN(nn.Module):
-    """Reads the group ``fields``, all of one dim; the dense features become one more field.
+    """Reads ``fields``, all of one dim; the dense features become one more field.
 
     Args:
-        embeddings: Tell the dims.
-        num_dense: Dense features.
-        num_layers: Layers.
-        layer_fields: Fields that each part of a layer gives.
-        num_heads: Heads of the attention.
-        hidden: Last layers.
-        activation: Of these.
+        num_layers: DHEN layers.
+        layer_fields: Output fields of each branch of a layer.
+        num_heads: Attention heads.
     """
 
-    reads: ClassVar[Mapping[str, Reads]] = {
-        "fields": Reads("fields"),
-    }
+    reads: ClassVar[Mapping[str, Reads]] = {"fields": Reads("fields")}
 
     def __init__(
         self,
@@ -50,12 +75,16 @@ class DHEN(nn.Module):
         (dim,) = set(embeddings.dims("fields"))
         self.dense_arch = nn.Linear(num_dense, dim)
         in_fields, out_fields = len(embeddings.dims("fields")) + 1, 2 * layer_fields
-        ins = [in_fields, *[out_fields] * (num_layers - 1)]
-        self.layers = nn.Sequential(*(DHENLayer(of, dim, layer_fields, num_heads) for of in ins))
+        self.layers = nn.Sequential(
+            *(
+                DHENLayer(out_fields if index else in_fields, dim, layer_fields, num_heads)
+                for index in range(num_layers)
+            )
+        )
         self.over_arch = tower(out_fields * dim, hidden, 1, activation)
 
     def forward(self, found: Found, dense_BI: Tensor) -> Tensor:
-        """Gives the logits, shape ``(B,)``."""
+        """Returns the logits, shape ``(B,)``."""
         fields_BFD = torch.stack([self.dense_arch(dense_BI), *found["fields"]], dim=1)
         logits_B: Tensor = self.over_arch(self.layers(fields_BFD).flatten(1)).squeeze(1)
         return logits_B

@@ -1,4 +1,4 @@
-"""DIN: each history counts as much as its clicks have of the target.
+"""DIN: the history is summed with attention weights that depend on the target.
 
 Source: Zhou et al., Deep Interest Network (arXiv 1706.06978), section 4.
 """
@@ -12,21 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_picasso.app.zoo.feature_groups import SEQUENCE, FeatureGroups, Found, Reads
-from torchrec_picasso.app.zoo.layers.attention_unit import AttentionUnit
-from torchrec_picasso.app.zoo.layers.tower import tower
+from torchrec_picasso.app.zoo.layers import AttentionUnit, tower
 
 __all__ = ["DIN"]
 
 
 class DIN(nn.Module):
-    """Reads the groups ``target`` and ``history``, of the same tables, and ``profile``.
+    """Reads ``target`` and ``history`` from the same tables, and ``profile``.
 
     Args:
-        embeddings: Tell the dims.
-        num_dense: Dense features, read beside the profile.
-        attention_hidden: Units of the layer that weighs a click.
-        hidden: Last layers.
-        activation: Of the last layers; ``dice``, the paper's, has statistics of the batch.
+        attention_hidden: Units of the attention layer.
     """
 
     reads: ClassVar[Mapping[str, Reads]] = {
@@ -50,7 +45,7 @@ class DIN(nn.Module):
         self.over_arch = tower(width, hidden, 1, activation)
 
     def forward(self, found: Found, dense_BI: Tensor) -> Tensor:
-        """Gives the logits, shape ``(B,)``."""
+        """Returns the logits, shape ``(B,)``."""
         interests = [
             attend(target, history)
             for attend, target, history in zip(self.attention, found["target"], found["history"])

@@ -1,4 +1,4 @@
-"""Logistic regression: a weight for each id, what every other model has to beat."""
+"""Logistic regression: one weight per id, the baseline of all models."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ __all__ = ["LogisticRegression"]
 
 
 class LogisticRegression(nn.Module):
-    """Reads the group ``wide``.
-
-    A weight is the sum of its table's columns: FBGEMM has no table of one.
-
-    Args:
-        embeddings: Not needed: every model is made alike.
-        num_dense: Dense features.
-    """
+    """Reads ``wide``; a weight is the sum of a table's columns (FBGEMM has no width of 1)."""
 
     reads: ClassVar[Mapping[str, Reads]] = {"wide": Reads("fields", dim=4)}
 
@@ -30,5 +23,5 @@ class LogisticRegression(nn.Module):
         self.linear = nn.Linear(num_dense, 1)
 
     def forward(self, found: Found, dense_BI: Tensor) -> Tensor:
-        """Gives the logits, shape ``(B,)``."""
+        """Returns the logits, shape ``(B,)``."""
         return torch.cat(found["wide"], dim=1).sum(dim=1) + self.linear(dense_BI).squeeze(1)

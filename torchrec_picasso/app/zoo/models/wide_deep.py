@@ -1,4 +1,4 @@
-"""Wide & Deep: a linear model over ids and their crosses, beside a tower over embeddings.
+"""Wide & Deep: a linear model over ids, beside a tower over embeddings.
 
 Source: Cheng et al., Wide & Deep Learning for Recommender Systems (arXiv 1606.07792), section 3.
 """
@@ -12,20 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroups, Found, Reads
-from torchrec_picasso.app.zoo.layers.tower import tower
+from torchrec_picasso.app.zoo.layers import tower
 
 __all__ = ["WideDeep"]
 
 
 class WideDeep(nn.Module):
-    """Reads the groups ``deep`` and ``wide``.
+    """Reads ``deep`` and ``wide``.
 
-    A wide weight is the sum of its table's columns: FBGEMM has no table of one.
-
-    Args:
-        embeddings: Tell the dims.
-        num_dense: Dense features.
-        hidden: Layers of the tower.
+    A wide weight is the sum of a table's columns, since FBGEMM has no tables of one column.
     """
 
     reads: ClassVar[Mapping[str, Reads]] = {
@@ -41,7 +36,7 @@ class WideDeep(nn.Module):
         self.over_arch = tower(num_dense + sum(embeddings.dims("deep")), hidden)
 
     def forward(self, found: Found, dense_BI: Tensor) -> Tensor:
-        """Gives the logits, shape ``(B,)``."""
+        """Returns the logits, shape ``(B,)``."""
         joined = torch.cat([dense_BI, *found["deep"]], dim=1)
         linear_B = torch.cat(found["wide"], dim=1).sum(dim=1)
         logits_B1 = self.over_arch(joined) + self.wide_dense(dense_BI)

@@ -2,6 +2,8 @@
 
 Source: Zhang et al., Wukong: Towards a Scaling Law for Large-Scale Recommendation (arXiv
 2403.02545).
+
+Shape letters: B samples, D embedding columns, F fields.
 """
 
 from __future__ import annotations
@@ -13,30 +15,68 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroups, Found, Reads
-from torchrec_picasso.app.zoo.layers.tower import tower
-from torchrec_picasso.app.zoo.layers.wukong_layer import WukongLayer
+from torchrec_picasso.app.zoo.layers import tower
 
-__all__ = ["Wukong"]
+__all__ = ["Wukong", "WukongLayer"]
+
+
+class WukongLayer(nn.Module):
+    """``LN(concat(FMB(X), LCB(X)) + residual(X))``, section 3 of the paper.
+
+    Args:
+        in_fields: Input fields F.
+        dim: Columns D of a field.
+        num_interacted: Output fields of the factorization machine block (FMB).
+        num_compressed: Output fields of the linear compression block (LCB).
+        rank: Columns that pairwise products are projected to.
+        hidden: Units of the layers over the products.
+    """
+
+    def __init__(
+        self,
+        in_fields: int,
+        dim: int,
+        num_interacted: int,
+        num_compressed: int,
+        rank: int,
+        hidden: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self._dim, out_fields = dim, num_interacted + num_compressed
+        self.project = nn.Linear(in_fields, rank, bias=False)
+        self.norm_of_products = nn.LayerNorm(in_fields * rank)
+        self.over_products = tower(in_fields * rank, hidden, num_interacted * dim)
+        self.compress = nn.Linear(in_fields, num_compressed, bias=False)
+        is_same = in_fields == out_fields
+        self.residual = nn.Identity() if is_same else nn.Linear(in_fields, out_fields, False)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, fields_BFD: Tensor) -> Tensor:
+        """Maps fields ``(B, F, D)`` to ``(B, num_interacted + num_compressed, D)``."""
+        by_column_BDF = fields_BFD.transpose(1, 2)
+        products = torch.bmm(fields_BFD, self.project(by_column_BDF)).flatten(1)
+        interacted = self.over_products(self.norm_of_products(products)).unflatten(
+            1, (-1, self._dim)
+        )
+        compressed = self.compress(by_column_BDF).transpose(1, 2)
+        residual = self.residual(by_column_BDF).transpose(1, 2)
+        out: Tensor = self.norm(torch.cat([interacted, compressed], dim=1) + residual)
+        return out
 
 
 class Wukong(nn.Module):
-    """Reads the group ``fields``, all of one dim; the dense features become one more field.
+    """Reads ``fields``, all of one dim; the dense features become one more field.
 
     Args:
-        embeddings: Tell the dims.
-        num_dense: Dense features.
-        dense_hidden: Layers under them.
+        dense_hidden: Units of the layers over the dense features.
         num_layers: Wukong layers.
-        num_interacted: Fields that a layer's factorization machines give.
-        num_compressed: Fields that its linear compression gives.
+        num_interacted: Output fields of a layer's factorization machines.
+        num_compressed: Output fields of a layer's linear compression.
         rank: Columns that pairwise products are projected to.
-        layer_hidden: Layers over the products.
-        hidden: Last layers.
+        layer_hidden: Units of the layers over the products.
     """
 
-    reads: ClassVar[Mapping[str, Reads]] = {
-        "fields": Reads("fields"),
-    }
+    reads: ClassVar[Mapping[str, Reads]] = {"fields": Reads("fields")}
 
     def __init__(
         self,
@@ -64,7 +104,7 @@ class Wukong(nn.Module):
         self.over_arch = tower(out_fields * dim, hidden)
 
     def forward(self, found: Found, dense_BI: Tensor) -> Tensor:
-        """Gives the logits, shape ``(B,)``."""
+        """Returns the logits, shape ``(B,)``."""
         fields_BFD = torch.stack([self.dense_arch(dense_BI), *found["fields"]], dim=1)
         logits_B: Tensor = self.over_arch(self.layers(fields_BFD).flatten(1)).squeeze(1)
         return logits_B
