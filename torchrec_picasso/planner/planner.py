@@ -78,7 +78,7 @@ def hot_cold_planner(
         batch_size: Samples per rank and step; TorchRec's default if ``None``.
         num_waves: Waves of about equal volume that the hot/cold tables of a module travel in,
             staggered by :class:`torchrec_picasso.InterleavedTrainPipeline`. They pay where batches
-            are not cut, as with BatchNorm; the figures are in docs/decisions.md.
+            are not cut, as with BatchNorm; the figures are in docs/dev/log.md.
         dense_ms: Forward and backward of the model without its tables, per rank and step: what the
             exchange is hidden under. ``None`` = what ``curves`` know of it (``torchrec-picasso
             calibrate --config``), else 0, by which little is hidden.
