@@ -20,7 +20,7 @@ notebooks: $(LAB_STAMP)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter-lab $(ARGS) notebooks
 
 docs: $(DOCS_STAMP)  ## build the documents as a site into site/, without a network
-	$(DOCS_VENV)/bin/mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet $(ARGS)
 
 test: $(STAMP)  ## the whole test-suite; tests of one file run one after another
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
