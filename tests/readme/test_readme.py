@@ -76,7 +76,6 @@ NOT_RUN = ("pip", "git", "export", "cd", "source")
 PREAMBLE = """
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
@@ -88,6 +87,7 @@ from torchrec_picasso import CommCurves
 torch.manual_seed(0)
 device = torch.device("cpu")
 pg = dist.group.WORLD
+folder = "../checkpoint"  # each rank runs in a folder of its own
 tables = [
     EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=100, feature_names=[feature])
     for name, feature in (("t_user", "user"), ("t_item", "item"))
