@@ -6,16 +6,21 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 STAMP := $(VENV)/.installed
 LAB_STAMP := $(VENV)/.installed_notebook
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo notebooks test lint types check setup clean
+.PHONY: demo notebooks docs test lint types check setup clean
 
 demo: $(STAMP)  ## train a DLRM with stock TorchRec and with hot/cold tables, and compare
 	$(BIN)/torchrec-picasso demo $(ARGS)
 
 notebooks: $(LAB_STAMP)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter-lab $(ARGS) notebooks
+
+docs: $(DOCS_STAMP)  ## build the documents as a site into site/, without a network
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet $(ARGS)
 
 test: $(STAMP)  ## the whole test-suite; tests of one file run one after another
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
@@ -44,5 +49,11 @@ $(LAB_STAMP): $(STAMP) requirements-notebook.txt
 	$(PIP) install -r requirements-notebook.txt
 	@touch $@
 
+$(DOCS_STAMP): requirements-docs.txt
+	@echo "setting up $(DOCS_VENV) (once)"
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install -r requirements-docs.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) site build *.egg-info

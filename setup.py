@@ -34,6 +34,7 @@ setup(
         "app": ["pyyaml", "tqdm", "matplotlib", "tensorboard"],  # the command line
         "tensorboard": ["tensorboard"],
         "notebook": ["torchrec_picasso[app]", "jupyterlab", "ipykernel", "nbclient"],
+        "docs": ["mkdocs", "mkdocs-material", "mkdocstrings[python]"],
         "test": [
             "torchrec_picasso[app]",
             "ipykernel",

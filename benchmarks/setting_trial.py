@@ -2,7 +2,7 @@
 
     python -m benchmarks.setting_trial
 
-Step times are those measured in ``benchmarks/results/`` and ``docs/decisions.md``, with noise of 3,
+Step times are those measured in ``benchmarks/results/`` and ``docs/dev/log.md``, with noise of 3,
 5 and 10 %, one step of twenty held up, and a slow warm-up. Trials begin with the best number of
 micro-batches, with the one beside it, or with none, as if a plan had said so.
 """

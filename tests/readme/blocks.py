@@ -2,7 +2,8 @@
 
 A comment on the line before a fence says so where the text alone does not: ``<!-- test: skip
 REASON -->`` leaves a block out, ``<!-- test: args --steps 4 -->`` adds arguments to each of its
-commands, ``<!-- test: script -->`` runs Python as a file of its own.
+commands, ``<!-- test: script 2 -->`` runs Python as a file of its own, by torchrun on two ranks,
+``<!-- test: needs MODULE -->`` runs Python where that module is installed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["Block", "blocks_of", "commands_of"]
 _SHELLS = ("", "bash", "sh", "shell", "console")
 """A fence without a language holds commands."""
 _FENCE = re.compile(r"^(`{3,}|~{3,})\s*(\w*)\s*$")
-_MARKER = re.compile(r"^<!--\s*test:\s*(skip|args|script)\b\s*(.*?)\s*-->$")
+_MARKER = re.compile(r"^<!--\s*test:\s*(skip|args|script|needs)\b\s*(.*?)\s*-->$")
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class Block:
     language: str
     text: str
     marker: str = ""
-    """``skip``, ``args``, ``script`` or nothing."""
+    """``skip``, ``args``, ``script``, ``needs`` or nothing."""
     note: str = ""
-    """What follows the marker: a reason, or arguments."""
+    """What follows the marker: a reason, arguments, a number of ranks, or a module."""
 
     @property
     def source(self) -> str:

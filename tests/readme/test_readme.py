@@ -1,4 +1,4 @@
-"""Every command and every line of Python in README.md and docs/usage.md runs, made short.
+"""Every command and every line of Python in the pages of :data:`PAGES` runs, made short.
 
 Shell commands run literally, one after the other, in a folder of their own that holds what they
 name: the repository's configuration with few steps, and files of samples. Changed are only:
@@ -12,12 +12,13 @@ name: the repository's configuration with few steps, and files of samples. Chang
 - ``plan`` finds statistics of the configuration it plans;
 - commands of :data:`ONLY_HELP`: their options are looked for in ``--help``.
 
-Python blocks run in sequence, in one namespace, on two ranks, after :data:`PREAMBLE`, which makes
-the things that the text takes for granted.
+Python blocks of a page run in sequence, in one namespace, on two ranks, after :data:`PREAMBLE`,
+which makes the things that the text takes for granted.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -37,12 +38,18 @@ from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 CHECKOUT = Path(__file__).parents[2]
-BLOCKS = [
-    block
-    for page in ("README.md", "docs/usage.md")
-    for block in blocks_of((CHECKOUT / page).read_text())
-]
-FEWEST_BLOCKS, FEWEST_PYTHON, FEWEST_COMMANDS = 3, 1, 6
+PAGES = {
+    page: blocks_of((CHECKOUT / page).read_text())
+    for page in (
+        "README.md",
+        "docs/quickstart.md",
+        "docs/migration.md",
+        "docs/recipes.md",
+        "docs/usage.md",
+    )
+}
+BLOCKS = [block for blocks in PAGES.values() for block in blocks]
+FEWEST_BLOCKS, FEWEST_PYTHON, FEWEST_COMMANDS = 10, 8, 6
 """The walk must see at least these; a walk that sees nothing finds nothing."""
 TIMEOUT_S = 120
 
@@ -80,18 +87,25 @@ from torchrec_picasso import CommCurves
 torch.manual_seed(0)
 device = torch.device("cpu")
 pg = dist.group.WORLD
+folder = "../checkpoint"  # each rank runs in a folder of its own
 tables = [
     EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=100, feature_names=[feature])
     for name, feature in (("t_user", "user"), ("t_item", "item"))
 ]
-model = DLRMTrain(
-    DLRM(
-        embedding_bag_collection=EmbeddingBagCollection(tables=tables),
-        dense_in_features=4,
-        dense_arch_layer_sizes=[8, 8],
-        over_arch_layer_sizes=[8, 1],
+
+
+def make_model():
+    return DLRMTrain(
+        DLRM(
+            embedding_bag_collection=EmbeddingBagCollection(tables=tables),
+            dense_in_features=4,
+            dense_arch_layer_sizes=[8, 8],
+            over_arch_layer_sizes=[8, 1],
+        )
     )
-)
+
+
+model = make_model()
 topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
 CommCurves.assumed(dist.get_world_size(), gbytes_per_s=0.1).to_json("curves.json")
 
@@ -228,20 +242,28 @@ def test_commands_run(folder: Path) -> None:
             run_command(command, block.note, folder)
 
 
-def test_python_runs(tmp_path: Path) -> None:
-    together = [block for block in PYTHON if block.marker != "script"]
-    for block in PYTHON:
-        if block.marker == "script":
-            file = tmp_path / f"line_{block.line}.py"
-            file.write_text(block.text)
-            _run([sys.executable, str(file)], tmp_path)
+@pytest.mark.parametrize("page", PAGES)
+def test_python_runs(page: str, tmp_path: Path) -> None:
+    together = []
+    for block in PAGES[page]:
+        if block.kind != "python" or block.marker == "skip":
+            continue
+        if block.marker == "needs" and importlib.util.find_spec(block.note) is None:
+            continue
+        if block.marker != "script":
+            together.append(block)
+            continue
+        file = tmp_path / f"line_{block.line}.py"
+        file.write_text(block.text)
+        ranks = ["torchrun", f"--nproc-per-node={block.note}"] if block.note else ["python"]
+        _run(_as_python([*ranks, str(file)]), tmp_path)
     if together:
-        names = run_ranks(_exec, 2, together, str(tmp_path), timeout_s=TIMEOUT_S)
+        names = run_ranks(_exec, 2, page, together, str(tmp_path), timeout_s=TIMEOUT_S)
         assert all("model" in of_rank for of_rank in names)
 
 
-def _exec(rank: int, world_size: int, blocks: list[Block], folder: str) -> list[str]:
-    """Runs the blocks; what they name."""
+def _exec(rank: int, world_size: int, page: str, blocks: list[Block], folder: str) -> list[str]:
+    """Runs the blocks of a page; the names that they define."""
     own = Path(folder, f"rank_{rank}")
     own.mkdir()
     os.chdir(own)
@@ -251,7 +273,7 @@ def _exec(rank: int, world_size: int, blocks: list[Block], folder: str) -> list[
         exec(AFTER_SHARDING, names)
         # lines of errors are those of the file
         source = "\n" * block.line + block.source
-        exec(compile(source, "README.md", "exec"), names)
+        exec(compile(source, page, "exec"), names)
     return sorted(names)
 
 

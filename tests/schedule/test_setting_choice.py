@@ -206,7 +206,7 @@ def test_what_cannot_win_is_not_tried(
 
 
 def test_trials_are_short_and_end_near_the_best() -> None:
-    """Curves that were measured; today's figures are in docs/decisions.md."""
+    """Curves that were measured; today's figures are in docs/dev/log.md."""
     found = [
         simulate(curve, noise, hint, times=15)
         for curve in CURVES.values()

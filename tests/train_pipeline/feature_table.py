@@ -22,6 +22,7 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 KINDS = {"bags": "EmbeddingBagCollection", "sequences": "EmbeddingCollection"}
+PIPELINES = ("SparseDist", "Interleaved")
 NUM_RANKS = 2
 
 Key = tuple[str, str]
@@ -30,36 +31,33 @@ Key = tuple[str, str]
 HEAD = """\
 # What works
 
-A run made this page, cell by cell: `python -m tests.train_pipeline.feature_table` writes it, and
-`tests/train_pipeline/test_feature_table.py` fails where a run says otherwise. A cell is a model on
-2 ranks on CPU, trained for 3 steps and then evaluated, beside stock TorchRec from the same weights
-on the same batches. What is refused in training does not come to its evaluation.
+`python -m tests.train_pipeline.feature_table` makes this page from runs, and
+`tests/train_pipeline/test_feature_table.py` fails if a run differs. A run is a model on 2 CPU
+ranks, trained for 3 steps and evaluated, beside stock TorchRec from the same weights on the same
+batches.
 
-- **works**: predictions, table weights, optimizer state and dense weights are TorchRec's, to
-  rounding; where a number follows, with what is said below.
-  *Beside an unsharded model* they are that one's: FBGEMM has no CPU kernel for the optimizer, and
-  its formulas update whole tables there.
-- **refused**: an error of this package says so by name, on all ranks; how it begins is below.
-- **stock path**: equal as well, but computed once per batch without interleaving; why is below.
-- **fails**: TorchRec's own run on the CPU ends in the same error; it is below.
+- **works**: predictions, weights, optimizer state and dense weights equal TorchRec's up to
+  rounding. *Beside an unsharded model*: they equal that model's, since FBGEMM has no CPU kernel.
+- **refused**: an error of this package, on all ranks. What is refused in training is not evaluated.
+- **stock path**: equal, but computed once per batch without interleaving.
+- **fails**: TorchRec's own run on the CPU ends in the same error.
 
-*SparseDist* is TorchRec's `TrainPipelineSparseDist` over hot/cold tables, *Interleaved* is
-`InterleavedTrainPipeline`: with 3 micro-batches asked for, with 1 where 3 are refused, unless
-the line says otherwise.
+A cell is for training and evaluation; numbers refer to the [notes](#notes). *SparseDist* is
+`TrainPipelineSparseDist` over hot/cold tables, *Interleaved* is `InterleavedTrainPipeline` with 3
+micro-batches, with 1 where 3 are refused, unless the line says otherwise.
 """
 
 
 SURFACE_HEAD = """\
-## The rest of TorchRec's surface
+## Other parts of TorchRec
 
-Other pipelines, wrappers, modules, kernels and flags, first with TorchRec's tables, then with
-hot/cold ones, both kinds of collections where it matters; compared is what the tables above
-compare, or what the entry is about. *Planned* is a table named in `hot_rows` of `hot_cold_planner`,
-*placed* one with `HotColdParams` in a plan made by hand. A pipeline that needs a GPU's streams
-**works on idle streams**: on the CPU, beside TorchRec's own, with streams that do nothing.
+Pipelines, wrappers, modules, kernels and flags, with TorchRec's tables and with hot/cold tables.
+*Planned*: the table is named in `hot_rows` of `hot_cold_planner`. *Placed*: it has `HotColdParams`
+in a plan made by hand. *Idle streams*: the pipeline needs a GPU's streams and ran with streams that
+do nothing."""
 
-| feature | TorchRec's tables | hot/cold tables |
-|---|---|---|"""
+WORKS_IN_ALL = "Works in all columns: "
+"""Begins the list of lines whose cells all say so."""
 
 REFUSALS = ("CompatError: ", "PlanError: ", "ConfigError: ", "InputError: ")
 """How an error of this package begins."""
@@ -107,7 +105,7 @@ def words(feature: Feature, by_rank: Sequence[Sequence[Outcome]]) -> dict[tuple[
     """
     stock, sparse_dist, interleaved, *whole_batches = zip(*by_rank)
     cells: dict[tuple[str, str], str] = {}
-    for pipeline, runs in (("SparseDist", sparse_dist), ("Interleaved", interleaved)):
+    for pipeline, runs in zip(PIPELINES, (sparse_dist, interleaved)):
         note = ""
         if runs[0].error and pipeline == "Interleaved" and whole_batches:
             note = f"micro-batches refused: {_first_sentence(runs[0].error)}"
@@ -267,36 +265,42 @@ def run_all(features: Sequence[Feature] = FEATURES) -> dict[Key, dict[tuple[str,
 def page_of(
     cells: Mapping[Key, Mapping[tuple[str, str], str]], surface: Mapping[str, tuple[str, str]]
 ) -> str:
-    """The page, a table for each kind of collection and one of the surface; what is long is below
-    its table."""
-    parts = [HEAD, table() + "\n"]
+    """The page: a section for each kind of collection and one of the surface."""
+    parts, notes = [HEAD, table() + "\n"], dict[str, int]()
     for kind, title in KINDS.items():
-        notes: dict[str, int] = {}
-        lines = [
-            f"## {title}\n",
-            "| feature | SparseDist, train | SparseDist, eval | Interleaved, train | "
-            "Interleaved, eval |",
-            "|---|---|---|---|---|",
-        ]
-        for (name, of_kind), by_column in cells.items():
-            if of_kind == kind:
-                texts = [_short(text, notes) for text in by_column.values()]
-                lines.append(f"| {name} | {' | '.join(texts)} |")
-        lines.append("")
-        lines += [f"{number}. {text}" for text, number in notes.items()]
-        parts.append("\n".join(lines) + "\n")
-    parts.append(_surface_page(surface))
+        lines = {
+            name: [(by[pipeline, "train"], by[pipeline, "eval"]) for pipeline in PIPELINES]
+            for (name, of_kind), by in cells.items()
+            if of_kind == kind
+        }
+        parts.append(f"## {title}\n\n{_section(PIPELINES, lines, notes)}")
+    lines = {name: [(text,) for text in texts] for name, texts in surface.items()}
+    columns = ("TorchRec's tables", "hot/cold tables")
+    parts.append(f"{SURFACE_HEAD}\n\n{_section(columns, lines, notes)}")
+    numbered = "".join(f"{number}. {note}\n" for note, number in notes.items())
+    parts.append(f"## Notes\n\n{numbered}")
     return "\n".join(parts)
 
 
-def _surface_page(surface: Mapping[str, tuple[str, str]]) -> str:
-    notes: dict[str, int] = {}
-    lines = [SURFACE_HEAD]
-    for name, texts in surface.items():
-        lines.append(f"| {name} | {' | '.join(_short(text, notes) for text in texts)} |")
-    lines.append("")
-    lines += [f"{number}. {text}" for text, number in notes.items()]
-    return "\n".join(lines) + "\n"
+def _section(
+    columns: Sequence[str], lines: Mapping[str, Sequence[tuple[str, ...]]], notes: dict[str, int]
+) -> str:
+    """A list of what works in all columns, and a table of the rest; adds the notes of its cells.
+
+    A cell is one text for training and evaluation, or a text for each if they differ.
+    """
+    works = [
+        name for name, cells in lines.items() if {text for c in cells for text in c} == {"works"}
+    ]
+    rows = [("feature", *columns), ("---",) * (1 + len(columns))]
+    rows += [
+        (name, *("; evaluation: ".join(_short(t, notes) for t in dict.fromkeys(c)) for c in cells))
+        for name, cells in lines.items()
+        if name not in works
+    ]
+    text = [f"{WORKS_IN_ALL}{'; '.join(works)}.", ""] if works else []
+    text += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(text) + "\n"
 
 
 def _short(text: str, notes: dict[str, Any]) -> str:

@@ -61,9 +61,13 @@ def test_a_cell_says_how_it_ran() -> None:
         cells = words(FEATURE, [[_ran(1), _ran(1), *interleaved]])
         assert cells["Interleaved", "train"] == expected
     page = page_of({("any", "bags"): cells}, {"other": ("works", "refused: CompatError: no")})
-    assert "| other | works | refused (1) |" in page
-    assert "| any | works | works | refused (1) | refused (1) |" in page
-    assert "\n1. CompatError: not so\n" in page
+    assert "| other | works | refused (2) |" in page
+    assert "| any | works | refused (1) |" in page
+    assert "\n1. CompatError: not so\n2. CompatError: no\n" in page
+    cells["Interleaved", "eval"] = "fails: KeyError: x"
+    page = page_of({("any", "bags"): cells, ("more", "bags"): dict.fromkeys(cells, "works")}, {})
+    assert "| any | works | refused (1); evaluation: fails (2) |" in page
+    assert "Works in all columns: more." in page
 
 
 def test_an_error_has_a_name_or_is_torchrecs() -> None:

@@ -79,7 +79,7 @@ def hot_cold_planner(
         batch_size: Samples per rank and step; ``None`` = TorchRec's default.
         num_waves: Number of waves of about equal volume for the hot/cold tables of a module,
             staggered by :class:`torchrec_picasso.InterleavedTrainPipeline`. Several waves are
-            faster if batches are not split, as with BatchNorm; see docs/decisions.md.
+            faster if batches are not split, as with BatchNorm; figures are in docs/dev/log.md.
         dense_ms: Forward and backward of the model without tables, milliseconds per rank and step,
             which hide the exchange. ``None`` = the times in ``curves`` (``torchrec-picasso
             calibrate --config``), else 0.
