@@ -1,0 +1,78 @@
+"""Under PyTorch Lightning: `torchrun --nproc-per-node 2 examples/lightning_loop.py`.
+
+`training_step(dataloader_iter)` hands the pipeline Lightning's batches, so that it can read ahead.
+Optimization is manual, because the pipeline calls backward and the optimizer; the strategy wraps
+nothing in DDP, because DistributedModelParallel does. Install requirements-examples.txt first.
+"""
+
+import contextlib
+import os
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.strategies import DDPStrategy
+from torch.utils.data import DataLoader
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner import Topology
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+import torchrec_picasso as picasso
+
+ROWS, DIM, BATCH_SIZE, STEPS_PER_EPOCH = 5000, 16, 512, 20
+
+
+class Sharded(DDPStrategy):
+    def configure_ddp(self) -> None:
+        """The model stays as it is: DistributedModelParallel has wrapped its dense part."""
+
+
+class Clicks(pl.LightningModule):
+    automatic_optimization = False
+
+    def configure_model(self) -> None:  # here ranks have their process group
+        torch.manual_seed(0)  # equal weights on all ranks
+        table = EmbeddingBagConfig(ROWS, DIM, name="t", feature_names=["f"])
+        sizes = {"dense_arch_layer_sizes": [32, DIM], "over_arch_layer_sizes": [32, 1]}
+        model = DLRMTrain(DLRM(EmbeddingBagCollection([table]), dense_in_features=4, **sizes))
+        sharders = [picasso.HotColdEmbeddingBagCollectionSharder()]
+        topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
+        planner = picasso.hot_cold_planner(topology, hot_rows=0)
+        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+        self.model = DistributedModelParallel(model, None, self.device, plan, sharders)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        return KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1))
+
+    def on_train_start(self) -> None:
+        self.pipeline = picasso.InterleavedTrainPipeline(self.model, self.optimizers(), self.device)
+
+    def training_step(self, dataloader_iter) -> None:
+        loss, *_ = self.pipeline.progress(batch for batch, _, _ in dataloader_iter)
+        self.log("loss", loss)
+
+    def on_train_epoch_end(self) -> None:
+        """An epoch ends when its last batch is read: two batches are still in flight."""
+        with contextlib.suppress(StopIteration):
+            while True:
+                self.pipeline.progress(iter(()))
+
+
+def make_batch() -> Batch:
+    ids = (torch.rand(BATCH_SIZE) ** 4 * ROWS).long()
+    features = KeyedJaggedTensor(keys=["f"], values=ids, lengths=torch.ones_like(ids))
+    return Batch(torch.rand(BATCH_SIZE, 4), features, (ids % 2).float())
+
+
+ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+trainer = pl.Trainer(accelerator="cpu", devices=ranks, strategy=Sharded(), max_epochs=2, **off)
+torch.manual_seed(trainer.global_rank)
+model = Clicks()
+trainer.fit(model, DataLoader([make_batch() for _ in range(STEPS_PER_EPOCH)], batch_size=None))
+print(f"rank {trainer.global_rank}: loss {trainer.callback_metrics['loss']:.6f}")
