@@ -9,13 +9,16 @@ LAB_STAMP := $(VENV)/.installed_notebook
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo notebooks test lint types check setup clean
+.PHONY: demo notebooks notebook-outputs test lint types check setup clean
 
 demo: $(STAMP)  ## train a DLRM with stock TorchRec and with hot/cold tables, and compare
 	$(BIN)/torchrec-picasso demo $(ARGS)
 
 notebooks: $(LAB_STAMP)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter-lab $(ARGS) notebooks
+
+notebook-outputs: $(STAMP)  ## run the notebooks and store their outputs in them
+	$(BIN)/python -m tests.notebooks.outputs
 
 test: $(STAMP)  ## the whole test-suite; tests of one file run one after another
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)

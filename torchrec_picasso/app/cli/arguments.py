@@ -37,6 +37,7 @@ example:
   torchrec-picasso demo
   torchrec-picasso demo --data day_0.tsv --hot-rows 20000 --out criteo_demo
   torchrec-picasso demo --model din
+  torchrec-picasso demo --rate-mbit 1000
 """
 
 
@@ -78,6 +79,12 @@ def _demo(subcommands: _Subcommands) -> None:
         ("--hot-rows", "replicated rows, a total over all tables (default: the planner's choice)"),
     ):
         parser.add_argument(flag, type=int, metavar="N", help=text)
+    parser.add_argument(
+        "--rate-mbit",
+        type=float,
+        metavar="R",
+        help="hold the loopback between ranks to R Mbit/s each, where Linux has unshare and tc",
+    )
     parser.add_argument(
         "--out", metavar="DIR", default="demo_out", help="folder of the results (default: demo_out)"
     )

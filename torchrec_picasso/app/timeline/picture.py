@@ -28,6 +28,7 @@ _COLORS = {
     "update, dense step": "#2f9e44",
     "prepare, post": "#adb5bd",
 }
+_EXCHANGES = {"backward": "dense gradients"}  # DDP posts their sums inside backward
 _BATCHES = ("this batch", "next batch", "batch after")
 _WAIT_COLOR, _WIRE_COLOR = "#e03131", "#0b7285"
 _LETTER_SHARE = 0.006  # of the width; a bar too narrow for its name is not named
@@ -111,7 +112,7 @@ def _end_ms(timeline: HasSpans) -> float:
 
 def _lane(span: Span) -> str:
     if span.kind == EXCHANGE:
-        return f"wire: {span.op.kind}"
+        return f"wire: {_EXCHANGES.get(span.op.kind, span.op.kind)}"
     return _BATCHES[span.op.batch]
 
 
