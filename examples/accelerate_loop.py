@@ -16,7 +16,6 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_picasso import (
-    CommCurves,
     HotColdEmbeddingBagCollectionSharder,
     InterleavedTrainPipeline,
     hot_cold_planner,
@@ -34,8 +33,7 @@ sizes = {"dense_arch_layer_sizes": [32, DIM], "over_arch_layer_sizes": [32, 1]}
 model = DLRMTrain(DLRM(EmbeddingBagCollection(tables=tables), dense_in_features=4, **sizes))
 sharders = [HotColdEmbeddingBagCollectionSharder()]
 topology = Topology(world_size=pg.size(), compute_device="cpu")
-curves = CommCurves.assumed(pg.size(), gbytes_per_s=0.125)  # 1 Gbit/s; `calibrate` measures
-planner = hot_cold_planner(topology=topology, curves=curves, batch_size=BATCH_SIZE)
+planner = hot_cold_planner(topology=topology, hot_rows=0)  # rows packed, none replicated
 plan = planner.collective_plan(model, sharders, pg)
 model = DistributedModelParallel(model, device=accelerator.device, plan=plan, sharders=sharders)
 dense = dict(in_backward_optimizer_filter(model.named_parameters()))

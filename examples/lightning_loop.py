@@ -76,3 +76,5 @@ torch.manual_seed(trainer.global_rank)
 model = Clicks()
 trainer.fit(model, DataLoader([make_batch() for _ in range(STEPS_PER_EPOCH)], batch_size=None))
 print(f"rank {trainer.global_rank}: loss {trainer.callback_metrics['loss']:.6f}")
+if trainer.is_global_zero:
+    print(model.pipeline.summary())

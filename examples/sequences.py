@@ -16,7 +16,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_picasso import (
-    CommCurves,
     HotColdEmbeddingCollectionSharder,
     InterleavedTrainPipeline,
     hot_cold_planner,
@@ -63,8 +62,7 @@ model = Clicks()
 apply_optimizer_in_backward(RowWiseAdagrad, model.items.parameters(), {"lr": 0.05})
 sharders = [HotColdEmbeddingCollectionSharder()]
 topology = Topology(world_size=pg.size(), compute_device="cpu")
-curves = CommCurves.assumed(pg.size(), gbytes_per_s=0.125)  # 1 Gbit/s; `calibrate` measures
-planner = hot_cold_planner(topology=topology, curves=curves, batch_size=BATCH_SIZE)
+planner = hot_cold_planner(topology=topology, hot_rows=0)  # rows packed, none replicated
 plan = planner.collective_plan(model, sharders, pg)
 model = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
 dense = dict(in_backward_optimizer_filter(model.named_parameters()))
