@@ -18,7 +18,7 @@ notebooks: $(LAB_STAMP)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter-lab $(ARGS) notebooks
 
 notebook-outputs: $(STAMP)  ## run the notebooks and store their outputs in them
-	$(BIN)/python -m tests.notebooks.outputs
+	$(BIN)/python -m tests.notebooks.outputs $(ARGS)
 
 test: $(STAMP)  ## the whole test-suite; tests of one file run one after another
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)

@@ -12,8 +12,10 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
@@ -31,6 +33,7 @@ torch.manual_seed(0)  # equal weights on all ranks
 tables = [EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])]
 sizes = {"dense_arch_layer_sizes": [32, DIM], "over_arch_layer_sizes": [32, 1]}
 model = DLRMTrain(DLRM(EmbeddingBagCollection(tables=tables), dense_in_features=4, **sizes))
+apply_optimizer_in_backward(RowWiseAdagrad, model.model.sparse_arch.parameters(), {"lr": 0.05})
 sharders = [HotColdEmbeddingBagCollectionSharder()]
 topology = Topology(world_size=pg.size(), compute_device="cpu")
 planner = hot_cold_planner(topology=topology, hot_rows=0)  # rows packed, none replicated

@@ -1,8 +1,7 @@
 """Under PyTorch Lightning: `torchrun --nproc-per-node 2 examples/lightning_loop.py`.
 
-`training_step(dataloader_iter)` hands the pipeline Lightning's batches, so that it can read ahead.
-Optimization is manual, because the pipeline calls backward and the optimizer; the strategy wraps
-nothing in DDP, because DistributedModelParallel does. Install requirements-examples.txt first.
+`training_step(dataloader_iter)` lets the pipeline read ahead. Optimization is manual: the pipeline
+calls backward and the optimizer. Install requirements-examples.txt first.
 """
 
 import contextlib
@@ -18,8 +17,10 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torchrec_picasso as picasso
 
@@ -36,9 +37,11 @@ class Clicks(pl.LightningModule):
 
     def configure_model(self) -> None:  # here ranks have their process group
         torch.manual_seed(0)  # equal weights on all ranks
-        table = EmbeddingBagConfig(ROWS, DIM, name="t", feature_names=["f"])
-        sizes = {"dense_arch_layer_sizes": [32, DIM], "over_arch_layer_sizes": [32, 1]}
-        model = DLRMTrain(DLRM(EmbeddingBagCollection([table]), dense_in_features=4, **sizes))
+        tables = [EmbeddingBagConfig(ROWS, DIM, name="t", feature_names=["f"])]
+        model = DLRMTrain(DLRM(EmbeddingBagCollection(tables), 4, [32, DIM], [32, 1]))
+        apply_optimizer_in_backward(
+            RowWiseAdagrad, model.model.sparse_arch.parameters(), {"lr": 0.1}
+        )
         sharders = [picasso.HotColdEmbeddingBagCollectionSharder()]
         topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
         planner = picasso.hot_cold_planner(topology, hot_rows=0)
@@ -54,7 +57,7 @@ class Clicks(pl.LightningModule):
 
     def training_step(self, dataloader_iter) -> None:
         loss, *_ = self.pipeline.progress(batch for batch, _, _ in dataloader_iter)
-        self.log("loss", loss)
+        self.log("loss", loss, batch_size=BATCH_SIZE)
 
     def on_train_epoch_end(self) -> None:
         """An epoch ends when its last batch is read: two batches are still in flight."""
@@ -75,6 +78,5 @@ trainer = pl.Trainer(accelerator="cpu", devices=ranks, strategy=Sharded(), max_e
 torch.manual_seed(trainer.global_rank)
 model = Clicks()
 trainer.fit(model, DataLoader([make_batch() for _ in range(STEPS_PER_EPOCH)], batch_size=None))
-print(f"rank {trainer.global_rank}: loss {trainer.callback_metrics['loss']:.6f}")
-if trainer.is_global_zero:
-    print(model.pipeline.summary())
+loss, summary = trainer.callback_metrics["loss"], model.pipeline.summary()
+print(f"rank {trainer.global_rank}: loss {loss:.6f}\n{summary}")

@@ -1,4 +1,4 @@
-"""Runs the notebooks and stores their outputs in them: ``make notebook-outputs``."""
+"""Runs the notebooks, or those named, and stores their outputs: ``make notebook-outputs``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 import os
+import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -22,7 +23,7 @@ FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 CELL_TIMEOUT_S = 200
 _SETTINGS = ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")
-_COLORS = 32
+_COLORS = 64
 
 
 def executed(path: Path, *more_cells: str) -> NotebookNode:
@@ -67,12 +68,12 @@ def _few_colors(png: str) -> str:
     """The same picture, base64, at a fraction of its size: drawings have few colours."""
     small = io.BytesIO()
     with Image.open(io.BytesIO(base64.b64decode(png))) as picture:
-        picture.convert("RGB").quantize(_COLORS).save(small, "png", optimize=True)
+        picture.convert("RGB").quantize(_COLORS, Image.Quantize.MAXCOVERAGE).save(small, "png", optimize=True)
     return base64.b64encode(small.getvalue()).decode()
 
 
 def main() -> None:
-    for path in NOTEBOOKS:
+    for path in map(Path, sys.argv[1:] or NOTEBOOKS):
         notebook = executed(path)
         notebook.metadata = nbformat.read(path, as_version=4).metadata  # not this machine's
         notebook.metadata.outputs_of = source_hash(notebook)

@@ -19,7 +19,7 @@ __all__ = ["run"]
 _NEEDED = {"numpy": "numpy", "pandas": "pandas", "pyarrow": "pyarrow"}
 _COMMAND_LINE = {"yaml": "pyyaml", "tqdm": "tqdm", "matplotlib": "matplotlib"}
 _VERSIONS = ("python", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec-picasso")
-_MAX_BYTES, _SECONDS_PER_SIZE, _LINK_BUDGET_S = 1 << 20, 0.02, 3.0
+_MAX_BYTES, _SECONDS_PER_SIZE, _LINK_BUDGET_S = 1 << 20, 0.02, 2.0
 _TIMEOUT_S = 60.0
 
 
