@@ -9,7 +9,6 @@ import os
 
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -39,13 +38,12 @@ class Clicks(pl.LightningModule):
         torch.manual_seed(0)  # equal weights on all ranks
         tables = [EmbeddingBagConfig(ROWS, DIM, name="t", feature_names=["f"])]
         model = DLRMTrain(DLRM(EmbeddingBagCollection(tables), 4, [32, DIM], [32, 1]))
-        apply_optimizer_in_backward(
-            RowWiseAdagrad, model.model.sparse_arch.parameters(), {"lr": 0.1}
-        )
+        weights = model.model.sparse_arch.parameters()
+        apply_optimizer_in_backward(RowWiseAdagrad, weights, {"lr": 0.05})
         sharders = [picasso.HotColdEmbeddingBagCollectionSharder()]
-        topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
+        topology = Topology(world_size=self.trainer.world_size, compute_device="cpu")
         planner = picasso.hot_cold_planner(topology, hot_rows=0)
-        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+        plan = planner.collective_plan(model, sharders, torch.distributed.group.WORLD)
         self.model = DistributedModelParallel(model, None, self.device, plan, sharders)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
