@@ -11,7 +11,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo notebooks docs test lint types check setup clean
+.PHONY: demo notebooks notebook-outputs docs test lint types check setup clean
 
 demo: $(STAMP)  ## train a DLRM with stock TorchRec and with hot/cold tables, and compare
 	$(BIN)/torchrec-picasso demo $(ARGS)
@@ -21,6 +21,9 @@ notebooks: $(LAB_STAMP)  ## open the notebooks in JupyterLab
 
 docs: $(DOCS_STAMP)  ## build the documents as a site into site/, without a network
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet $(ARGS)
+
+notebook-outputs: $(STAMP)  ## run the notebooks and store their outputs in them
+	$(BIN)/python -m tests.notebooks.outputs $(ARGS)
 
 test: $(STAMP)  ## the whole test-suite; tests of one file run one after another
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)

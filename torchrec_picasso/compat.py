@@ -12,6 +12,7 @@ import importlib
 import re
 from collections.abc import Mapping
 from importlib import metadata
+from importlib.util import find_spec
 
 from torchrec_picasso.errors import VersionError
 
@@ -20,6 +21,7 @@ __all__ = [
     "SUPPORTED_TORCH",
     "check_installed",
     "installed_versions",
+    "why_incomplete",
     "why_not_together",
 ]
 
@@ -62,6 +64,18 @@ def check_installed() -> None:
             f"{_spelled(versions)} cannot be imported together ({type(error).__name__}: {error}). "
             f"{_advice(versions)}"
         ) from error
+
+
+def why_incomplete() -> str | None:
+    """Names the packages that are missing, and versions that load together; imports nothing."""
+    missing = [name for name in ("torch", "torchrec", "fbgemm_gpu") if find_spec(name) is None]
+    if not missing:
+        return None
+    sets = "; ".join(
+        f"torch {torch} with torchrec and fbgemm-gpu (or fbgemm-gpu-cpu) {FBGEMM_OF_TORCH[torch]}"
+        for torch in SUPPORTED_TORCH
+    )
+    return f"not installed: {', '.join(missing)}. Versions that load together: {sets}"
 
 
 def installed_versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Every notebook runs on a kernel of its own, without noise, and on files; it is stored bare.
+"""Every notebook runs on a kernel of its own, without noise, and on files; its outputs are stored.
 
 What JupyterLab would show is what is tested: the kernel's messages, its children's among them.
 """
@@ -6,12 +6,12 @@ What JupyterLab would show is what is tested: the kernel's messages, its childre
 from __future__ import annotations
 
 import ast
+import base64
 import json
 import os
+import re
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from matplotlib import pyplot
-from nbclient import NotebookClient
-from nbformat import NotebookNode
-from traitlets.config import Config
 
+from tests.notebooks.outputs import FOLDER, NOTEBOOKS, executed, kinds_of_outputs, source_hash
 from tests.support.packaging import ROOT, pins, setup_settings
 from torchrec_picasso import CommCurves
 
-FOLDER = ROOT / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-CELL_TIMEOUT_S = 200
+MOST_PICTURE_BYTES = 60_000
+MACHINE = re.compile(r"/(root|home|work|tmp|usr|opt|var)/|site-packages|[Ww]arning")
+"""Paths of a machine, and what a package says of itself."""
 
 CHECKS = {
     "03_interleaving.ipynb": """
@@ -72,9 +70,17 @@ def test_make_opens_them_in_jupyterlab() -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_stored_without_outputs(path: Path) -> None:
-    for cell in json.loads(path.read_text())["cells"]:
-        assert not cell.get("outputs")
+def test_stored_outputs_are_of_this_code_and_of_no_machine(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.get("outputs_of") == source_hash(notebook), "make notebook-outputs"
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    for output in [output for cell in code for output in cell.outputs]:
+        data = dict(output.get("data", {"text": output.get("text")}))
+        picture = base64.b64decode(data.pop("image/png", ""))
+        assert len(picture) < MOST_PICTURE_BYTES
+        assert not MACHINE.search(json.dumps(data))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
@@ -84,18 +90,12 @@ def test_cells_hold_no_functions_and_no_loops(path: Path) -> None:
     assert not [ast.unparse(node) for node in nodes if isinstance(node, forbidden)]
 
 
-@pytest.fixture
-def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where a kernel's sockets go; it sees nothing of the user's, no settings and no kernels."""
-    with tempfile.TemporaryDirectory(prefix="nb_") as folder:
-        for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
-            monkeypatch.setenv(name, folder)
-        yield f"{folder}/s"  # a socket's name must be short
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_runs_on_its_defaults(path: Path, sockets: str) -> None:
-    outputs = [output for cell in executed(path, sockets).cells for output in cell.get("outputs", [])]
+def test_runs_on_its_defaults(path: Path) -> None:
+    notebook = executed(path, CHECKS.get(path.name, ""))
+    notebook.cells.pop()
+    assert kinds_of_outputs(notebook) == kinds_of_outputs(nbformat.read(path, as_version=4))
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     noise = [output.text for output in outputs if output.get("name") == "stderr"]
     assert not noise
     shown = [output.data for output in outputs if "data" in output]
@@ -105,12 +105,12 @@ def test_runs_on_its_defaults(path: Path, sockets: str) -> None:
     assert any("image/png" in data for data in shown)
 
 
-def test_noise_of_a_child_process_would_be_seen(tmp_path: Path, sockets: str) -> None:
+def test_noise_of_a_child_process_would_be_seen(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook()
     for command in ("echo quiet", "echo noisy >&2"):
         notebook.cells.append(nbformat.v4.new_code_cell(f"import os\nos.system({command!r})"))
     nbformat.write(notebook, tmp_path / "noise.ipynb")
-    cells = executed(tmp_path / "noise.ipynb", sockets).cells
+    cells = executed(tmp_path / "noise.ipynb").cells
     streams = [[o.name for o in cell.outputs if o.output_type == "stream"] for cell in cells]
     assert streams == [["stdout"], ["stderr"]]
 
@@ -143,25 +143,6 @@ def test_plan_runs_on_a_file_of_curves(tmp_path: Path) -> None:
     assert names["decision"].curves == curves
     assert names["decision"].world_size == 8
     assert all(len(table) for table in tables)
-
-
-def executed(path: Path, sockets: str) -> NotebookNode:
-    """Runs a notebook on a new kernel, and its checks behind it; an exception in a cell is raised.
-
-    The kernel must not know that a test is running: it would leave out what children print.
-    """
-    notebook = nbformat.read(path, as_version=4)
-    if path.name in CHECKS:
-        notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[path.name]))
-    environment = {name: v for name, v in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    client = NotebookClient(
-        notebook,
-        config=Config({"KernelManager": {"transport": "ipc", "ip": sockets}}),  # no port
-        timeout=CELL_TIMEOUT_S,
-        resources={"metadata": {"path": str(FOLDER)}},
-    )
-    return client.execute(env=environment)
 
 
 def code_cells(path: Path) -> list[list[ast.stmt]]:

@@ -19,7 +19,8 @@ TINY_DEMO = ["--steps", "10", "--batch-size", "64", "--dim", "8", "--hot-rows", 
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["demo"], ["stats"], ["calibrate"], ["plan"], ["train"], ["convert"]]
+    "command",
+    [[], ["demo"], ["doctor"], ["stats"], ["calibrate"], ["plan"], ["train"], ["convert"]],
 )
 def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -58,6 +59,7 @@ def test_bad_arguments(argv: list[str], words: str, capsys: pytest.CaptureFixtur
     ("options", "expected"),
     [
         (["--steps", "9"], "--steps: expected at least 10, got 9"),
+        (["--rate-mbit", "0"], "--rate-mbit: expected more than 0, got 0"),
         (["--ranks", "0"], "TrainConfig: ranks: expected at least 1, got 0"),
         (["--dim", "10"], "ModelConfig: embedding_dim: expected a multiple of 4, got 10"),
         (["--hot-rows", "-1"], "ShardingConfig: hot_rows: expected at least 0, got -1"),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import subprocess
 from typing import Any
 
 import pytest
 
+from torchrec_picasso.app.cli import demo
 from torchrec_picasso.app.cli.arguments import make_parser
 from torchrec_picasso.app.cli.demo import demo_spec
-from torchrec_picasso.app.cli.report import Comparison, print_comparison
+from torchrec_picasso.app.cli.report import Comparison, change, print_comparison
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.compare import CompareSpec, compare_on_rank
 from torchrec_picasso.app.zoo.kinds import model_kinds
@@ -51,3 +54,37 @@ def test_models_of_histories_have_smaller_defaults() -> None:
     assert (dlrm.data.batch_size, dlrm.model.embedding_dim) == (4096, 64)
     assert (tbsm.data.batch_size, tbsm.model.embedding_dim) == (512, 16)
     assert dlrm.sharding.hot_rows is None
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours", "said"),
+    [
+        (2.0, 1.0, "2.00 x slower"),
+        (1.0, 1.5, "1.50 x faster"),
+        (1.0, 1.001, "equal"),
+        (1.0, 0.0, ""),
+    ],
+)
+def test_what_is_slower_is_called_slower(stock: float, ours: float, said: str) -> None:
+    assert change(stock, ours, "slower", "faster") == said
+
+
+def test_a_rate_is_set_on_a_loopback_of_its_own() -> None:
+    command, shape = demo.shaped_loopback(1000, ranks=2)
+    if shutil.which(command[0]) is None or subprocess.run((*command, "tc qdisc")).returncode:
+        pytest.skip("no network namespace with tc can be had here")
+    done = subprocess.run(
+        (*command, f"{shape} && tc qdisc show dev lo"), capture_output=True, text=True, check=True
+    )
+    assert "tbf" in done.stdout
+    assert "rate 2Gbit" in done.stdout
+
+
+def test_without_a_namespace_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    args = make_parser("0").parse_args(["demo", "--rate-mbit", "1000"])
+    assert demo.run_at_rate(args) is None
+    said = capsys.readouterr().out
+    assert said == "on loopback, not at 1000 Mbit/s: unshare: No such file or directory\n"

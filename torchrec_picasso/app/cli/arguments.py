@@ -23,7 +23,7 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_demo, _models, _stats, _calibrate, _plan, _train, _convert, _quality):
+    for add in (_demo, _doctor, _models, _stats, _calibrate, _plan, _train, _convert, _quality):
         add(subcommands)
     return parser
 
@@ -77,6 +77,7 @@ def _demo(subcommands: _Subcommands) -> None:
         "torchrec-picasso demo",
         "torchrec-picasso demo --data day_0.tsv --hot-rows 20000 --out criteo_demo",
         "torchrec-picasso demo --model din",
+        "torchrec-picasso demo --rate-mbit 1000",
     )
     command.text(
         "--data",
@@ -101,7 +102,27 @@ def _demo(subcommands: _Subcommands) -> None:
     command.integer(
         "--hot-rows", "replicated rows, a total over all tables (default: the planner's choice)"
     )
+    command.number(
+        "--rate-mbit",
+        "R",
+        "hold the loopback between ranks to R Mbit/s each, where Linux has unshare and tc",
+    )
     command.text("--out", "DIR", "folder of the results (default: demo_out)", "demo_out")
+
+
+def _doctor(subcommands: _Subcommands) -> None:
+    command = _Command(
+        subcommands,
+        "doctor",
+        "check the installed packages and the link between local ranks",
+        (
+            "Prints versions, whether the packages load together, the link between ranks of this "
+            "machine and the default plan on it; takes 20 seconds at most. Exit code 1 if a "
+            "package is missing."
+        ),
+        "torchrec-picasso doctor",
+    )
+    command.integer("--ranks", "processes to spawn (default: 2)", 2)
 
 
 def _models(subcommands: _Subcommands) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torchrec_picasso.app.zoo.model_kinds import needs_clicks
 from torchrec_picasso.app.zoo.registry import check_run
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["run", "demo_spec"]
+__all__ = ["demo_spec", "run", "run_at_rate", "shaped_loopback"]
 
 _MIN_STEPS = 10  # warm-up, counted steps and one timed block
 _GENERATED_ROW_SCALE = 0.02  # 10 million rows become 200,000
@@ -28,12 +30,15 @@ _BATCH_SIZE, _DIM = 4096, 64
 _CLICKS_BATCH_SIZE, _CLICKS_DIM, _MAX_HISTORY = 512, 16, 20
 """Smaller, since models of histories have attention or a recurrent layer over every click."""
 _TIMEOUT_S = 3600
+_MIN_BURST_BYTES = 128 << 10  # a packet of the loopback has up to 64 KiB
 
 
 def demo_spec(args: argparse.Namespace) -> CompareSpec:
     """Builds the comparison; raises ConfigError if an argument is out of range."""
     if args.steps < _MIN_STEPS:
         raise ConfigError(f"--steps: expected at least {_MIN_STEPS}, got {args.steps}")
+    if args.rate_mbit is not None and not args.rate_mbit > 0:
+        raise ConfigError(f"--rate-mbit: expected more than 0, got {args.rate_mbit:g}")
     has_histories = needs_clicks(args.model)
     batch_size, dim = args.batch_size, args.dim
     if batch_size is None:
@@ -63,9 +68,11 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
     return CompareSpec(config=config, warmup_steps=spec.warmup_steps + spare)
 
 
-def run(args: argparse.Namespace) -> None:
-    """Runs the subcommand; raises PicassoError for unusable input."""
+def run(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns its exit code; raises PicassoError for unusable input."""
     spec = demo_spec(args)
+    if args.rate_mbit is not None and (code := run_at_rate(args)) is not None:
+        return code
     folder = Path(args.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,3 +87,45 @@ def run(args: argparse.Namespace) -> None:
     write_json(comparison, folder / "demo.json")
     draw_comparison(comparison, folder / "demo.png")
     print(f"wrote {folder / 'demo.json'} and {folder / 'demo.png'}")
+    return 0
+
+
+def run_at_rate(args: argparse.Namespace) -> int | None:
+    """Runs the demo in a network namespace of its own; prints a line why where none can be had.
+
+    Args:
+        args: Of the demo, with ``rate_mbit``.
+
+    Returns:
+        The exit code; ``None`` where nothing ran.
+    """
+    command, shape = shaped_loopback(args.rate_mbit, args.ranks)
+    try:
+        tried = subprocess.run((*command, shape), capture_output=True, text=True, check=False)
+        why = tried.stderr or f"exit code {tried.returncode}" if tried.returncode else ""
+    except OSError as error:
+        why = f"{command[0]}: {error.strerror}"
+    if why:
+        print(f"on loopback, not at {args.rate_mbit:g} Mbit/s: {' '.join(why.split())}")
+        return None
+    print(f"loopback held to {args.rate_mbit:g} Mbit/s for each rank", flush=True)
+    given = vars(args).items() - {("command", "demo"), ("rate_mbit", args.rate_mbit)}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None]
+    again = (f'{shape} && exec "$@"', "sh", sys.executable, "-m", "torchrec_picasso", "demo")
+    return subprocess.run((*command, *again, *flags), check=False).returncode
+
+
+def shaped_loopback(rate_mbit: float, ranks: int) -> tuple[tuple[str, ...], str]:
+    """How a shell gets a network namespace, and what it runs there to shape the loopback.
+
+    Args:
+        rate_mbit: Mbit/s of each rank.
+        ranks: Ranks, which all send over the one loopback.
+    """
+    bits = int(rate_mbit * 1e6) * ranks
+    burst = max(_MIN_BURST_BYTES, bits // 8000)  # what passes at once: 1 ms
+    shape = (
+        "PATH=$PATH:/usr/sbin:/sbin; ip link set dev lo up && "
+        f"tc qdisc add dev lo root tbf rate {bits}bit burst {burst}b latency 50ms"
+    )
+    return ("unshare", "--map-root-user", "--net", "sh", "-c"), shape

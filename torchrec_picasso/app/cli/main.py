@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from torchrec_picasso.app.cli.arguments import make_parser
+from torchrec_picasso.compat import why_incomplete
 from torchrec_picasso.errors import PeerError, PicassoError
 from torchrec_picasso.version import __version__
 
@@ -41,13 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    # imported here because --help needs neither PyTorch nor TorchRec
+    if (problem := why_incomplete()) is not None:
+        return _say(problem, EXIT_FAILED)
+    # here, not above: PyTorch and TorchRec take seconds to import
     from torchrec_picasso.app.launch.quiet import quiet_upstream
     from torchrec_picasso.app.launch.run_ranks import RankError
 
     quiet_upstream()
     try:
-        import_module(f"torchrec_picasso.app.cli.{args.command}").run(args)
+        return import_module(f"torchrec_picasso.app.cli.{args.command}").run(args) or 0
     except ModuleNotFoundError as error:
         if error.name not in _PACKAGES:
             raise
@@ -65,7 +68,6 @@ def _run(args: argparse.Namespace) -> int:
         if isinstance(cause, PicassoError) and not isinstance(cause, PeerError):
             return _say(str(cause), EXIT_BAD_INPUT)
         return _say(str(error), EXIT_FAILED)
-    return 0
 
 
 def _say(message: str, exit_code: int) -> int:

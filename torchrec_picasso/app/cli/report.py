@@ -11,7 +11,7 @@ from torchrec_picasso.app.cli.outputs import print_table, write_result
 from torchrec_picasso.app.config import TrainConfig
 from torchrec_picasso.app.runs.compare import CompareSpec, SideResult
 
-__all__ = ["Comparison", "print_comparison", "write_json", "draw_comparison"]
+__all__ = ["Comparison", "change", "draw_comparison", "print_comparison", "write_json"]
 
 _STOCK_COLOR, _OURS_COLOR = "#9aa5b1", "#0b7285"
 _MB = 1e6
@@ -86,16 +86,12 @@ def print_comparison(comparison: Comparison) -> None:
         ("", f"stock {stock.placement}", "hot_cold", ""),
         ("loss, last step", f"{stock.losses[-1]:.7f}", f"{ours.losses[-1]:.7f}", ""),
         ("largest loss difference", "", f"{comparison.max_relative_loss_difference:.1e}", "rel."),
-        _row("MB sent per rank, step", _megabytes(stock), _megabytes(ours), "{:.2f}", "fewer"),
+        _row("MB sent per rank, step", _megabytes(stock), _megabytes(ours), "{:.2f}"),
         _row(
-            "collectives per step",
-            stock.collectives_per_step,
-            ours.collectives_per_step,
-            "{:.1f}",
-            "fewer",
+            "collectives per step", stock.collectives_per_step, ours.collectives_per_step, "{:.1f}"
         ),
-        _row("samples/s", stock.samples_per_s, ours.samples_per_s, "{:,.0f}", "more"),
-        _row("CPU s per step", stock.cpu_s_per_step, ours.cpu_s_per_step, "{:.3f}", "less"),
+        _row("samples/s", stock.samples_per_s, ours.samples_per_s, "{:,.0f}", "slower", "faster"),
+        _row("CPU s per step", stock.cpu_s_per_step, ours.cpu_s_per_step, "{:.3f}"),
         ("lookups served hot", "-", f"{ours.hot_share:.1%}", ""),
     ]
     print_table(*rows)
@@ -111,9 +107,18 @@ def _megabytes(side: SideResult) -> float:
     return side.sent_bytes_per_step / _MB
 
 
-def _row(name: str, stock: float, ours: float, style: str, word: str) -> tuple[str, str, str, str]:
-    times = ours / stock if word == "more" else stock / ours
-    return name, style.format(stock), style.format(ours), f"{times:.2f} x {word}"
+def _row(
+    name: str, stock: float, ours: float, style: str, smaller: str = "less", larger: str = "more"
+) -> tuple[str, str, str, str]:
+    return name, style.format(stock), style.format(ours), change(stock, ours, smaller, larger)
+
+
+def change(stock: float, ours: float, smaller: str, larger: str) -> str:
+    """How far ``ours`` is from ``stock``, in words such as ``1.20 x less``; empty if one is 0."""
+    if not (stock > 0 and ours > 0):
+        return ""
+    times = f"{max(stock / ours, ours / stock):.2f}"
+    return "equal" if times == "1.00" else f"{times} x {larger if ours > stock else smaller}"
 
 
 def write_json(comparison: Comparison, path: Path) -> None:
@@ -161,7 +166,7 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     right.margins(y=0.12)
     right.set(
         ylabel="MB sent per rank and step",
-        title=f"{comparison.sent_bytes_ratio:.1f} times fewer bytes",
+        title=f"{change(_megabytes(stock), _megabytes(ours), 'fewer', 'more')} bytes",
     )
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

@@ -39,7 +39,8 @@ def load_rules(cls: type[ConfigT], path: str | Path) -> ConfigT:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot read the configuration ({error.strerror}); give a YAML file"
+            f"{path}: cannot read the configuration ({error.strerror}); give a YAML file, such as "
+            "those in configs/ of the source repository"
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not text in UTF-8; give a YAML file") from error

@@ -23,6 +23,7 @@ _COLORS = {
     "update, dense step": "#2f9e44",
     "prepare, post": "#adb5bd",
 }
+_EXCHANGES = {"backward": "dense gradients"}  # DDP posts their sums inside backward
 _BATCHES = ("this batch", "next batch", "batch after")
 _WAIT_COLOR, _WIRE_COLOR, _STEP_COLOR = "#e03131", "#0b7285", "#495057"
 _LETTER_SHARE = 0.006  # of the width; a bar too narrow for its label has none
@@ -81,7 +82,9 @@ def _end_ms(spans: Sequence[Span]) -> float:
 
 
 def _lane(span: Span) -> str:
-    return f"wire: {span.op.kind}" if span.kind == "exchange" else _BATCHES[span.op.batch]
+    if span.kind == "exchange":
+        return f"wire: {_EXCHANGES.get(span.op.kind, span.op.kind)}"
+    return _BATCHES[span.op.batch]
 
 
 def _lanes(spans: Sequence[Span]) -> list[str]:

@@ -1,0 +1,1 @@
+"""The scripts of examples/ as a user starts them."""

@@ -1,0 +1,70 @@
+"""Every example trains, on one rank and on two; without its marked lines the DLRM is stock."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import re
+import runpy
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.readme.blocks import blocks_of
+from tests.support.packaging import ROOT
+from torchrec_picasso.app.launch.run_ranks import run_ranks
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+OPTIONAL = {"lightning_loop": "pytorch_lightning", "accelerate_loop": "accelerate"}
+MOST_LINES = 80
+
+
+def run_file(rank: int, world_size: int, file: str, port: int) -> str:
+    """What a rank of torchrun prints; the launcher's ranks have the library loaded already."""
+    dist.destroy_process_group()  # the example makes its own
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        runpy.run_path(file, run_name="__main__")
+    return out.getvalue()
+
+
+@functools.cache
+def losses_of(file: Path, world_size: int) -> list[float]:
+    """The last loss that each rank prints, or one for all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    said = "".join(run_ranks(run_file, world_size, str(file), port, timeout_s=60))
+    assert world_size == 1 or "interleaved" in said or file.stem == "stock", said
+    return [float(loss) for loss in re.findall(r"loss (\d\.\d+)", said)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_it_trains(file: Path, world_size: int) -> None:
+    package = OPTIONAL.get(file.stem)
+    if package and find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; pip install -r requirements-examples.txt")
+    assert len(file.read_text().splitlines()) <= MOST_LINES
+    losses = losses_of(file, world_size)
+    assert losses
+    assert all(0 < loss < 0.7 for loss in losses)  # a coin has 0.693
+
+
+def test_the_marks_are_the_diff_of_the_readme(tmp_path: Path) -> None:
+    source = (ROOT / "examples" / "dlrm.py").read_text()
+    (diff,) = (b for b in blocks_of((ROOT / "README.md").read_text()) if b.language == "diff")
+    removed = [line[1:].strip() for line in diff.text.splitlines() if line.startswith("-")]
+    assert removed == re.findall(r"^# - (.*)$", source, re.MULTILINE)
+    kept = [line for line in source.splitlines() if not re.search(r"  # \+", line)]
+    stock = tmp_path / "stock.py"
+    stock.write_text("\n".join(line.removeprefix("# - ") for line in kept))
+    assert "picasso" not in stock.read_text()
+    ours = losses_of(ROOT / "examples" / "dlrm.py", 2)
+    assert losses_of(stock, 2) == pytest.approx(ours, rel=1e-5)  # sums in another order
