@@ -101,7 +101,7 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
     ),
     "mean over targets": (
         lambda head, out, batch: functional.cross_entropy(_two(out), _clicked(batch)),
-        "not ignored",
+        "ratio of two sums",
     ),
     "padded to the longest": (
         lambda head, out, batch: (

@@ -231,9 +231,9 @@ _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "method of a global": (lambda head, out, batch: out.mean() * _TICK(), "writes _TICK.num_calls"),
     "closure list": (lambda head, out, batch: (_NOTE(), out.mean())[1], "writes seen"),
     "closure counter": (lambda head, out, batch: (_COUNT(), out.mean())[1], "variable num_calls"),
-    "function attribute": (_function_attribute, "writes the function _tally.calls"),
-    "attribute of a weight": (_notes_on_weight, "writes head.over.weight.calls"),
-    "attribute of a method": (_adds_to_method, "writes the function Head.logits.calls"),
+    "function attribute": (_function_attribute, "writes .calls of another object"),
+    "attribute of a weight": (_notes_on_weight, "writes .calls of another object"),
+    "attribute of a method": (_adds_to_method, "writes .calls of another object"),
     "globals of a method": (_writes_globals, "takes __globals__"),
     "asks of a size": (
         lambda head, out, batch: out.mean() if isinstance(out.shape[0], int) else 2 * out.mean(),
@@ -241,7 +241,7 @@ _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "class method": (
         lambda head, out, batch: out.mean() * _OfClass.tick_all(),
-        "writes the class _OfClass.num_calls",
+        "writes an attribute of a type",
     ),
     "mutable default": (_default, "a default of"),
     "cached function": (
@@ -368,7 +368,7 @@ _HEADS: dict[str, tuple[type[Head], str]] = {
     "counting callable": (_with("meter", _Counter, lambda head, out: head.meter(out)), "meter"),
     "class of an object": (
         _with("meter", _OfClass, lambda head, out: out * head.meter.tick()),
-        "writes the class _OfClass.num_calls",
+        "writes .num_calls of another object",
     ),
     "object that forgets": (
         _with("meter", _Forgets, lambda head, out: out * head.meter.tick()),

@@ -203,11 +203,14 @@ class Follower(TorchDispatchMode):
         """Runs an operator without a rule by its decomposition."""
         from torch._decomp import decomposition_table
 
+        count = self.num_operators
         with self:
             # inside a mode's dispatch the mode is off; `with self` follows the parts
             if func in decomposition_table:
-                return decomposition_table[func](*args, **kwargs)
-            found = func.decompose(*args, **kwargs)
+                found = decomposition_table[func](*args, **kwargs)
+            else:
+                found = func.decompose(*args, **kwargs)
+        self.num_operators = count  # an operator counts once
         if found is NotImplemented:
             raise UnprovedError("has no rule")
         return found

@@ -17,6 +17,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from enum import Enum
 from operator import is_
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -77,9 +78,8 @@ _Member = tuple[str, Any]
 class Kept:
     """A container and its content when it was found."""
 
-    def __init__(self, path: str, place: Any, is_library: bool, is_watched: bool) -> None:
-        self.path, self.place = path, place
-        self.is_library, self.is_watched = is_library, is_watched
+    def __init__(self, path: str, place: Any, is_library: bool) -> None:
+        self.path, self.place, self.is_library = path, place, is_library
         self._content = vars(place) if isinstance(place, type) else place
         self._base = next((base for base in _CONTAINERS if isinstance(place, base)), dict)
         self.before = self._base(self._content)
@@ -148,6 +148,7 @@ class Snapshot:
         # by id: equal code of another function may have other names
         self._functions: dict[int, list[FunctionType]] = {}
         self._nested: set[int] = set()
+        self._writing: set[int] = set()
         self._entered: dict[tuple[int, int], tuple[CodeType, dict[str, Any]]] = {}
         for name in GLOBAL_HOOKS:
             self._keep_hooks("all modules", vars(nn.modules.module), name, name)
@@ -167,27 +168,16 @@ class Snapshot:
             if id(value) in self._seen or type(value) is object:
                 continue
             if isinstance(value, _LEAVES) or type(value).__module__ == "typing":
-                if isinstance(getattr(value, "__dict__", None), dict):
-                    self._keep(path, vars(value))
                 continue
             self._seen[id(value)] = value  # alive, so that no other object gets its id
             if isinstance(value, nn.Module):  # PyTorch's and TorchRec's set state at first use
                 is_library = type(value).__module__.partition(".")[0] in ("torch", "torchrec")
             todo += [(p, member, is_library) for p, member in self._take(path, value, is_library)]
 
-    def _keep(
-        self, path: str, place: Any, is_library: bool = False, is_watched: bool = True
-    ) -> list[_Member]:
-        """Keeps the content of a container; returns its members.
-
-        Args:
-            path: Its name.
-            place: The container, or a class.
-            is_library: Whether a module of a library holds it.
-            is_watched: Whether it may not change between two steps either.
-        """
+    def _keep(self, path: str, place: Any, is_library: bool = False) -> list[_Member]:
+        """Keeps the content of a container; returns its members."""
         if id(place) not in self._kept:
-            self._kept[id(place)] = Kept(path, place, is_library, is_watched)
+            self._kept[id(place)] = Kept(path, place, is_library)
         before = self._kept[id(place)].before
         if isinstance(before, dict):
             named = [(f"{path}.{name}".removeprefix("."), v) for name, v in before.items()]
@@ -243,7 +233,6 @@ class Snapshot:
         for hooks, words in HOOKS.items():
             self._keep_hooks(name, attributes, hooks, words)
         if id(module) in self._given or isinstance(module, ShardedModule):
-            self._keep(path, attributes, is_watched=False)
             return ()
         for kind in ("_parameters", "_buffers", "_modules"):
             self._same.append((name, attributes[kind], list(attributes[kind].values())))
@@ -267,12 +256,10 @@ class Snapshot:
         return self._keep(path, vars(tensor))
 
     def _take_class(self, cls: type) -> Iterable[_Member]:
-        """Keeps a class: of the user's all attributes and bases, of others whether they change."""
+        """Keeps a class of the user's, and its bases."""
         path = f"the class {cls.__name__}"
         if not is_users_module(cls.__module__):
-            if cls.__flags__ & _HEAP_TYPE:
-                self._keep(path, cls, is_watched=False)
-            elif foreign_module(cls.__module__):
+            if not cls.__flags__ & _HEAP_TYPE and foreign_module(cls.__module__):
                 self._refuse(f"uses {path}, of the module {cls.__module__}")
             return ()
         members = self._keep(path, cls)
@@ -292,11 +279,10 @@ class Snapshot:
     def _take_function(self, path: str, function: FunctionType) -> Iterable[_Member]:
         """Notes a function; its state is kept when it is called."""
         code = function.__code__
-        self._keep(f"the function {function.__qualname__}", vars(function))
         self._functions.setdefault(id(code), []).append(function)
         if (id(code), id(function.__globals__)) in self._entered:
             return self._state_of(function)
-        if is_users(code):
+        if is_users(code, function.__globals__):
             return ()
         found = foreign_module(function.__globals__.get("__name__"))
         if found:
@@ -325,10 +311,17 @@ class Snapshot:
         Raises:
             UnprovedError: If the function may behave differently in the next call.
         """
-        if (id(frame.f_code), id(frame.f_globals)) not in self._entered:
-            self._examine(frame.f_code, frame.f_globals)
-            if self.reason is not None:
-                raise UnprovedError(self.reason)
+        code = frame.f_code
+        if (id(code), id(frame.f_globals)) not in self._entered:
+            self._examine(code, frame.f_globals)
+        if id(code) in self._writing:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            is_known = id(getattr(owner, "__dict__", None)) in self._kept
+            is_made = is_users_module(type(owner).__module__) and not isinstance(owner, Enum)
+            if isinstance(owner, type | FunctionType) or not (is_known or is_made):
+                self._refuse(f"writes an attribute of a {type(owner).__name__}")
+        if self.reason is not None:
+            raise UnprovedError(self.reason)
 
     def _examine(self, code: CodeType, names: dict[str, Any]) -> None:
         """Keeps what a function reads and writes beside its arguments."""
@@ -353,6 +346,17 @@ class Snapshot:
                 self._refuse(f"imports {name}")
             elif operation in _ATTRIBUTES and name in _PAST_ATTRIBUTES:
                 self._refuse(f"takes {name}")
+            elif operation in ("STORE_ATTR", "DELETE_ATTR"):
+                # only attributes of the first argument, which is an object that is watched
+                target = instructions[place - 1]
+                copies = [i for i in range(place) if instructions[i].opname == "COPY"]
+                reads = [i for i in copies if instructions[i + 1].argval == name]
+                if target.opname == "SWAP" and reads:  # +=, which reads the attribute before
+                    target = instructions[reads[-1] - 1]
+                is_first = target.opname == "LOAD_FAST" and target.argval in code.co_varnames[:1]
+                if not (is_first and code.co_argcount):
+                    self._refuse(f"writes .{name} of another object than its own")
+                self._writing.add(id(code))
 
     def _read(
         self, names: Mapping[str, Any], name: str, path: str, attributes: Iterator[str]
@@ -389,7 +393,7 @@ class Snapshot:
             if len(values) != len(before) or not all(map(is_, values.values(), before)):
                 yield f"{path} has other parameters, buffers or modules"
         for kept in self._kept.values():
-            if kept.is_watched and kept.has_changed():
+            if kept.has_changed():
                 yield f"{kept.difference()} has changed"
         for path, weight, requires_grad, _ in self._weights:
             if weight.requires_grad is not requires_grad:

@@ -157,7 +157,7 @@ class Inputs:
             weights = self._make(weights, (total, *weights.shape[1:]), packed)
         # lengths are feature by feature, (F * B,): rows of samples with F outer blocks
         per_sample = Value(Kind.ROWS, rows=SAMPLES, outer=len(keys))
-        return KeyedJaggedTensor(
+        return _Features(
             keys=keys,
             values=self._make(kjt.values(), (total, *kjt.values().shape[1:]), packed),
             weights=weights,
@@ -166,6 +166,13 @@ class Inputs:
             length_per_key=[jagged.values().shape[0] for jagged in features.values()],
             jt_dict=features,
         )
+
+
+class _Features(KeyedJaggedTensor):
+    """Features that are taken apart by name, never by places in the values of all."""
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        return self.to_dict()[key]
 
 
 def form_of(value: Any) -> Hashable:

@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
@@ -80,13 +80,20 @@ def _is_users_file(name: str) -> bool:
     """Whether a file is the user's; installed packages that are not listed count as the user's."""
     if name.startswith(_ZOO):
         return True
-    if name.startswith(("<frozen", *_LIBRARIES)):
+    if name.startswith(_LIBRARIES):
         return False
     return name.startswith(_ADDED) or not name.startswith(_STANDARD)
 
 
-def is_users(code: CodeType) -> bool:
-    """Whether code is the user's: not PyTorch's, TorchRec's, Python's or this package's engine."""
+def is_users(code: CodeType, names: Mapping[str, Any]) -> bool:
+    """Whether code is the user's: not PyTorch's, TorchRec's, Python's or this package's engine.
+
+    Args:
+        code: The code.
+        names: Its globals; they decide about code without a file.
+    """
+    if code.co_filename.startswith("<"):
+        return is_users_module(names.get("__name__") or "")
     return _is_users_file(code.co_filename)
 
 
@@ -113,7 +120,7 @@ def line_of(frame: FrameType) -> str:
 def current_line() -> str:
     """File and line of the innermost running code of the user's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code):
+    while frame is not None and not is_users(frame.f_code, frame.f_globals):
         frame = frame.f_back
     return "the model" if frame is None else line_of(frame)
 
@@ -128,7 +135,8 @@ _REFUSED = {
         (
             *("item", "tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage"),
             *("__dlpack__", "__reduce_ex__", "__deepcopy__", "apply_", "map_", "__bool__"),
-            *("__int__", "__float__", "__index__", "__repr__", "_version"),
+            *("__int__", "__float__", "__index__", "__repr__", "__format__"),
+            "_version",
         ),
         _READS,
     ),
@@ -200,7 +208,7 @@ class Watch(TorchFunctionMode):
         """The profile function: Python calls it at every call of a function."""
         if event == "call":
             self._see_call(frame)
-        elif event == "c_call" and is_users(frame.f_code):
+        elif event == "c_call" and is_users(frame.f_code, frame.f_globals):
             owner = getattr(given, "__self__", None)
             home = (owner if isinstance(owner, type) else type(owner)).__module__
             found = None if is_users_module(home) else foreign_module(home)
@@ -209,7 +217,7 @@ class Watch(TorchFunctionMode):
     def _see_call(self, frame: FrameType) -> None:
         """Examines a call: the user's own functions, and the user's calls of libraries."""
         code, caller = frame.f_code, frame.f_back
-        if is_users(code):
+        if is_users(code, frame.f_globals):
             if is_import(frame):
                 return  # an import runs once, for any number of forwards
             try:
@@ -217,7 +225,7 @@ class Watch(TorchFunctionMode):
             except UnprovedError as unproved:
                 self._complain(f"{code.co_qualname} at {line_of(frame)}: {unproved}")
             return
-        if caller is None or not is_users(caller.f_code):
+        if caller is None or not is_users(caller.f_code, caller.f_globals):
             return
         if code in _NUMBER_METHODS:
             if is_symbolic(frame.f_locals["self"]):
@@ -233,7 +241,7 @@ class Watch(TorchFunctionMode):
 
     def _check_library(self, caller: FrameType, found: str | None, name: str) -> None:
         """Refuses functions of a foreign module, and those that ask for the process's state."""
-        if found is not None or name in _ASKS:
+        if (found is not None or name in _ASKS) and not is_import(caller):
             self._complain(f"{line_of(caller)} calls {name}, of {found or 'torch'}")
 
     def _complain(self, text: str) -> None:
