@@ -26,8 +26,7 @@ from tests.proof.calls import ONE, TWO, WRITING, Call
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.proof.follow import Follower
 from torchrec_picasso.proof.inputs import Inputs
-from torchrec_picasso.proof.sizes import Sizes
-from torchrec_picasso.proof.values import SAMPLES, Kind, UnprovedError, Value
+from torchrec_picasso.proof.values import SAMPLES, Kind, Sizes, UnprovedError, Value
 
 __all__ = ["run_programs"]
 
@@ -66,6 +65,8 @@ class Program:
         for place, feature in enumerate(FEATURES):
             counts = [kjt.length_per_key()[place] for kjt in kjts]
             self._rows_K[f"batch['ids'][{feature!r}]"] = counts[1:]
+        totals = (kjt.values().size(0) for kjt in kjts[1:])
+        self._rows_K["all of batch['ids']"] = list(totals)
         self._mode = FakeTensorMode(shape_env=self._sizes.env, allow_non_fake_inputs=True)
         inputs = Inputs(self._sizes, self._follower, self._mode, sum(SIZES_K))
         self._take_all(inputs.like(batch, "batch"), batch)

@@ -77,7 +77,7 @@ _CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda head: setattr(head.over, "bias", nn.Parameter(torch.ones(1))),
         "head.over",
     ),
-    "forward hook": (lambda head: head.inner.register_forward_hook(print), "forward hook"),
+    "forward hook": (lambda head: head.inner.register_forward_hook(print), "inner._forward_hooks"),
     "parameter hook": (lambda head: head.over.weight.register_hook(print), "head.over.weight"),
     "replaced forward": (lambda head: setattr(head.inner, "forward", print), "head.inner"),
 }

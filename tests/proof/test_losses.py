@@ -101,7 +101,7 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
     ),
     "mean over targets": (
         lambda head, out, batch: functional.cross_entropy(_two(out), _clicked(batch)),
-        "not ignored",
+        "ratio of two sums",
     ),
     "padded to the longest": (
         lambda head, out, batch: (
@@ -135,8 +135,8 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
         lambda head, out, batch: functional.normalize(out, dim=0).mean(),
         "over the batch",
     ),
-    "rolled": (lambda head, out, batch: (out.roll(1) * batch.labels).mean(), "moves samples"),
-    "flipped": (lambda head, out, batch: (out.flip(0) * batch.labels).mean(), "moves samples"),
+    "rolled": (lambda head, out, batch: (out.roll(1) * batch.labels).mean(), "over the batch"),
+    "flipped": (lambda head, out, batch: (out.flip(0) * batch.labels).mean(), "over the batch"),
     "neighbour": (
         lambda head, out, batch: out[torch.arange(out.shape[0]) - 1].mean(),
         "places in the batch",
@@ -154,7 +154,7 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
     ),
     "half": (lambda head, out, batch: out[: out.shape[0] // 2].mean(), "size of the batch"),
     "every other": (lambda head, out, batch: out[::2].mean(), "leaves others"),
-    "first": (lambda head, out, batch: out[0], "one place"),
+    "first": (lambda head, out, batch: out[0], "over the batch"),
     "broadcast": (lambda head, out, batch: (out[:, None] - batch.labels).mean(), "every other"),
     "by place": (
         lambda head, out, batch: (out * torch.arange(out.shape[0])).mean(),

@@ -215,7 +215,7 @@ def _notes_on_weight(head: Any, out: Tensor, batch: Batch) -> Tensor:
 
 
 def _adds_to_method(head: Any, out: Tensor, batch: Batch) -> Tensor:
-    type(head).logits.calls += 1
+    type(head).logits.calls = 1  # type: ignore[attr-defined]
     return out.mean()
 
 
@@ -226,11 +226,11 @@ def _writes_globals(head: Any, out: Tensor, batch: Batch) -> Tensor:
 
 _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "global counter": (_global_counter, "writes the global NUM_CALLS"),
-    "global list": (lambda head, out, batch: (CALLS.append(1), out.mean())[1], "reads CALLS"),
-    "global method": (lambda head, out, batch: (NOTE_CALL(1), out.mean())[1], "reads NOTE_CALL"),
-    "method of a global": (lambda head, out, batch: out.mean() * _TICK(), "reads _TICK"),
-    "closure list": (lambda head, out, batch: (_NOTE(), out.mean())[1], "reads seen"),
-    "closure counter": (lambda head, out, batch: (_COUNT(), out.mean())[1], "writes num_calls"),
+    "global list": (lambda head, out, batch: (CALLS.append(1), out.mean())[1], "writes CALLS"),
+    "global method": (lambda head, out, batch: (NOTE_CALL(1), out.mean())[1], "writes NOTE_CALL"),
+    "method of a global": (lambda head, out, batch: out.mean() * _TICK(), "writes _TICK.num_calls"),
+    "closure list": (lambda head, out, batch: (_NOTE(), out.mean())[1], "writes seen"),
+    "closure counter": (lambda head, out, batch: (_COUNT(), out.mean())[1], "variable num_calls"),
     "function attribute": (_function_attribute, "writes .calls of another object"),
     "attribute of a weight": (_notes_on_weight, "writes .calls of another object"),
     "attribute of a method": (_adds_to_method, "writes .calls of another object"),
@@ -241,18 +241,21 @@ _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "class method": (
         lambda head, out, batch: out.mean() * _OfClass.tick_all(),
-        "writes .num_calls of a type",
+        "writes an attribute of a type",
     ),
     "mutable default": (_default, "a default of"),
-    "cached function": (lambda head, out, batch: out.mean() * _cached(), "reads _cached"),
+    "cached function": (
+        lambda head, out, batch: out.mean() * _cached(),
+        "is a _lru_cache_wrapper",
+    ),
     "clock": (lambda head, out, batch: out.mean() * (time.time() % 2), "module time"),
     "random": (lambda head, out, batch: out.mean() * random.random(), "module random"),
     "NumPy": (lambda head, out, batch: out.mean() * np.random.rand(), "numpy.random"),
     "local import": (_local_import, "imports random"),
-    "seeds": (lambda head, out, batch: (torch.manual_seed(0), out.mean())[1], "seeds"),
+    "seeds": (lambda head, out, batch: (torch.manual_seed(0), out.mean())[1], "torch.random"),
     "attribute": (_counts_itself, "head.num_calls"),
     "kept output": (_keeps, "head.last"),
-    "caught": (_catches, "one place"),
+    "caught": (_catches, "over the batch"),
     "data": (lambda head, out, batch: out.mean() * out.detach().numpy().max(), "reads data"),
     "gradient": (
         lambda head, out, batch: out.mean() * (1 if head.over.weight.grad is None else 2),
@@ -265,7 +268,7 @@ _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "tensor hook": (_hooked, "register_hook"),
     "saved tensors": (_saves_elsewhere, "saved for backward"),
     "collective": (_communicates, "torch.distributed"),
-    "called back": (_calls_back, "reads CALLS"),
+    "called back": (_calls_back, "writes CALLS"),
     "own backward": (
         lambda head, out, batch: _AddsInBackward.apply(out).mean(),
         "_AddsInBackward",
@@ -369,11 +372,11 @@ _HEADS: dict[str, tuple[type[Head], str]] = {
     ),
     "object that forgets": (
         _with("meter", _Forgets, lambda head, out: out * head.meter.tick()),
-        "says itself what is copied",
+        "head.meter.num_calls",
     ),
     "object that is its copy": (
         _with("meter", _Itself, lambda head, out: out * head.meter.tick()),
-        "says itself what is copied",
+        "head.meter.num_calls",
     ),
     "weak reference": (
         _with(
@@ -381,11 +384,11 @@ _HEADS: dict[str, tuple[type[Head], str]] = {
             lambda: weakref.ref(_KEPT_COUNTER),
             lambda head, out: out * head.meter().tick(),
         ),
-        "refers to a _Counter",
+        "head.meter.num_calls",
     ),
     "cached method": (
         _with("cached", lambda: _cached, lambda head, out: out * head.cached()),
-        "is a cached function",
+        "head.cached is a _lru_cache_wrapper",
     ),
     "bound method": (
         _with("tick", lambda: _Counter().tick, lambda head, out: out * head.tick()),
@@ -403,7 +406,10 @@ _HEADS: dict[str, tuple[type[Head], str]] = {
         _with("drawn", np.random.default_rng, lambda head, out: out * head.drawn.random()),
         "head.drawn",
     ),
-    "generator": (_with("drawn", torch.Generator, lambda head, out: out), "torch.Generator"),
+    "generator": (
+        _with("drawn", torch.Generator, lambda head, out: out),
+        "drawn is a Generator",
+    ),
     "lambda's default": (
         _with(
             "note",
@@ -414,13 +420,13 @@ _HEADS: dict[str, tuple[type[Head], str]] = {
     ),
     "unregistered": (
         _with("layers", lambda: [_Counts()], lambda head, out: head.layers[0](out)),
-        "not registered",
+        "head.layers.num_calls",
     ),
     "registered": (_with("layer", _Counts, lambda head, out: head.layer(out)), "layer.num_calls"),
     "BatchNorm": (_with_layer(lambda: nn.BatchNorm1d(HIDDEN)), "num_batches_tracked"),
     "BatchNorm without a trace": (
         _with_layer(lambda: nn.BatchNorm1d(HIDDEN, track_running_stats=False)),
-        "statistics of the batch",
+        "over the batch",
     ),
     "spectral norm": (
         _with_layer(lambda: spectral_norm(nn.Linear(HIDDEN, HIDDEN))),
@@ -485,8 +491,8 @@ _OUTPUTS: dict[str, tuple[Callable[[Head, Tensor, Batch], Any], str | None]] = {
     "count": (lambda head, out, batch: out.mean().long(), "rounds a mean"),
     "ranks": (lambda head, out, batch: out.argsort().argsort(), "over the batch"),
     "over the median": (lambda head, out, batch: out > out.median(), "over the batch"),
-    "flat": (lambda head, out, batch: torch.stack([out, out], 1).view(-1), "several entries"),
-    "turned": (lambda head, out, batch: torch.stack([out, out]), "not an entry"),
+    "flat": (lambda head, out, batch: torch.stack([out, out], 1).view(-1), "not one entry"),
+    "turned": (lambda head, out, batch: torch.stack([out, out]), "not one entry"),
     "parameter": (lambda head, out, batch: head.over.weight, "a tensor of the model"),
     "view of a parameter": (lambda head, out, batch: head.over.bias[0], "a view into the model"),
     "size": (lambda head, out, batch: out.shape[0], "the size of the batch"),
@@ -509,15 +515,13 @@ class _Layers(nn.Module):
         self.recurrent = nn.LSTM(NUM_DENSE, HIDDEN, batch_first=True)
         self.gated = nn.GRU(HIDDEN, HIDDEN)
         self.block = nn.TransformerEncoderLayer(HIDDEN, 2, 16, batch_first=True)
-        self.window = nn.Conv1d(2, 3, 2, padding=1)
         self.inside = _Checkpointed(use_reentrant=False)
         self.looks = _Looks()
 
     def forward(self, value: Tensor) -> Tensor:
         steps = self.recurrent(value.view(value.shape[0], -1, NUM_DENSE))[0]
         steps = self.block(self.gated(steps.transpose(0, 1))[0].transpose(0, 1))
-        seen = self.window(value.view(-1, 2, HIDDEN // 2)).amax((1, 2))
-        return self.inside(steps.mean(dim=1)) + seen[:, None] + self.looks(value)
+        return self.inside(steps.mean(dim=1)) + self.looks(value)
 
 
 def test_layers_that_keep_samples_apart() -> None:

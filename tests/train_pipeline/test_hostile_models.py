@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -226,6 +231,140 @@ class NowAndThen(Switched):
         return bool(torch.rand(()) < 0.4)
 
 
+class NowAndThenByPython(Switched):
+    """Compares samples in some steps that Python draws."""
+
+    @property
+    def compares(self) -> bool:  # type: ignore[override]
+        return random.random() < 0.4
+
+
+class NowAndThenByNumPy(Switched):
+    """Compares samples in some steps that NumPy draws."""
+
+    @property
+    def compares(self) -> bool:  # type: ignore[override]
+        return bool(np.random.rand() < 0.4)
+
+
+def _make_count() -> Callable[[], int]:
+    num_calls = 0
+
+    def count() -> int:
+        nonlocal num_calls
+        num_calls += 1
+        return num_calls
+
+    return count
+
+
+class CountsInClosure(Head):
+    """A count in a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _GLOBAL.count = _make_count()
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        return super().loss(out, batch) * _GLOBAL.count()
+
+
+class CountsInDefault(Head):
+    """A count in a default argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.note([], clear=True)
+
+    def note(self, out: Any, seen: list[int] = [], clear: bool = False) -> int:  # noqa: B006
+        if clear:
+            seen.clear()
+        seen.append(1)
+        return len(seen)
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        return super().loss(out, batch) * self.note(out)
+
+
+class TakesTurns(Head):
+    """Another loss in every other forward, by an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _GLOBAL.turns = itertools.cycle((1, 2))
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        return super().loss(out, batch) * next(_GLOBAL.turns)
+
+
+class Reorders(Head):
+    """Another loss in every other forward, by the order of a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _GLOBAL.scales = {"one": 1, "two": 2}
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        name = next(iter(_GLOBAL.scales))
+        _GLOBAL.scales[name] = scale = _GLOBAL.scales.pop(name)
+        return super().loss(out, batch) * scale
+
+
+class OfGlobal(Switched):
+    """Compares samples once an object outside the model says so."""
+
+    @property
+    def compares(self) -> bool:  # type: ignore[override]
+        return _GLOBAL.compares
+
+
+class OfBackend(Switched):
+    """Compares samples once a setting of cuDNN has changed."""
+
+    @property
+    def compares(self) -> bool:  # type: ignore[override]
+        return torch.backends.cudnn.benchmark
+
+
+class OfItsType(Switched):
+    """Compares samples of plain tensors, which are others in a proof."""
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        self_compares = type(out) is Tensor
+        loss = Head.loss(self, out, batch)
+        return loss + (out.sum() / SAMPLES**0.5).square() if self_compares else loss
+
+
+class _Centre(torch.autograd.Function):
+    """Centres if most are positive; its gradient is of one sample."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values - values.mean() if values.sum() > -SAMPLES else values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Centred(Head):
+    """Centres within a function of its own."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return _Centre.apply(super().logits(x))
+
+
+class NormalisedInCheckpoint(Head):
+    """A BatchNorm without a module, behind a checkpoint."""
+
+    def tower(self, x: Tensor) -> Tensor:
+        def norm(values: Tensor) -> Tensor:
+            return functional.batch_norm(values, None, None, training=True)
+
+        hidden: Tensor = checkpoint(norm, self.hidden(x), use_reentrant=False)
+        return self.over(torch.tanh(hidden))
+
+
 class Ranks(Head):
     """Gives places within the batch."""
 
@@ -272,6 +411,22 @@ class Uncertain(Head):
         other = functional.binary_cross_entropy_with_logits(out, batch.labels)
         losses = torch.stack([super().loss(out, batch), other])
         return losses * torch.exp(-self.log_scales) + self.log_scales
+
+
+_GLOBAL: Any = SimpleNamespace(compares=False)
+
+
+def _last_switches_global(model: Any, step: int) -> None:
+    _GLOBAL.compares = step == STEPS - 1
+
+
+def _last_tunes(model: Any, step: int) -> None:
+    torch.backends.cudnn.benchmark = step == STEPS - 1
+
+
+def _seed(model: Any) -> None:
+    random.seed(3)
+    np.random.seed(3)
 
 
 def _last_switches(model: Any, step: int) -> None:
@@ -348,6 +503,21 @@ PROGRAMS = {
         prepare=lambda model: torch.manual_seed(3),
         refusal="the model is random by itself",
     ),
+    "comparison now and then by Python": Program(
+        head=NowAndThenByPython, prepare=_seed, refusal="random by itself"
+    ),
+    "comparison now and then by NumPy": Program(
+        head=NowAndThenByNumPy, prepare=_seed, refusal="random by itself"
+    ),
+    "count in a closure": replace(_DIFFERS, head=CountsInClosure),
+    "count in a default": replace(_DIFFERS, head=CountsInDefault),
+    "iterator": replace(_DIFFERS, head=TakesTurns),
+    "order of a dictionary": replace(_DIFFERS, head=Reorders),
+    "switch outside the model": replace(_DIFFERS, head=OfGlobal, before_step=_last_switches_global),
+    "setting of cuDNN": replace(_DIFFERS, head=OfBackend, before_step=_last_tunes),
+    "type of a tensor": replace(_DIFFERS, head=OfItsType),
+    "centred in a function": replace(_DIFFERS, head=Centred),
+    "norm in a checkpoint": replace(_DIFFERS, head=NormalisedInCheckpoint),
     "ranks": Program(head=Ranks, refusal="output[0] differs in"),
     "cached tensor": Program(head=Cached),
     "switch": replace(_DIFFERS, head=Switched, before_step=_last_switches),

@@ -1,18 +1,25 @@
-"""One call of an operator, with the facts that rules need."""
+"""One call of an operator, with the facts that rules need, and the rules' register."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from torchrec_picasso.proof.sizes import Sizes, is_symbolic
-from torchrec_picasso.proof.values import SAMPLES, Kind, UnprovedError, Value
+from torchrec_picasso.proof.values import (
+    SAME,
+    SAMPLES,
+    Kind,
+    Sizes,
+    UnprovedError,
+    Value,
+    is_symbolic,
+)
 
-__all__ = ["RULES", "Call", "Rule", "rule"]
+__all__ = ["RULES", "Call", "Operand", "Rule", "rule"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,6 @@ class Call:
         out: Result of the call.
         sizes: Sizes of the batch.
         where: Operator and line of the model.
-        is_pointwise: Whether PyTorch tags the operator as elementwise.
     """
 
     name: str
@@ -54,7 +60,11 @@ class Call:
     out: Any
     sizes: Sizes
     where: str
-    is_pointwise: bool = False
+    varying: list[Operand] = field(init=False)
+    """The tensors that depend on the batch."""
+
+    def __post_init__(self) -> None:
+        self.varying = [operand for operand in self.operands if not operand.is_same]
 
     def of(self, name: str) -> Operand:
         """Returns the tensor of an argument."""
@@ -64,10 +74,11 @@ class Call:
         """Returns the tensor of an optional argument, or ``None``."""
         return next((operand for operand in self.operands if operand.name == name), None)
 
-    @property
-    def varying(self) -> list[Operand]:
-        """The tensors that depend on the batch."""
-        return [operand for operand in self.operands if not operand.is_same]
+    def only(self) -> Operand:
+        """Returns the one tensor that depends on the batch."""
+        if len(self.varying) != 1:
+            raise UnprovedError(f"takes {len(self.varying)} tensors that depend on the batch")
+        return self.varying[0]
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -79,31 +90,30 @@ class Call:
         """Arguments that are symbolic numbers, computed from the batch's size."""
         return [leaf for leaf in tree_leaves(list(self.args.values())) if is_symbolic(leaf)]
 
-    def with_scratch(self, value: Value) -> list[Value]:
-        """Makes one value for all outputs, and ``HIDDEN`` for outputs without a batch dim.
+    def dim(self, operand: Operand, name: str = "dim") -> int:
+        """Returns the dim that an argument names, counted from 0."""
+        return int(self.args[name]) % max(operand.tensor.dim(), 1)
 
-        Operators return the latter for their backward; a model does not read them.
-        """
-        hidden = Value(Kind.HIDDEN)
-        return [value if self.sizes.batch_dims(out) else hidden for out in self.outputs]
-
-    def dims(self, operand: Operand, name: str = "dim") -> list[int] | None:
-        """Lists the dims that an argument names, counted from 0; ``None`` = all dims.
-
-        Args:
-            operand: Tensor that the dims belong to.
-            name: Name of the argument.
-        """
-        given = self.args.get(name)
+    def dims(self, operand: Operand) -> list[int] | None:
+        """Lists the dims that an argument names, counted from 0; ``None`` = all dims."""
+        given = self.args.get("dim", self.args.get("dims"))
         if given is None or (isinstance(given, Sequence) and not given):
             return None
         given = [given] if isinstance(given, int) else given
         return [dim % max(operand.tensor.dim(), 1) for dim in given]
 
-    def refuse_numbers(self) -> None:
-        """Refuses symbolic numbers of the batch's size where they would be data or indices."""
-        if self.numbers:
-            raise UnprovedError("uses the batch's size as a number")
+    def filled(self) -> Value:
+        """Returns the value of an output with equal entries; along the batch each row gets one."""
+        (out,) = self.outputs
+        dims = self.sizes.batch_dims(out)
+        if not dims:
+            return SAME
+        found = self.sizes.rows_of(out.shape[dims[0]])
+        if found is None:
+            raise UnprovedError(
+                f"makes a tensor of {out.shape[dims[0]]} entries, which is no batch"
+            )
+        return Value(Kind.ROWS, rows=found[0])
 
     def same_rows(self, operands: Iterable[Operand]) -> Value:
         """Returns the rows that all operands share; the caller has compared their dims.
@@ -119,12 +129,10 @@ class Call:
             if operand.value.outer != first.outer:
                 raise UnprovedError("takes samples in different orders")
             self.sizes.want_same(first.rows, operand.value.rows, self.where)
-        return Value(Kind.ROWS, rows=self._best(operands), outer=first.outer)
-
-    def _best(self, operands: Sequence[Operand]) -> str:
-        """Chooses between equal row counts; the samples' name keeps most information."""
+        # between equal row counts the samples' name keeps most information
         names = [operand.value.rows for operand in operands]
-        return SAMPLES if SAMPLES in names else names[0]
+        rows = SAMPLES if SAMPLES in names else names[0]
+        return Value(Kind.ROWS, rows=rows, outer=first.outer)
 
     def aligned(self, operands: Iterable[Operand]) -> Value:
         """Returns the rows of tensors that broadcast with equal batch dims from the right.
@@ -135,7 +143,7 @@ class Call:
         operands = list(operands)
         rows = [operand for operand in operands if not operand.is_same]
         if not rows:
-            return Value(Kind.SAME)
+            return SAME
         found = self.same_rows(rows)
         (place, *others) = {operand.place for operand in rows}
         if others:
@@ -148,21 +156,62 @@ class Call:
         return found
 
 
-Rule = Callable[[Call], "Value | Sequence[Value]"]
+@dataclass(frozen=True)
+class Rule:
+    """The rule of an operator.
+
+    Args:
+        function: Returns one value for all outputs, or one for each, where the batch's dim may be
+            open (see :class:`.Value`); ``None`` = look at the operator's parts instead.
+        numbers: Whether arguments may be numbers computed from the batch's size.
+        linear: Whether a mean or a sum over samples stays one, if it is the only varying operand.
+        partial: Whether ``function`` takes other calls with means and sums.
+        places: Whether ``function`` takes positions in the batch.
+    """
+
+    function: Callable[[Call], Value | Sequence[Value] | None]
+    numbers: bool = False
+    linear: bool = False
+    partial: bool = False
+    places: bool = False
+
+    def __call__(self, call: Call) -> Sequence[Value] | None:
+        """Returns the value of each output of a call; ``None`` = the rule does not know."""
+        varying = call.varying
+        if call.numbers and not self.numbers:
+            raise UnprovedError("uses the batch's size as a number")
+        if self.linear and len(varying) == 1 and varying[0].value.is_partial:
+            kind, dtype = varying[0].value.kind, varying[0].tensor.dtype
+            if call.numbers:
+                raise UnprovedError(f"puts {kind.value} beside every sample")
+            if any(out.dtype != dtype and not out.is_floating_point() for out in call.outputs):
+                raise UnprovedError(f"rounds {kind.value}")
+            return [Value(kind)] * len(call.outputs)
+        for value in (operand.value for operand in varying):
+            if value.is_partial and not self.partial:
+                raise UnprovedError(f"is not linear in {value.kind.value}")
+            if not value.is_partial and value.kind is not Kind.ROWS and not self.places:
+                raise UnprovedError(f"computes with {value.kind.value}")
+            if value.counted and not self.places:
+                raise UnprovedError("computes with places in the batch")
+        found = self.function(call)
+        return [found] * len(call.outputs) if isinstance(found, Value) else found
+
+
 RULES: dict[str, Rule] = {}
-"""Rule of each operator: returns one value for all outputs, or one for each; the batch's dim may
-be open (see :class:`.Value`)."""
+"""Rule of each operator."""
 
 
-def rule(names: str) -> Callable[[Rule], Rule]:
+def rule(names: str, **options: bool) -> Callable[[Any], Any]:
     """Makes a function the rule of some operators.
 
     Args:
         names: Names of the operators, separated by blanks; FBGEMM's begin with "fbgemm.".
+        options: Of the :class:`Rule`.
     """
 
-    def note(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names.split(), function))
+    def note(function: Any) -> Any:
+        RULES.update(dict.fromkeys(names.split(), Rule(function, **options)))
         return function
 
     return note

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchrec_picasso.proof.call import Call, Operand, Rule
-from torchrec_picasso.proof.rules.all_rules import RULES, pointwise
-from torchrec_picasso.proof.sizes import Sizes
-from torchrec_picasso.proof.values import SAME, Kind, UnprovedError, Value
-from torchrec_picasso.proof.where import current_line
+from torchrec_picasso.proof import places  # noqa: F401, registers its rules
+from torchrec_picasso.proof.call import RULES, Call, Operand, Rule
+from torchrec_picasso.proof.rules import POINTWISE
+from torchrec_picasso.proof.values import SAME, Kind, Sizes, UnprovedError, Value
+from torchrec_picasso.proof.watch import current_line
 
 __all__ = ["Follower"]
 
@@ -32,9 +31,6 @@ _ASKING = frozenset(
 _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 _DRAWING_BY_ENTRY = ("bernoulli", "native_dropout")
 _ATTENTION = "_scaled_dot_product"
-_CHOOSING = ("convolution",)
-"""Operators that choose a kernel by the size of the batch; the result is the same."""
-
 _KNOWN = (Tensor, nn.Parameter, FakeTensor)
 
 
@@ -90,10 +86,6 @@ class Follower(TorchDispatchMode):
         """Whether a tensor shares memory with the model or the batch."""
         return tensor.untyped_storage()._cdata in self._outside
 
-    def is_once(self, tensor: Tensor, value: Value) -> bool:
-        """Whether each row is a single entry of the batch's dim."""
-        return self.sizes.inner(tensor, value) == 1
-
     def refuse(self, reason: str) -> None:
         """Records a reason; only the first one is kept."""
         if self.reason is None:
@@ -134,27 +126,30 @@ class Follower(TorchDispatchMode):
             self._check_write(operand)
         self._check_random(func, base, bound)
         found_rule = self._rule(func, namespace, base)
+        is_same = all(operand.is_same for operand in operands)
         # without a rule the operator is decomposed, and the mode follows its parts
-        if found_rule is None and any(not operand.is_same for operand in operands):
+        if found_rule is None and not is_same:
             return self._decomposed(func, args, kwargs)
         before = len(self.sizes.env.guards)
         # a new guard on a symbol means that the operator branched on the size of the batch
-        with self.sizes.env.suppress_guards() if base in _CHOOSING else nullcontext():
-            out = func(*args, **kwargs)
+        out = func(*args, **kwargs)
         assumption = self.sizes.assumption(before)
         if assumption is not None:
             raise UnprovedError(f"{assumption}: it depends on the size of the batch")
-        call = Call(
-            name=base,
-            args=bound,
-            operands=operands,
-            out=out,
-            sizes=self.sizes,
-            where=f"{namespace}.{name} at {current_line()}",
-            is_pointwise=torch.Tag.pointwise in func.tags,
-        )
+        where = f"{namespace}.{name} at {current_line()}"
+        call = Call(base, bound, operands, out, self.sizes, where)
+        if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(out)):
+            raise UnprovedError("gives a number that depends on data")
+        values: Sequence[Value] | None = [SAME] * len(call.outputs)
+        if not is_same or call.numbers or torch.Tag.nondeterministic_seeded in func.tags:
+            values = None if found_rule is None else found_rule(call)
+        elif namespace not in ("aten", "prims", "fbgemm"):
+            values = None
+        if values is None and not written:
+            return self._decomposed(func, args, kwargs)
+        if values is None:
+            raise UnprovedError("has no rule")
         self._note_views(call, func)
-        values = self._values(call, found_rule, namespace)
         for tensor, value in zip(call.outputs, values):
             self._note(tensor, value, written, func)
         return out
@@ -202,34 +197,23 @@ class Follower(TorchDispatchMode):
         if torch.Tag.out_variant in func.tags or torch.Tag.out in func.tags:
             raise UnprovedError("writes into a tensor given as out=")
         is_pointwise = torch.Tag.pointwise in func.tags and base != "equal"
-        if namespace == "aten" and is_pointwise:
-            return pointwise
-        return RULES.get(key)
+        return POINTWISE if namespace == "aten" and is_pointwise else RULES.get(key)
 
     def _decomposed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs an operator without a rule by its decomposition."""
         from torch._decomp import decomposition_table
 
+        count = self.num_operators
         with self:
             # inside a mode's dispatch the mode is off; `with self` follows the parts
             if func in decomposition_table:
-                return decomposition_table[func](*args, **kwargs)
-            found = func.decompose(*args, **kwargs)
+                found = decomposition_table[func](*args, **kwargs)
+            else:
+                found = func.decompose(*args, **kwargs)
+        self.num_operators = count  # an operator counts once
         if found is NotImplemented:
             raise UnprovedError("has no rule")
         return found
-
-    def _values(self, call: Call, found_rule: Rule | None, namespace: str) -> Sequence[Value]:
-        """Computes the dependence of each output."""
-        if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(call.out)):
-            raise UnprovedError("gives a number that depends on data")
-        if found_rule is None:
-            # all operands are the same for every batch, so the outputs are too
-            if namespace not in ("aten", "prims", "fbgemm") or call.numbers:
-                raise UnprovedError("has no rule")
-            return [SAME] * len(call.outputs)
-        found = found_rule(call)
-        return [found] * len(call.outputs) if isinstance(found, Value) else list(found)
 
     def _note(self, tensor: Tensor, value: Value, written: Sequence[Operand], func: Any) -> None:
         """Records one output, and checks a write into a view."""

@@ -14,14 +14,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_picasso.batches.split import PLAIN_TYPES, children_of, rebuild
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.proof.follow import Follower
-from torchrec_picasso.proof.sizes import Sizes
-from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, UnprovedError, Value
+from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, Sizes, UnprovedError, Value
 
 __all__ = ["Inputs", "form_of"]
-
-
-_MOST_SUMMED = 32
-"""Features up to which the lookups of all are a sum of symbols; with more they are one symbol."""
 
 
 class Inputs:
@@ -69,7 +64,6 @@ class Inputs:
             return self._tensor(value, path, has_graph)
         members = children_of(value)
         if members is not None:
-            _refuse_extras(value, path)
             made = [self.like(m, path + suffix, has_graph=has_graph) for suffix, m in members]
             try:
                 return rebuild(value, made, path, "")
@@ -120,16 +114,26 @@ class Inputs:
                 f"{path} has lengths of shape {tuple(lengths.shape)}, and not of "
                 f"{self._num_samples} samples"
             )
-        count = self._sizes.add(path, values.size(0))
-        rows = Value(Kind.ROWS, rows=path)
-        made_weights = None
-        if weights is not None:
-            made_weights = self._make(weights, (count, *weights.shape[1:]), rows)
-        per_sample = Value(Kind.ROWS, rows=SAMPLES, features=(path,))
+        return self._sequences(path, values.size(0), values, weights, lengths, has_graph)
+
+    def _sequences(
+        self,
+        path: str,
+        num_lookups: int,
+        values: Tensor,
+        weights: Tensor | None,
+        lengths: Tensor,
+        has_graph: bool = False,
+    ) -> JaggedTensor:
+        """Makes one feature's lookups, of a number of their own, and a length per sample."""
+        count, rows = self._sizes.add(path, num_lookups), Value(Kind.ROWS, rows=path)
+        made = None if weights is None else self._make(weights, (count, *weights.shape[1:]), rows)
         return JaggedTensor(
             values=self._make(values, (count, *values.shape[1:]), rows, has_graph),
-            weights=made_weights,
-            lengths=self._make(lengths, (self._samples,), per_sample),
+            weights=made,
+            lengths=self._make(
+                lengths, (self._samples,), Value(Kind.ROWS, rows=SAMPLES, feature=path)
+            ),
         )
 
     def _keyed_jagged(self, kjt: KeyedJaggedTensor, path: str) -> KeyedJaggedTensor:
@@ -138,60 +142,37 @@ class Inputs:
             raise UnprovedError(f"{path} has a batch size per feature, or inverse indices")
         if kjt.stride() != self._num_samples:
             raise UnprovedError(f"{path} has {kjt.stride()} samples, not {self._num_samples}")
-        keys = kjt.keys()
-        names = [f"{path}[{key!r}]" for key in keys]
-        counts = [self._sizes.add(name, n) for name, n in zip(names, kjt.length_per_key())]
+        keys, weights = kjt.keys(), kjt.weights_or_none()
         if not keys:
             raise UnprovedError(f"{path} has no features")
-        packed = Value(Kind.LOOKUPS, features=tuple(names))
-        if len(keys) == 1:
-            packed = Value(Kind.ROWS, rows=names[0])
-        if len(keys) <= _MOST_SUMMED:
-            total = sum(counts[1:], counts[0])
-        else:
-            total = self._sizes.add(f"all of {path}", kjt.values().size(0))
-        values = self._make(kjt.values(), (total, *kjt.values().shape[1:]), packed)
-        weights = kjt.weights_or_none()
+        # what to_dict() will return
+        features = {
+            key: self._sequences(f"{path}[{key!r}]", count, kjt.values(), weights, kjt.lengths())
+            for key, count in zip(keys, kjt.length_per_key())
+        }
+        # all features in one: entries whose order the rules do not follow
+        total = self._sizes.add(f"all of {path}", kjt.values().size(0))
+        packed = Value(Kind.LOOKUPS)
         if weights is not None:
             weights = self._make(weights, (total, *weights.shape[1:]), packed)
         # lengths are feature by feature, (F * B,): rows of samples with F outer blocks
-        per_sample = Value(Kind.ROWS, rows=SAMPLES, outer=len(keys), features=tuple(names))
-        lengths = self._make(kjt.lengths(), (len(keys) * self._samples,), per_sample)
-        features = (self._feature(kjt, name, count) for name, count in zip(names, counts))
-        return KeyedJaggedTensor(
+        per_sample = Value(Kind.ROWS, rows=SAMPLES, outer=len(keys))
+        return _Features(
             keys=keys,
-            values=values,
+            values=self._make(kjt.values(), (total, *kjt.values().shape[1:]), packed),
             weights=weights,
-            lengths=lengths,
+            lengths=self._make(kjt.lengths(), (len(keys) * self._samples,), per_sample),
             stride=self._samples,
-            length_per_key=counts,
-            jt_dict=dict(zip(keys, features)),
-        )
-
-    def _feature(self, kjt: KeyedJaggedTensor, name: str, count: torch.SymInt) -> JaggedTensor:
-        """Makes one feature's part, which ``to_dict()`` will return."""
-        rows, weights = Value(Kind.ROWS, rows=name), kjt.weights_or_none()
-        if weights is not None:
-            weights = self._make(weights, (count, *weights.shape[1:]), rows)
-        per_sample = Value(Kind.ROWS, rows=SAMPLES, features=(name,))
-        return JaggedTensor(
-            values=self._make(kjt.values(), (count, *kjt.values().shape[1:]), rows),
-            weights=weights,
-            lengths=self._make(kjt.lengths(), (self._samples,), per_sample),
+            length_per_key=[jagged.values().shape[0] for jagged in features.values()],
+            jt_dict=features,
         )
 
 
-def _refuse_extras(value: Any, path: str) -> None:
-    """Refuses attributes of a dataclass that are no fields: micro-batches do not have them."""
-    fields = getattr(value, "__dataclass_fields__", None)
-    if fields is None or not hasattr(value, "__dict__"):
-        return
-    extras = [name for name in vars(value) if name not in fields]
-    if extras:
-        raise UnprovedError(
-            f"{path}.{extras[0]} is an attribute but no field of {type(value).__name__}, so "
-            "micro-batches would lack it; make it a field"
-        )
+class _Features(KeyedJaggedTensor):
+    """Features that are taken apart by name, never by places in the values of all."""
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        return self.to_dict()[key]
 
 
 def form_of(value: Any) -> Hashable:

@@ -1,6 +1,6 @@
 """Proves that a model computes the same in micro-batches as for the whole batch.
 
-The model's forward runs once, on a copy, with tensors that have shapes but no data, and symbols in
+The model's forward runs once, with tensors that have shapes but no data, and symbols in
 place of a batch's sizes. A rule for every operator derives how its output depends on the batch: the
 same for every batch, an entry for each sample that only this sample's inputs decide, or a mean over
 samples. If the loss is such a mean, outputs are such entries or means, and the forward has no other
@@ -14,11 +14,8 @@ Cost: one forward without data, 1 to 2 ms per operator; negligible memory.
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -38,26 +34,13 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_picasso.batches.split import PLAIN_TYPES, children_of, num_samples
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.proof.follow import Follower
-from torchrec_picasso.proof.guard import Guard, may_change
-from torchrec_picasso.proof.hooks import why_backward_is_unknown, why_hooked
+from torchrec_picasso.proof.guard import Guard, Kept, Snapshot
+from torchrec_picasso.proof.hooks import why_backward_is_unknown
 from torchrec_picasso.proof.inputs import Inputs
-from torchrec_picasso.proof.python_code import Names
-from torchrec_picasso.proof.python_state import (
-    classes_of,
-    copy_of,
-    dense_modules,
-    is_of_library,
-    state_of,
-)
-from torchrec_picasso.proof.sizes import Sizes, is_symbolic
-from torchrec_picasso.proof.values import SAMPLES, Kind, UnprovedError
+from torchrec_picasso.proof.values import SAMPLES, Kind, Sizes, UnprovedError, is_symbolic
 from torchrec_picasso.proof.watch import Watch
 
 __all__ = ["Given", "Losses", "Proof", "prove"]
-
-
-_State = dict[tuple[str, str], bytes]
-"""Digest of each attribute of each module, by path and name."""
 
 
 class Losses(Enum):
@@ -114,7 +97,7 @@ def prove(
 
     Args:
         module: The model inside its wrappers. Its forward takes a batch and returns losses and an
-            output. It is not changed.
+            output. Its state is restored after it.
         batch: Any batch of its data; neither its values nor its number of samples matter.
         given: Sharded modules, and others that do not run, with their outputs for the batch.
         losses: Reduction of the losses; ratios are returned as ``(numerators, denominators)``.
@@ -124,40 +107,40 @@ def prove(
         A proof, or the reason why there is none. It holds for all batches of the same form, as long
         as its guard sees no change.
     """
-    follower = Follower(Sizes(), _names_of(module))
-    question = _Question(module, batch, given, losses, forward or _call)
-    names, late = Names(sys._getframe()), []
-    guard: Guard | None = None
+    sizes = Sizes()
+    follower = Follower(sizes, _names_of(module))
     try:
-        late = _follow(question, follower, names)
-        reason = names.written()
-    except UnprovedError as unproved:
-        reason = str(unproved)
-    except Exception as error:  # any error of a model without data
-        reason = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
-    reason = follower.reason or reason
+        state = Snapshot(module, [known.module for known in given], _types_in(batch))
+        guard = Guard(state, batch)
+    except Exception as error:  # any error of the user's attributes
+        return Proof(f"the model's state cannot be read ({type(error).__name__}: {error})")
+    mode = FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # with symbols a hit costs more than it saves
+
+    def run() -> None:
+        sizes.begin()
+        inputs = Inputs(sizes, follower, mode, num_samples(batch))
+        made = inputs.like(batch, "batch")
+        for known in given:
+            known.give(inputs.like(known.output, known.name, has_graph=True))
+        # Modes from the outside in: enable gradients, decompose in Python, make tensors without
+        # data, follow operators, watch functions.
+        watch = Watch(follower.refuse, state.enter)
+        with torch.enable_grad(), enable_python_dispatcher(), mode, follower, watch:
+            result = module(made) if forward is None else forward(module, made)
+        _judge(result, losses, follower)
+
+    reason = state.reason
+    if reason is None:
+        try:
+            with _undisturbed():
+                _follow(run, state)
+        except (UnprovedError, InputError) as unproved:
+            reason = str(unproved)
+        except Exception as error:  # any error of a model without data
+            reason = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
     # without a proof a guard is still useful: a change of the model allows another attempt
-    try:
-        guard = Guard(module, question.modules, batch, names, late)
-    except Exception as error:  # a compiled model, or attributes that raise when they are read
-        reason = reason or str(error)
-    return Proof(reason, guard, follower.num_operators)
-
-
-@dataclass(frozen=True)
-class _Question:
-    """The arguments of :func:`prove`."""
-
-    module: nn.Module
-    batch: Any
-    given: Sequence[Given]
-    losses: Losses
-    forward: Callable[[nn.Module, Any], Any]
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules that do not run."""
-        return [given.module for given in self.given]
+    return Proof(follower.reason or reason, guard, follower.num_operators)
 
 
 def _names_of(module: nn.Module) -> dict[int, str]:
@@ -166,170 +149,62 @@ def _names_of(module: nn.Module) -> dict[int, str]:
     return {id(tensor): name for name, tensor in named}
 
 
-def _refuse_what_cannot_be_seen(module: nn.Module, given: Sequence[nn.Module]) -> None:
-    """Refuses hooks and compiled modules, which the follower cannot see."""
-    found = why_hooked(module, given)
-    if found is not None:
-        raise UnprovedError(found)
-    for path, inside in dense_modules(module, given):
-        if isinstance(inside, OptimizedModule | torch.jit.ScriptModule):
-            raise UnprovedError(f"{path or 'the model'} is compiled, so its operators are not seen")
+def _types_in(batch: Any) -> list[type]:
+    """Lists the types of the containers in a batch, whose methods are the user's."""
+    members = children_of(batch)
+    inside = [kind for _, member in members or () for kind in _types_in(member)]
+    return inside if members is None else [type(batch), *inside]
 
 
-def _follow(question: _Question, follower: Follower, names: Names) -> list[tuple[str, str]]:
-    """Follows the forward; returns attributes that library modules make in their first forward."""
-    modules = question.modules
-    _refuse_what_cannot_be_seen(question.module, modules)
-    tried = copy_of(question.module, modules)
-    before = state_of(tried, modules)
-    late: list[tuple[str, str]] = []
-    mode = FakeTensorMode(shape_env=follower.sizes.env, allow_non_fake_inputs=True)
-    mode.cache_enabled = False  # with symbols a hit costs more than it saves
-    with (
-        _no_finalizers(),
-        _nothing_drawn(),
-        _no_kept_casts(),
-        _classes_as_they_are(tried, modules),
-    ):
-        _run(tried, question, follower, mode, names)
-        changed = _changes(before, after := state_of(tried, modules))
-        _refuse_changes(tried, changed, may_be_libraries=True)
-        # Library modules may set their own state in the first forward; a second one shows whether
-        # that was all.
+def _follow(run: Callable[[], None], state: Snapshot) -> None:
+    """Follows the forward, refuses what it changes, and restores that."""
+    try:
+        run()
+        changed = _refuse_changes(state)
+        # Modules of libraries may set their own state in the first forward; a second one shows
+        # whether that was all.
         if changed:
-            _run(tried, question, follower, mode, names)
-            late, changed = changed, _changes(after, state_of(tried, modules))
-            _refuse_changes(tried, changed, may_be_libraries=False)
-    return late
-
-
-def _changes(before: _State, after: _State) -> list[tuple[str, str]]:
-    """Lists path and name of attributes whose digests differ."""
-    return [key for key in after | before if after.get(key) != before.get(key)]
-
-
-def _run(
-    module: nn.Module,
-    question: _Question,
-    follower: Follower,
-    mode: FakeTensorMode,
-    names: Names,
-) -> None:
-    """Runs the forward once without data, and judges its result."""
-    follower.sizes.begin()
-    inputs = Inputs(follower.sizes, follower, mode, _count(question.batch))
-    made = inputs.like(question.batch, "batch")
-    for known in question.given:
-        known.give(inputs.like(known.output, known.name, has_graph=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about shapes, which are placeholders here
-        watch = Watch(follower, names)
-        # Modes from the outside in: enable gradients, decompose in Python, make tensors without
-        # data, follow operators, watch functions.
-        with torch.enable_grad(), enable_python_dispatcher(), mode, follower, watch:
-            result = question.forward(module, made)
-    _judge(result, question.losses, follower)
-
-
-def _call(module: nn.Module, batch: Any) -> Any:
-    return module(batch)
-
-
-def _count(batch: Any) -> int:
-    """Counts the samples of a batch; refuses batches without a number."""
-    try:
-        return num_samples(batch)
-    except InputError as error:
-        raise UnprovedError(str(error)) from error
-
-
-@contextmanager
-def _no_finalizers() -> Iterator[None]:
-    """Disables the garbage collector: finalizers would run inside the watched forward."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
+            later = state.again()
+            run()
+            _refuse_changes(later, may_be_libraries=False)
     finally:
-        if was_enabled:
-            gc.enable()
+        state.restore()
+    state.forget(changed)
+
+
+def _refuse_changes(state: Snapshot, may_be_libraries: bool = True) -> list[Kept]:
+    """Refuses changed state, except that of library modules if this may change."""
+    changed = state.changed_containers()
+    users = [kept for kept in changed if not (may_be_libraries and kept.is_library)]
+    names = [*(kept.difference() for kept in users), *state.changed_names()]
+    if names:
+        raise UnprovedError(f"the model writes {names[0]} in its forward, once per micro-batch")
+    return changed
 
 
 @contextmanager
-def _no_kept_casts() -> Iterator[None]:
-    """Disables autocast's cache, which would pass weights without data to later forwards."""
-    was_enabled = torch.is_autocast_cache_enabled()
+def _undisturbed() -> Iterator[None]:
+    """Runs a forward without side effects; refuses one that changed a global random state."""
+    # finalizers would run inside the watched forward; autocast's cache would pass weights without
+    # data to later forwards
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    was_enabled = gc.isenabled(), torch.is_autocast_cache_enabled()
+    gc.disable()
     torch.set_autocast_cache_enabled(False)
     try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(was_enabled)
-
-
-@contextmanager
-def _nothing_drawn() -> Iterator[None]:
-    """Restores global random states, and refuses a forward that changed one."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about shapes, which are placeholders here
+            yield
     finally:
         after = random.getstate(), np.random.get_state(), torch.get_rng_state()
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
-    if before[0] != after[0] or not torch.equal(before[2], after[2]):
+        torch.set_autocast_cache_enabled(was_enabled[1])
+        if was_enabled[0]:
+            gc.enable()
+    if repr(before[:2]) != repr(after[:2]) or not torch.equal(before[2], after[2]):
         raise UnprovedError("the model draws random numbers, or seeds them, once per micro-batch")
-    if pickle.dumps(before[1]) != pickle.dumps(after[1]):
-        raise UnprovedError("the model draws random numbers of NumPy, once per micro-batch")
-
-
-@contextmanager
-def _classes_as_they_are(module: nn.Module, given: Sequence[nn.Module]) -> Iterator[None]:
-    """Copies the attributes of the user's classes, and refuses a forward that writes them."""
-    classes = classes_of(inside for _, inside in dense_modules(module, given))
-    before = {cls: dict(vars(cls)) for cls in classes}
-    copies = {cls: _copies_of(cls) for cls in classes}
-    written = []
-    try:
-        for cls, values in copies.items():
-            for name, value in values.items():
-                type.__setattr__(cls, name, value)
-        yield
-    finally:
-        # restores every class, and records attributes that are neither the copy nor the original
-        for cls, values in before.items():
-            for name in {*vars(cls), *values}:
-                if vars(cls).get(name) is not copies[cls].get(name, values.get(name)):
-                    written.append(f"{cls.__name__}.{name}")
-                if name not in values:
-                    type.__delattr__(cls, name)
-                elif vars(cls).get(name) is not values[name]:
-                    type.__setattr__(cls, name, values[name])
-    if written:
-        raise UnprovedError(f"the model writes {written[0]}, an attribute of a class")
-
-
-def _copies_of(cls: type) -> dict[str, Any]:
-    """Copies the attributes of a class that a forward may change."""
-    own = {name: value for name, value in vars(cls).items() if not name.startswith("__")}
-    try:
-        return {name: copy.deepcopy(value) for name, value in own.items() if may_change(value)}
-    except Exception as error:  # any error of a user's type
-        raise UnprovedError(
-            f"the class {cls.__name__} holds what cannot be copied "
-            f"({type(error).__name__}: {error})"
-        ) from error
-
-
-def _refuse_changes(
-    module: nn.Module, changed: Sequence[tuple[str, str]], may_be_libraries: bool
-) -> None:
-    """Refuses changed attributes, except those of library modules if these may change."""
-    modules = dict(module.named_modules())
-    for path, name in changed:
-        if not may_be_libraries or path not in modules or not is_of_library(modules[path]):
-            place = f"{path}.{name}" if path else name
-            raise UnprovedError(f"the model writes {place} in its forward, once per micro-batch")
 
 
 def _judge(result: Any, losses: Losses, follower: Follower) -> None:
@@ -391,32 +266,30 @@ def _judge_output(value: Any, path: str, follower: Follower) -> None:
 def _judge_tensor(tensor: Tensor, path: str, follower: Follower) -> None:
     """Checks one tensor of the output: one row per sample in dim 0, or a 0-d mean."""
     if not isinstance(tensor, FakeTensor):
-        if tensor.dim():
-            raise UnprovedError(f"{path} is a tensor of the model, not an entry for each sample")
-        return
+        raise UnprovedError(f"{path} is a tensor of the model, which moves with it")
     value = follower.value_of(tensor)
     if value.kind is Kind.ROWS:
-        if value.rows != SAMPLES or value.dim or value.outer != 1 or value.counted:
-            raise UnprovedError(f"{path} is not an entry for each sample in dim 0")
-        if not follower.is_once(tensor, value):
-            raise UnprovedError(f"{path} has several entries for each sample in dim 0")
+        if not _has_rows(tensor, SAMPLES, follower):
+            raise UnprovedError(f"{path} is not one entry for each sample in dim 0")
     elif value.kind not in (Kind.MEAN, Kind.SAME) or tensor.dim():
-        raise UnprovedError(
-            f"{path} is {value.kind.value}, of {tensor.dim()} dims, so it cannot be joined"
-        )
+        raise UnprovedError(f"{path} is {value.kind.value}, so it cannot be joined")
     elif not tensor.is_floating_point():
         raise UnprovedError(f"{path} is a number that is no float, so it cannot be averaged")
     elif follower.is_of_outside(tensor):
         raise UnprovedError(f"{path} is a view into the model or the batch, which moves with it")
 
 
+def _has_rows(tensor: Tensor, rows: str, follower: Follower) -> bool:
+    """Whether a tensor has one entry for each of these rows in dim 0."""
+    value = follower.value_of(tensor)
+    is_known = value.kind is Kind.ROWS and value.rows == rows and value.dim == 0
+    is_single = is_known and value.outer == 1 and follower.sizes.inner(tensor, value) == 1
+    return is_single and not value.counted
+
+
 def _judge_jagged(jagged: JaggedTensor, path: str, follower: Follower) -> None:
     """Checks sequences of the output: values in the rows that their lengths count."""
-    lengths = follower.value_of(jagged.lengths())
-    for name, tensor in (("values", jagged.values()), ("weights", jagged.weights_or_none())):
-        if tensor is None:
-            continue
-        value = follower.value_of(tensor)
-        is_known = value.kind is Kind.ROWS and not value.dim and value.outer == 1
-        if not is_known or value.counted or lengths.features != (value.rows,):
-            raise UnprovedError(f"{path}.{name}() are not the rows that its lengths say")
+    feature = follower.value_of(jagged.lengths()).feature
+    for tensor in (jagged.values(), jagged.weights_or_none()):
+        if tensor is not None and not (feature and _has_rows(tensor, feature, follower)):
+            raise UnprovedError(f"{path} has not the rows that its lengths say")

@@ -3,14 +3,18 @@
 A dropout draws per sample, so a split batch draws other numbers, of other shapes; equal seeds do
 not help. Here every draw returns its mean: dropout keeps its input, noise is its mean. This is
 done at the operators, so it covers every layer or function that draws. An operator without such a
-mean, or one that draws a single number for the batch, is recorded: forwards cannot be compared.
+mean, or one that draws a single number for the batch, is recorded, and so are Python's and NumPy's
+random numbers: forwards cannot be compared.
 """
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,9 +56,19 @@ class StillRandomness(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.drawn: set[str] = set()
-        """Random operators without a mean, and operators that communicate."""
+        """Random operators without a mean, operators that communicate, and other generators."""
         self.coarsest = 0.0
         """Largest rounding step of the floating dtypes of results."""
+        self._before: dict[str, Any] = {}
+
+    def __enter__(self) -> StillRandomness:
+        super().__enter__()
+        self._before = _states()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.drawn |= {name for name, state in _states().items() if state != self._before[name]}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -77,6 +91,12 @@ class StillRandomness(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 self.coarsest = max(self.coarsest, torch.finfo(tensor.dtype).eps)
         return result
+
+
+def _states() -> dict[str, Any]:
+    """States of the global generators that operators do not draw from."""
+    numpy_state = pickle.dumps(np.random.get_state())
+    return {"Python's random": random.getstate(), "numpy.random": numpy_state}
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

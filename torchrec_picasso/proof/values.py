@@ -1,11 +1,25 @@
-"""Values of the proof: how a tensor depends on the batch, and where the batch lies in it."""
+"""Values of the proof: how a tensor depends on the batch, and the sizes of the batch.
+
+A model's forward runs once with symbols in place of the number of samples and of each feature's
+lookups. PyTorch records what it had to assume about them. Beyond "2 or more" a proof may assume
+only that two sizes are equal, and only where an operator fails if they are not.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
-__all__ = ["SAMPLES", "SAME", "Kind", "UnprovedError", "Value", "plain"]
+import sympy
+import torch
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+__all__ = ["SAMPLES", "SAME", "Kind", "Sizes", "UnprovedError", "Value", "is_symbolic", "plain"]
 
 SAMPLES = "samples"
 """Name of the rows of which a batch has one per sample; other rows are a feature's lookups."""
@@ -27,7 +41,7 @@ class Kind(Enum):
     MEAN = "a mean over samples"
     SUM = "a sum over the batch"
     OFFSETS = "where each sample's lookups begin and end"
-    LOOKUPS = "lookups of several features, one feature after the other"
+    LOOKUPS = "lookups of all features; take those of one by to_dict()"
     HIDDEN = "what an operator keeps for its backward"
 
 
@@ -44,7 +58,7 @@ class Value:
         counted: Rows that the entries are integer positions in, counted from the batch's first row;
             a part of the batch counts from its own first row. Empty = entries are no positions.
         is_own: Whether such a position is that of the entry's own row.
-        features: Names of the features of ``LOOKUPS``, ``OFFSETS`` and lengths, in order.
+        feature: Name of the feature whose lengths or offsets these are.
     """
 
     kind: Kind
@@ -53,7 +67,7 @@ class Value:
     outer: int = 1
     counted: str = ""
     is_own: bool = False
-    features: tuple[str, ...] = ()
+    feature: str = ""
 
     @property
     def is_partial(self) -> bool:
@@ -66,4 +80,197 @@ SAME = Value(Kind.SAME)
 
 def plain(value: Value) -> Value:
     """Keeps the rows of a value, and drops all else that is known about its entries."""
-    return replace(value, counted="", is_own=False, features=())
+    return replace(value, counted="", is_own=False, feature="")
+
+
+_LEAST = 2
+"""Smallest size of a symbol: PyTorch treats 0 and 1 specially, and rules cover these."""
+
+
+def is_symbolic(number: Any) -> bool:
+    """Whether a number depends on the batch's sizes."""
+    return isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) and bool(
+        number.node.expr.free_symbols
+    )
+
+
+class Sizes:
+    """Symbols for the numbers of rows of a batch: samples, and lookups of each feature."""
+
+    def __init__(self) -> None:
+        self.env = ShapeEnv(
+            duck_shape=False,
+            specialize_zero_one=False,
+            allow_scalar_outputs=False,
+            allow_dynamic_output_shape_ops=False,
+        )
+        self._counts: dict[str, torch.SymInt] = {}
+        self._names: dict[sympy.Expr, str] = {}
+        # union-find of row names that an operator forces to be equal, and equalities that rules
+        # need: (rows, rows, place)
+        self._same_as: dict[str, str] = {}
+        self._wanted: list[tuple[str, str, str]] = []
+        self._num_known = 0
+
+    def begin(self) -> None:
+        """Drops the recorded equalities and assumptions, for another forward."""
+        self._same_as.clear()
+        self._wanted.clear()
+        self._num_known = len(self.env.guards)
+
+    def add(self, rows: str, count: int) -> torch.SymInt:
+        """Makes a symbol for a number of rows.
+
+        Args:
+            rows: Name of the rows.
+            count: Number of these rows in the batch of the proof.
+        """
+        # the shift keeps equal counts equal, and hints away from 0 and 1
+        hint, source = count + _LEAST, ConstantSource(f"rows_{len(self._counts)}")
+        symbol = self.env.create_symbol(
+            hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, positive=None
+        )
+        self.env.var_to_range[symbol] = ValueRanges(_LEAST, int_oo)
+        found = self.env.create_symintnode(symbol, hint=hint, source=source)
+        assert isinstance(found, torch.SymInt)
+        self._counts[rows], self._names[symbol] = found, rows
+        return found
+
+    def count(self, rows: str) -> sympy.Expr:
+        """Returns the number of rows as an expression, with all simplifications so far."""
+        return self._counts[rows].node.expr
+
+    def times(self, size: Any, rows: str) -> int | None:
+        """Divides a size by a number of rows; ``None`` = it is no multiple.
+
+        Args:
+            size: A size of a tensor.
+            rows: Name of the rows.
+        """
+        if not is_symbolic(size):
+            return None
+        factor, rest = size.node.expr.as_coeff_Mul()
+        return int(factor) if rest == self.count(rows) and factor.is_Integer else None
+
+    def rows_of(self, size: Any) -> tuple[str, int] | None:
+        """Finds rows whose number divides a size, and the quotient; ``None`` = none do."""
+        for rows in self._counts:
+            times = self.times(size, rows)
+            if times is not None:
+                return rows, times
+        return None
+
+    def batch_dims(self, tensor: Tensor) -> list[int]:
+        """Lists the dims of a tensor whose size depends on the batch."""
+        return [dim for dim, size in enumerate(tensor.shape) if is_symbolic(size)]
+
+    def locate(self, tensor: Tensor, value: Value) -> Value:
+        """Sets the dim of a value: the one dim of the tensor with the batch's size.
+
+        Args:
+            tensor: The tensor.
+            value: Dependence of the tensor on the batch, without a dim.
+
+        Raises:
+            UnprovedError: If there is no such dim, or the shape depends on the batch otherwise.
+        """
+        dims = self.batch_dims(tensor)
+        shape = "(" + ", ".join(map(str, tensor.shape)) + ")"
+        if value.kind is Kind.HIDDEN:
+            return value
+        if value.kind in (Kind.SAME, Kind.MEAN, Kind.SUM):
+            if dims:
+                raise UnprovedError(
+                    f"gives a tensor of shape {shape}, with an entry for each sample"
+                )
+            return value
+        if len(dims) != 1:
+            raise UnprovedError(
+                f"gives a tensor of shape {shape}, with {len(dims)} dims that have the batch's size"
+            )
+        (dim,) = dims
+        if value.kind is Kind.ROWS:
+            times = self.times(tensor.shape[dim], value.rows)
+            if times is None or times % value.outer:
+                raise UnprovedError(f"gives a tensor of shape {shape}, not of samples")
+        return Value(**{**vars(value), "dim": dim})
+
+    def inner(self, tensor: Tensor, value: Value) -> int:
+        """Counts the entries of each row in the batch's dim of a tensor.
+
+        Args:
+            tensor: The tensor.
+            value: Dependence of the tensor on the batch, of kind ``ROWS``.
+        """
+        times = self.times(tensor.shape[value.dim], value.rows)
+        assert times is not None
+        return times // value.outer
+
+    # -- equal numbers of rows -----------------------------------------------------------------
+
+    def _root(self, rows: str) -> str:
+        """The representative of all row names with an equal count."""
+        while rows in self._same_as:
+            rows = self._same_as[rows]
+        return rows
+
+    def are_same(self, one: str, other: str) -> bool:
+        """Whether two numbers of rows are equal in every part of a batch that does not fail."""
+        return self._root(one) == self._root(other)
+
+    def fail_unless_same(self, one: str, other: str) -> None:
+        """Records that an operator fails unless two numbers are equal: it does not broadcast."""
+        if not self.are_same(one, other):
+            roots = {self._root(one), self._root(other)}
+            # the samples become the representative if they are one of the two
+            first, second = sorted(roots, key=lambda root: root != SAMPLES)
+            self._same_as[second] = first
+
+    def want_same(self, one: str, other: str, where: str) -> None:
+        """Records that a rule needs two equal numbers, which another operator must enforce."""
+        if not self.are_same(one, other):
+            self._wanted.append((one, other, where))
+
+    def complaint(self) -> str | None:
+        """Describes a needed equality that no operator enforces; ``None`` = there is none."""
+        for one, other, where in self._wanted:
+            if not self.are_same(one, other):
+                return f"{where} takes {one} and {other} for equally many, which they may not be"
+        return None
+
+    def assumption(self, start: int | None = None) -> str | None:
+        """Describes an assumption of PyTorch's other than an equality; ``None`` = none.
+
+        Equalities are recorded as needed.
+
+        Args:
+            start: Number of guards that were examined before; ``None`` = those of this forward.
+        """
+        for guard in self.env.guards[self._num_known if start is None else start :]:
+            for equal in _equalities(guard.expr):
+                if not isinstance(equal, sympy.Eq) or not all(
+                    side in self._names for side in equal.args
+                ):
+                    names = {symbol: sympy.Symbol(rows) for symbol, rows in self._names.items()}
+                    return f"assumes {guard.expr.xreplace(names)}"
+                one, other = (self._names[side] for side in equal.args)
+                self.want_same(one, other, "an operator")
+        return None
+
+
+def _equalities(expr: Any) -> list[Any]:
+    """Simplifies an assumption for sizes of 2 or more, without common factors."""
+    parts = [part for part in sympy.Or.make_args(expr) if not _is_of_small_size(part)]
+    if len(parts) != 1 or not isinstance(parts[0], sympy.Eq):
+        return [expr]
+    one, other = (side.as_coeff_Mul() for side in parts[0].args)
+    return [sympy.Eq(one[1], other[1]) if one[0] == other[0] else expr]
+
+
+def _is_of_small_size(part: Any) -> bool:
+    """Whether an assumption is that a size is 0 or 1, which sizes here are not."""
+    if not isinstance(part, sympy.Eq):
+        return False
+    symbols = [side for side in part.args if side.is_Symbol]
+    numbers = [side for side in part.args if side in (0, 1)]
+    return len(symbols) == len(numbers) == 1

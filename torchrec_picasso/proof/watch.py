@@ -1,60 +1,153 @@
-"""Watches the Python code of a forward: the user's functions, and their use of tensors."""
+"""Watches the Python code of a forward: whose code runs, and how the user's uses tensors."""
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Mapping
 from functools import partial
-from types import FrameType, FunctionType, MethodType
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
+import fbgemm_gpu
+import mpmath
+import numpy
+import sympy
+import tensordict
 import torch
+import torchrec
+import typing_extensions
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchrec_picasso.proof.follow import Follower
-from torchrec_picasso.proof.python_code import Names, foreign_module
-from torchrec_picasso.proof.sizes import is_symbolic
-from torchrec_picasso.proof.values import UnprovedError
-from torchrec_picasso.proof.where import current_line, is_import, is_users, line_of
+from torchrec_picasso.proof.values import UnprovedError, is_symbolic
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "current_line", "foreign_module", "is_users", "is_users_module"]
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_ZOO = os.path.join(_OURS, "app", "zoo") + os.sep
+"""Folder of models: user code for the proof, though inside this package."""
+
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+_ADDED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
+_LIBRARIES = (
+    _OURS,
+    str(typing_extensions.__file__),
+    *(
+        os.path.dirname(str(package.__file__)) + os.sep
+        for package in (torch, torchrec, fbgemm_gpu, tensordict, numpy, sympy, mpmath)
+    ),
+)
+
+_TRUSTED = frozenset(
+    (
+        *(
+            "torch",
+            "torchrec",
+            "torchrec_picasso",
+            "fbgemm_gpu",
+            "tensordict",
+            "numpy",
+            "sympy",
+            "mpmath",
+        ),
+        *("builtins", "typing", "typing_extensions", "types", "collections", "abc", "enum"),
+        *("functools", "itertools", "math", "operator", "numbers", "dataclasses", "contextlib"),
+        *("warnings", "logging", "copy", "copyreg", "re", "string", "weakref", "reprlib"),
+    )
+)
+"""Packages whose functions keep no state that a forward sees, except for these modules:"""
+_UNSTEADY = (
+    *("torch.distributed", "torch.random", "torch.cuda.random", "torch.cuda.memory"),
+    *("torch.backends", "torch._C._distributed_c10d", "numpy.random", "typing.io"),
+)
+
+
+def foreign_module(name: str | None) -> str | None:
+    """Returns a module that a forward must not use, such as a clock; ``None`` = a trusted one."""
+    name = name or "builtins"
+    parents = [name[:end] for end, letter in enumerate(name + ".") if letter == "."]
+    if parents[0].lstrip("_") not in _TRUSTED:
+        return name
+    return next((parent for parent in parents if parent in _UNSTEADY), None)
+
+
+@functools.lru_cache(4096)
+def _is_users_file(name: str) -> bool:
+    """Whether a file is the user's; installed packages that are not listed count as the user's."""
+    if name.startswith(_ZOO):
+        return True
+    if name.startswith(_LIBRARIES):
+        return False
+    return name.startswith(_ADDED) or not name.startswith(_STANDARD)
+
+
+def is_users(code: CodeType, names: Mapping[str, Any]) -> bool:
+    """Whether code is the user's: not PyTorch's, TorchRec's, Python's or this package's engine.
+
+    Args:
+        code: The code.
+        names: Its globals; they decide about code without a file.
+    """
+    if code.co_filename.startswith("<"):
+        return is_users_module(names.get("__name__") or "")
+    return _is_users_file(code.co_filename)
+
+
+def is_users_module(name: str) -> bool:
+    """Whether a module is the user's."""
+    root = name.partition(".")[0]
+    is_known = root in _TRUSTED or root in sys.stdlib_module_names
+    return not is_known or name == "__main__" or name.startswith("torchrec_picasso.app.zoo.")
+
+
+def is_import(frame: FrameType) -> bool:
+    """Whether a frame runs the import of a module, or is called by one."""
+    found: FrameType | None = frame
+    while found is not None and not found.f_code.co_filename.startswith("<frozen importlib"):
+        found = found.f_back
+    return found is not None
+
+
+def line_of(frame: FrameType) -> str:
+    """File and line of a frame."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def current_line() -> str:
+    """File and line of the innermost running code of the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code, frame.f_globals):
+        frame = frame.f_back
+    return "the model" if frame is None else line_of(frame)
+
 
 _HOOKS = "sets a hook, which would see gradients of micro-batches"
 _READS = "reads data, so a model can branch on them"
 _GRADS = "runs a backward, or looks at gradients"
-
-_OF_TENSORS: Any = Tensor
-"""``Tensor`` for attributes that are descriptors, which type stubs do not show."""
-
-_REFUSED: dict[Any, str] = {
-    **dict.fromkeys(
-        (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
-        _HOOKS,
-    ),
+_WRITES = "changes a tensor past autograd"
+_REFUSED = {
+    **dict.fromkeys(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _HOOKS),
     **dict.fromkeys(
         (
-            *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr),
-            *(Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.__reduce_ex__),
-            *(Tensor.__deepcopy__, Tensor.apply_, Tensor.map_, Tensor.__bool__, Tensor.__int__),
-            *(Tensor.__float__, Tensor.__index__, _OF_TENSORS._version.__get__),
+            *("item", "tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage"),
+            *("__dlpack__", "__reduce_ex__", "__deepcopy__", "apply_", "map_", "__bool__"),
+            *("__int__", "__float__", "__index__", "__repr__", "__format__"),
+            "_version",
         ),
         _READS,
     ),
-    **dict.fromkeys(
-        (Tensor.backward, torch.autograd.backward, torch.autograd.grad, _OF_TENSORS.grad.__get__),
-        _GRADS,
-    ),
-    _OF_TENSORS.grad_fn.__get__: _GRADS,
-    _OF_TENSORS.grad.__set__: _GRADS,
-    _OF_TENSORS.data.__get__: "takes .data, past autograd; use detach()",
-    _OF_TENSORS.data.__set__: "writes .data, once per micro-batch",
-    Tensor.requires_grad_: "changes what gets gradients",
-    _OF_TENSORS.requires_grad.__set__: "changes what gets gradients",
-    Tensor.share_memory_: "moves a tensor",
-    Tensor.set_: "moves a tensor",
+    **dict.fromkeys(("backward", "grad", "grad_fn"), _GRADS),
+    **dict.fromkeys(("requires_grad_", "share_memory_", "set_"), _WRITES),
+    "data": "takes .data, past autograd; use detach()",
 }
-"""Functions of PyTorch that a forward must not call, each with the reason."""
+"""Functions and attributes of tensors that a forward must not use, each with the reason."""
+
+_ASKS = ("get_rng_state", "initial_seed", "seed", "is_anomaly_enabled")
+"""Functions of PyTorch that read the state of the process; :mod:`.guard` watches others."""
 
 _NUMBER_METHODS = frozenset(
     vars(kind)[name].__code__
@@ -73,14 +166,13 @@ class Watch(TorchFunctionMode):
     """A mode that examines the user's functions when they are called, and calls of PyTorch.
 
     Args:
-        follower: Records the first reason.
-        names: Examines the functions.
+        refuse: Records a reason.
+        enter: Examines a function of the user's before it runs; raises UnprovedError.
     """
 
-    def __init__(self, follower: Follower, names: Names) -> None:
+    def __init__(self, refuse: Callable[[str], None], enter: Callable[[FrameType], None]) -> None:
         super().__init__()
-        self._follower = follower
-        self._names = names
+        self._note, self._enter = refuse, enter
         self._before: Callable[..., Any] | None = None
 
     def __enter__(self) -> Watch:
@@ -99,43 +191,41 @@ class Watch(TorchFunctionMode):
         if not any(isinstance(given, _CALLED) for given in (*args, *(kwargs or {}).values())):
             sys.setprofile(None)  # without a callback, only PyTorch's own code runs inside
         try:
+            name = _name_of(func)
             if func is Tensor.__len__ and is_symbolic(args[0].shape[0]):
                 self._refuse("takes len() of the batch, a plain number; use .shape[0]")
-            reason = _REFUSED.get(func) if getattr(func, "__hash__", None) else None
-            if reason is not None:
-                self._refuse(f"calls {_name_of(func)}, which {reason}")
+            if name in _REFUSED or (name == "requires_grad" and func.__name__ == "__set__"):
+                self._refuse(f"calls .{name}, which {_REFUSED.get(name, _WRITES)}")
             return func(*args, **(kwargs or {}))
         finally:
             sys.setprofile(self._see)
 
     def _refuse(self, reason: str) -> None:
         """Records a reason at the current line, and raises it."""
-        text = f"{current_line()} {reason}"
-        self._follower.refuse(text)
-        raise UnprovedError(text)
+        self._complain(f"{current_line()} {reason}")
 
     def _see(self, frame: FrameType, event: str, given: Any) -> None:
         """The profile function: Python calls it at every call of a function."""
         if event == "call":
             self._see_call(frame)
-        elif event == "c_call" and is_users(frame.f_code):
-            owner = type(getattr(given, "__self__", None)).__module__
-            found = foreign_module(given.__module__) or foreign_module(owner)
-            if found is not None:
-                self._complain(f"{line_of(frame)} calls {given.__qualname__}, of {found}")
+        elif event == "c_call" and is_users(frame.f_code, frame.f_globals):
+            owner = getattr(given, "__self__", None)
+            home = (owner if isinstance(owner, type) else type(owner)).__module__
+            found = None if is_users_module(home) else foreign_module(home)
+            self._check_library(frame, foreign_module(given.__module__) or found, given.__name__)
 
     def _see_call(self, frame: FrameType) -> None:
         """Examines a call: the user's own functions, and the user's calls of libraries."""
         code, caller = frame.f_code, frame.f_back
-        if is_users(code):
+        if is_users(code, frame.f_globals):
             if is_import(frame):
                 return  # an import runs once, for any number of forwards
             try:
-                self._names.enter(frame)
+                self._enter(frame)
             except UnprovedError as unproved:
-                self._complain(f"{code.co_qualname} at {line_of(frame)} {unproved}")
+                self._complain(f"{code.co_qualname} at {line_of(frame)}: {unproved}")
             return
-        if caller is None or not is_users(caller.f_code):
+        if caller is None or not is_users(caller.f_code, caller.f_globals):
             return
         if code in _NUMBER_METHODS:
             if is_symbolic(frame.f_locals["self"]):
@@ -147,16 +237,20 @@ class Watch(TorchFunctionMode):
             self._complain(f"{line_of(caller)} sets hooks on tensors that are saved for backward")
         else:
             found = foreign_module(frame.f_globals.get("__name__"))
-            if found is not None:
-                self._complain(f"{line_of(caller)} calls {code.co_qualname}, of {found}")
+            self._check_library(caller, found, code.co_name)
+
+    def _check_library(self, caller: FrameType, found: str | None, name: str) -> None:
+        """Refuses functions of a foreign module, and those that ask for the process's state."""
+        if (found is not None or name in _ASKS) and not is_import(caller):
+            self._complain(f"{line_of(caller)} calls {name}, of {found or 'torch'}")
 
     def _complain(self, text: str) -> None:
         """Raises from within a profile function, which ends the function that it examines."""
-        self._follower.refuse(text)
+        self._note(text)
         raise UnprovedError(text)
 
 
 def _name_of(func: Any) -> str:
     """Name of a function; for a getter or setter, the name of its attribute."""
-    name: str = func.__name__
-    return f".{func.__self__.__name__}" if name in ("__get__", "__set__") else name
+    name = getattr(func, "__name__", "")
+    return str(func.__self__.__name__ if name in ("__get__", "__set__") else name)

@@ -1,1 +1,0 @@
-"""Rules for operators: how outputs depend on the batch, one file per family."""
