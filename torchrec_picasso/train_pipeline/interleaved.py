@@ -317,16 +317,12 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if self._hot_sets.have_changed():  # those in flight were laid out by others
             self._id_stream.take_over(self._hot_sets.tensors())
             in_flight.prepare_again()
-        in_flight.ask()
         in_flight.fill(dataloader_iter)
         schedule, start = self._schedule_of_step(), self._clock.stamp()
         with step_range(self._batch_count):
-            in_flight.lead(schedule)
-            told = in_flight.agreed()
+            # the model may have been trained while detached
+            told = in_flight.lead(schedule, fetch_again=attached_again)
             flight = in_flight.first
-            if attached_again or told.homes_written:  # it may have been trained while detached
-                for rows in flight.rows:
-                    rows.fetch_again()
             if self._model.training:
                 self._train(flight, schedule, start, told.model_changed)
             else:
