@@ -372,3 +372,71 @@ def test_lengths_that_do_not_fit_end_all_ranks(num_micro_batches: int) -> None:
     told_0, told_1 = run_ranks(_wrong_lengths, 2, num_micro_batches, timeout_s=60)
     assert "rank 1 holds lengths that do not fit its values" in told_0
     assert "has lengths that sum to" in told_1
+
+
+# -- what only one rank can know -------------------------------------------------------------------
+
+
+def _refused_late(rank: int, world_size: int, job: Job) -> dict[str, tuple[list[str], Run, Run]]:
+    """One of rank 1's batches has features with batch sizes of their own."""
+    found = {}
+    for name, (odd, trained) in ODD_BATCHES.items():
+        model, plain = (build(job, rank, world_size) for _ in range(2))
+        pipeline = pipeline_of(model, num_micro_batches=2)
+        batches = batches_of(job, rank, range(9))
+        if rank == 1:
+            batches[odd] = _variable(batches[odd])
+        outputs, told = [], []
+        for some in (batches[:3], batches[3:]):
+            reader = iter(some)
+            while True:
+                try:
+                    outputs += run_to_the_end(pipeline, reader)
+                    break
+                except CompatError as error:
+                    told.append(str(error))
+                    pipeline.reset()
+        expected = plain_steps(plain, batches_of(job, rank, trained))
+        found[name] = told, (result_of(model, []), outputs), (result_of(plain, []), expected)
+    return found
+
+
+ODD_BATCHES = {
+    "the first of later batches": (3, [0, 1, 2, 4, 5, 6, 7, 8]),
+    "the second": (4, [0, 1, 2, 6, 7, 8]),
+    "the third": (5, [0, 1, 2, 6, 7, 8]),
+    "in a step": (7, [0, 1, 2, 3, 4, 8]),
+}
+"""Number of the batch, and of those that are trained: with a refused one are those in flight."""
+
+
+@pytest.mark.parametrize("beside", [{}, {"b": "table_wise"}], ids=["alone", "beside stock"])
+def test_a_batch_that_one_rank_cannot_train_is_refused_on_all_at_once(beside: Any) -> None:
+    job = dataclasses.replace(JOB, placement={**JOB.placement, **beside})
+    by_rank = run_ranks(_refused_late, 3, job, timeout_s=60)
+    for name in ODD_BATCHES:
+        told, mine, plain = zip(*(of_rank[name] for of_rank in by_rank))
+        assert told[0] == told[1] == told[2]
+        (message,) = told[0]
+        assert message.startswith("rank 1: ebc: its KeyedJaggedTensor has a batch size per feature")
+        assert_same_runs(list(mine), list(plain))
+
+
+def _sealed(rank: int, world_size: int) -> list[str]:
+    """Rank 0's data ends at the first, second or fifth batch, and it can make no empty one."""
+    told = []
+    for count in (1, 2, 5):
+        pipeline = pipeline_of(build(JOB, rank, world_size), num_micro_batches=1)
+        batches = [_Bare(batch) for batch in batches_of(JOB, rank, range(7))]
+        with pytest.raises(CompatError) as refused:
+            run_to_the_end(pipeline, iter(batches[:count] if rank == 0 else batches))
+        told.append(str(refused.value))
+    return told
+
+
+def test_an_empty_batch_that_one_rank_cannot_make_is_refused_on_all_at_once() -> None:
+    told_0, told_1 = run_ranks(_sealed, 2, timeout_s=60)
+    assert told_0 == told_1
+    for told in told_0:
+        assert told.startswith("rank 0: a rank whose data ends before the others' goes on with")
+        assert "type _Bare could not be cut to 0 samples" in told

@@ -24,6 +24,7 @@ from tests.train_pipeline.runs import (
 )
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import InputError, PicassoError
+from torchrec_picasso.exchange.agreement import Agreement
 from torchrec_picasso.proof import proof
 from torchrec_picasso.train_pipeline import cuts
 
@@ -123,6 +124,29 @@ def _bad_batches(job: Job, rank: int, world_size: int, num_micro_batches: int) -
     return result_of(model, []), outputs
 
 
+def _interrupted(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
+    """While the ranks agree on the step of 3: whoever has the answer may be further."""
+    model = build(job, rank, world_size)
+    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
+    batches = iter(batches_of(job, rank, STEPS))
+    outputs = [pipeline.progress(batches) for _ in range(3)]
+    wait = Agreement.wait
+
+    def interrupt(agreement: Agreement) -> None:
+        wait(agreement)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Agreement, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.progress(batches)
+    with pytest.raises(PicassoError, match=r"did not end; call reset\(\) on all ranks"):
+        pipeline.progress(batches)
+    pipeline.reset()
+    outputs += run_to_the_end(pipeline, batches)
+    return result_of(model, []), outputs
+
+
 # -- detach and attach ----------------------------------------------------------------------------
 
 
@@ -156,6 +180,7 @@ CASES: dict[str, tuple[Callable[..., Run], Job, int, list[int]]] = {
     "forward raised, waves": (_forward_raises, WAVES, 4, [0, 1, 2, 6, 7, 8]),
     "forward raised, stock beside": (_forward_raises, MIXED, 4, [0, 1, 2, 6, 7, 8]),
     "iterator raised": (_iterator_raises, HOT_COLD, 2, [0, 1, 2, 7, 8]),
+    "interrupted": (_interrupted, HOT_COLD, 2, [0, 1, 2, 6, 7, 8]),
     "bad batches": (_bad_batches, HOT_COLD, 2, [1, 5, 6, 7, 8]),
     "detached, K=1": (_trained_while_detached, HOT_COLD, 1, AROUND_DETACHED),
     "detached, K=4": (_trained_while_detached, HOT_COLD, 4, AROUND_DETACHED),

@@ -31,7 +31,8 @@ class Fetched:
     has_data: bool = True
     """Whether the batch comes from this rank's data; else it is empty, after the data's end."""
     refusal: PicassoError | None = None
-    """Reason why the batch cannot be trained: it could not be split into an empty batch."""
+    """Reason why the batch before stands in for a batch that cannot be trained, or for an empty
+    batch that could not be made."""
 
 
 class BatchFeed:

@@ -32,6 +32,8 @@ class Flags:
     """Whether home rows were written from outside, so that copies of these rows are outdated."""
     model_changed: bool = False
     """Whether the model differs from the model proved to give equal results in micro-batches."""
+    refused: bool = False
+    """Whether a batch in flight cannot be trained."""
 
 
 class Agreement:

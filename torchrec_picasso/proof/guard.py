@@ -57,7 +57,13 @@ _FORBIDDEN = {
         *("compile", "open", "input", "__import__"),
     )
 }
-_PAST_ATTRIBUTES = ("__globals__", "__closure__", "__defaults__", "__kwdefaults__", "__code__")
+_PAST_ATTRIBUTES: tuple[str, ...] = (
+    "__globals__",
+    "__closure__",
+    "__defaults__",
+    "__kwdefaults__",
+    "__code__",
+)
 _PAST_ATTRIBUTES += ("__dict__", "__class__", "__setattr__", "__delattr__", "__subclasses__")
 _NAMES = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR")

@@ -14,17 +14,20 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_picasso._torchrec import TrainPipelineContext
+from torchrec_picasso.batches.end_of_data import find_data
 from torchrec_picasso.batches.feed import BatchFeed, Fetched
 from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.batches.split import micro_batch_sizes, reason_of
-from torchrec_picasso.errors import CompatError, InputError, PicassoError
+from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.exchange.agreement import Agreement, Flags
+from torchrec_picasso.exchange.consensus import agree_on
 from torchrec_picasso.exchange.peers import Peers
 from torchrec_picasso.exchange.waiting import OP_RANGE, named_range
 from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
     Op,
     Schedule,
+    Setting,
     evaluation_schedule,
     first_batch_schedule,
     second_batch_schedule,
@@ -78,8 +81,7 @@ class InFlight:
         self._program: Program | None = None
         self._operations: Operations | None = None
         self._peers: Peers | None = None
-        self._agreement: Agreement | None = None  # of a step that has not begun
-        self._op: Op | None = None
+        self._op: Op | str = ""
         self._led: set[Op] = set()  # operations that ran ahead of a step that has not begun
         self._has_logged = False
 
@@ -135,17 +137,18 @@ class InFlight:
         before = list(self._flights)
         self._flights.clear()
         self._led.clear()
-        for flight in before:
-            context = self._feed.create_context()
-            context.postproc_fwd_results = flight.context.postproc_fwd_results
-            again = self._prepared(replace(flight.fetched, context=context))
-            again.wholes = flight.wholes
-            self._add(again)
-            if again is self.first:
-                self._fetch_rows()
+        with self._lifecycle.in_step():  # an exception loses batches
+            for flight in before:
+                context = self._feed.create_context()
+                context.postproc_fwd_results = flight.context.postproc_fwd_results
+                again = self._prepared(replace(flight.fetched, context=context))
+                again.wholes = flight.wholes
+                self._add(again)
+                if again is self.first:
+                    self._fetch_rows()
 
-    def start_step(self, batches: Iterator[Any]) -> None:
-        """Starts to agree on flags with all ranks, and fetches batches meanwhile. Collective.
+    def fill(self, batches: Iterator[Any]) -> None:
+        """Fetches batches until a step has all that it works on, or data has ended. Collective.
 
         Args:
             batches: This rank's batches.
@@ -153,16 +156,9 @@ class InFlight:
         Raises:
             StopIteration: On all ranks, if not all have a batch and all must: the step does not
                 begin.
-            PicassoError: If this rank's flags differ from those before, in a step that an exception
-                of its data iterator left unbegun: the others may be in it.
         """
-        self._ask()
         while len(self._flights) < NUM_BATCHES and not self._feed.has_ended:
-            try:
-                fetched = self._feed.following(self._pg, batches, self._flights[-1].batch)
-            except StopIteration:
-                self._agreed()
-                raise
+            fetched = self._feed.following(self._pg, batches, self._flights[-1].batch)
             if fetched is None:
                 return
             self._add(self._prepared(fetched))
@@ -174,18 +170,21 @@ class InFlight:
             fetch_again: Whether rows of the batch may have been updated since they were fetched.
 
         Raises:
-            CompatError: See :meth:`.Cuts.decide`.
+            CompatError: On all ranks, if a batch of any rank cannot be trained; and see
+                :meth:`.Cuts.decide`.
         """
         flight, settings = self.first, [flight.setting for flight in self._flights]
         is_training = self._model.training
         make = training_schedule if is_training else evaluation_schedule
         schedule = make(*settings, num_waves=self.num_waves)
         self._cuts.start_step()
-        self._lead(schedule)
-        flags = self._agreed()
-        if fetch_again or flags.homes_written:
-            for rows in flight.rows:
-                rows.fetch_again()
+        agreement = self._ask()
+        with self._lifecycle.in_step():
+            self._lead(schedule)
+            flags = self._agreed(agreement)
+            if fetch_again or flags.homes_written:
+                for rows in flight.rows:
+                    rows.fetch_again()
         if not is_training:
             flight.is_whole = True
             self._cuts.train_whole_next()
@@ -220,7 +219,6 @@ class InFlight:
         self._flights.clear()
         self._feed.forget()
         self._led.clear()
-        self._agreement = None
         self._lifecycle.reset()
 
     @property
@@ -233,27 +231,30 @@ class InFlight:
         is_halfway = self._lifecycle.state in (State.IN_STEP, State.FAILED)
         return str(self._op) if is_halfway else "next batch"
 
-    def _ask(self) -> None:
+    def _ask(self) -> Agreement:
         """Starts to agree with all ranks on the flags of a step. Collective."""
         assert self._taken is not None
         flags = Flags(
             homes_written=self._taken.was_written(),
             model_changed=self._model.training and self._cuts.has_changed(self.first.batch),
+            refused=any(flight.fetched.refusal for flight in self._flights),
         )
-        if self._agreement is None:
-            self._agreement = Agreement(self._pg, self._taken.device, flags)
-        elif self._agreement.mine != flags:
-            raise PicassoError(
-                "tables or the model were changed after an exception in the data iterator, and "
-                "other ranks may have begun the step; change them between steps, or call reset() "
-                "on all ranks"
-            )
+        return Agreement(self._pg, self._taken.device, flags)
 
-    def _agreed(self) -> Flags:
-        """Returns the flags of all ranks, before the step begins. Collective."""
-        assert self._agreement is not None
-        asked, self._agreement = self._agreement, None
-        return asked.wait()
+    def _agreed(self, agreement: Agreement) -> Flags:
+        """Returns the flags of all ranks, or raises a rank's refusal on all ranks. Collective."""
+        assert self._taken is not None
+        self._op = "agreement of ranks"
+        flags = agreement.wait()
+        if flags.refused:
+            device = self._taken.device
+            first_with_data, _ = find_data(self._pg, device, self._flights[-1].has_data)
+            # a rank that can make no empty batch needs one only if another rank has data
+            if first_with_data is not None:
+                refusals = [flight.fetched.refusal for flight in self._flights]
+                own = next((f"rank {self._pg.rank()}: {each}" for each in refusals if each), None)
+                raise CompatError(agree_on(self._pg, device, own))
+        return flags
 
     def _lead(self, schedule: Schedule) -> None:
         """Runs the first operations of a schedule, those of later batches alone. Collective.
@@ -290,13 +291,30 @@ class InFlight:
     def _fetch_rows(self) -> None:
         """Fetches the rows of the first batch before any step. Collective."""
         assert self._taken is not None
-        self._ask()
-        if self._agreed().homes_written:
+        if self._agreed(self._ask()).homes_written:
             self._taken.take_writes()
         self._run(first_batch_schedule(self.first.setting, num_waves=self.num_waves))
 
     def _prepared(self, fetched: Fetched) -> Flight:
-        """Splits a batch into micro-batches by the current setting, and reads its inputs.
+        """Prepares a batch by the current setting.
+
+        A batch that cannot be trained is refused on all ranks before the step; until then the batch
+        before stands in for it.
+        """
+        setting = self._cuts.current
+        if not self._model.training:  # evaluation is never split
+            setting = replace(setting, num_micro_batches=1)
+        try:
+            return self._split(fetched, setting)
+        except CompatError as refusal:
+            if not self._flights:  # all ranks agree before an operation needs the batch
+                return Flight(replace(fetched, refusal=refusal), setting, [0], [fetched.batch])
+            before = self._flights[-1].batch
+            stand_in = Fetched(before, self._feed.create_context(), refusal=refusal)
+            return self._split(stand_in, setting)
+
+    def _split(self, fetched: Fetched, setting: Setting) -> Flight:
+        """Splits a batch into micro-batches, and reads its inputs.
 
         A batch of few samples, or one that cannot be split, becomes the first micro-batch, and the
         others are empty. Other ranks may still split theirs.
@@ -306,9 +324,7 @@ class InFlight:
                 batch.
         """
         assert self._taken is not None
-        batch, setting = fetched.batch, self._cuts.current
-        if not self._model.training:  # evaluation is never split
-            setting = replace(setting, num_micro_batches=1)
+        batch = fetched.batch
         with self._id_stream.working():
             self._id_stream.take_batch(batch)
             inputs, num_samples = self._taken.read(batch, fetched.context)

@@ -257,7 +257,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._take_over(in_flight.first.batch, in_flight.first.context)
         if self._hot_sets.have_changed():  # batches in flight have layouts of an older hot set
             in_flight.prepare_again()
-        in_flight.start_step(dataloader_iter)
+        in_flight.fill(dataloader_iter)
         with named_range(STEP_RANGE, self._batch_count):
             in_flight.run_step(fetch_again=is_attached_again)
             if self._model.training:

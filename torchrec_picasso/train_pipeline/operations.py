@@ -132,8 +132,6 @@ class Operations:
             # no rank trains this batch; TorchRec's started requests still have to end
             for request in flight.context.input_dist_tensors_requests.values():
                 request.wait()
-        elif flight.fetched.refusal is not None:
-            raise flight.fetched.refusal
 
     def _receive_ids(self, flight: Flight) -> None:
         """Waits for the ids; then owner ranks know the requested rows."""

@@ -100,11 +100,11 @@ ROWS, USES = torch.tensor([1, 4]), torch.tensor([0.5, 3.0])
 def test_uses_come_back(tmp_path: Path) -> None:
     assert read_uses(tmp_path) is None
     assert read_hot_rows(tmp_path) is None
-    write_uses(tmp_path, SavedUses(num_batches=7.5, of_tables={"t": (ROWS, USES)}))
+    write_uses(tmp_path, SavedUses(num_batches=7.5, uses_by_table={"t": (ROWS, USES)}))
     saved = read_uses(tmp_path)
     assert saved is not None
     assert saved.num_batches == 7.5
-    torch.testing.assert_close(saved.of_tables, {"t": (ROWS, USES)})
+    torch.testing.assert_close(saved.uses_by_table, {"t": (ROWS, USES)})
 
 
 @pytest.mark.parametrize(

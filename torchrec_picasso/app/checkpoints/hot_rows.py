@@ -32,7 +32,7 @@ def write_hot_rows(checkpoint: Path, hot_rows: Mapping[str, Tensor]) -> None:
 
 def write_uses(checkpoint: Path, saved: SavedUses) -> None:
     """Writes access counts into the folder of a checkpoint. One rank calls this."""
-    tables = {name: list(rows_and_uses) for name, rows_and_uses in saved.of_tables.items()}
+    tables = {name: list(rows_and_uses) for name, rows_and_uses in saved.uses_by_table.items()}
     _write(checkpoint / _USES, {"batches": float(saved.num_batches), "tables": tables})
 
 
@@ -76,7 +76,7 @@ def read_uses(checkpoint: Path) -> SavedUses | None:
         raise _damaged(path)
     return SavedUses(
         num_batches=num_batches,
-        of_tables={name: (rows, uses) for name, (rows, uses) in tables.items()},
+        uses_by_table={name: (rows, uses) for name, (rows, uses) in tables.items()},
     )
 
 
