@@ -66,7 +66,6 @@ def _demo(subcommands: _Subcommands) -> None:
         help=f"any of `torchrec-picasso models` (default: {DLRM})",
     )
     for flag, default, text in (
-        ("--steps", 30, "steps of each side"),
         ("--ranks", 2, "processes on this machine"),
         ("--seed", 0, "seed of weights and generated samples"),
     ):
@@ -74,6 +73,7 @@ def _demo(subcommands: _Subcommands) -> None:
             flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
         )
     for flag, text in (
+        ("--steps", "steps of each side (default: 30, fewer where they take longer than a minute)"),
         ("--batch-size", "samples per rank and step (default: 4096, or 512 with histories)"),
         ("--dim", "columns of every table (default: 64, or 16 with histories)"),
         ("--hot-rows", "replicated rows, a total over all tables (default: the planner's choice)"),

@@ -53,6 +53,8 @@ class CompareSpec:
         probe_steps: Timed steps of each probed stock placement.
         most_choice_steps: Steps in which the interleaved pipeline must choose what the
             configuration leaves to it.
+        budget_s: Seconds from the start after which no further block begins, but the first;
+            ``None`` = no limit.
     """
 
     config: TrainConfig
@@ -62,6 +64,7 @@ class CompareSpec:
     block_steps: int = 5
     probe_steps: int = 3
     most_choice_steps: int = 250
+    budget_s: float | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -119,6 +122,7 @@ def compare_on_rank(rank: int, world_size: int, spec: CompareSpec) -> dict[str, 
         ``stock`` and ``ours`` as :class:`SideResult`, ``probe_ms``, the step time of each stock
         placement that was probed, and ``pipeline``, what trains ours.
     """
+    start_s = time.monotonic()
     quiet_upstream()
     source = make_source(spec.config.data, spec.config.seed)
     progress = Progress("compare", _total_steps(spec), shown=rank == 0)
@@ -136,7 +140,7 @@ def compare_on_rank(rank: int, world_size: int, spec: CompareSpec) -> dict[str, 
             progress.tell(f"probing {name}")
             probe_ms[name] = _probe(name, spec, source, batches, progress)
     sides = [_Side(_fastest_equal(spec, probe_ms), spec, source, _STOCK_PIPELINE), ours]
-    _run_sides(sides, spec, batches[: spec.num_steps], progress)
+    _run_sides(sides, spec, batches[: spec.num_steps], progress, start_s)
     progress.close()
     results = [side.result(batches) for side in sides]
     told = {"pipeline": _spelled(pipeline), "probe_ms": probe_ms}
@@ -216,7 +220,11 @@ def _with_pipeline(spec: CompareSpec, pipeline: PipelineConfig) -> TrainConfig:
 
 
 def _run_sides(
-    sides: list[_Side], spec: CompareSpec, batches: list[Batch], progress: Progress
+    sides: list[_Side],
+    spec: CompareSpec,
+    batches: list[Batch],
+    progress: Progress,
+    start_s: float,
 ) -> None:
     counted = spec.warmup_steps + spec.counted_steps
     for side in sides:
@@ -224,6 +232,11 @@ def _run_sides(
         side.warm_up(batches[: spec.warmup_steps], progress)
         side.count(batches[spec.warmup_steps : counted], progress)
     for block in range(spec.num_blocks):
+        if block and spec.budget_s is not None:
+            elapsed_s = torch.tensor(time.monotonic() - start_s)
+            dist.all_reduce(elapsed_s, dist.ReduceOp.MAX)  # all ranks stop at the same block
+            if elapsed_s > spec.budget_s:
+                return
         start = counted + block * spec.block_steps
         # Each side goes first in every other block.
         for side in sides if block % 2 == 0 else sides[::-1]:
