@@ -8,6 +8,7 @@ accelerator its times are the host's, is told in :mod:`torchrec_picasso.app.time
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -157,6 +158,7 @@ class StepProfiler:
         if end <= stretch.end and (is_ready or step == self._last_start):
             stretch.end_at(end)
             self._before()
+            gc.collect()  # a full collection takes tenths of a second, of a step that is drawn
             dist.barrier()
             self._profile = profile(activities=[ProfilerActivity.CPU])
             self._profile.start()
