@@ -20,7 +20,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_picasso import CommCurves, HotColdEmbeddingBagCollectionSharder  # +
+from torchrec_picasso import HotColdEmbeddingBagCollectionSharder  # +
 from torchrec_picasso import InterleavedTrainPipeline, hot_cold_planner  # +
 
 FEATURES, ROWS, DIM, BATCH_SIZE, STEPS = ["user", "item", "shop"], 5000, 16, 512, 40
@@ -61,8 +61,8 @@ topology = Topology(world_size=pg.size(), compute_device="cpu")
 # - sharders = [EmbeddingBagCollectionSharder()]
 # - planner = EmbeddingShardingPlanner(topology=topology)
 sharders = [HotColdEmbeddingBagCollectionSharder()]  # +
-curves = CommCurves.assumed(pg.size(), gbytes_per_s=0.125)  # + 1 Gbit/s; `calibrate` measures
-planner = hot_cold_planner(topology=topology, curves=curves, batch_size=BATCH_SIZE)  # +
+# every table in the packed exchange; without hot_rows, measured curves decide
+planner = hot_cold_planner(topology=topology, hot_rows=0)  # +
 plan = planner.collective_plan(model, sharders, pg)
 model = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
 dense = dict(in_backward_optimizer_filter(model.named_parameters()))

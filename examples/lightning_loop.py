@@ -71,7 +71,7 @@ def make_batch() -> Batch:
 
 
 ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+off = dict.fromkeys(("logger", "enable_checkpointing", "use_distributed_sampler"), False)
 trainer = pl.Trainer(accelerator="cpu", devices=ranks, strategy=Sharded(), max_epochs=2, **off)
 torch.manual_seed(trainer.global_rank)
 model = Clicks()

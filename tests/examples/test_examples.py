@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import re
@@ -21,7 +20,7 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 OPTIONAL = {"lightning_loop": "pytorch_lightning", "accelerate_loop": "accelerate"}
-MOST_LINES = 80
+MOST_LINES, FEW_STEPS = 80, 5  # later a ReLU may have fallen to the other side
 
 
 def run_file(rank: int, world_size: int, file: str, port: int) -> str:
@@ -34,7 +33,6 @@ def run_file(rank: int, world_size: int, file: str, port: int) -> str:
     return out.getvalue()
 
 
-@functools.cache
 def losses_of(file: Path, world_size: int) -> list[float]:
     """The last loss that each rank prints, or one for all."""
     with socket.socket() as free:
@@ -54,7 +52,7 @@ def test_it_trains(file: Path, world_size: int) -> None:
     assert len(file.read_text().splitlines()) <= MOST_LINES
     losses = losses_of(file, world_size)
     assert losses
-    assert all(0 < loss < 0.7 for loss in losses)  # a coin has 0.693
+    assert all(0 < loss < 0.6 for loss in losses)  # a coin has 0.693
 
 
 def test_the_marks_are_the_diff_of_the_readme(tmp_path: Path) -> None:
@@ -62,9 +60,11 @@ def test_the_marks_are_the_diff_of_the_readme(tmp_path: Path) -> None:
     (diff,) = (b for b in blocks_of((ROOT / "README.md").read_text()) if b.language == "diff")
     removed = [line[1:].strip() for line in diff.text.splitlines() if line.startswith("-")]
     assert removed == re.findall(r"^# - (.*)$", source, re.MULTILINE)
-    kept = [line for line in source.splitlines() if not re.search(r"  # \+", line)]
-    stock = tmp_path / "stock.py"
+    few = re.sub(r"^(.*, STEPS = .*, )\d+$", rf"\g<1>{FEW_STEPS}", source, flags=re.MULTILINE)
+    assert few != source
+    kept = [line for line in few.splitlines() if not re.search(r"  # \+", line)]
+    ours, stock = tmp_path / "ours.py", tmp_path / "stock.py"
+    ours.write_text(few)
     stock.write_text("\n".join(line.removeprefix("# - ") for line in kept))
     assert "picasso" not in stock.read_text()
-    ours = losses_of(ROOT / "examples" / "dlrm.py", 2)
-    assert losses_of(stock, 2) == pytest.approx(ours, rel=1e-5)  # sums in another order
+    assert losses_of(ours, 2) == pytest.approx(losses_of(stock, 2), rel=1e-5)  # order of sums

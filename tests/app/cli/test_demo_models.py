@@ -35,6 +35,8 @@ def compare_all(rank: int, world_size: int, specs: dict[str, CompareSpec]) -> di
 
 def test_every_model_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
     specs = {model: tiny_spec(model) for model in model_kinds()}
+    longer = dataclasses.replace(specs["dlrm"].config, steps=20)
+    specs["dlrm"] = dataclasses.replace(specs["dlrm"], config=longer, budget_s=0.0)
     assert len(specs) >= 12
     results = run_ranks(compare_all, 2, specs, timeout_s=180)[0]
     for model, spec in specs.items():
@@ -54,6 +56,8 @@ def test_models_of_histories_have_smaller_defaults() -> None:
     assert (dlrm.data.batch_size, dlrm.model.embedding_dim) == (4096, 64)
     assert (tbsm.data.batch_size, tbsm.model.embedding_dim) == (512, 16)
     assert dlrm.sharding.hot_rows is None
+    assert demo_spec(parser.parse_args(["demo"])).budget_s == 40
+    assert demo_spec(parser.parse_args(["demo", "--steps", "30"])).budget_s is None
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,9 @@ def _demo(subcommands: _Subcommands) -> None:
         metavar="NAME",
         help=f"any of `torchrec-picasso models` (default: {DLRM})",
     )
-    command.integer("--steps", "steps of each side (default: 30)", 30)
+    command.integer(
+        "--steps", "steps of each side (default: 30, fewer where they take longer than a minute)"
+    )
     command.integer("--ranks", "processes on this machine (default: 2)", 2)
     command.integer("--seed", "seed of weights and generated samples (default: 0)", 0)
     command.integer(

@@ -24,6 +24,7 @@ from torchrec_picasso.errors import ConfigError
 
 __all__ = ["demo_spec", "run", "run_at_rate", "shaped_loopback"]
 
+_STEPS, _BUDGET_S = 30, 40.0  # fewer steps where the machine is slow; as many as asked for else
 _MIN_STEPS = 10  # warm-up, counted steps and one timed block
 _GENERATED_ROW_SCALE = 0.02  # 10 million rows become 200,000
 _BATCH_SIZE, _DIM = 4096, 64
@@ -35,7 +36,7 @@ _MIN_BURST_BYTES = 128 << 10  # a packet of the loopback has up to 64 KiB
 
 def demo_spec(args: argparse.Namespace) -> CompareSpec:
     """Builds the comparison; raises ConfigError if an argument is out of range."""
-    if args.steps < _MIN_STEPS:
+    if args.steps is not None and args.steps < _MIN_STEPS:
         raise ConfigError(f"--steps: expected at least {_MIN_STEPS}, got {args.steps}")
     if args.rate_mbit is not None and not args.rate_mbit > 0:
         raise ConfigError(f"--rate-mbit: expected more than 0, got {args.rate_mbit:g}")
@@ -49,7 +50,7 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
     if args.model == DLRM:
         towers = {"dense_layers": (64,), "over_layers": (64,)}
     config = TrainConfig(
-        steps=args.steps,
+        steps=args.steps or _STEPS,
         ranks=args.ranks,
         seed=args.seed,
         data=DataConfig(
@@ -65,7 +66,11 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
     )
     spec = CompareSpec(config=config)
     spare = config.steps - spec.num_steps  # steps that fill no block are added to the warm-up
-    return CompareSpec(config=config, warmup_steps=spec.warmup_steps + spare)
+    return CompareSpec(
+        config=config,
+        warmup_steps=spec.warmup_steps + spare,
+        budget_s=_BUDGET_S if args.steps is None else None,
+    )
 
 
 def run(args: argparse.Namespace) -> int:

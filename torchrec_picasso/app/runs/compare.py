@@ -50,11 +50,14 @@ class CompareSpec:
         config: The run; ``steps`` is the number of steps of each side.
         stock: Stock placements; if several, they are probed and the fastest is compared.
         warmup_steps: First steps, neither counted nor timed.
+        budget_s: Seconds from the start after which no further block begins, except the first;
+            ``None`` = no limit.
     """
 
     config: TrainConfig
     stock: tuple[str, ...] = STOCK_PLACEMENTS
     warmup_steps: int = 3
+    budget_s: float | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -104,6 +107,7 @@ def compare_on_rank(rank: int, world_size: int, spec: CompareSpec) -> dict[str, 
         ``stock`` and ``ours`` as :class:`SideResult`; ``probe_ms``, the step time of each probed
         stock placement; ``pipeline``, a description of our pipeline.
     """
+    start_s = time.monotonic()
     quiet_upstream()
     source = make_source(spec.config.data, spec.config.seed)
     probe_steps = spec.warmup_steps + _PROBE_STEPS
@@ -121,7 +125,7 @@ def compare_on_rank(rank: int, world_size: int, spec: CompareSpec) -> dict[str, 
         progress.tell(f"probing {name}")
         probe_ms[name] = _probe(name, spec, source, batches, progress)
     sides = [_Side(_fastest_equal(spec, probe_ms), spec, source, _STOCK_PIPELINE), ours]
-    _run_sides(sides, spec, batches[: spec.num_steps], progress)
+    _run_sides(sides, spec, batches[: spec.num_steps], progress, start_s)
     progress.close()
     stock_result, our_result = (side.result(batches) for side in sides)
     return {
@@ -196,7 +200,11 @@ def _with_pipeline(spec: CompareSpec, pipeline: PipelineConfig) -> TrainConfig:
 
 
 def _run_sides(
-    sides: list[_Side], spec: CompareSpec, batches: list[Batch], progress: Progress
+    sides: list[_Side],
+    spec: CompareSpec,
+    batches: list[Batch],
+    progress: Progress,
+    start_s: float,
 ) -> None:
     counted = spec.warmup_steps + _COUNTED_STEPS
     for side in sides:
@@ -204,6 +212,11 @@ def _run_sides(
         side.train(batches[: spec.warmup_steps], progress)
         side.count(batches[spec.warmup_steps : counted], progress)
     for block in range(spec.num_blocks):
+        if block and spec.budget_s is not None:
+            elapsed_s = torch.tensor(time.monotonic() - start_s)
+            dist.all_reduce(elapsed_s, dist.ReduceOp.MAX)  # all ranks stop at the same block
+            if elapsed_s > spec.budget_s:
+                return
         start = counted + block * _BLOCK_STEPS
         for side in sides if block % 2 == 0 else sides[::-1]:
             progress.tell(f"{side.name}, timed")

@@ -7,6 +7,7 @@ profile. So the pipeline is drained there, as at a checkpoint, which changes no 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -142,6 +143,7 @@ class StepProfiler:
         if end <= stretch.end and (is_ready or step == self._last_start):
             stretch.end_at(end)
             self._before()
+            gc.collect()  # a full collection takes tenths of a second, of a step that is drawn
             dist.barrier()
             self._profile = profile(activities=[ProfilerActivity.CPU])
             self._profile.start()
