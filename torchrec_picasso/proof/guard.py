@@ -333,7 +333,8 @@ class Snapshot:
         """Keeps what a function reads and writes beside its arguments."""
         functions = self._functions.get(id(code), [])
         if not functions and id(code) not in self._nested:
-            return self._refuse("is a function that was found nowhere in the model")
+            self._refuse("is a function that was found nowhere in the model")
+            return
         self._entered[id(code), id(names)] = code, names
         self._nested.update(id(inner) for inner in code.co_consts if isinstance(inner, CodeType))
         for function in functions:
@@ -373,14 +374,16 @@ class Snapshot:
         if value is _NOTHING and names is not vars(builtins):
             value = getattr(builtins, name, _NOTHING)
         if not isinstance(value, ModuleType):
-            return self._walk([(path, value)])
+            self._walk([(path, value)])
+            return
         is_own, attribute = is_users_module(value.__name__), next(attributes, "")
         found = None if is_own else foreign_module(value.__name__)
         # PyTorch finds operators when they are asked for
         if found or not (is_own or hasattr(value, attribute)) or attribute not in vars(value):
             what = f"of the module {found}" if found else "a module, whatever is in it"
-            return self._refuse(f"reads {path}, {what}")
-        self._read(vars(value), attribute, f"{path}.{attribute}", attributes)
+            self._refuse(f"reads {path}, {what}")
+        else:
+            self._read(vars(value), attribute, f"{path}.{attribute}", attributes)
 
     # -- comparison ------------------------------------------------------------------------------
 
@@ -493,13 +496,19 @@ class Guard:
         self._form: Hashable = form_of(batch)
         self._settings = _settings()
 
-    def again(self, batch: Any) -> Guard:
+    def again(self, batch: Any) -> Guard | None:
         """Makes a guard of the current model, which no proof belongs to.
 
         Args:
             batch: Batch whose form the guard expects.
+
+        Returns:
+            The guard; ``None`` = the model's state cannot be read any more.
         """
-        return Guard(self._snapshot.again(), batch)
+        try:
+            return Guard(self._snapshot.again(), batch)
+        except Exception:  # any error of the user's attributes
+            return None
 
     def changed(self, batch: Any = None) -> str | None:
         """Describes the first change since the proof; ``None`` = no change.

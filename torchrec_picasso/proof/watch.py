@@ -3,44 +3,20 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
-import fbgemm_gpu
-import mpmath
-import numpy
-import sympy
-import tensordict
 import torch
-import torchrec
-import typing_extensions
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchrec_picasso.proof.values import UnprovedError, is_symbolic
 
 __all__ = ["Watch", "current_line", "foreign_module", "is_users", "is_users_module"]
-
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_ZOO = os.path.join(_OURS, "app", "zoo") + os.sep
-"""Folder of models: user code for the proof, though inside this package."""
-
-_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
-_ADDED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
-_LIBRARIES = (
-    _OURS,
-    str(typing_extensions.__file__),
-    *(
-        os.path.dirname(str(package.__file__)) + os.sep
-        for package in (torch, torchrec, fbgemm_gpu, tensordict, numpy, sympy, mpmath)
-    ),
-)
 
 _TRUSTED = frozenset(
     (
@@ -76,32 +52,24 @@ def foreign_module(name: str | None) -> str | None:
 
 
 @functools.lru_cache(4096)
-def _is_users_file(name: str) -> bool:
-    """Whether a file is the user's; installed packages that are not listed count as the user's."""
-    if name.startswith(_ZOO):
-        return True
-    if name.startswith(_LIBRARIES):
-        return False
-    return name.startswith(_ADDED) or not name.startswith(_STANDARD)
+def _is_users(name: str, file: str) -> bool:
+    """Whether a module is the user's, as are installed packages that are not listed."""
+    root = name.partition(".")[0]
+    if name.startswith("torchrec_picasso.app.zoo."):
+        return True  # models, though inside this package
+    is_standard = not file or file.startswith(("<frozen", sysconfig.get_path("stdlib")))
+    is_python = root in sys.stdlib_module_names and is_standard
+    return not (root in _TRUSTED or is_python or name.startswith("namedtuple_"))
 
 
 def is_users(code: CodeType, names: Mapping[str, Any]) -> bool:
-    """Whether code is the user's: not PyTorch's, TorchRec's, Python's or this package's engine.
-
-    Args:
-        code: The code.
-        names: Its globals; they decide about code without a file.
-    """
-    if code.co_filename.startswith("<"):
-        return is_users_module(names.get("__name__") or "")
-    return _is_users_file(code.co_filename)
+    """Whether code with these globals is the user's: not a library's or this package's engine."""
+    return _is_users(names.get("__name__") or "", code.co_filename)
 
 
 def is_users_module(name: str) -> bool:
     """Whether a module is the user's."""
-    root = name.partition(".")[0]
-    is_known = root in _TRUSTED or root in sys.stdlib_module_names
-    return not is_known or name == "__main__" or name.startswith("torchrec_picasso.app.zoo.")
+    return _is_users(name, "")
 
 
 def is_import(frame: FrameType) -> bool:
