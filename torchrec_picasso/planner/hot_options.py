@@ -11,34 +11,27 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 from torchrec.distributed.planner.types import ShardingOption, Storage
-from torchrec.distributed.types import CacheParams, ShardingType
+from torchrec.distributed.types import CacheParams
 
 from torchrec_picasso._torchrec import optimizer_multiplier
 from torchrec_picasso.decision.home_blocks import filled_blocks
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.placement import Form, HotColdParams
+from torchrec_picasso.placement import SHARDING_TYPE_OF, Form, HotColdParams
 from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
 __all__ = [
-    "SHARDING_TYPE_OF",
     "add_replica_storage",
     "copy_options",
     "cut_home_blocks",
     "hot_cold_options",
     "replica_bytes",
 ]
-
-SHARDING_TYPE_OF: Mapping[Form, str] = {
-    "rows": ShardingType.ROW_WISE.value,
-    "bags": ShardingType.TABLE_WISE.value,
-}
-"""Where the homes of a table are, in TorchRec's words: on all ranks, or on the one that pools."""
 
 
 def hot_cold_options(
@@ -98,7 +91,7 @@ def cut_home_blocks(
     """Moves the cuts between the row-wise shards of one table's options.
 
     Args:
-        options: Row-wise options of one table, one shard per rank.
+        options: Hot/cold options of one table; a shard per rank, or one for a whole table.
         block_rows_W: Rows at home on each rank, summing to the table's; ``None`` keeps TorchRec's
             cuts unless they leave a rank without a row to have.
     """

@@ -86,5 +86,5 @@ class HotSets:
         # TorchRec's modules may be refreshed by others; each change counts up a group's epoch
         for group in self._groups:
             group.rows.follow_hot_rows()
-        before, self._epochs = self._epochs, [group.rows.hot.epoch for group in self._groups]
+        before, self._epochs = self._epochs, [group.rows.hot_epoch for group in self._groups]
         return bool(before) and before != self._epochs
