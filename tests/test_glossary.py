@@ -15,6 +15,7 @@ ROOMS = (
     "ops",
     "exchange",
     "rows",
+    "rows/routes",
     "sharding",
     "storage",
     "batches",

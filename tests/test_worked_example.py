@@ -131,22 +131,30 @@ def worked_example() -> Lines:
 
 def _packed(batch: BatchIds) -> list[int]:
     """Packed ids in request order."""
-    ids: list[int] = batch.rows.ids_U[batch.located.order_U].tolist()
+    request = _of_rows(batch)
+    ids: list[int] = request.rows.ids_U[request.located.order_U].tolist()
     return ids
+
+
+def _of_rows(batch: BatchIds) -> Any:
+    (request,) = batch.routes
+    return request
 
 
 def _of_ids(world: World, batches: Sequence[BatchIds]) -> Lines:
     features = [batch.features for batch in batches]
-    chunks = [first_use_chunks(b.rows, b.part_N, NUM_PARTS) for b in batches]
-    hot = world.groups[0].hot
+    requests = [_of_rows(batch) for batch in batches]
+    chunks = [first_use_chunks(r.rows, r.part_N, NUM_PARTS) for r in requests]
+    (route,) = world.groups[0].routes
+    hot = route.hot
     chunk_words = [
         [
             "hot" if is_hot else str(int(chunk))
-            for is_hot, chunk in zip(hot.find(b.rows.ids_U.long())[1], c)
+            for is_hot, chunk in zip(hot.find(r.rows.ids_U.long())[1], c)
         ]
-        for b, c in zip(batches, chunks)
+        for r, c in zip(requests, chunks)
     ]
-    counts = [b.located.counts_PQ[0].tolist() for b in batches]
+    counts = [r.located.counts_PQ[0].tolist() for r in requests]
     sent = [b.words.to_send(NUM_RANKS) for b in batches]
 
     def request_order(rank: int) -> str:
@@ -159,14 +167,14 @@ def _of_ids(world: World, batches: Sequence[BatchIds]) -> Lines:
             features, lambda f: _join(*f.values().split(f.length_per_key()))
         ),
         "packed ids": _each(
-            [world.groups[0].space.pack_ids(f.values(), _lookups(f))[0] for f in features],
+            [route.space.pack_ids(f.values(), _lookups(f))[0] for f in features],
             lambda ids: _join(ids),
         ),
         "in bag order, by part": _each(
-            batches, lambda b: _join(*b.bags.ids_N.split(torch.bincount(b.part_N).tolist()))
+            requests, lambda r: _join(*r.bags.ids_N.split(torch.bincount(r.part_N).tolist()))
         ),
-        "unique rows": _each(batches, lambda b: _join(b.rows.ids_U)),
-        "row of each lookup": _each(batches, lambda b: _join(b.rows.row_of_lookup_N)),
+        "unique rows": _each(requests, lambda r: _join(r.rows.ids_U)),
+        "row of each lookup": _each(requests, lambda r: _join(r.rows.row_of_lookup_N)),
         "chunk of each unique row": _each(chunk_words, " ".join),
         "request order (hot / chunk 0 / chunk 1)": tuple(map(request_order, ranks)),
         "header to rank 0": _each(sent, lambda words: _join(words[0])),
@@ -205,7 +213,7 @@ def _of_layouts(packs: Sequence[PackLayout], request_order: Sequence[list[int]])
     ranks = range(NUM_RANKS)
     return {
         "home rows asked of it (chunk 0 / chunk 1)": _each(
-            packs, lambda p: _join(*_cut(p.source.rows_n, map(p.asked.rows, range(NUM_PARTS))))
+            packs, lambda p: _join(*_cut(p.source.home_rows_n, map(p.asked.rows, range(NUM_PARTS))))
         ),
         "fetch order (hot / clean / dirty 0 / dirty 1)": tuple(map(fetch_order, ranks)),
         "rows that come over the wire (clean / dirty 0 / dirty 1)": tuple(
@@ -223,16 +231,16 @@ def _of_parts(rows_W: Sequence[BatchRows], gradients: Sequence[BatchGradients]) 
         pooled = []
         for of_rank, grads_K in zip(given, grads_WK):
             (matrix,) = of_rank.arrive()
-            index = of_rank.pooling_M[0].index
+            index = of_rank.pooling_M[0].part.index
             pooled.append(pool_rows(matrix, None, index))
             grads_K.append([gradient_of_rows(torch.ones_like(pooled[-1]), None, index)])
         name = f"part {part}"
         lines[f"{name}: place of each lookup in the matrix"] = _each(
-            given, lambda of: _join(of.pooling_M[0].index.row_of_lookup_N)
+            given, lambda of: _join(of.pooling_M[0].part.index.row_of_lookup_N)
         )
         lines[f"{name}: pooled (user / item)"] = _each(pooled, lambda p: _join(*p[:, :1]))
         lines[f"{name}: place of each gradient in request order"] = _each(
-            given, lambda of: _join(of.pooling_M[0].gradient_place_U)
+            given, lambda of: _join(of.pooling_M[0].part.gradient_place_U)
         )
     for part in reversed(range(NUM_PARTS)):
         for of_batch, grads_K in zip(gradients, grads_WK):

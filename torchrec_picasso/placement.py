@@ -9,21 +9,57 @@ kernel, so all of TorchRec keeps working on the plan.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torchrec.distributed.types import CacheParams
+from torchrec.distributed.types import CacheParams, ShardingType
 
 from torchrec_picasso.errors import PlanError
 
-__all__ = ["Form", "HotColdParams"]
+__all__ = ["SHARDING_TYPE_OF", "Form", "HotColdParams", "owner_pooled_waves", "pack_key"]
 
 Form = Literal["rows", "bags"]
 """Exchange of a table: ``"rows"`` = row-exchanged, distinct rows are sent and pooled on the rank of
-the batch; ``"bags"`` = owner-pooled, the home rank of the table sends one vector per bag."""
+the batch; ``"bags"`` = owner-pooled, the home rank of the table sends one vector per bag. The name
+of a route (``rows/routes``)."""
+
+SHARDING_TYPE_OF: Mapping[Form, str] = {
+    "rows": ShardingType.ROW_WISE.value,
+    "bags": ShardingType.TABLE_WISE.value,
+}
+"""TorchRec's sharding type of each form: owned by all ranks, or by the rank that pools. Packs, and
+the features of a batch, are in this order."""
+
+_MOST_POOLED_WAVES = 4  # more waves send more messages and hide less
+
+
+def pack_key(form: Form, wave: int, dim: int, memory: Hashable) -> tuple[int, int, int, Hashable]:
+    """Returns what the tables of one pack have in common.
+
+    Args:
+        form: What the tables exchange.
+        wave: Wave of the placement; bags are spread over waves by pack instead.
+        dim: Columns.
+        memory: What else an FBGEMM table has in common: compute kernel, data type.
+    """
+    is_pooled = SHARDING_TYPE_OF[form] == ShardingType.TABLE_WISE.value
+    return list(SHARDING_TYPE_OF).index(form), 0 if is_pooled else wave, dim, memory
+
+
+def owner_pooled_waves(num_packs: int) -> list[slice]:
+    """Returns the packs of each wave of bags: neighbours, sizes differing by at most one.
+
+    Bags are never fetched ahead, so only the update of other packs can hide their exchange.
+
+    Args:
+        num_packs: Number of packs of bags.
+    """
+    num_waves = min(num_packs, _MOST_POOLED_WAVES)
+    edges = [num_packs * wave // num_waves for wave in range(num_waves)]
+    return list(map(slice, edges, [*edges[1:], num_packs]))
 
 
 @dataclass(eq=False, repr=False)

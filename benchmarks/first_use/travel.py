@@ -66,11 +66,11 @@ class Tables:
     @property
     def num_hot_rows(self) -> int:
         """Rows with a replica on every rank."""
-        return self._group.hot.num_rows
+        return self._group.num_hot_rows
 
     def most_looked_up(self, batches: Sequence[Batch], num_rows: int) -> Tensor:
         """The rows that some batches look up most, over all tables: packed ids, ascending."""
-        counts = torch.zeros(self._group.space.num_rows, dtype=torch.int64)
+        counts = torch.zeros(self._group.routes[0].space.num_rows, dtype=torch.int64)
         for rows in (self._read(batch).rows for batch in batches):
             counts.index_add_(0, rows.ids_U.long(), rows.lookups_U)
         most = counts.topk(min(num_rows, int((counts > 0).sum()))).indices
@@ -105,13 +105,14 @@ class Tables:
         touched_H = torch.zeros(self.num_hot_rows, dtype=torch.bool)
         for rank, requests in enumerate(requests_W):
             for request in requests:
-                (counts_Q,) = request.located.counts_PQ  # hot, then cold by chunk and home
+                (route,) = request.routes
+                (counts_Q,) = route.located.counts_PQ  # hot, then cold by chunk and home
                 cold_KW = counts_Q[1:].view(-1, self._world_size)
                 rows += int(cold_KW.sum() - cold_KW[:, rank].sum())
                 sent_WX = request.words.to_send(self._world_size)
                 header_bytes += _num_bytes(sent_WX) - _num_bytes(sent_WX[rank])
-                touched_H |= request.located.touched_H
-        id_bytes = self._group.space.home_row_dtype.itemsize
+                touched_H |= route.located.touched_H
+        id_bytes = self._group.routes[0].space.home_row_dtype.itemsize
         row_bytes = _FLOAT_BYTES * self._dim
         hot_rows = int(touched_H.sum())
         summed_bytes = 2 * (self._world_size - 1) * hot_rows * row_bytes  # by a ring

@@ -217,7 +217,7 @@ class _Side:
         """Which replica is not what its home is; empty where all are."""
         try:
             for group in _groups_of(self.trainer.model):
-                self._found.counts["replicas"] += group.hot.num_rows
+                self._found.counts["replicas"] += group.num_hot_rows
                 check_replicas(group)
         except PicassoError as error:
             return str(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
@@ -16,7 +15,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 )
 
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.exchange.header import HeaderExchange, HeaderWords
+from torchrec_picasso.exchange.header import HeaderExchange, HeaderWords, RouteWords
 from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.exchange.ranks import Ranks
@@ -88,56 +87,32 @@ def _all_to_all(rank: int, world_size: int) -> int:
 def _headers(rank: int, world_size: int) -> int:
     for case in range(NUM_CASES):
         rng = random.Random(case)
-        num_packs, num_hot = rng.choice((0, 1, 2)), rng.choice((0, 1, 63, 64, 65, 200))
-        num_hot = num_hot if num_packs else 0  # bags alone have no rows, hot or cold
-        hot_start_P1 = [[0], [0, num_hot], [0, num_hot // 3, num_hot]][num_packs]
-        num_chunks = 1 + case % 3
-        counts = _counts(case, num_packs, num_chunks * world_size)
-        touched_WH = torch.tensor(
-            [[rng.random() < 0.1 for _ in range(num_hot)] for _ in range(world_size)],
-            dtype=torch.bool,
-        ).view(world_size, num_hot)
+        num_words = [[rng.choice((0, 1, 3)) for _ in range(2)] for _ in range(case % 3)]
+        # by route and piece of the message, the words from rank to rank
+        sent = [
+            [torch.arange(world_size**2 * num).view(world_size, world_size, num) for num in nums]
+            for nums in num_words
+        ]
+        kept = [torch.arange(5 * place) + 100 * rank for place in range(3)]
         bad_rank = rng.randrange(world_size)
         ranks_with_data = rng.sample(range(world_size), rng.randrange(world_size + 1))
-        hot_P = [7 + p for p in range(num_packs)]
         words = HeaderWords(
-            counts_PQ=torch.tensor(
-                [[h, *c] for h, c in zip(hot_P, counts[rank])], dtype=torch.int64
-            ).view(num_packs, 1 + num_chunks * world_size),
-            lookups_J=torch.arange(5 * num_chunks) + 100 * rank,
-            touched_H=touched_WH[rank],
-            hot_start_P1=hot_start_P1,
+            routes=[RouteWords([piece[rank] for piece in pieces], kept) for pieces in sent],
             outside_ids=torch.tensor(5 if rank == bad_rank else 0),
             bad_weights=torch.tensor(rank),
             bad_lengths=(rank == bad_rank, torch.tensor(rank == bad_rank))[case % 2],
             has_data=rank in ranks_with_data,
         )
         header = HeaderExchange(Ranks(dist.group.WORLD), words).wait()
-        assert header.hot_P == hot_P
-        assert header.mine_PKW == [_by_chunk(c, num_chunks) for c in counts[rank]]
-        assert header.asked_PKW == [
-            [
-                [_by_chunk(counts[r][p], num_chunks)[k][rank] for r in range(world_size)]
-                for k in range(num_chunks)
-            ]
-            for p in range(num_packs)
-        ]
-        assert header.lookups_J == [run + 100 * rank for run in range(5 * num_chunks)]
+        for pieces, route in zip(sent, header.routes, strict=True):
+            for piece, received in zip(pieces, route[0], strict=True):
+                assert received.tolist() == piece[:, rank].tolist()
+            assert [numbers.tolist() for numbers in route[1]] == [k.tolist() for k in kept]
         assert header.outside_ids_W == [5 if r == bad_rank else 0 for r in range(world_size)]
         assert header.bad_weights_W == list(range(world_size))
         assert header.bad_lengths_W == [r == bad_rank for r in range(world_size)]
         assert header.any_data == bool(ranks_with_data)
-        union_T = touched_WH.any(0).nonzero().flatten()
-        for (start, end), touched in zip(itertools.pairwise(hot_start_P1), header.touched_P):
-            expected = union_T[(union_T >= start) & (union_T < end)] - start
-            assert torch.equal(touched, expected)
     return NUM_CASES
-
-
-def _by_chunk(counts: list[int], num_chunks: int) -> list[list[int]]:
-    """Counts by chunk and rank."""
-    world_size = len(counts) // num_chunks
-    return [counts[k * world_size : (k + 1) * world_size] for k in range(num_chunks)]
 
 
 def _hot_sums(rank: int, world_size: int) -> list[Tensor]:

@@ -6,24 +6,15 @@ import torch
 
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.placement import owner_pooled_waves
 
 NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
-def _plan(dims_and_waves: list[tuple[int, int]], num_bag_packs: int = 0) -> PackPlan:
-    """A pack of one table with two features for each dim and wave, then packs of bags."""
-    of_bags = [
-        PackedTable(
-            name=f"b{pack}",
-            pack=len(dims_and_waves) + pack,
-            dim=4 * (pack + 1),
-            block_rows_W=(3, 0),
-            hot_rows_H=NO_ROWS,
-            feature_names=(f"h{pack}",),
-            as_bags=True,
-        )
-        for pack in range(num_bag_packs)
-    ]
+def _plan(
+    dims_and_waves: list[tuple[int, int]], waves: list[slice] | None = None, module: int = 0
+) -> PackPlan:
+    """A pack of one table with two features for each dim and wave."""
     return PackPlan.build(
         [
             PackedTable(
@@ -34,11 +25,12 @@ def _plan(dims_and_waves: list[tuple[int, int]], num_bag_packs: int = 0) -> Pack
                 block_rows_W=(3, 2),
                 hot_rows_H=NO_ROWS,
                 feature_names=(f"f{pack}", f"g{pack}"),
+                module=module,
             )
             for pack, (dim, wave) in enumerate(dims_and_waves)
-        ]
-        + of_bags,
+        ],
         torch.device("cpu"),
+        waves,
     )
 
 
@@ -56,11 +48,7 @@ def test_neighbours_of_one_dim_share_a_matrix_across_waves() -> None:
 def test_matrices_know_their_dim_and_waves_their_packs() -> None:
     plan = _plan([(8, 0), (4, 0), (4, 1), (8, 1)])
     assert plan.dim_M == (8, 4, 8)
-    assert [plan.packs_of(wave) for wave in (None, 1, 2)] == [
-        slice(0, 4),
-        slice(2, 4),
-        slice(4, 4),
-    ]
+    assert [list(plan.packs_of(wave)) for wave in (None, 1, 2)] == [[0, 1, 2, 3], [2, 3], []]
 
 
 def test_one_table_is_one_wave_and_one_matrix() -> None:
@@ -86,10 +74,21 @@ def test_tables_of_a_pack_count_once() -> None:
 
 
 def test_bags_are_in_waves_of_their_own_four_at_most() -> None:
-    plan = _plan([(4, 0), (8, 0)], num_bag_packs=3)
-    assert plan.waves == (slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5))
-    assert plan.num_row_waves == 1
-    bags_alone = _plan([], num_bag_packs=6)
-    assert bags_alone.waves == (slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 6))
-    assert bags_alone.num_row_waves == 0
-    assert _plan([(4, 0), (4, 1)], num_bag_packs=1).num_row_waves == 2
+    assert owner_pooled_waves(3) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert owner_pooled_waves(6) == [slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 6)]
+
+
+def test_packs_in_given_waves_have_a_matrix_each() -> None:
+    plan = _plan([(4, 0), (4, 0)], waves=[slice(0, 2)])
+    assert plan.waves == (slice(0, 2),)
+    assert plan.matrices == (slice(0, 1), slice(1, 2))
+
+
+def test_plans_of_routes_follow_each_other() -> None:
+    rows, bags = _plan([(4, 0), (8, 0)]), _plan([(4, 0), (8, 0)], owner_pooled_waves(2), module=1)
+    plan = PackPlan.joined([rows, bags, rows])
+    assert plan.waves == (slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 6))
+    assert plan.matrices == tuple(slice(pack, pack + 1) for pack in range(6))
+    assert plan.dim_M == (4, 8) * 3
+    assert plan.modules == ((0, 1, 4, 5), (2, 3))
+    assert plan.num_packs == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,12 @@ from tests.rows.worlds import (
 )
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
+from torchrec_picasso.rows import routes
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.rows.request import RowRequest
+from torchrec_picasso.rows.routes.rows import RowRoute
 from torchrec_picasso.rows.sound_features import sound_features
 
 PROPERTY = settings(max_examples=4, deadline=None, derandomize=True, database=None)
@@ -77,9 +80,9 @@ def _grads_of(rows: BatchRows, part: int) -> tuple[list[Tensor], list[Tensor]]:
     given = rows.hand_out(part, lambda _: None)
     pooled, grads = [], []
     for place, (matrix, pooling) in enumerate(zip(given.arrive(), given.pooling_M)):
-        pooled.append(pool_rows(matrix, None, pooling.index))
+        pooled.append(pool_rows(matrix, None, pooling.part.index))
         upstream = _upstream(100 * part + place, *pooled[-1].shape)
-        grads.append(gradient_of_rows(upstream, None, pooling.index))
+        grads.append(gradient_of_rows(upstream, None, pooling.part.index))
     return pooled, grads
 
 
@@ -184,6 +187,30 @@ def test_a_batch_trains_as_rows_one_by_one(
     holds()
 
 
+class _OtherRoute(RowRoute):
+    """A further route, for tables beside those of the first one."""
+
+    name = "other"
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_further_route_is_one_registration(
+    lookahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(routes.ROUTES, "other", _OtherRoute)
+    first, second, *others = TABLES[2]
+    tables = [replace(t, route="other", pack=pack) for pack, t in enumerate(others)]
+    world = make_world(2, [first, second, *tables])
+    assert [route.name for route in world.groups[0].routes] == ["rows", "other"]
+
+    @PROPERTY
+    @given(batches(2, 3))
+    def holds(steps: list[list[tuple[Bags, list[int]]]]) -> None:
+        _train(world, steps, 3, lookahead, in_waves=True)
+
+    holds()
+
+
 BAGS: Bags = [[[0, 1], [2]], [[3], []], [[0], [1]], [[1], [1]], [[0], [3]]]
 
 
@@ -215,6 +242,7 @@ def test_rows_of_another_hot_set_are_never_served() -> None:
     request = RowRequest(group, BatchIds.read([features_of(world, bags)], group))
     request.send_ids()
     request.receive_ids()
-    group.hot = type(group.hot)(group.hot.ids_H, group.hot.start_P1, epoch=1)
+    (route,) = group.routes
+    route.hot = type(route.hot)(route.hot.ids_H, route.hot.start_P1, epoch=1)
     with pytest.raises(AssertionError, match="another hot set"):
         BatchRows(group, request.lay_out())

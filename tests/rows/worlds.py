@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -80,15 +81,19 @@ def make_world(
     ranks = fake_ranks(size)
     groups = []
     for rank in ranks:
-        homes_P = HotHomes.of_packs(tables, rank.rank, CPU)
         storages = [
-            RowStorage(_config(tables, pack, rank.rank), homes, rank, CPU)
-            for pack, homes in enumerate(homes_P)
+            RowStorage(_config(own, pack, rank.rank), homes, rank, CPU)
+            for own in _by_route(tables)
+            for pack, homes in enumerate(HotHomes.of_packs(own, rank.rank, CPU))
         ]
         groups.append(RowGroup(tables, storages, rank, CPU))
     for table, whole in zip(tables, weights or _first_weights(tables)):
         _write(table, tables, groups, whole)
     return World(ranks, groups, list(tables))
+
+
+def _by_route(tables: Sequence[PackedTable]) -> list[list[PackedTable]]:
+    return [list(own) for _, own in groupby(tables, lambda table: table.route)]
 
 
 def _config(tables: Sequence[PackedTable], pack: int, rank: int) -> GroupedEmbeddingConfig:
@@ -125,11 +130,13 @@ def _homes_of(
     table: PackedTable, tables: Sequence[PackedTable], groups: Sequence[RowGroup]
 ) -> list[Tensor]:
     """The table's home rows on each rank, views."""
-    before = [t for t in tables[: tables.index(table)] if t.pack == table.pack]
+    (route,) = (own for own in _by_route(tables) if table in own)
+    before = [t for t in route[: route.index(table)] if t.pack == table.pack]
     homes = []
     for rank, group in enumerate(groups):
         start = sum(t.block_rows_W[rank] for t in before)
-        whole = group.storages[table.pack].tables.weights.homes
+        (own,) = (own for own in group.routes if own.name == table.route)
+        whole = own.storages[table.pack].tables.weights.homes
         homes.append(whole[start : start + table.block_rows_W[rank]])
     return homes
 

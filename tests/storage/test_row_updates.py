@@ -70,6 +70,7 @@ def test_rows_are_updated_as_by_fbgemm(dim: int) -> None:
 
 def _train_bags(tables: RowTables, dim: int, weighted: bool) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
+    nothing = torch.empty(0, dtype=torch.int64)
     for _ in range(STEPS):
         lengths_S = torch.randint(4, (90,), generator=generator)  # some bags are empty
         offsets_S1 = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_S.cumsum(0)])
@@ -77,9 +78,9 @@ def _train_bags(tables: RowTables, dim: int, weighted: bool) -> list[Tensor]:
         rows_N = torch.randint(ROWS, (num_lookups,), generator=generator)
         weights_N = torch.rand(num_lookups, generator=generator) if weighted else None
         grads_SD = torch.randn(90, dim, generator=generator)
-        tables.update_bags(rows_N, offsets_S1, weights_N, grads_SD.clone())
-    nothing = torch.empty(0, dtype=torch.int64)
-    tables.update_bags(nothing, torch.zeros(1, dtype=torch.int64), None, torch.empty(0, dim))
+        tables.update(rows_N, nothing, grads_SD.clone(), (offsets_S1, weights_N))
+    no_bags = torch.zeros(1, dtype=torch.int64), None
+    tables.update(nothing, nothing, torch.empty(0, dim), no_bags)
     return _left(tables)
 
 
@@ -192,7 +193,7 @@ def test_bags_are_updated_as_their_rows(name: str) -> None:
     offsets_S1 = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_S.cumsum(0)])
     rows_N = torch.randint(ROWS, (int(offsets_S1[-1]),), generator=generator)
     grads_SD = torch.randn(90, 8, generator=generator)
-    bags.update_bags(rows_N, offsets_S1, None, grads_SD.clone())
+    bags.update(rows_N, torch.arange(0), grads_SD.clone(), (offsets_S1, None))
     rows.update(rows_N, torch.arange(0), grads_SD.repeat_interleave(lengths_S, 0))
     torch.testing.assert_close(_left(bags), _left(rows), rtol=1e-6, atol=1e-6)
 

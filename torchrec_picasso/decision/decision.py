@@ -23,7 +23,7 @@ from torchrec_picasso.decision.choice import Choice, TableInfo, choose, given_ch
 from torchrec_picasso.decision.home_blocks import HomeBlocks, RowLoads, balance_homes
 from torchrec_picasso.decision.waves import TableVolume, balance_waves
 from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
-from torchrec_picasso.placement import Form
+from torchrec_picasso.placement import Form, pack_key
 from torchrec_picasso.schedule.setting_choice import pieces_for
 
 __all__ = ["Decision", "decide", "given_hot_sets"]
@@ -207,7 +207,7 @@ def _waves(
             # cold rows are fetched, gradients of touched hot rows are reduced
             rows = split.cold_used + split.hot_touched
             volumes.setdefault(table.module, {})[load.name] = TableVolume(
-                group=(load.dim, load.element_bytes, forms[load.name]),
+                group=pack_key(forms[load.name], 0, load.dim, load.element_bytes),
                 elements=(rows if forms[load.name] == "rows" else load.bags) * load.dim,
             )
     return {

@@ -11,8 +11,7 @@ from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.step_price import StepPrice, StepPricer
 from torchrec_picasso.cost.stock import max_over_mean, placed_over_mean, stock_cost, stock_totals
 from torchrec_picasso.cost.table_work import TableWork
-from torchrec_picasso.ops.pack_plan import MOST_BAG_WAVES
-from torchrec_picasso.placement import Form
+from torchrec_picasso.placement import Form, owner_pooled_waves, pack_key
 
 __all__ = ["Forms", "PricedPlan", "price_plan"]
 
@@ -82,10 +81,11 @@ def price_plan(
         stock = stock.plus(
             stock_cost(kind, kind_totals, curves, world_size, uneven=uneven(kind, tables))
         )
-    # a pack contains the tables of one dim and exchange; owner-pooled packs have waves of their own
-    num_packs = len({(works[i].load.dim, forms[i]) for i in hot_cold})
     bags = [i for i in hot_cold if forms[i] == "bags"]
-    num_bag_packs = len({works[i].load.dim for i in bags})
+    num_packs, num_bag_packs = (
+        len({pack_key(forms[i], 0, works[i].load.dim, works[i].load.element_bytes) for i in tables})
+        for tables in (hot_cold, bags)
+    )
     return PricedPlan(
         forms=forms,
         num_hot=num_hot,
@@ -95,7 +95,7 @@ def price_plan(
             stock,
             num_packs=num_packs,
             uneven_bags=uneven("table_wise", bags),
-            num_bag_waves=max(1, min(num_bag_packs, MOST_BAG_WAVES)),
+            num_bag_waves=len(owner_pooled_waves(num_bag_packs)) or 1,
             micro_batch_counts=None if num_micro_batches is None else [num_micro_batches],
         ),
         cost=hot_cold_cost(totals, curves, world_size, num_packs=max(1, num_packs)).plus(stock),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Bags", "bag_order", "reorder_bags"]
+__all__ = ["Bags", "asked_bag_order", "bag_order", "reorder_bags"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,34 @@ def bag_order(
         pieces = bags_FB.split(sizes, dim=1) if is_sequence else [bags_FB.t()]
         ordered += [piece.reshape(-1) for piece in pieces]
     return torch.cat(ordered)
+
+
+def asked_bag_order(
+    num_features: int, samples_WK: Sequence[Sequence[int]], device: torch.device
+) -> Tensor:
+    """Computes the permutation of incoming bags at their home rank.
+
+    Incoming bags are ordered by rank, then feature, then sample, as in a KeyedJaggedTensor.
+
+    Args:
+        num_features: Number of features that this home rank pools.
+        samples_WK: Samples of each rank by micro-batch.
+        device: Device of the permutation.
+
+    Returns:
+        The incoming position of each bag, bags ordered by micro-batch, rank, sample and feature:
+        int32, shape ``(S,)``.
+    """
+    pieces_WK, start = [], 0
+    for sizes_K in samples_WK:
+        num_bags = num_features * sum(sizes_K)
+        bags_S = torch.arange(start, start + num_bags, dtype=torch.int32, device=device)
+        # Bags of one rank, from (feature, sample) order to (sample, feature) order.
+        by_sample = bags_S.view(num_features, sum(sizes_K)).t()
+        pieces_WK.append(by_sample.split(list(sizes_K)))
+        start += num_bags
+    # zip swaps (rank, micro-batch) to (micro-batch, rank).
+    return torch.cat([piece.reshape(-1) for blocks_W in zip(*pieces_WK) for piece in blocks_W])
 
 
 def reorder_bags(

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrec_picasso.ops.ids import PackedTable
 
-__all__ = ["HotSlots"]
+__all__ = ["HotSlots", "pack_bits"]
+
+_WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
 class HotSlots:
-    """The hot rows of all tables of a sharded module."""
+    """The hot rows of the tables of one route."""
 
     ids_H: Tensor
     """Packed ids of the hot rows, ascending, int64, shape ``(H,)``; the index is the hot slot."""
@@ -39,10 +42,8 @@ class HotSlots:
             device: Device of the ids.
             epoch: Number of the module's hot set.
         """
-        # Owner-pooled tables have neither packed ids nor replicas.
-        tables = [table for table in tables if not table.as_bags]
         bases = [0, *accumulate(table.num_embeddings for table in tables)]
-        hot_P = [0] * (tables[-1].pack + 1 if tables else 0)
+        hot_P = [0] * (tables[-1].pack + 1)
         for table in tables:
             hot_P[table.pack] += table.hot_rows_H.numel()
         ids = [table.hot_rows_H + base for table, base in zip(tables, bases)]
@@ -71,3 +72,30 @@ class HotSlots:
         # An id above all hot ids gets slot H; the clamp keeps the comparison below in bounds.
         candidate_U = slot_U.clamp(max=self.num_rows - 1)
         return slot_U, self.ids_H.index_select(0, candidate_U) == ids_U
+
+    def touched(self, bits_WX: np.ndarray) -> list[Tensor]:
+        """Finds the hot slots that any rank's batch uses.
+
+        Args:
+            bits_WX: Result of :func:`pack_bits` of each rank, on the host.
+
+        Returns:
+            Slots of each pack, ascending, counted from 0 in the pack, on the device.
+        """
+        union_X = np.bitwise_or.reduce(bits_WX, axis=0)
+        touched_t = np.unpackbits(union_X.view(np.uint8), bitorder="little").nonzero()[0]
+        # touched_t ascends over all packs: find each pack's range, then count from 0 in the pack.
+        edges_P1 = np.searchsorted(touched_t, self.start_P1).tolist()
+        touched_t -= np.repeat(self.start_P1[:-1], np.diff(edges_P1))
+        on_device = torch.from_numpy(touched_t).to(self.ids_H.device, non_blocking=True)
+        return [on_device[first:end] for first, end in pairwise(edges_P1)]
+
+
+def pack_bits(mask_H: Tensor) -> Tensor:
+    """Packs a bool mask into int64 words of 64 bits each, little-endian."""
+    num_words = -(-mask_H.numel() // (8 * _WORD_BYTES))
+    # Padded to whole words as (bytes, 8 bits); a byte is the sum of its bits' place values.
+    padded = mask_H.new_zeros(num_words * _WORD_BYTES, 8)
+    padded.view(-1)[: mask_H.numel()] = mask_H
+    place_8 = 2 ** torch.arange(8, dtype=torch.uint8, device=mask_H.device)
+    return (padded * place_8).sum(1, dtype=torch.uint8).view(torch.int64)

@@ -28,7 +28,7 @@ class PackedTable:
 
     Args:
         name: Table name, for messages.
-        pack: Index of the pack that holds the table; tables are in ascending pack order.
+        pack: Index of the pack that holds the table among the packs of its route; ascending.
         dim: Columns, equal for all tables of a pack.
         wave: Index of the wave (pack group) that the pack is exchanged in; ascending with the
             packs, gaps allowed.
@@ -40,8 +40,7 @@ class PackedTable:
         is_sequence: Whether every lookup is a separate output, without pooling.
         module: Index of the module that has the table, where several modules share an exchange;
             ascending.
-        as_bags: Whether the table is owner-pooled: its only home rank sends pooled bags instead of
-            rows.
+        route: Name of the route that the table travels by.
     """
 
     name: str
@@ -54,18 +53,12 @@ class PackedTable:
     is_sequence: bool = False
     module: int = 0
     wave: int = 0
-    as_bags: bool = False
+    route: str = "rows"
 
     @property
     def num_embeddings(self) -> int:
         """Number of rows of the whole table."""
         return sum(self.block_rows_W)
-
-    @property
-    def only_home(self) -> int:
-        """Home rank of an owner-pooled table; that rank stores all rows of the table."""
-        assert self.as_bags, "rows have homes on many ranks"
-        return max(range(len(self.block_rows_W)), key=self.block_rows_W.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -93,21 +86,19 @@ class IdSpace:
 
     @staticmethod
     def build(tables: Sequence[PackedTable], device: torch.device) -> IdSpace:
-        """Assigns packed ids to tables in the given order; owner-pooled tables have no packed ids.
+        """Assigns packed ids to tables in the given order.
 
         Args:
-            tables: At least one table, packs ascending, all with the same world size, owner-pooled
-                tables last.
+            tables: At least one table, all of one route and world size, packs ascending.
             device: Device of the lookup tensors.
         """
         world_size = len(tables[0].block_rows_W)
-        tables = [table for table in tables if not table.as_bags]
         packs = [table.pack for table in tables]
         assert packs == sorted(packs), "tables of one pack must be side by side"
         assert all(len(table.block_rows_W) == world_size for table in tables)
         bases = [0, *accumulate(table.num_embeddings for table in tables)]
         starts, shifts = [], []
-        home_rows = [[0] * world_size for _ in range(packs[-1] + 1 if packs else 0)]
+        home_rows = [[0] * world_size for _ in range(packs[-1] + 1)]
         # A table is W consecutive blocks of packed ids, one per home rank. A home rank stores its
         # blocks of one pack one after the other, so a block's first row there is the number of rows
         # that the rank stored before; shift = first row - first packed id.
@@ -174,7 +165,7 @@ class IdSpace:
     @property
     def home_row_dtype(self) -> torch.dtype:
         """The smallest integer type that holds every row number of every home rank."""
-        largest = max((rows for rows_W in self.home_rows_PW for rows in rows_W), default=0)
+        largest = max(rows for rows_W in self.home_rows_PW for rows in rows_W)
         return torch.int32 if largest < 2**31 else torch.int64
 
     @property

@@ -144,16 +144,14 @@ class HotColdEnumerator(EmbeddingEnumerator):
             table, is_able = key[1], key in self._refusals and self._refusals[key].hot_cold is None
             if is_able and table in hot_sets:
                 hot_set = self._hot_set(options[0], hot_sets[table])
-                form = forms[table]
                 options = hot_cold_options(
                     options,
                     hot_set,
                     waves.get(table, 0),
-                    form=form,
+                    form=forms[table],
                     num_micro_batches=num_micro_batches,
                 )
-                if form == "rows":
-                    cut_home_blocks(options, blocks.get(table))
+                cut_home_blocks(options, blocks.get(table))
             elif not isinstance(self._hot_rows, Mapping):
                 options = self._stock_options(options)
             space.extend(options)

@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 from torchrec.distributed.planner.types import ShardingOption, Storage
-from torchrec.distributed.types import CacheParams, ShardingType
+from torchrec.distributed.types import CacheParams
 
 from torchrec_picasso._torchrec import optimizer_multiplier
 from torchrec_picasso.decision.home_blocks import filled_blocks
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.placement import Form, HotColdParams
+from torchrec_picasso.placement import SHARDING_TYPE_OF, Form, HotColdParams
 from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
 __all__ = [
-    "SHARDING_TYPE_OF",
     "add_replica_storage",
     "copy_options",
     "cut_home_blocks",
@@ -35,12 +34,6 @@ __all__ = [
     "optimizer_class",
     "replica_bytes",
 ]
-
-SHARDING_TYPE_OF: Mapping[Form, str] = {
-    "rows": ShardingType.ROW_WISE.value,
-    "bags": ShardingType.TABLE_WISE.value,
-}
-"""TorchRec's sharding type of a hot/cold table: home rows on all ranks, or on one home rank."""
 
 
 def hot_cold_options(
@@ -100,7 +93,7 @@ def cut_home_blocks(
     """Sets the home blocks of one table's options, in place.
 
     Args:
-        options: Row-wise options of one table, one shard per rank.
+        options: Hot/cold options of one table; a shard per rank, or one for a whole table.
         block_rows_W: Number of home rows on each rank; ``None`` = TorchRec's blocks, or equal
             blocks if those leave a rank without rows.
     """

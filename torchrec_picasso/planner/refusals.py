@@ -23,7 +23,7 @@ from torchrec.distributed.utils import (
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from torchrec_picasso.placement import Form, HotColdParams
+from torchrec_picasso.placement import SHARDING_TYPE_OF, Form, HotColdParams
 from torchrec_picasso.planner.hot_options import optimizer_class
 from torchrec_picasso.storage.exactness import (
     HOT_COLD_KERNELS,
@@ -74,8 +74,8 @@ def refusals_of(
         return TableRefusals(hot_cold=refusal)
     data_type = config.data_type
     first, is_owner_pooled = options[0], required_form(options) == "bags"
-    sharding_type = ShardingType.TABLE_WISE if is_owner_pooled else ShardingType.ROW_WISE
-    kernels = [o.compute_kernel for o in options if o.sharding_type == sharding_type.value]
+    sharding_type = SHARDING_TYPE_OF[required_form(options) or "rows"]
+    kernels = [o.compute_kernel for o in options if o.sharding_type == sharding_type]
     able = [kernel for kernel in kernels if kernel in HOT_COLD_KERNELS]
     params = _fused_params(first, sharder_fused_params)
     if isinstance(params, Refusal):
@@ -162,7 +162,7 @@ def why_no_bags(options: Sequence[ShardingOption]) -> str | None:
     kernels = {
         option.compute_kernel
         for option in options
-        if option.sharding_type == ShardingType.TABLE_WISE.value
+        if option.sharding_type == SHARDING_TYPE_OF["bags"]
     }
     if kernels.isdisjoint(HOT_COLD_KERNELS):
         return "its sharder or its constraints do not allow table_wise with kernel fused"

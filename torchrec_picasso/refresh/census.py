@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.waiting import wait_for
 from torchrec_picasso.ops.ids import IdSpace
-from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.routes.route import Route
 
 __all__ = ["Census", "take_census"]
 
@@ -30,29 +30,29 @@ class Census:
     """Access counts of the candidates, float32."""
 
 
-def take_census(group: RowGroup, packs: Sequence[int], most_P: Sequence[int]) -> list[Census]:
+def take_census(route: Route, packs: Sequence[int], most_P: Sequence[int]) -> list[Census]:
     """Collects access counts from all ranks. Collective: one all-reduce, one all-gather.
 
     Args:
-        group: The tables of one module.
+        route: The tables of one route of a module.
         packs: Packs that have hot rows and count accesses.
         most_P: Largest number of candidates of a rank, for each of these packs.
 
     Returns:
         Counts of each of these packs.
     """
-    uses_P = [group.storages[pack].uses for pack in packs]
+    uses_P = [route.storages[pack].uses for pack in packs]
     sums = torch.cat([uses.replicas_h for uses in uses_P if uses is not None])
-    wait_for(group.ranks.start_sum(sums))
+    wait_for(route.ranks.start_sum(sums))
     named = [
-        _most_used(group, pack, uses.homes_n, most)
+        _most_used(route, pack, uses.homes_n, most)
         for pack, uses, most in zip(packs, uses_P, most_P)
         if uses is not None
     ]
     # (2, C) of this rank for each pack, side by side: one gather for all packs of the module
     sent = torch.cat(named, dim=1)
-    found_P = group.ranks.gather(sent).transpose(0, 1).split(list(most_P), dim=2)
-    hot_P = sums.split([group.storages[pack].num_hot_rows for pack in packs])
+    found_P = route.ranks.gather(sent).transpose(0, 1).split(list(most_P), dim=2)
+    hot_P = sums.split([route.storages[pack].num_hot_rows for pack in packs])
     census = []
     # found_2WC: ids and counts of one pack; the last candidates of a rank may be padding (-1)
     for hot_H, found_2WC in zip(hot_P, found_P):
@@ -68,7 +68,7 @@ def take_census(group: RowGroup, packs: Sequence[int], most_P: Sequence[int]) ->
     return census
 
 
-def _most_used(group: RowGroup, pack: int, uses_n: Tensor, most: int) -> Tensor:
+def _most_used(route: Route, pack: int, uses_n: Tensor, most: int) -> Tensor:
     """Selects this rank's most used home rows.
 
     Returns:
@@ -77,7 +77,7 @@ def _most_used(group: RowGroup, pack: int, uses_n: Tensor, most: int) -> Tensor:
     named = torch.full((2, most), -1.0, dtype=torch.float64, device=uses_n.device)
     uses_c, rows_c = uses_n.topk(min(most, uses_n.numel()))
     rows_c = rows_c[uses_c > 0]
-    named[0, : rows_c.numel()] = ids_of_home_rows(group.space, pack, group.ranks.rank, rows_c)
+    named[0, : rows_c.numel()] = ids_of_home_rows(route.space, pack, route.ranks.rank, rows_c)
     named[1, : rows_c.numel()] = uses_c[: rows_c.numel()]
     return named
 

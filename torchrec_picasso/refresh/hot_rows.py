@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.refresh.census import Census
-from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.routes.route import Route
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_uses import RowUses
 
@@ -22,17 +22,17 @@ Swaps = tuple[Tensor, Tensor]
 
 
 def change_hot_rows(
-    group: RowGroup, packs: Sequence[int], census: Sequence[Census], swaps: Sequence[Swaps]
+    route: Route, packs: Sequence[int], census: Sequence[Census], swaps: Sequence[Swaps]
 ) -> None:
     """Replaces hot rows. Collective.
 
     Args:
-        group: The tables of one module.
+        route: The tables of one route of a module.
         packs: Packs whose hot rows change.
         census: Access counts of each of these packs.
         swaps: For each pack, slots that become free and positions of the candidates that enter.
     """
-    old_P = [group.hot.ids_H[start:end] for start, end in pairwise(group.hot.start_P1)]
+    old_P = [route.hot.ids_H[start:end] for start, end in pairwise(route.hot.start_P1)]
     new_P, old_slot_P = list(old_P), {}
     # Slots are in the order of packed ids, so most replicas of a changed pack move to other slots.
     for pack, pack_census, (leaving_s, entering_s) in zip(packs, census, swaps):
@@ -43,26 +43,26 @@ def change_hot_rows(
         is_new_H = torch.zeros(len(ids_H), dtype=torch.bool, device=ids_H.device)
         is_new_H[leaving_s] = True
         old_slot_P[pack] = torch.where(is_new_H[place_H], -1, place_H)
-        _hand_over_uses(group, pack, pack_census, leaving_s, old_P[pack])
-    group.change_hot_rows(_by_table(group, torch.cat(new_P)))
+        _hand_over_uses(route, pack, pack_census, leaving_s, old_P[pack])
+    route.change_hot_rows(_by_table(route, torch.cat(new_P)))
     # the group now has the new hot set; weights, optimizer state and counts follow it
-    homes_P = HotHomes.of_packs(group.tables, group.ranks.rank, group.device)
+    homes_P = HotHomes.of_packs(route.tables, route.ranks.rank, route.device)
     for pack, old_slot_H in old_slot_P.items():
-        storage = group.storages[pack]
+        storage = route.storages[pack]
         storage.change_hot_set(homes_P[pack], old_slot_H)
         assert storage.uses is not None
         _take_over_uses(storage.uses, homes_P[pack], old_slot_H)
 
 
 def _hand_over_uses(
-    group: RowGroup, pack: int, census: Census, leaving_s: Tensor, ids_H: Tensor
+    route: Route, pack: int, census: Census, leaving_s: Tensor, ids_H: Tensor
 ) -> None:
     """Writes the counts of leaving rows to their home ranks."""
-    uses = group.storages[pack].uses
+    uses = route.storages[pack].uses
     assert uses is not None
-    block_s, row_s = group.space.find_blocks(ids_H[leaving_s])
+    block_s, row_s = route.space.find_blocks(ids_H[leaving_s])
     # the sum over ranks, equal on all ranks; the home rank continues counting from it
-    is_here_s = group.space.block_rank_TW[block_s] == group.ranks.rank
+    is_here_s = route.space.block_rank_TW[block_s] == route.ranks.rank
     uses.homes_n[row_s[is_here_s]] = census.hot_uses_H[leaving_s][is_here_s]
 
 
@@ -77,11 +77,9 @@ def _take_over_uses(uses: RowUses, homes: HotHomes, old_slot_H: Tensor) -> None:
     uses.homes_n[entering.own_rows_h] = 0.0
 
 
-def _by_table(group: RowGroup, ids_H: Tensor) -> list[Tensor]:
-    """Splits packed ids, ascending, into the hot rows of each table of a group."""
-    row_tables = [table for table in group.tables if not table.as_bags]
-    bases = list(accumulate((table.num_embeddings for table in row_tables), initial=0))
+def _by_table(route: Route, ids_H: Tensor) -> list[Tensor]:
+    """Splits packed ids, ascending, into the hot rows of each table of a route."""
+    bases = list(accumulate((table.num_embeddings for table in route.tables), initial=0))
     ids_H = ids_H.cpu()
     edges = torch.searchsorted(ids_H, torch.tensor(bases)).tolist()
-    rows_T = [ids_H[low:high] - base for base, (low, high) in zip(bases, pairwise(edges))]
-    return [*rows_T, *(table.hot_rows_H for table in group.tables if table.as_bags)]
+    return [ids_H[low:high] - base for base, (low, high) in zip(bases, pairwise(edges))]

@@ -21,6 +21,7 @@ from torchrec_picasso.refresh.hot_rows import change_hot_rows
 from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.refresh.saved_uses import SavedUses, collect_uses, give_uses
 from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.routes.route import Route
 from torchrec_picasso.storage.row_uses import RowUses
 
 __all__ = ["Refreshed", "Refresher"]
@@ -64,15 +65,20 @@ class Refresher:
     def __init__(self, groups: Sequence[RowGroup], policy: Refresh) -> None:
         self.policy = policy
         self._groups = groups
-        self._packs_of = [(group, packs) for group in groups if (packs := _packs_with_hot(group))]
+        self._packs_of = [
+            (route, packs)
+            for group in groups
+            for route in group.routes
+            if (packs := _packs_with_hot(route))
+        ]
         self._step = 0
         self._evaluated_at = 0
         self._num_batches = 0.0  # of all ranks, decayed like the counts
         self._best_coverage = 0.0
         self._is_first_check = True
-        for group, packs in self._packs_of:
+        for route, packs in self._packs_of:
             for pack in packs:
-                group.storages[pack].start_counting()
+                route.storages[pack].start_counting()
 
     def is_of(self, groups: Sequence[RowGroup]) -> bool:
         """Whether this refresher was made for these groups."""
@@ -81,14 +87,14 @@ class Refresher:
     @property
     def num_hot(self) -> int:
         """Hot rows over all tables."""
-        return sum(group.hot.num_rows for group, _ in self._packs_of)
+        return sum(route.hot.num_rows for route, _ in self._packs_of)
 
     def hot_rows(self) -> dict[str, Tensor]:
         """The hot rows by table name, int64, ascending; tables without hot rows are left out."""
         return {
             table.name: table.hot_rows_H
-            for group, _ in self._packs_of
-            for table in group.tables
+            for route, _ in self._packs_of
+            for table in route.tables
             if table.hot_rows_H.numel()
         }
 
@@ -96,17 +102,17 @@ class Refresher:
         """Collects the access counts so far. Collective."""
         self._rescale()
         uses_by_table: dict[str, tuple[Tensor, Tensor]] = {}
-        for group, packs in self._packs_of:
-            most_P = [_SAVED_A_SLOT * group.storages[pack].num_hot_rows for pack in packs]
-            uses_by_table |= collect_uses(group, packs, most_P)
+        for route, packs in self._packs_of:
+            most_P = [_SAVED_A_SLOT * route.storages[pack].num_hot_rows for pack in packs]
+            uses_by_table |= collect_uses(route, packs, most_P)
         return SavedUses(num_batches=self._num_batches, uses_by_table=uses_by_table)
 
     def go_on_with(self, saved: SavedUses) -> None:
         """Continues from another run's counts; all ranks call it, before the first step."""
         self._rescale()
         self._num_batches = saved.num_batches
-        for group, packs in self._packs_of:
-            give_uses(group, packs, saved.uses_by_table)
+        for route, packs in self._packs_of:
+            give_uses(route, packs, saved.uses_by_table)
 
     def step(self) -> Refreshed | None:
         """Ends a training step. Collective in steps with an evaluation or a check.
@@ -145,10 +151,10 @@ class Refresher:
         """
         self._rescale()
         num_moved = moved_bytes = 0
-        for group, packs in self._packs_of:
-            moved, group_bytes = self._refresh_group(group, packs)
+        for route, packs in self._packs_of:
+            moved, route_bytes = self._refresh_route(route, packs)
             num_moved += moved
-            moved_bytes += group_bytes
+            moved_bytes += route_bytes
         self._begin_window()
         self._evaluated_at, self._is_first_check = self._step, True
         refreshed = Refreshed(
@@ -162,14 +168,14 @@ class Refresher:
         _log.info("hot set refreshed: %s", refreshed)
         return refreshed
 
-    def _refresh_group(self, group: RowGroup, packs: Sequence[int]) -> tuple[int, int]:
-        """Evaluates the hot rows of one module, and changes them. Collective.
+    def _refresh_route(self, route: Route, packs: Sequence[int]) -> tuple[int, int]:
+        """Evaluates the hot rows of one route, and changes them. Collective.
 
         Returns:
             Number of rows that entered, and their bytes.
         """
-        most_P = self._most(group, packs)
-        census_P = take_census(group, packs, most_P)
+        most_P = self._most(route, packs)
+        census_P = take_census(route, packs, most_P)
         swaps_P = [
             choose_swaps(
                 census.hot_uses_H,
@@ -183,28 +189,28 @@ class Refresher:
         ]
         moved_P = [leaving_s.numel() for leaving_s, _ in swaps_P]
         if any(moved_P):
-            change_hot_rows(group, packs, census_P, swaps_P)
+            change_hot_rows(route, packs, census_P, swaps_P)
         # weight and optimizer state of one row of each pack
         row_bytes_P = [
-            sum(rows.replicas[:1].nbytes for rows in group.storages[pack].tables.per_row())
+            sum(rows.replicas[:1].nbytes for rows in route.storages[pack].tables.per_row())
             for pack in packs
         ]
         return sum(moved_P), sum(moved * size for moved, size in zip(moved_P, row_bytes_P))
 
-    def _most(self, group: RowGroup, packs: Sequence[int]) -> list[int]:
+    def _most(self, route: Route, packs: Sequence[int]) -> list[int]:
         """Largest number of rows of each pack that one evaluation may replace."""
         return [
-            max(1, int(self.policy.most_moved * group.storages[pack].num_hot_rows))
+            max(1, int(self.policy.most_moved * route.storages[pack].num_hot_rows))
             for pack in packs
         ]
 
     def _coverage(self) -> tuple[float, tuple[int, ...]]:
         """Share of accesses to hot rows, and accesses by home rank. Collective."""
-        group, _ = self._packs_of[0]
-        ranks = group.ranks
+        route, _ = self._packs_of[0]
+        ranks = route.ranks
         uses = list(self._uses())
         sent = torch.tensor(
-            [sum(u.num_hot for u in uses), sum(u.num_cold for u in uses)], device=group.device
+            [sum(u.num_hot for u in uses), sum(u.num_cold for u in uses)], device=route.device
         )
         hot_W, cold_W = ranks.gather(sent).t().tolist()
         total = sum(hot_W) + sum(cold_W)
@@ -228,15 +234,15 @@ class Refresher:
 
     def _uses(self) -> Iterator[RowUses]:
         """Yields the counts of each pack."""
-        for group, packs in self._packs_of:
+        for route, packs in self._packs_of:
             for pack in packs:
-                uses = group.storages[pack].uses
+                uses = route.storages[pack].uses
                 assert uses is not None, "counting has begun"
                 yield uses
 
 
-def _packs_with_hot(group: RowGroup) -> list[int]:
+def _packs_with_hot(route: Route) -> list[int]:
     """Lists the packs that have hot rows, and cold rows to choose from."""
-    hot_P = [end - start for start, end in pairwise(group.hot.start_P1)]
-    rows_P = map(sum, group.space.home_rows_PW)
+    hot_P = [end - start for start, end in pairwise(route.hot.start_P1)]
+    rows_P = map(sum, route.space.home_rows_PW)
     return [pack for pack, (hot, rows) in enumerate(zip(hot_P, rows_P)) if 0 < hot < rows]

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
-from torchrec_picasso.ops.bag_pack import PartBags
-from torchrec_picasso.rows.asked import Asked
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.layout import PackLayout, RowLayout
+from torchrec_picasso.rows.layout import RowLayout
 from torchrec_picasso.rows.memory import Matrices
+from torchrec_picasso.rows.routes.route import PackLayout, Source
 from torchrec_picasso.storage.hot_homes import TouchedHot
 
 __all__ = ["BatchGradients", "update_rows"]
@@ -70,13 +69,7 @@ class BatchGradients:
         for matrix, grads in zip(matrices, grads_M):
             sums, pooling = self._sums_M[matrix], self._layout.pooling_KM[part][matrix]
             assert sums is not None
-            if isinstance(pooling, PartBags):
-                # Bags of different micro-batches are disjoint slices, so they need no sum.
-                sums[pooling.vectors] = grads
-                continue
-            assert pooling.gradient_place_U is not None
-            # A row that several micro-batches use is summed here, at its place in request order.
-            sums.index_add_(0, pooling.gradient_place_U, grads)
+            pooling.add_gradients(sums, grads)
 
     def send(self, chunk: int, wave: int | None = None) -> None:
         """Starts sending the gradients of a chunk to the home ranks. Collective.
@@ -87,7 +80,7 @@ class BatchGradients:
             chunk: Index of the chunk.
             wave: Wave of packs; ``None`` = all packs.
         """
-        packs, layouts = self._of_wave(wave)
+        layouts, at_home = self._of_wave(wave)
         if not layouts:
             return
         # Outgoing gradients of the chunk are a slice of the sums, incoming ones a slice of the home
@@ -96,15 +89,12 @@ class BatchGradients:
             self._group.ranks,
             [self._sums_of(pack)[pack.cold_place][pack.mine.rows(chunk)] for pack in layouts],
             [pack.mine.counts_EW[chunk] for pack in layouts],
-            [
-                at_home[pack.asked.rows(chunk)]
-                for at_home, pack in zip(self._at_home.tensors[packs], layouts)
-            ],
+            [home[pack.asked.rows(chunk)] for home, pack in zip(at_home, layouts)],
             [pack.asked.counts_EW[chunk] for pack in layouts],
             self._group.ranks.gradient_codec,
         )
-        for pending in self._pending_P[packs]:
-            pending.append(exchange)
+        for pack in self._group.plan.packs_of(wave):
+            self._pending_P[pack].append(exchange)
 
     def reduce_hot(self, wave: int | None = None) -> None:
         """Starts summing the gradients of touched replicas over all ranks. Collective.
@@ -112,7 +102,7 @@ class BatchGradients:
         Args:
             wave: Wave of packs; ``None`` = all packs.
         """
-        packs, layouts = self._of_wave(wave)
+        layouts, at_home = self._of_wave(wave)
         if not layouts:
             return
         # This rank's h hot rows are a subset of the t touched rows of all ranks; searchsorted gives
@@ -121,17 +111,15 @@ class BatchGradients:
             self._group.ranks,
             [self._sums_of(pack)[pack.hot_place] for pack in layouts],
             [torch.searchsorted(pack.touched.slots_t, pack.hot_slots) for pack in layouts],
-            [
-                at_home[pack.asked.num_rows :]
-                for at_home, pack in zip(self._at_home.tensors[packs], layouts)
-            ],
+            [home[pack.asked.num_rows :] for home, pack in zip(at_home, layouts)],
         )
-        for pending in self._pending_P[packs]:
-            pending.append(reduction)
+        for pack in self._group.plan.packs_of(wave):
+            self._pending_P[pack].append(reduction)
 
-    def _of_wave(self, wave: int | None) -> tuple[slice, Sequence[PackLayout]]:
+    def _of_wave(self, wave: int | None) -> tuple[list[PackLayout], list[Tensor]]:
+        """Returns the packs of a wave, and their gradients at home."""
         packs = self._group.plan.packs_of(wave)
-        return packs, self._layout.packs[packs]
+        return [self._layout.packs[p] for p in packs], [self._at_home.tensors[p] for p in packs]
 
     def _sums_of(self, pack: PackLayout) -> Tensor:
         """Returns the sums of the pack's matrix; zeros if no micro-batch ran backward."""
@@ -143,7 +131,7 @@ class BatchGradients:
             )
         return sums
 
-    def arrived(self, pack: int) -> tuple[Asked, TouchedHot, Tensor]:
+    def arrived(self, pack: int) -> tuple[Source, TouchedHot, Tensor]:
         """Waits for all gradients of a pack.
 
         Args:
@@ -168,7 +156,7 @@ class BatchGradients:
         uses = self._group.storages[pack].uses
         if uses is not None:
             layout = self._layout.packs[pack]
-            layout.source.count_uses(uses, layout.hot_slots)
+            uses.count(layout.source.home_rows_n, layout.hot_slots)
 
     def end(self, pack: int) -> bool:
         """Marks the gradients of a pack as used; after the last pack their memory is released.
@@ -204,15 +192,15 @@ def update_rows(
         Whether all packs are updated now.
     """
     divisor = group.ranks.gradient_divisor
-    packs, are_updated = group.plan.packs_of(wave), False
-    for pack in range(packs.start, packs.stop):
+    are_updated = False
+    for pack in group.plan.packs_of(wave):
         arrived = [batch.arrived(pack) for batch in gradients]
-        if group.module_of_pack(pack) not in untrained:
-            asked, touched, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
+        if group.plan.module_of_pack[pack] not in untrained:
+            source, touched, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
             # Ranks sent sums; TorchRec trains with their mean.
             if divisor > 1:
                 grads.div_(divisor)
-            asked.update(group.storages[pack], touched, grads)
+            source.update(group.storages[pack], touched, grads)
         # Rows of untrained modules are counted and released as well.
         for batch in gradients:
             batch.count_uses(pack)
@@ -221,11 +209,11 @@ def update_rows(
 
 
 def _joined(
-    arrived: Sequence[tuple[Asked, TouchedHot, Tensor]],
-) -> tuple[Asked, TouchedHot, Tensor]:
+    arrived: Sequence[tuple[Source, TouchedHot, Tensor]],
+) -> tuple[Source, TouchedHot, Tensor]:
     """Merges the requests, hot rows and gradients of several batches, home rows before hot rows."""
-    asked, touched, grads = zip(*arrived)
+    sources, touched, grads = zip(*arrived)
     # Each gradient is (m + t, D): the first m rows belong to home rows, the rest to hot rows.
-    home = [grad[: batch.by_fetch.num_rows] for grad, batch in zip(grads, asked)]
-    hot = [grad[batch.by_fetch.num_rows :] for grad, batch in zip(grads, asked)]
-    return type(asked[0]).joined(asked), TouchedHot.joined(touched), torch.cat([*home, *hot])
+    home = [grad[: source.by_fetch.num_rows] for grad, source in zip(grads, sources)]
+    hot = [grad[source.by_fetch.num_rows :] for grad, source in zip(grads, sources)]
+    return sources[0].joined(sources), TouchedHot.joined(touched), torch.cat([*home, *hot])

@@ -19,24 +19,16 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.kept_memory import keep_for_current_stream
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
-from torchrec_picasso.ops.bag_pack import PartBags
 from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
-from torchrec_picasso.ops.part_pooling import PartPooling
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import RowLayout
 from torchrec_picasso.rows.memory import Matrices
+from torchrec_picasso.rows.routes.route import Pooling
 from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["BatchRows", "GradientSink", "PartRows"]
-
-_WEIGHTS_LEFT = (
-    "per-sample weights changed between the input dist and the lookup (as by a feature processor), "
-    "but some tables are hot/cold with form='bags', whose homes have the weights by then; use "
-    "form='rows' for them"
-)
 
 GradientSink = Callable[[Sequence[Tensor]], None]
 """Receives the gradients of a micro-batch's rows, by matrix; must not keep those rows alive."""
@@ -54,7 +46,7 @@ class BatchRows:
     """
 
     def __init__(self, group: RowGroup, layout: RowLayout) -> None:
-        assert layout.hot_epoch == group.hot.epoch, "slots are those of another hot set"
+        assert layout.hot_epoch == group.hot_epoch, "slots are those of another hot set"
         self._group = group
         self.layout = layout
         self._matrices = Matrices(group.buffers_M, layout.rows_M)
@@ -72,7 +64,7 @@ class BatchRows:
             Distinct home rows, ascending, int64, shape ``(n,)``. One host sync on CUDA.
         """
         pack = self.layout.packs[self._group.storages.index(storage)]
-        rows = [pack.source.home_rows.to(torch.int64), pack.touched.own_rows_o]
+        rows = [pack.source.home_rows_n.to(torch.int64), pack.touched.own_rows_o]
         return torch.cat(rows).unique()
 
     def is_first_time(self, what: str) -> bool:
@@ -87,8 +79,8 @@ class BatchRows:
 
     def fetch_clean(self) -> None:
         """Starts fetching the rows that the batch before does not update. Collective."""
-        if self._group.plan.num_row_matrices:  # pooled bags are never clean
-            self._fetch(CLEAN)
+        packs = [p for p, pack in enumerate(self.layout.packs) if pack.source.sends_rows]
+        self._fetch(CLEAN, packs)
 
     def fetch_dirty(self, chunk: int, wave: int | None = None) -> None:
         """Starts fetching the dirty rows of a chunk. Collective.
@@ -97,13 +89,12 @@ class BatchRows:
             chunk: Index of the chunk.
             wave: Wave of packs; ``None`` = all packs.
         """
-        self._fetch(dirty_exchange(chunk), wave)
+        self._fetch(dirty_exchange(chunk), self._group.plan.packs_of(wave))
 
-    def _fetch(self, exchange: int, wave: int | None = None) -> None:
-        packs = self._group.plan.packs_of(wave)
-        layouts = self.layout.packs[packs]
-        if not layouts:
+    def _fetch(self, exchange: int, packs: Sequence[int]) -> None:
+        if not packs:
             return
+        layouts = [self.layout.packs[pack] for pack in packs]
         matrices_M = self._matrices.tensors
         with torch.no_grad():
             # Home ranks gather (n, D) in fetch order; incoming rows land directly in their slice of
@@ -111,8 +102,8 @@ class BatchRows:
             arrival = PackedAllToAll(
                 self._group.ranks,
                 [
-                    pack.source.read(storage, exchange)
-                    for storage, pack in zip(self._group.storages[packs], layouts)
+                    layout.source.read(self._group.storages[pack], exchange)
+                    for pack, layout in zip(packs, layouts)
                 ],
                 [pack.source.by_fetch.counts_EW[exchange] for pack in layouts],
                 [
@@ -122,7 +113,7 @@ class BatchRows:
                 [pack.mine_by_fetch.counts_EW[exchange] for pack in layouts],
                 self._group.ranks.row_codec,
             )
-        self._arrivals.append(_Arrival(exchange, packs, arrival))
+        self._arrivals.append(_Arrival(exchange, frozenset(packs), arrival))
 
     def read_hot(self) -> None:
         """Reads the replicas of this batch's hot rows into its matrices."""
@@ -157,17 +148,18 @@ class BatchRows:
             yield self._arrive(part, matrix)
 
     def _arrive(self, part: int, matrix: int) -> Tensor:
-        self._wait_for(dirty_exchange(part), self._group.plan.matrices[matrix])
+        packs = self._group.plan.matrices[matrix]
+        self._wait_for(dirty_exchange(part), range(packs.start, packs.stop))
         # A pipeline may have started the fetch on another stream.
         return keep_for_current_stream(self._matrices.tensors[matrix])
 
-    def _wait_for(self, exchange: int, packs: slice) -> None:
+    def _wait_for(self, exchange: int, packs: Sequence[int]) -> None:
         """Waits for all exchanges up to an index that bring rows of the given packs."""
         # Exchanges of later chunks and of other packs stay in progress.
         waited = [
             arrival
             for arrival in self._arrivals
-            if arrival.exchange <= exchange and _overlap(arrival.packs, packs)
+            if arrival.exchange <= exchange and not arrival.packs.isdisjoint(packs)
         ]
         for arrival in waited:
             arrival.rows.wait()
@@ -194,45 +186,23 @@ class BatchRows:
         Raises:
             CompatError: If the weights changed after home ranks received them for pooling.
         """
-        matrices = self._group.plan.modules[module]
-        are_others = weights_N is not None and weights_N is not self.layout.weights_N
-        if self.layout.weights_left and are_others and self._has_bags(module):
-            raise CompatError(_WEIGHTS_LEFT)
+        matrices, given_N = self._group.plan.modules[module], self.layout.weights_N
         pooling_M = [self.layout.pooling_KM[part][matrix] for matrix in matrices]
+        are_new = weights_N is not None and weights_N is not given_N
+        weights_N = given_N if weights_N is None else weights_N
         return PartRows(
             rows=self,
             part=part,
             module=module,
             pooling_M=pooling_M,
-            weights_M=self._weights_of(pooling_M, weights_N),
+            weights_M=[
+                None if weights_N is None else pooling.weights(weights_N, are_new)
+                for pooling in pooling_M
+            ],
             batch_size=self.layout.sizes_K[part],
             sink=sink,
             once=once,
         )
-
-    def _has_bags(self, module: int) -> bool:
-        """Whether a module has owner-pooled tables."""
-        plan = self._group.plan
-        return any(matrix >= plan.num_row_matrices for matrix in plan.modules[module])
-
-    def _weights_of(
-        self, pooling_M: Sequence[PartPooling | PartBags], weights_N: Tensor | None
-    ) -> list[Tensor | None]:
-        """Returns the weights of the lookups that this rank pools, in bag order."""
-        weights_N = self.layout.weights_N if weights_N is None else weights_N
-        if weights_N is None:
-            return [None] * len(pooling_M)
-        return [
-            # Pooled bags already include their weights, and sequences have none.
-            None
-            if isinstance(pooling, PartBags) or not pooling.index.has_bags
-            else weights_N.float().index_select(0, self._sources(pooling))
-            for pooling in pooling_M
-        ]
-
-    def _sources(self, pooling: PartPooling) -> Tensor:
-        assert self.layout.source_N is not None, "the batch came without weights"
-        return self.layout.source_N[pooling.lookups]
 
     def part_features(self, part: int, module: int) -> KeyedJaggedTensor:
         """Returns the features of one micro-batch of a sequence module."""
@@ -254,12 +224,8 @@ class _Arrival:
     """An exchange in progress that brings rows of some packs."""
 
     exchange: int
-    packs: slice
+    packs: frozenset[int]
     rows: PackedAllToAll
-
-
-def _overlap(one: slice, other: slice) -> bool:
-    return one.start < other.stop and other.start < one.stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,8 +235,7 @@ class PartRows:
     rows: BatchRows
     part: int
     module: int
-    pooling_M: Sequence[PartPooling | PartBags]
-    """The rows that each bag sums, or the position of bags that arrived pooled."""
+    pooling_M: Sequence[Pooling]
     weights_M: Sequence[Tensor | None]
     """Per-sample weights of each lookup, in bag order."""
     batch_size: int | None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -54,73 +54,45 @@ def filled_up(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchCut:
-    """The micro-batches of a batch."""
+    """The micro-batches of the features of a route."""
 
-    sizes_K: Sequence[int | None]
-    """Samples of each micro-batch; ``None`` if every feature has its own batch size."""
     runs_MK: Sequence[Sequence[Sequence[int]]]
     """Number of bags of each run, by matrix and micro-batch."""
     mean_MK: Sequence[Sequence[Tensor | None]]
     """Whether a bag is averaged, by matrix and micro-batch, bool, in bag order; ``None`` = none."""
 
     @staticmethod
-    def of(
-        features: KeyedJaggedTensor, plan: PackPlan, sizes_K: Sequence[int] | None = None
-    ) -> BatchCut:
-        """Splits a batch.
+    def of(strides_F: Sequence[int], sizes_K: Sequence[int | None], plan: PackPlan) -> BatchCut:
+        """Splits the features of a route.
 
         Args:
-            features: The whole batch.
+            strides_F: Bags of each feature.
+            sizes_K: Samples of each micro-batch; one ``None`` if every feature has its own batch
+                size.
             plan: Plan with the features of each matrix.
-            sizes_K: Samples of each micro-batch, summing to the batch size; ``None`` = one
-                micro-batch.
         """
-        if features.variable_stride_per_key():
-            assert sizes_K is None, "samples of different features cannot be cut alike"
-            assert not plan.bag_packs, "these features are filled up with empty bags"
-            return BatchCut._by_feature(features.stride_per_key(), plan)
-        sizes_K = [features.stride()] if sizes_K is None else sizes_K
-        row_matrices = slice(plan.num_row_matrices)
-        # A pooled matrix has one run of F_m * B_k bags, a sequence matrix F_m runs of B_k bags.
-        # Pooled bags are ordered by sample, so the flags (F_m,) repeat for each sample.
-        return BatchCut(
-            sizes_K=sizes_K,
-            runs_MK=[
-                [[size] * num if is_sequence else [num * size] for size in sizes_K]
-                for num, is_sequence in zip(plan.features_M[row_matrices], plan.is_sequence_M)
-            ],
-            mean_MK=[
-                [None if mean_F is None else mean_F.repeat(size) for size in sizes_K]
-                for mean_F in plan.mean_MF[row_matrices]
-            ],
+        features_M = list(
+            map(slice, accumulate(plan.features_M, initial=0), accumulate(plan.features_M))
         )
-
-    @staticmethod
-    def _by_feature(strides: Sequence[int], plan: PackPlan) -> BatchCut:
-        # Batch sizes of the features of each matrix; bags remain in feature order.
-        strides_MF = [
-            strides[start:end] for start, end in pairwise([0, *accumulate(plan.features_M)])
-        ]
-        return BatchCut(
-            sizes_K=[None],
-            runs_MK=[
-                [list(strides_F) if is_sequence else [sum(strides_F)]]
-                for strides_F, is_sequence in zip(strides_MF, plan.is_sequence_M)
-            ],
-            mean_MK=[
+        # Bags of each feature, by micro-batch.
+        bags_KF = [strides_F if size is None else [size] * len(strides_F) for size in sizes_K]
+        runs_MK, mean_MK = [], []
+        for features, is_sequence, mean_F in zip(features_M, plan.is_sequence_M, plan.mean_MF):
+            own_KF = [bags_F[features] for bags_F in bags_KF]
+            # A pooled matrix has one run per micro-batch, a sequence matrix one per feature.
+            runs_MK.append([list(bags_F) if is_sequence else [sum(bags_F)] for bags_F in own_KF])
+            mean_MK.append(
                 [
-                    None
-                    if mean_F is None
-                    else mean_F.repeat_interleave(torch.tensor(strides_F, device=mean_F.device))
+                    None if mean_F is None else _flags(mean_F, size, bags_F)
+                    for size, bags_F in zip(sizes_K, own_KF)
                 ]
-                for mean_F, strides_F in zip(plan.mean_MF, strides_MF)
-            ],
-        )
+            )
+        return BatchCut(runs_MK=runs_MK, mean_MK=mean_MK)
 
     @property
     def num_parts(self) -> int:
         """Number of micro-batches, K."""
-        return len(self.sizes_K)
+        return len(self.runs_MK[0])
 
     @property
     def bags_by_part(self) -> list[list[int]]:
@@ -145,3 +117,10 @@ class BatchCut:
         """
         numbers = iter(numbers_J)
         return [[[next(numbers) for _ in runs] for runs in runs_K] for runs_K in self.runs_MK]
+
+
+def _flags(mean_F: Tensor, size: int | None, bags_F: Sequence[int]) -> Tensor:
+    """Whether each bag is averaged; bags are ordered by sample, or by feature without a size."""
+    if size is not None:
+        return mean_F.repeat(size)
+    return mean_F.repeat_interleave(torch.tensor(bags_F, device=mean_F.device))

@@ -12,6 +12,7 @@ import torch
 
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.routes.route import Route
 
 __all__ = ["check_replicas"]
 
@@ -32,22 +33,27 @@ def check_replicas(group: RowGroup) -> None:
     Cost:
         Every rank receives all hot rows, weights and optimizer state.
     """
-    if not group.hot.num_rows:
-        return
-    unlike_P = [storage.unlike_homes() for storage in group.row_storages if storage.num_hot_rows]
-    unlike_h = group.hot.ids_H[torch.cat(unlike_P)]
+    for route in group.routes:
+        if route.hot.num_rows:
+            _check_route(route)
+
+
+def _check_route(route: Route) -> None:
+    unlike_P = [storage.unlike_homes() for storage in route.storages if storage.num_hot_rows]
+    unlike_h = route.hot.ids_H[torch.cat(unlike_P)]
     first = int(unlike_h[0]) if len(unlike_h) else _NONE
+    was_written = any(storage.was_written() for storage in route.storages)
     # Three numbers per rank: count of mismatches, packed id of the first one, written or not. All
     # ranks receive (W, 3), so all return or raise together.
-    own = unlike_h.new_tensor([len(unlike_h), first, group.was_written()])
-    count_W, first_W, written_W = group.ranks.gather(own).t().tolist()
+    own = unlike_h.new_tensor([len(unlike_h), first, was_written])
+    count_W, first_W, written_W = route.ranks.gather(own).t().tolist()
     if any(written_W) or not any(count_W):
         return
     rank = next(rank for rank, count in enumerate(count_W) if count)
-    table, row = _row_of(group, first_W[rank])
+    table, row = _row_of(route, first_W[rank])
     # The message names the home rank too, because either copy may be the faulty one.
-    block, _ = group.space.find_blocks(torch.tensor([first_W[rank]], device=group.device))
-    home = int(group.space.block_rank_TW[block])
+    block, _ = route.space.find_blocks(torch.tensor([first_W[rank]], device=route.device))
+    home = int(route.space.block_rank_TW[block])
     counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(count_W) if count)
     raise PicassoError(
         f"table {table!r}, row {row}: the replica on rank {rank} is not what its home on rank "
@@ -56,12 +62,11 @@ def check_replicas(group: RowGroup) -> None:
     )
 
 
-def _row_of(group: RowGroup, packed_id: int) -> tuple[str, int]:
+def _row_of(route: Route, packed_id: int) -> tuple[str, int]:
     """Returns table and row of a packed id."""
-    row_tables = [table for table in group.tables if not table.as_bags]
-    bases = accumulate((table.num_embeddings for table in row_tables), initial=0)
+    bases = accumulate((table.num_embeddings for table in route.tables), initial=0)
     return next(
         (table.name, packed_id - start)
-        for table, (start, end) in zip(row_tables, pairwise(bases))
+        for table, (start, end) in zip(route.tables, pairwise(bases))
         if start <= packed_id < end
     )

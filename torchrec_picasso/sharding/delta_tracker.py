@@ -193,11 +193,12 @@ def _refuse_other_states(mode: TrackingMode, group: RowGroup) -> None:
         if is_elementwise
         else "of one number per row, as row-wise Adagrad has"
     )
-    for pack, storage in enumerate(group.storages):
+    packs = [(route, *pack) for route in group.routes for pack in enumerate(route.storages)]
+    for route, pack, storage in packs:
         state = next(iter(storage.tables.row_states.values()), None)
         # state of the shape of the weights has two dimensions (rows, D), row-wise state one
         if state is None or (state.homes.dim() == 2) != is_elementwise:
-            names = [table.name for table in group.tables if table.pack == pack]
+            names = [table.name for table in route.tables if table.pack == pack]
             raise CompatError(
                 f"the delta tracker's mode {mode.name} reads an optimizer state {expected}; the "
                 f"optimizer of hot/cold tables {', '.join(map(repr, names))} has none. Track with "

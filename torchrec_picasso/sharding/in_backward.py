@@ -49,11 +49,11 @@ class InBackwardDriver:
             The batch's rows, which may still be on their way.
         """
         # a refresh since the input dist has changed the slots of hot rows
-        if layout.hot_epoch != self._group.hot.epoch:
+        if layout.hot_epoch != self._group.hot_epoch:
             layout = laid_out_again(self._group, layout)
         group, agreement = self._group, None
         # Only replicas can be stale: owned rows are read here, so writes to them need no message.
-        if group.hot.num_rows:
+        if group.num_hot_rows:
             flags = Flags(homes_written=group.was_written())
             agreement = Agreement(group.ranks.pg, group.device, flags)
         rows = BatchRows(group, layout)
@@ -70,7 +70,7 @@ class InBackwardDriver:
             layout: Layout that the forward fetched with.
             grads_M: Gradients of the rows ``(R, D)`` of each matrix.
         """
-        if layout.hot_epoch != self._group.hot.epoch:
+        if layout.hot_epoch != self._group.hot_epoch:
             raise PicassoError(
                 "hot rows changed between a forward and its backward; change them between steps"
             )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
 import torch
+from torch import nn
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.types import ShardingType
 
 from torchrec_picasso._torchrec import (
     BaseEmbedding,
@@ -15,6 +19,7 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.ids import PackedTable
+from torchrec_picasso.placement import SHARDING_TYPE_OF
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.delta_tracker import RecordLookup, state_tracker
@@ -25,6 +30,8 @@ from torchrec_picasso.storage.row_storage import RowStorage
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 
 __all__ = ["HotColdPooledLookup", "HotColdSequenceLookup", "Packs"]
+
+_TABLE_WISE = ShardingType.TABLE_WISE.value
 
 
 class Packs:
@@ -45,17 +52,21 @@ class Packs:
         device: torch.device,
     ) -> None:
         self.ranks, self.device = ranks, device
-        homes_P = HotHomes.of_packs(tables, ranks.rank, device)
+        homes_P = [
+            homes
+            for _, of_route in groupby(tables, lambda table: table.route)
+            for homes in HotHomes.of_packs(list(of_route), ranks.rank, device)
+        ]
         storages = [
             RowStorage(config, homes, ranks, device) for config, homes in zip(configs, homes_P)
         ]
         self.group = RowGroup(tables, storages, ranks, device)
         # A rank saves only tables it keeps. Kernels are numbered by this list, not by pack.
-        bag_tables = {table.name for table in tables if table.as_bags}
+        owned = {t.name for t in tables if SHARDING_TYPE_OF[t.route] == _TABLE_WISE}
         self._on_this_rank = [
             (own, storage)
             for config, storage in zip(configs, storages)
-            if (own := _on_this_rank(config, bag_tables)) is not None
+            if (own := _on_this_rank(config, owned)) is not None
         ]
 
     @property
@@ -73,27 +84,32 @@ class Packs:
 
 
 def _on_this_rank(
-    config: GroupedEmbeddingConfig, bag_tables: Collection[str]
+    config: GroupedEmbeddingConfig, owned: Collection[str]
 ) -> GroupedEmbeddingConfig | None:
     """Keeps the tables of a pack that this rank saves; ``None`` = the rank saves none.
 
-    A table that travels as rows is saved by every rank, with or without rows there; a table that
-    travels as bags only by its owner rank.
+    A row-wise table is saved by every rank, with or without rows there; a table of one owner rank
+    (``owned``) only by that rank.
     """
-    tables = [t for t in config.embedding_tables if t.local_rows or t.name not in bag_tables]
+    tables = [t for t in config.embedding_tables if t.local_rows or t.name not in owned]
     return replace(config, embedding_tables=tables) if tables else None
 
 
-class HotColdPooledLookup(GroupedPooledEmbeddingsLookup):
-    """This rank's part of a sharded EmbeddingBagCollection.
+class _HotColdLookup:
+    """What both kinds of lookups have in common.
 
     Args:
         packs: Packs of the module.
     """
 
+    _emb_modules: nn.ModuleList
+    optim_state_tracker_fn: Callable[[PartRows], None] | None
+
     def __init__(self, packs: Packs) -> None:
         self._packs = packs
-        super().__init__(grouped_configs=packs.configs, device=packs.device, pg=packs.ranks.pg)
+        super().__init__(  # type: ignore[call-arg]
+            grouped_configs=packs.configs, device=packs.device, pg=packs.ranks.pg
+        )
         self._driver = InBackwardDriver(packs.group)
 
     def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:
@@ -106,45 +122,22 @@ class HotColdPooledLookup(GroupedPooledEmbeddingsLookup):
         """
         rows = sparse_features
         if not isinstance(rows, PartRows):
-            rows = self._driver.fetch(layout_of(rows), rows.weights_or_none())
+            takes_weights = self._packs.group.plan.takes_weights
+            weights_N = rows.weights_or_none() if takes_weights else None
+            rows = self._driver.fetch(layout_of(rows), weights_N)
         if self.optim_state_tracker_fn is not None:
             self.optim_state_tracker_fn(rows)
         return rows
 
     def register_optim_state_tracker_fn(self, record_fn: RecordLookup) -> None:
         """Registers TorchRec's delta tracker, for its modes with optimizer state."""
-        kernels = list(self._emb_modules)
+        kernels: list[Any] = list(self._emb_modules)
         self.optim_state_tracker_fn = state_tracker(record_fn, self._packs.group, kernels)
 
 
-class HotColdSequenceLookup(GroupedEmbeddingsLookup):
-    """This rank's part of a sharded EmbeddingCollection.
+class HotColdPooledLookup(_HotColdLookup, GroupedPooledEmbeddingsLookup):
+    """This rank's part of a sharded EmbeddingBagCollection."""
 
-    Args:
-        packs: Packs of the module.
-    """
 
-    def __init__(self, packs: Packs) -> None:
-        self._packs = packs
-        super().__init__(grouped_configs=packs.configs, device=packs.device, pg=packs.ranks.pg)
-        self._driver = InBackwardDriver(packs.group)
-
-    def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:
-        return self._packs.kernel(len(self._emb_modules))
-
-    def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
-        """Starts to fetch the rows of a batch. Collective.
-
-        Rows of a micro-batch that a schedule fetches are returned unchanged.
-        """
-        rows = sparse_features
-        if not isinstance(rows, PartRows):
-            rows = self._driver.fetch(layout_of(rows), None)
-        if self.optim_state_tracker_fn is not None:
-            self.optim_state_tracker_fn(rows)
-        return rows
-
-    def register_optim_state_tracker_fn(self, record_fn: RecordLookup) -> None:
-        """Registers TorchRec's delta tracker, for its modes with optimizer state."""
-        kernels = list(self._emb_modules)
-        self.optim_state_tracker_fn = state_tracker(record_fn, self._packs.group, kernels)
+class HotColdSequenceLookup(_HotColdLookup, GroupedEmbeddingsLookup):
+    """This rank's part of a sharded EmbeddingCollection."""

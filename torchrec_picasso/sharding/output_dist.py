@@ -10,6 +10,7 @@ of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,15 +22,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec_picasso._torchrec import BaseEmbeddingDist, EmbeddingShardingContext
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.kept_memory import keep_for_current_stream
-from torchrec_picasso.ops.bag_pack import PartBags
 from torchrec_picasso.ops.pack_plan import PackPlan
-from torchrec_picasso.ops.segment_reduction import (
-    PoolingIndex,
-    gradient_of_rows,
-    gradient_of_weights,
-    mean_weights,
-    pool_rows,
-)
 from torchrec_picasso.rows.batch_rows import PartRows
 
 __all__ = ["HotColdOutputDist"]
@@ -39,7 +32,7 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
     """Turns fetched rows into a module's output.
 
     Args:
-        plan: Row matrices and the features of each.
+        plan: Matrices and the features of each.
         device: Device of the rows.
     """
 
@@ -81,11 +74,8 @@ class _OutputAwaitable(Awaitable[Tensor]):
     def _pool(self) -> Tensor:
         rows = self._rows
         # Per-lookup factors (N,) of each matrix: per-sample weights, times 1 / length for means.
-        # Bags arrive already pooled by their owner ranks, so they have none.
         scales_M = [
-            None
-            if isinstance(pooling, PartBags)
-            else _scales(keep_for_current_stream(weights), pooling.index)
+            pooling.scales(keep_for_current_stream(weights))
             for weights, pooling in zip(rows.weights_M, rows.pooling_M)
         ]
         pieces = _PoolArrivals.apply(self._anchor, rows, *scales_M)
@@ -97,24 +87,21 @@ class _OutputAwaitable(Awaitable[Tensor]):
 
     def _side_by_side(self, pieces: Sequence[Tensor]) -> Tensor:
         """Joins the pooled matrices to the shape that :meth:`HotColdOutputDist.forward` gives."""
-        rows, plan = self._rows, self._plan
-        if not plan.takes_weights:
-            (rows_ND,) = pieces  # tables of one collection have one dim
-            return rows_ND
-        if rows.batch_size is None:
-            return torch.cat([piece.view(-1) for piece in pieces])
-        # (B * F_m, D_m) -> (B, F_m * D_m); bags arrive in this shape
-        pooled_M, bags = pieces[: plan.num_row_matrices], pieces[plan.num_row_matrices :]
+        rows, remaining = self._rows, iter(pieces)
         columns = [
-            pooled.view(rows.batch_size, num_features * dim)
-            for pooled, num_features, dim in zip(pooled_M, plan.features_M, plan.dim_M)
+            column
+            for pooling in rows.pooling_M
+            for column in pooling.columns(list(islice(remaining, pooling.num_pieces)))
         ]
-        if rows.own_sizes is not None:
-            return _flat([*columns, *bags], self._dims(), rows.own_sizes)
-        return columns[0] if len(pieces) == len(columns) == 1 else torch.cat([*columns, *bags], 1)
+        if rows.own_sizes is not None and self._plan.takes_weights:
+            return _flat(columns, self._dims(), rows.own_sizes)
+        # sequences: tables of one collection have one dim, hence one matrix
+        if len(columns) == 1 and not rows.pooling_M[0].gives_views:
+            return columns[0]
+        return torch.cat(columns, 0 if rows.batch_size is None else 1)
 
     def _dims(self) -> list[int]:
-        """Columns of the output of each feature of the row matrices."""
+        """Columns of the output of each feature."""
         features = zip(self._plan.features_M, self._plan.dim_M)
         return [dim for num_features, dim in features for _ in range(num_features)]
 
@@ -123,11 +110,6 @@ def _flat(columns: Sequence[Tensor], dims_F: Sequence[int], sizes_F: Sequence[in
     """Removes the padding of features with their own batch sizes, ``(B, sum D)`` -> flat."""
     blocks_F = torch.cat(list(columns), 1).split(list(dims_F), 1)
     return torch.cat([block[:size].reshape(-1) for block, size in zip(blocks_F, sizes_F)])
-
-
-def _scales(weights_N: Tensor | None, index: PoolingIndex) -> Tensor | None:
-    """Combines per-sample weights ``(N,)`` and mean factors; ``None`` = all factors are 1."""
-    return mean_weights(weights_N, index.bag_offsets_S1, index.mean_S, index.num_lookups)
 
 
 class _PoolArrivals(Function):
@@ -148,13 +130,9 @@ class _PoolArrivals(Function):
         for arrived, weights, pooling, needed in zip(
             rows.arrive(), weights_M, rows.pooling_M, needed_M
         ):
-            if isinstance(pooling, PartBags):
-                pieces_M.append(pooling.columns(arrived))
-            else:
-                pieces_M.append([pool_rows(arrived, weights, pooling.index)])
+            pieces_M.append(pooling.pool(arrived, weights))
             # Only a weight's gradient needs the rows; else the graph must not keep them alive.
             ctx.rows_M.append(arrived if needed else None)
-        ctx.num_pieces_M = list(map(len, pieces_M))
         ctx.save_for_backward(*weights_M)
         return tuple(piece for pieces in pieces_M for piece in pieces)
 
@@ -178,17 +156,15 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     weights_M, pooling_M = ctx.saved_tensors, ctx.pooling_M
     remaining = iter(grads)
     # forward flattened its outputs over matrices; the same counts restore them by matrix
-    grads_M = [[next(remaining) for _ in range(num)] for num in ctx.num_pieces_M]
+    grads_M = [list(islice(remaining, pooling.num_pieces)) for pooling in pooling_M]
     ctx.sink(
         [
-            pooling.gradients(matrix_grads)
-            if isinstance(pooling, PartBags)
-            else gradient_of_rows(matrix_grads[0], weights, pooling.index)
+            pooling.gradients(matrix_grads, weights)
             for matrix_grads, weights, pooling in zip(grads_M, weights_M, pooling_M)
         ]
     )
     weight_grads_M = [
-        None if rows is None else gradient_of_weights(matrix_grads[0], rows, pooling.index)
+        None if rows is None else pooling.gradient_of_scales(matrix_grads, rows)
         for matrix_grads, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
     ]
     return None, None, *weight_grads_M

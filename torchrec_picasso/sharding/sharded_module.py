@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.types import LazyAwaitable, ShardingType
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso._torchrec import EmbeddingShardingInfo
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.placement import Form, HotColdParams
+from torchrec_picasso.placement import SHARDING_TYPE_OF, HotColdParams
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.sound_features import sound_features
@@ -28,11 +28,6 @@ from torchrec_picasso.sharding.delta_tracker import lookup_tracker
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
 __all__ = ["GROUP", "HotColdModule", "apart_from_stock", "is_hot_cold", "twin_of"]
-
-_PLACED: Mapping[Form, ShardingType] = {
-    "rows": ShardingType.ROW_WISE,
-    "bags": ShardingType.TABLE_WISE,
-}
 
 GROUP = "hot_cold"
 """The key of hot/cold tables in TorchRec's dictionary of tables by sharding type."""
@@ -194,7 +189,7 @@ def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
     if not isinstance(sharding.cache_params, HotColdParams):
         return False
     form = sharding.cache_params.form
-    expected = _PLACED[form].value
+    expected = SHARDING_TYPE_OF[form]
     if sharding.sharding_type != expected:
         raise PlanError(
             f"table {info.embedding_config.name!r} carries HotColdParams(form={form!r}) but is "

@@ -2,24 +2,22 @@
 
 A subclass of TorchRec's row-wise sharding keeps TorchRec's shards, names and state-dict metadata.
 Only the three factories differ (input dist, lookup, output dist), and tables are grouped more
-finely: by dim and compute kernel, because a pack is one FBGEMM table in one memory, and by wave,
-because a pack travels in one wave. Pooled and sequence tables differ only in the output dist.
-Tables that travel as bags have TorchRec's table-wise metadata and their own packs, which come last;
-a rank lists all of these tables, those of other owner ranks with no rows.
+finely, by :func:`.pack_key`. Pooled and sequence tables differ only in the output dist. Tables of
+one owner rank have TorchRec's table-wise metadata; a rank lists all of these tables, those of other
+owner ranks with no rows.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 
 from torchrec_picasso._torchrec import (
@@ -32,16 +30,13 @@ from torchrec_picasso._torchrec import (
 from torchrec_picasso.errors import CompatError, PlanError
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.ids import PackedTable
-from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.placement import HotColdParams, pack_key
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.input_dist import RequestDist
 from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenceLookup, Packs
 from torchrec_picasso.sharding.output_dist import HotColdOutputDist
 
 __all__ = ["HotColdEmbeddingSharding"]
-
-_LAST = sys.maxsize
-"""Sorts packs of bags behind all waves: they travel in no wave of their own."""
 
 
 class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
@@ -138,17 +133,18 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
     def _shard(
         self, sharding_infos: list[EmbeddingShardingInfo]
     ) -> list[list[ShardedEmbeddingTable]]:
-        """Assigns shards to ranks as TorchRec does, row-wise or, for bags, table-wise."""
-        row_infos = [info for info in sharding_infos if not _travels_as_bags(info)]
-        bags = [info for info in sharding_infos if _travels_as_bags(info)]
-        if bags and self._is_sequence:
+        """Assigns shards to ranks as TorchRec does, row-wise or, by owner rank, table-wise."""
+        table_wise = ShardingType.TABLE_WISE.value
+        whole = [i for i in sharding_infos if i.param_sharding.sharding_type == table_wise]
+        shared = [i for i in sharding_infos if i.param_sharding.sharding_type != table_wise]
+        if whole and self._is_sequence:
             raise PlanError(
-                f"table {bags[0].embedding_config.name!r} is looked up as sequences, so it has "
+                f"table {whole[0].embedding_config.name!r} is looked up as sequences, so it has "
                 "no bags that could travel; use HotColdParams(form='rows')"
             )
-        tables_per_rank = super()._shard(row_infos)
+        tables_per_rank = super()._shard(shared)
         # only the owner ranks are taken from table-wise sharding
-        owned_by_rank = BaseTwEmbeddingSharding._shard(self, bags)
+        owned_by_rank = BaseTwEmbeddingSharding._shard(self, whole)
         # every rank lists every table, so that all ranks number tables and packs alike
         for owner, owned in enumerate(owned_by_rank):
             for rank, tables in enumerate(tables_per_rank):
@@ -164,22 +160,27 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         self, params: dict[str, HotColdParams], means: set[str]
     ) -> list[PackedTable]:
         """Describes all tables in pack order, equal on all ranks."""
-        return [
-            PackedTable(
-                name=table.name,
-                pack=pack,
-                dim=table.embedding_dim,
-                block_rows_W=self._block_rows(table),
-                hot_rows_H=params[table.name].hot_rows,
-                feature_names=tuple(table.feature_names),
-                mean=table.name in means,
-                is_sequence=self._is_sequence,
-                wave=params[table.name].wave,
-                as_bags=params[table.name].form == "bags",
-            )
-            for pack, config in enumerate(self._grouped_embedding_configs)
-            for table in config.embedding_tables
-        ]
+        packed: list[PackedTable] = []
+        num_packs: Counter[str] = Counter()
+        for config in self._grouped_embedding_configs:
+            route = params[config.embedding_tables[0].name].form
+            packed += [
+                PackedTable(
+                    name=table.name,
+                    pack=num_packs[route],
+                    dim=table.embedding_dim,
+                    block_rows_W=self._block_rows(table),
+                    hot_rows_H=params[table.name].hot_rows,
+                    feature_names=tuple(table.feature_names),
+                    mean=table.name in means,
+                    is_sequence=self._is_sequence,
+                    wave=params[table.name].wave,
+                    route=route,
+                )
+                for table in config.embedding_tables
+            ]
+            num_packs[route] += 1
+        return packed
 
     def _block_rows(self, table: ShardedEmbeddingTable) -> tuple[int, ...]:
         """Rows of a table that each rank owns, ``(W,)``."""
@@ -189,37 +190,31 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         return tuple(rows_W)
 
 
-def _travels_as_bags(info: EmbeddingShardingInfo) -> bool:
-    """Whether the owner rank pools the table and sends bags."""
-    return bool(info.param_sharding.cache_params.form == "bags")
-
-
 def _packs(
     groups: list[GroupedEmbeddingConfig], params: Mapping[str, HotColdParams]
 ) -> list[GroupedEmbeddingConfig]:
-    """Splits groups of tables by form, wave, dim and compute kernel; packs of bags come last.
+    """Splits groups of tables into packs.
 
     TorchRec puts ``fused`` and ``fused_uvm`` tables into one group. Packs of a wave are neighbours.
     Neighbouring packs of one dim share a row matrix, so a wave has its packs ordered by dim, and
-    every other wave in the opposite order, so that a dim continues over the boundary. Tables of a
-    pack of bags are ordered by owner rank.
+    every other wave in the opposite order, so that a dim continues over the boundary. Tables of one
+    owner rank are neighbours.
 
     Args:
         groups: TorchRec's groups of one rank.
         params: Placement of each table.
     """
     dims = list(dict.fromkeys(t.embedding_dim for g in groups for t in g.embedding_tables))
-    packs_by_wave: dict[int, list[GroupedEmbeddingConfig]] = defaultdict(list)
+    packs_by_wave: dict[Any, list[GroupedEmbeddingConfig]] = defaultdict(list)
     for group in groups:
         alike = defaultdict(list)
         for table in group.embedding_tables:
-            table_params = params[table.name]
-            wave = _LAST if table_params.form == "bags" else table_params.wave
-            alike[wave, table.embedding_dim, table.compute_kernel].append(table)
-        for (wave, *_), tables in alike.items():
+            form, wave = params[table.name].form, params[table.name].wave
+            alike[pack_key(form, wave, table.embedding_dim, table.compute_kernel)].append(table)
+        for (route, wave, *_), tables in alike.items():
             pack = copy.copy(group)
-            pack.embedding_tables = sorted(tables, key=_home) if wave == _LAST else tables
-            packs_by_wave[wave].append(pack)
+            pack.embedding_tables = sorted(tables, key=_owner)
+            packs_by_wave[route, wave].append(pack)
 
     def place_of_dim(pack: GroupedEmbeddingConfig) -> int:
         return dims.index(pack.embedding_tables[0].embedding_dim)
@@ -231,7 +226,7 @@ def _packs(
     ]
 
 
-def _home(table: ShardedEmbeddingTable) -> int:
-    """Owner rank of a table that travels as bags."""
-    (shard,) = table.global_metadata.shards_metadata
-    return int(shard.placement.rank())
+def _owner(table: ShardedEmbeddingTable) -> int:
+    """Rank of a table's only shard; 0 for a table that all ranks share."""
+    shards = table.global_metadata.shards_metadata
+    return int(shards[0].placement.rank()) if len(shards) == 1 else 0

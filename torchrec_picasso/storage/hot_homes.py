@@ -98,9 +98,6 @@ class HotHomes:
                     rank=rank,
                 )
             )
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        for _ in range(len(homes), tables[-1].pack + 1):  # no hot rows in owner-pooled packs
-            homes.append(HotHomes(nothing, (0,) * space.world_size, nothing, rank))
         return homes
 
     def of_slots(self, is_wanted_H: Tensor) -> HotHomes:

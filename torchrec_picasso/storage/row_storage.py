@@ -162,14 +162,21 @@ class RowStorage(nn.Module):
         """Returns the tensor that :meth:`touched` reads."""
         return self._hot_homes.own_row_by_slot
 
-    def update(self, rows_n: Tensor, hot_t: TouchedHot, grads_mD: Tensor) -> None:
+    def update(
+        self,
+        rows_n: Tensor,
+        hot_t: TouchedHot,
+        grads_mD: Tensor,
+        bags: tuple[Tensor, Tensor | None] | None = None,
+    ) -> None:
         """Applies the optimizer once to every given row, and counts one step.
 
         Args:
             rows_n: Home rows, shape ``(n,)``; gradients of a repeated row are summed first.
             hot_t: Hot rows, equal on all ranks.
-            grads_mD: Gradients of the home rows, then of the replicas, shape ``(n + t, D)``; may be
-                overwritten.
+            grads_mD: Gradients of the home rows, or of the sums of the bags, then of the replicas,
+                shape ``(n + t, D)``; may be overwritten.
+            bags: Offsets and weights as for :meth:`pool`; ``None`` = every row is its own bag.
 
         Raises:
             PicassoError: If home rows of a pack with hot rows were written from outside since the
@@ -182,25 +189,11 @@ class RowStorage(nn.Module):
                     "the update of its backward, and has hot rows, whose replicas would not have "
                     "the write; write between steps"
                 )
-            self._tables.update(rows_n, hot_t.slots_t, grads_mD)
+            self._tables.update(rows_n, hot_t.slots_t, grads_mD, bags)
             # All ranks updated their replicas; the home rank copies weights and states to its home
             # rows.
-            for rows in self._tables.per_row():
+            for rows in self._tables.per_row() if self.num_hot_rows else ():
                 hot_t.copy_home(rows.homes, rows.replicas)
-
-    def update_bags(
-        self, rows_N: Tensor, offsets_S1: Tensor, weights_N: Tensor | None, grads_SD: Tensor
-    ) -> None:
-        """Applies the optimizer once to every home row in some bags, and counts one step.
-
-        Args:
-            rows_N: Home rows as for :meth:`pool`.
-            offsets_S1: Offsets as for :meth:`pool`.
-            weights_N: Weights as for :meth:`pool`.
-            grads_SD: Gradients of the sums, shape ``(S, D)``; may be overwritten.
-        """
-        with self._writing():
-            self._tables.update_bags(rows_N, offsets_S1, weights_N, grads_SD)
 
     # -- a change of the hot set --------------------------------------------------------------
 

@@ -138,7 +138,13 @@ class RowTables(nn.Module):
         on_device = self.layout.homes == EmbeddingLocation.DEVICE
         return self.tbe.weights_dev if on_device else self.tbe.weights_uvm
 
-    def update(self, rows_n: Tensor, hot_slots_h: Tensor, grads_mD: Tensor) -> None:
+    def update(
+        self,
+        rows_n: Tensor,
+        hot_slots_h: Tensor,
+        grads_mD: Tensor,
+        bags: tuple[Tensor, Tensor | None] | None = None,
+    ) -> None:
         """Applies the optimizer once to every given row, and counts one step.
 
         Args:
@@ -146,20 +152,30 @@ class RowTables(nn.Module):
                 first.
             hot_slots_h: Hot slots of the replicas, int64, shape ``(h,)``; gradients of a repeated
                 slot are summed first.
-            grads_mD: Gradients of the home rows, then of the replicas, shape ``(n + h, D)``; may be
-                overwritten.
+            grads_mD: Gradients of the home rows, or of the weighted sums of the bags, then of the
+                replicas, shape ``(n + h, D)``; may be overwritten.
+            bags: First row of each bag, and n, int64, shape ``(S + 1,)``, and the weight of each
+                row, float32, ``None`` = ones; the pack has no replicas. ``None`` = every row is its
+                own bag.
         """
-        num_home, num_hot = rows_n.numel(), hot_slots_h.numel()
+        num_hot = hot_slots_h.numel()
+        num_home = len(grads_mD) - num_hot
         if self._row_update is not None:
             # Home rows and replicas are updated by separate calls of one step: the replica call
             # then has equal shapes, hence equal bits, on all ranks.
             step = UpdateStep.begin(self.tbe)
-            summed = sum_by_row(rows_n, grads_mD[:num_home], self.layout.num_home_rows)
-            _apply(self._row_update, self._all_homes(), *summed, step)
+            num_rows, home_grads = self.layout.num_home_rows, grads_mD[:num_home]
+            summed = sum_by_row(rows_n, home_grads, num_rows, *(bags or ()))
+            _apply(self._row_update, [rows.homes for rows in self.per_row()], *summed, step)
+            if not self.layout.num_hot_rows:
+                return
             replicas = [rows.replicas for rows in self.per_row()]
             # A slot repeats where several lookups of one graph used it.
             summed = sum_by_row(hot_slots_h, grads_mD[num_home:], len(self.weights.replicas))
             _apply(self._row_update, replicas, *summed, step)
+            return
+        if bags is not None:
+            self._update_bags(rows_n, *bags, grads_mD)
             return
         in_two = self.layout.in_two_tables
         # In one table the replicas follow the home rows.
@@ -177,32 +193,16 @@ class RowTables(nn.Module):
         with torch.enable_grad():
             torch.autograd.backward(self.tbe(indices_m, offsets), grads)
 
-    def update_bags(
+    def _update_bags(
         self, rows_N: Tensor, offsets_S1: Tensor, weights_N: Tensor | None, grads_SD: Tensor
     ) -> None:
-        """Applies the optimizer once to every home row in some bags, and counts one step.
-
-        Args:
-            rows_N: Home row of each lookup, int64, shape ``(N,)``; the pack has no replicas.
-            offsets_S1: First lookup of each bag, and N, int64, shape ``(S + 1,)``.
-            weights_N: Weight of each lookup, float32; ``None`` = ones.
-            grads_SD: Gradients of the weighted sums, shape ``(S, D)``; may be overwritten.
-        """
-        assert not self.layout.num_hot_rows
-        if self._row_update is not None:
-            num_rows = self.layout.num_home_rows
-            summed = sum_by_row(rows_N, grads_SD, num_rows, offsets_S1, weights_N)
-            _apply(self._row_update, self._all_homes(), *summed, UpdateStep.begin(self.tbe))
-            return
+        """Updates by the TBE's own pooling."""
         if offsets_S1.numel() == 1:
             offsets_S1 = offsets_S1.new_zeros(2)  # one empty bag: the step counts
             grads_SD = grads_SD.new_zeros(1, self._dim)
         with torch.enable_grad():
             pooled_SD = self.tbe(rows_N, offsets_S1, per_sample_weights=weights_N)
             torch.autograd.backward(pooled_SD, grads_SD)
-
-    def _all_homes(self) -> list[Tensor]:
-        return [rows.homes for rows in self.per_row()]
 
     def _two_offsets(self, num_home: int, num_hot: int) -> Tensor:
         """Offsets of the bags of two tables, padded with empty bags: int64, ``(2 S + 1,)``."""

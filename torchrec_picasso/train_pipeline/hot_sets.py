@@ -93,7 +93,7 @@ class HotSets:
         # TorchRec's modules may be refreshed by others; each change counts up a group's epoch
         for group in self._groups:
             group.rows.follow_hot_rows()
-        before, self._epochs = self._epochs, [group.rows.hot.epoch for group in self._groups]
+        before, self._epochs = self._epochs, [group.rows.hot_epoch for group in self._groups]
         if not before or before == self._epochs:
             return False
         self._hand_over()

@@ -132,7 +132,7 @@ def group_modules(
         ranks = module.group.ranks
         has_weights = name in weighted or isinstance(module, ProcessedModule)
         is_weighted = has_weights and module.group.plan.takes_weights
-        alone = name if module.group.plan.num_row_waves > 1 else None
+        alone = name if module.group.is_staggered else None
         key = (name in odd, ranks.pg, *ranks.wire, is_weighted, alone)
         alike.setdefault(key, {})[name] = module
     return [ModuleGroup(group, is_odd=is_odd) for (is_odd, *_), group in alike.items()]

@@ -315,8 +315,7 @@ def _how(group: ModuleGroup, name: str) -> str:
     others = [other for other in group.modules if other != name]
     if others:
         return f" in one exchange with {', '.join(others)}"
-    num_waves = group.rows.plan.num_row_waves
-    return f" in {num_waves} waves" if num_waves > 1 else ""
+    return f" in {group.num_waves} waves" if group.rows.is_staggered else ""
 
 
 def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:

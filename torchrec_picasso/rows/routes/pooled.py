@@ -1,0 +1,378 @@
+"""Owner-side pooling: ids go to the rank that stores the table, one pooled vector per bag returns.
+
+Each table is stored whole on one home rank, and features are ordered by pack and home rank, so the
+lookups for one home rank are a slice. The ids are neither sorted nor made unique: a home rank pools
+all lookups. It receives ids by rank, then feature, and reorders them to the order in which bags are
+pooled and sent: by micro-batch ("part"), rank, sample and feature. A bag counts as a dirty row: all
+bags wait for the update. A rank receives its bags by micro-batch and home rank. The block of a home
+rank is ordered by sample, so it already is a slice of the pooled output's columns:
+
+    one part of a pack's matrix:   | home 0: (n, F_0 D) | home 1: (n, F_1 D) | ...
+
+Header words of a pair of ranks: K numbers of samples, and A numbers of lookups.
+
+Shape letters: A packs of bags, F features, K parts, W ranks, S bags, N lookups, X words, D dim.
+
+Host syncs per batch on CUDA: one, for the first lookup of each home rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
+from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.ops.bags import asked_bag_order, reorder_bags
+from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder, dirty_exchange, find_fetch_order
+from torchrec_picasso.ops.ids import PackedTable
+from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.ops.segment_reduction import mean_scale, mean_weights
+from torchrec_picasso.ops.shift_rows import shift_rows
+from torchrec_picasso.placement import owner_pooled_waves
+from torchrec_picasso.rows.routes.route import (
+    PackLayout,
+    Payload,
+    Pooling,
+    Route,
+    RouteFeatures,
+    RouteLayout,
+    RouteRequest,
+    Source,
+)
+from torchrec_picasso.storage.hot_homes import TouchedHot
+from torchrec_picasso.storage.row_storage import RowStorage
+
+__all__ = ["PooledRoute"]
+
+_WEIGHTS_LEFT = (
+    "per-sample weights changed between the input dist and the lookup (as by a feature processor), "
+    "but some tables are hot/cold with form='bags', whose homes have the weights by then; use "
+    "form='rows' for them"
+)
+
+
+class PooledRoute(Route):
+    """Tables whose bags are pooled by home ranks. Arguments as for :class:`Route`."""
+
+    name = "bags"
+    needs_one_batch_size = True  # home ranks get one number of samples per rank
+
+    def __init__(
+        self,
+        tables: Sequence[PackedTable],
+        storages: Sequence[RowStorage],
+        ranks: Ranks,
+        device: torch.device,
+    ) -> None:
+        super().__init__(tables, storages, ranks, device)
+        num_packs = self.space.num_packs
+        self.plan = PackPlan.build(tables, device, owner_pooled_waves(num_packs))
+        block_F, self.first_row_F = self.space.find_blocks(self.space.feature_base_F)
+        """First row of each feature's table in the home rank's storage of the pack, int64."""
+        self.features_AW = [[0] * ranks.size for _ in range(num_packs)]
+        """Number of features that each rank pools, by pack."""
+        pack_F = [table.pack for table in tables for _ in table.feature_names]
+        places = list(zip(pack_F, self.space.block_rank_TW[block_F].tolist()))
+        assert places == sorted(places), "tables of one home must be side by side"
+        for pack, home in places:
+            self.features_AW[pack][home] += 1
+        self.asked_order = lru_cache(maxsize=num_packs)(asked_bag_order)
+        """The permutation of incoming bags, kept for the packs of one batch."""
+
+    @property
+    def features_of_blocks(self) -> Sequence[int]:
+        """Number of features by pack and home rank."""
+        return [num for features_W in self.features_AW for num in features_W]
+
+    def why_not(self, features: KeyedJaggedTensor) -> str | None:
+        """Says that weights require gradients, which home ranks that apply them cannot give."""
+        weights_N = features.weights_or_none()
+        if weights_N is None or not weights_N.requires_grad:
+            return None
+        return (
+            f"the per-sample weights of features {', '.join(features.keys())} want gradients, and "
+            "some of their tables are hot/cold with form='bags', whose weights leave this rank; "
+            "use form='rows' for these tables, as hot_cold_planner(hot_rows=0) does, or "
+            "weights.detach()"
+        )
+
+    def read(self, features: RouteFeatures) -> _Request:
+        """Splits the lookups of a batch by pack and home rank."""
+        return _Request(self, features)
+
+
+class _Request(RouteRequest):
+    """The request for the pooled bags of one batch.
+
+    Args:
+        route: The tables.
+        features: Their features.
+    """
+
+    def __init__(self, route: PooledRoute, features: RouteFeatures) -> None:
+        values_N, weights_N = features.values_N, features.weights_N
+        self._route = route
+        self._sizes_K = [size for size in features.sizes_K if size is not None]
+        num_samples, world_size = sum(self._sizes_K), route.ranks.size
+        # From one list of A W counts to W counts per pack.
+        lookups = features.lookups_of_blocks
+        starts = range(0, len(lookups), world_size)
+        self._lookups_AW = [lookups[start : start + world_size] for start in starts]
+        lookups_A = list(map(sum, self._lookups_AW))
+        # Bags of a feature are consecutive: (F, B) lengths sum to (F,) lookups.
+        lookups_F = features.lengths_S.view(route.num_features, num_samples).sum(1)
+        # Row of the table plus the table's first row in the home rank's storage, shape (N,); rows
+        # outside their table are 0.
+        rows_N, self.outside_ids = shift_rows(
+            values_N, lookups_F, route.first_row_F, route.space.feature_rows_F, torch.int64
+        )
+        if weights_N is not None:
+            first = features.first_lookup
+            weights_N = weights_N[first : first + values_N.numel()].float()
+            if weights_N.numel() != values_N.numel():
+                # Malformed, refused after the header: zeros of the right size until then.
+                weights_N = torch.zeros_like(values_N, dtype=torch.float32)
+        self._rows_A = rows_N.split(lookups_A)
+        self._lengths_A = features.lengths_S.split(
+            [num_samples * num_features for num_features in route.plan.features_M]
+        )
+        self._weights_A = None if weights_N is None else weights_N.split(lookups_A)
+        # One message per home rank, shape (W, K + A).
+        words_WX = torch.tensor([[*self._sizes_K, *n_A] for n_A in zip(*self._lookups_AW)])
+        self.words = RouteWords(sent=[words_WX.to(values_N.device, non_blocking=True)])
+        self._received_A: list[list[Tensor]] = []
+
+    def take_header(self, words: ReceivedWords) -> None:
+        ((words_WX,), _) = words
+        samples_WK, lookups_WA = np.split(words_WX, [len(self._sizes_K)], axis=1)
+        self._samples_WK = tuple(map(tuple, samples_WK.tolist()))
+        self._asked_lookups_AW = lookups_WA.T.tolist()
+
+    def ids(self, dtype: torch.dtype) -> list[Payload]:
+        payloads = []
+        for pack, features_W in enumerate(self._route.features_AW):
+            asked_W = self._asked_lookups_AW[pack]
+            own_features = features_W[self._route.ranks.rank]
+            # One entry (sent, sent_W, received_W) per vector. Lengths: one per (sample, feature).
+            lookups = self._rows_A[pack], self._lookups_AW[pack], asked_W
+            lengths = (
+                self._lengths_A[pack],
+                [sum(self._sizes_K) * features for features in features_W],
+                [sum(sizes_K) * own_features for sizes_K in self._samples_WK],
+            )
+            vectors = [lookups, lengths]
+            if self._weights_A is not None:
+                # float32 weights are sent as their bits in the integer payload, with the ids'
+                # counts.
+                bits = self._weights_A[pack].contiguous().view(torch.int32)
+                vectors.append((bits, *lookups[1:]))
+            received = [
+                lengths[0].new_empty(sum(counts_W), dtype=dtype) for *_, counts_W in vectors
+            ]
+            self._received_A.append(received)
+            payloads += [
+                Payload(sent.to(dtype), sent_W, into, received_W)
+                for (sent, sent_W, received_W), into in zip(vectors, received)
+            ]
+        return payloads
+
+    def lay_out(self, first_matrix: int) -> RouteLayout:
+        plan, features_AW = self._route.plan, self._route.features_AW
+        layouts = [self._pack_layout(pack, first_matrix + pack) for pack in range(plan.num_packs)]
+        edges_K1 = [*accumulate(self._sizes_K, initial=0)]
+        pooling_KM: list[list[Pooling]] = [
+            [
+                _PooledBags(
+                    num_pieces=sum(map(bool, features_W)),
+                    features_W=features_W,
+                    dim=dim,
+                    # One vector per (sample, feature): n samples take n F rows.
+                    vectors=slice(start * sum(features_W), end * sum(features_W)),
+                    size=end - start,
+                    has_weights=self._weights_A is not None,
+                )
+                for features_W, dim in zip(features_AW, plan.dim_M)
+            ]
+            for start, end in pairwise(edges_K1)
+        ]
+        return layouts, pooling_KM
+
+    def _pack_layout(self, pack: int, matrix: int) -> PackLayout:
+        source = self._asked(pack)
+        nothing = source.home_rows_n.new_empty(0)
+        features_W = self._route.features_AW[pack]
+        bags_KW = [[size * features for features in features_W] for size in self._sizes_K]
+        return PackLayout(
+            matrix=matrix,
+            start=0,
+            hot_slots=nothing,
+            touched=TouchedHot(slots_t=nothing, own_slots_o=nothing, own_rows_o=nothing),
+            mine=Exchanges(bags_KW),
+            mine_by_fetch=find_fetch_order(bags_KW, None),
+            # Gradients are sent by chunk: without the (empty) exchange of clean rows.
+            asked=Exchanges(source.by_fetch.counts_EW[dirty_exchange(0) :]),
+            source=source,
+        )
+
+    def _asked(self, pack: int) -> _AskedBags:
+        """Builds the incoming requests of one pack from the received ids."""
+        mean_F, rank = self._route.plan.mean_MF[pack], self._route.ranks.rank
+        rows, lengths, *weight_bits = self._received_A[pack]
+        *_, first, end = accumulate(self._route.features_AW[pack][: rank + 1], initial=0)
+        num_features = end - first
+        # From (rank, feature, sample) order to (micro-batch, rank, sample, feature) order.
+        ordered = reorder_bags(
+            rows.to(torch.int64),
+            lengths,
+            self._route.asked_order(num_features, self._samples_WK, self._route.device),
+            keep_source=bool(weight_bits),
+        )
+        weights_N = None
+        if weight_bits:
+            assert ordered.source_N is not None
+            given_N = weight_bits[0].to(torch.int32).view(torch.float32)
+            weights_N = given_N.index_select(0, ordered.source_N)
+        # Bags by micro-batch and rank; zip transposes the samples from (W, K) to (K, W).
+        counts_KW = [
+            [size * num_features for size in sizes_W] for sizes_W in zip(*self._samples_WK)
+        ]
+        by_fetch = find_fetch_order(counts_KW, None)
+        scale_S = None
+        if mean_F is not None:
+            # One flag per bag: the features of this home rank, repeated for each sample of all
+            # ranks.
+            mean_S = mean_F[first:end].repeat(sum(map(sum, self._samples_WK)))
+            if weights_N is None:
+                scale_S = mean_scale(torch.diff(ordered.offsets_S1).float(), mean_S)
+            else:
+                weights_N = mean_weights(weights_N, ordered.offsets_S1, mean_S, rows.numel())
+        # First bag of each exchange, shape (E + 1,). Nothing is fetched ahead: exchange 0 is empty.
+        edges = torch.tensor([0, *(by_fetch.rows(e).stop for e in range(len(counts_KW) + 1))])
+        edges = edges.to(ordered.offsets_S1.device, non_blocking=True)
+        return _AskedBags(
+            home_rows_n=ordered.ids_N,
+            offsets_S1=ordered.offsets_S1,
+            weights_N=weights_N,
+            scale_S=scale_S,
+            by_fetch=by_fetch,
+            lookups_E1=ordered.offsets_S1.index_select(0, edges).tolist(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AskedBags(Source):
+    """Incoming requests for pooled bags, ordered by micro-batch, rank, sample and feature.
+
+    There is a home row per lookup, int64.
+    """
+
+    sends_rows = False
+
+    offsets_S1: Tensor
+    """First lookup of each bag, and N, int64, shape ``(S + 1,)``."""
+    weights_N: Tensor | None
+    """Weight of each lookup, including the divisor of a mean; ``None`` = ones."""
+    scale_S: Tensor | None
+    """Factor of each bag's sum, where bags are averaged without weights; ``None`` = ones."""
+    lookups_E1: Sequence[int]
+    """First lookup of each exchange; the last entry is N; on the host."""
+
+    @staticmethod
+    def joined(batches: Sequence[_AskedBags]) -> _AskedBags:
+        starts = accumulate((asked.home_rows_n.numel() for asked in batches), initial=0)
+        # Shift each batch's offsets by the lookups before it and drop its end, which is the next
+        # batch's start; the end of the last batch is appended below.
+        offsets = [asked.offsets_S1[:-1] + start for asked, start in zip(batches, starts)]
+        rows_N = torch.cat([asked.home_rows_n for asked in batches])
+        end = offsets[0].new_full((1,), rows_N.numel())
+        weights = [asked.weights_N for asked in batches if asked.weights_N is not None]
+        scales = [asked.scale_S for asked in batches if asked.scale_S is not None]
+        return _AskedBags(
+            home_rows_n=rows_N,
+            offsets_S1=torch.cat([*offsets, end]),
+            weights_N=torch.cat(weights) if weights else None,
+            scale_S=torch.cat(scales) if scales else None,
+            by_fetch=FetchOrder([[sum(map(len, offsets))]], order_n=None),
+            lookups_E1=(0, rows_N.numel()),
+        )
+
+    def read(self, storage: RowStorage, exchange: int) -> Tensor:
+        bags, lookups = self.by_fetch.rows(exchange), slice(*self.lookups_E1[exchange:][:2])
+        # One exchange is a slice of bags and a slice of lookups; offsets count from its first
+        # lookup.
+        sums_SD = storage.pool(
+            self.home_rows_n[lookups],
+            self.offsets_S1[bags.start : bags.stop + 1] - lookups.start,
+            None if self.weights_N is None else self.weights_N[lookups],
+        )
+        return self._scaled(sums_SD, bags)
+
+    def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
+        # A mean's divisor scales the bag's gradient as it scaled the sum in forward.
+        grads_SD = self._scaled(grads_mD, slice(len(grads_mD)))
+        storage.update(self.home_rows_n, touched, grads_SD, (self.offsets_S1, self.weights_N))
+
+    def _scaled(self, sums_SD: Tensor, bags: slice) -> Tensor:
+        """Converts the sums of some bags to averages, in place."""
+        return sums_SD if self.scale_S is None else sums_SD.mul_(self.scale_S[bags].unsqueeze(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PooledBags(Pooling):
+    """The bags of one micro-batch in their matrix, pooled by their home ranks.
+
+    There is a piece per home rank that pools features, a view ``(n, F_w D)`` of the matrix: columns
+    of the output. Home ranks applied all factors.
+    """
+
+    gives_views = True
+
+    features_W: Sequence[int]
+    """Number of features that each rank pools."""
+    dim: int
+    vectors: slice
+    size: int
+    """Samples of the micro-batch."""
+    has_weights: bool
+    """Whether home ranks received weights."""
+
+    def weights(self, weights_N: Tensor, are_new: bool) -> None:
+        if are_new and self.has_weights:
+            raise CompatError(_WEIGHTS_LEFT)
+
+    def pool(self, rows_RD: Tensor, scales_N: Tensor | None) -> list[Tensor]:
+        return self._blocks(rows_RD[self.vectors])
+
+    def columns(self, pieces: list[Tensor]) -> list[Tensor]:
+        return pieces
+
+    def gradients(self, grads: Sequence[Tensor], scales_N: Tensor | None) -> Tensor:
+        num_bags = self.vectors.stop - self.vectors.start
+        grads_SD = torch.empty(num_bags, self.dim, dtype=torch.float32, device=grads[0].device)
+        # Each block is a view of grads_SD, shape (n, F_w D), so the copies fill grads_SD.
+        for block, grad in zip(self._blocks(grads_SD), grads):
+            block.copy_(grad)
+        return grads_SD
+
+    def add_gradients(self, sums_RD: Tensor, grads_nD: Tensor) -> None:
+        # Bags of different micro-batches are disjoint slices, so they need no sum.
+        sums_RD[self.vectors] = grads_nD
+
+    def _blocks(self, vectors_SD: Tensor) -> list[Tensor]:
+        # (n F, D) is the concatenation of one (n F_w, D) block per home rank. A block is ordered by
+        # sample, then feature, so it reshapes to (n, F_w D) without a copy.
+        edges = [self.size * features for features in accumulate(self.features_W, initial=0)]
+        return [
+            vectors_SD[start:end].view(self.size, features * self.dim)
+            for (start, end), features in zip(pairwise(edges), self.features_W)
+            if features
+        ]

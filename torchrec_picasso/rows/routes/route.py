@@ -1,0 +1,312 @@
+"""A route: how the tables of one kind of packs travel, from their features to their update.
+
+The engine loops over the routes of a group and over their packs, and joins what they send into one
+collective per operation. The route decides everything else: :class:`RouteRequest` the header words,
+ids, dirty mask and layout of a batch, :class:`Source` fetch and update at the home rank of a pack,
+:class:`Pooling` the pooling of a micro-batch and its gradients.
+
+Shape letters: F features, K parts, W ranks, N lookups, S bags, D dim; n and m rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
+from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder
+from torchrec_picasso.ops.hot_slots import HotSlots
+from torchrec_picasso.ops.ids import IdSpace, PackedTable
+from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.storage.hot_homes import TouchedHot
+from torchrec_picasso.storage.row_storage import RowStorage
+
+__all__ = [
+    "PackLayout",
+    "Payload",
+    "Pooling",
+    "Route",
+    "RouteFeatures",
+    "RouteLayout",
+    "RouteRequest",
+    "Source",
+]
+
+
+class Route(ABC):
+    """The tables of a group that travel in the same way.
+
+    Args:
+        tables: Tables of the route, packs ascending from 0.
+        storages: Home rows and replicas of each pack on this rank.
+        ranks: This rank and its peers.
+        device: Device of the rows.
+    """
+
+    name: ClassVar[str]
+    """Value of :attr:`.HotColdParams.form` that chooses the route."""
+    needs_one_batch_size: ClassVar[bool] = False
+    """Whether variable-batch (VBE) features are padded to one batch size."""
+    plan: PackPlan
+
+    def __init__(
+        self,
+        tables: Sequence[PackedTable],
+        storages: Sequence[RowStorage],
+        ranks: Ranks,
+        device: torch.device,
+    ) -> None:
+        self.tables = tables
+        self.storages = storages
+        self.ranks = ranks
+        self.device = device
+        self.space = IdSpace.build(tables, device)
+        self.hot = HotSlots.build(tables, device)
+
+    @property
+    def num_features(self) -> int:
+        """Number of features of all tables."""
+        return sum(self.plan.features_M)
+
+    @property
+    def is_staggered(self) -> bool:
+        """Whether the tables' placement has several waves, so that no other module joins them."""
+        return False
+
+    @property
+    def features_of_blocks(self) -> Sequence[int]:
+        """Numbers of features of consecutive blocks whose lookups the host must count."""
+        return (self.num_features,)
+
+    def change_hot_rows(self, hot_rows_T: Sequence[Tensor], epoch: int | None = None) -> None:
+        """Sets the hot rows from now on; the storages update the replicas elsewhere.
+
+        Args:
+            hot_rows_T: Hot rows of each table, ascending int64; each pack keeps its number of hot
+                rows.
+            epoch: Number of the hot set; ``None`` = the next one.
+        """
+        self.tables = [
+            replace(table, hot_rows_H=rows) for table, rows in zip(self.tables, hot_rows_T)
+        ]
+        epoch = self.hot.epoch + 1 if epoch is None else epoch
+        hot = HotSlots.build(self.tables, self.device, epoch)
+        assert hot.start_P1 == self.hot.start_P1, "a pack keeps its number of replicas"
+        self.hot = hot
+
+    def why_not(self, features: KeyedJaggedTensor) -> str | None:
+        """Says why the route cannot serve the features of a module; ``None`` = it can."""
+        return None
+
+    @abstractmethod
+    def read(self, features: RouteFeatures) -> RouteRequest:
+        """Reads the ids of a batch. Sends nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteFeatures:
+    """The features of one route in a batch, consecutive in the batch's KeyedJaggedTensor."""
+
+    values_N: Tensor
+    lengths_S: Tensor
+    offsets_S1: Tensor
+    """First lookup of each bag, and the end, counted over all features of the batch."""
+    first_lookup: int
+    """First lookup of the route among those of the batch."""
+    weights_N: Tensor | None
+    """Per-sample weights, if they have an effect; their number may be wrong before the header."""
+    strides_F: Sequence[int]
+    """Bags of each feature."""
+    sizes_K: Sequence[int | None]
+    """Samples of each micro-batch; ``None`` if every feature has its own batch size."""
+    lookups_of_blocks: Sequence[int]
+    """Lookups of each of the route's ``features_of_blocks``."""
+
+
+class Payload(NamedTuple):
+    """A share of one exchange: a vector to send and a vector to receive, both grouped by rank."""
+
+    sent: Tensor
+    sent_W: Sequence[int]
+    received: Tensor
+    received_W: Sequence[int]
+
+
+class RouteRequest(ABC):
+    """The request of one route for one batch; methods are called in order."""
+
+    words: RouteWords
+    """What the route contributes to the header."""
+    outside_ids: Tensor
+    """Number of lookups outside their table, 0-d integer."""
+
+    @abstractmethod
+    def take_header(self, words: ReceivedWords) -> None:
+        """Reads the header words of all ranks."""
+
+    @abstractmethod
+    def ids(self, dtype: torch.dtype) -> list[Payload]:
+        """Returns what goes to home ranks before the layout.
+
+        Args:
+            dtype: Integer type on the wire, equal for all routes.
+        """
+
+    def dirty_mask(self, before: Any) -> list[Payload]:
+        """Returns the dirty mask as uint8; empty for a route that fetches nothing ahead.
+
+        Args:
+            before: The same route's request of the batch before.
+        """
+        return []
+
+    @abstractmethod
+    def lay_out(self, first_matrix: int) -> RouteLayout:
+        """Builds the layout, after the ids and, if it was sent, the dirty mask have arrived.
+
+        Args:
+            first_matrix: Index in the group of the route's first matrix.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(ABC):
+    """The incoming requests of one batch at the home rank of one pack."""
+
+    sends_rows: ClassVar[bool]
+    """Whether the vectors are distinct rows, which may be clean and are then fetched ahead."""
+
+    home_rows_n: Tensor
+    """Requested home rows, with repeats: integer, shape ``(n,)``."""
+    by_fetch: FetchOrder
+    """Fetch order of the sent vectors, by exchange and destination rank."""
+
+    @abstractmethod
+    def read(self, storage: RowStorage, exchange: int) -> Tensor:
+        """Returns the vectors of an exchange, grouped by destination rank: float32, ``(n, D)``."""
+
+    @abstractmethod
+    def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
+        """Updates every row once.
+
+        Args:
+            storage: Storage of the pack.
+            touched: Hot rows that are updated too.
+            grads_mD: Gradients of the vectors read, in request order, then gradients of the hot
+                rows.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def joined(batches: Sequence[Any]) -> Source:
+        """Merges the requests of several batches into one, which is only updated, not read."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held, for stream bookkeeping."""
+        yield from (value for value in vars(self).values() if isinstance(value, Tensor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooling(ABC):
+    """The pooling of one micro-batch of one matrix, on the rank of the batch."""
+
+    gives_views: ClassVar[bool] = False
+    """Whether :meth:`pool` returns views of the matrix, whose memory is reused."""
+
+    num_pieces: int = 1
+    """Number of tensors that :meth:`pool` returns."""
+    lookups_F: Sequence[int] = ()
+    """Number of lookups of each feature of a sequence matrix."""
+
+    def weights(self, weights_N: Tensor, are_new: bool) -> Tensor | None:
+        """Returns the weights of the lookups that this rank pools, in bag order.
+
+        Args:
+            weights_N: Per-sample weights of the batch, in KeyedJaggedTensor order.
+            are_new: Whether they differ from those of the request.
+
+        Raises:
+            CompatError: If the route cannot apply new weights any more.
+        """
+        return None
+
+    def scales(self, weights_N: Tensor | None) -> Tensor | None:
+        """Combines weights and mean factors, ``(N,)``; ``None`` = all factors are 1."""
+        return None
+
+    @abstractmethod
+    def pool(self, rows_RD: Tensor, scales_N: Tensor | None) -> list[Tensor]:
+        """Pools the vectors of the matrix."""
+
+    @abstractmethod
+    def columns(self, pieces: list[Tensor]) -> list[Tensor]:
+        """Reshapes the pieces to columns of the module's output, ``(B, columns)``."""
+
+    @abstractmethod
+    def gradients(self, grads: Sequence[Tensor], scales_N: Tensor | None) -> Tensor:
+        """Computes the gradients of the vectors, ``(n, D)``, from those of the pieces."""
+
+    def gradient_of_scales(self, grads: Sequence[Tensor], rows_RD: Tensor) -> Tensor | None:
+        """Computes the gradients of the factors, ``(N,)``, from those of the pieces."""
+        return None
+
+    @abstractmethod
+    def add_gradients(self, sums_RD: Tensor, grads_nD: Tensor) -> None:
+        """Adds the result of :meth:`gradients` to the sums over micro-batches."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held, for stream bookkeeping."""
+        yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackLayout:
+    """The rows of one pack.
+
+    *Mine* (outgoing) are the cold rows that this rank requests, *asked* (incoming) the rows that
+    other ranks request from this rank.
+    """
+
+    matrix: int
+    """Index of the matrix that contains the pack."""
+    start: int
+    """First row of the pack in the matrix; hot rows come before cold rows."""
+    hot_slots: Tensor
+    """Hot slots that this rank's batch uses, counted from 0 in the pack."""
+    touched: TouchedHot
+    """Hot rows that any rank's batch uses, by slots counted from 0 in the pack."""
+    mine: Exchanges
+    """Outgoing cold rows in request order, by chunk and home rank."""
+    mine_by_fetch: FetchOrder
+    """Outgoing cold rows in fetch order."""
+    asked: Exchanges
+    """Incoming cold rows in request order, by chunk and requesting rank."""
+    source: Source
+    """Incoming requests at this home rank."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the pack in the matrix."""
+        return self.hot_slots.numel() + self.mine.num_rows
+
+    @property
+    def hot_place(self) -> slice:
+        """Position in the matrix of the hot rows that this rank uses, and of their gradients."""
+        return slice(self.start, self.start + self.hot_slots.numel())
+
+    @property
+    def cold_place(self) -> slice:
+        """Position in the matrix of the cold rows that this rank uses."""
+        start = self.hot_place.stop
+        return slice(start, start + self.mine.num_rows)
+
+
+RouteLayout = tuple[list[PackLayout], list[list[Pooling]]]
+"""The packs of one route, and the pooling by micro-batch and matrix."""
