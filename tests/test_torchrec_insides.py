@@ -50,6 +50,7 @@ INHERITED: dict[str, set[str]] = {
     "FeatureProcessedEmbeddingBagCollectionSharder": {"_ebc_sharder"},
     "GroupedEmbeddingsLookup": {"_emb_modules"},
     "GroupedPooledEmbeddingsLookup": {"_emb_modules"},
+    "KeyedJaggedTensor": {"to_dict"},
     "PipelinedForward": {"_module", "_name"},
     "ShardedEmbeddingBagCollection": {
         *("_embedding_shardings", "module_sharding_plan"),
@@ -182,6 +183,7 @@ SIGNATURES: dict[str, str] = {
     "KeyedJaggedTensor.permute": "indices, indices_tensor",
     "KeyedJaggedTensor.record_stream": "stream",
     "KeyedJaggedTensor.split": "segments",
+    "KeyedJaggedTensor.to_dict": "compute_offsets",
     "LazyAwaitable.__init__": "",
     "PipelinedForward.__call__": "*input, **kwargs",
     "Proposer.feedback": "partitionable, plan, perf_rating, storage_constraint",
