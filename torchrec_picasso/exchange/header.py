@@ -57,14 +57,7 @@ class HeaderWords:
     """Whether this rank's batch has no lookup; such a batch may have no samples."""
 
     def to_send(self, world_size: int) -> Tensor:
-        """Builds the message to each rank: flags, then the words of each route.
-
-        Args:
-            world_size: Number of ranks, W.
-
-        Returns:
-            Messages, int64, shape ``(W, X)``.
-        """
+        """Builds the message to each rank, flags before words of routes: int64, ``(W, X)``."""
         state = _HAS_DATA * self.has_data + _LOOKS_UP_NOTHING * self.looks_up_nothing
         state_word = torch.full_like(self.outside_ids, state)
         # bad_lengths may be a device tensor; its bit is then added without a host sync.

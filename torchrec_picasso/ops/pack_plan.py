@@ -57,17 +57,14 @@ class PackPlan:
             waves: The packs of each wave, with a matrix for each pack; ``None`` = the waves of the
                 tables, ascending.
         """
-        own_matrices = waves is not None
+        kinds = [(0, t.module, t.dim, t.is_sequence) for t in tables]
         if waves is None:
             numbers = [table.wave for table in tables]
             assert numbers == sorted(numbers), "packs of one wave must be side by side"
             waves = _runs([(table.pack, table.wave) for table in tables])
-        matrices = _runs(
-            [
-                (t.pack, (t.pack if own_matrices else 0, t.module, t.dim, t.is_sequence))
-                for t in tables
-            ]
-        )
+        else:
+            kinds = [(t.pack, *kind[1:]) for t, kind in zip(tables, kinds)]
+        matrices = _runs([(table.pack, kind) for table, kind in zip(tables, kinds)])
         tables_M = [[t for t in tables if m.start <= t.pack < m.stop] for m in matrices]
         # One flag per feature: means_M[m] has F_m entries, in feature order.
         means_M = [[t.mean for t in tables for _ in t.feature_names] for tables in tables_M]
@@ -109,15 +106,6 @@ class PackPlan:
         return tuple(
             tuple(matrix for matrix, of in enumerate(self.module_M) if of == module)
             for module in range(max(self.module_M) + 1)
-        )
-
-    @cached_property
-    def module_of_pack(self) -> tuple[int, ...]:
-        """The module of each pack."""
-        return tuple(
-            module
-            for packs, module in zip(self.matrices, self.module_M)
-            for _ in range(packs.start, packs.stop)
         )
 
     @property

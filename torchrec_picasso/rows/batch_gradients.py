@@ -195,7 +195,8 @@ def update_rows(
     are_updated = False
     for pack in group.plan.packs_of(wave):
         arrived = [batch.arrived(pack) for batch in gradients]
-        if group.plan.module_of_pack[pack] not in untrained:
+        matrix = gradients[0]._layout.packs[pack].matrix
+        if group.plan.module_M[matrix] not in untrained:
             source, touched, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
             # Ranks sent sums; TorchRec trains with their mean.
             if divisor > 1:

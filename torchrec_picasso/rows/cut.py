@@ -71,14 +71,13 @@ class BatchCut:
                 size.
             plan: Plan with the features of each matrix.
         """
-        features_M = list(
-            map(slice, accumulate(plan.features_M, initial=0), accumulate(plan.features_M))
-        )
         # Bags of each feature, by micro-batch.
         bags_KF = [strides_F if size is None else [size] * len(strides_F) for size in sizes_K]
         runs_MK, mean_MK = [], []
-        for features, is_sequence, mean_F in zip(features_M, plan.is_sequence_M, plan.mean_MF):
-            own_KF = [bags_F[features] for bags_F in bags_KF]
+        ends = accumulate(plan.features_M)
+        matrices = zip(ends, plan.features_M, plan.is_sequence_M, plan.mean_MF)
+        for end, num, is_sequence, mean_F in matrices:
+            own_KF = [bags_F[end - num : end] for bags_F in bags_KF]
             # A pooled matrix has one run per micro-batch, a sequence matrix one per feature.
             runs_MK.append([list(bags_F) if is_sequence else [sum(bags_F)] for bags_F in own_KF])
             mean_MK.append(

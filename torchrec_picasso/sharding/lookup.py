@@ -31,8 +31,6 @@ from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 
 __all__ = ["HotColdPooledLookup", "HotColdSequenceLookup", "Packs"]
 
-_TABLE_WISE = ShardingType.TABLE_WISE.value
-
 
 class Packs:
     """All packs of one sharded module; TorchRec's lookup makes one kernel per pack.
@@ -62,7 +60,8 @@ class Packs:
         ]
         self.group = RowGroup(tables, storages, ranks, device)
         # A rank saves only tables it keeps. Kernels are numbered by this list, not by pack.
-        owned = {t.name for t in tables if SHARDING_TYPE_OF[t.route] == _TABLE_WISE}
+        table_wise = ShardingType.TABLE_WISE.value
+        owned = {table.name for table in tables if SHARDING_TYPE_OF[table.route] == table_wise}
         self._on_this_rank = [
             (own, storage)
             for config, storage in zip(configs, storages)
@@ -96,11 +95,7 @@ def _on_this_rank(
 
 
 class _HotColdLookup:
-    """What both kinds of lookups have in common.
-
-    Args:
-        packs: Packs of the module.
-    """
+    """What both kinds of lookups have in common, for the packs of a module."""
 
     _emb_modules: nn.ModuleList
     optim_state_tracker_fn: Callable[[PartRows], None] | None

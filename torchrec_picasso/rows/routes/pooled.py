@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -75,7 +75,6 @@ class PooledRoute(Route):
     ) -> None:
         super().__init__(tables, storages, ranks, device)
         num_packs = self.space.num_packs
-        self.plan = PackPlan.build(tables, device, owner_pooled_waves(num_packs))
         block_F, self.first_row_F = self.space.find_blocks(self.space.feature_base_F)
         """First row of each feature's table in the home rank's storage of the pack, int64."""
         self.features_AW = [[0] * ranks.size for _ in range(num_packs)]
@@ -87,6 +86,12 @@ class PooledRoute(Route):
             self.features_AW[pack][home] += 1
         self.asked_order = lru_cache(maxsize=num_packs)(asked_bag_order)
         """The permutation of incoming bags, kept for the packs of one batch."""
+
+    @cached_property
+    def plan(self) -> PackPlan:
+        """Waves of about equal numbers of packs, and a matrix for each pack."""
+        waves = owner_pooled_waves(self.space.num_packs)
+        return PackPlan.build(self.tables, self.device, waves)
 
     @property
     def features_of_blocks(self) -> Sequence[int]:
@@ -111,12 +116,7 @@ class PooledRoute(Route):
 
 
 class _Request(RouteRequest):
-    """The request for the pooled bags of one batch.
-
-    Args:
-        route: The tables.
-        features: Their features.
-    """
+    """The request for the pooled bags of one batch."""
 
     def __init__(self, route: PooledRoute, features: RouteFeatures) -> None:
         values_N, weights_N = features.values_N, features.weights_N

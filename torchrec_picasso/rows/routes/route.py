@@ -54,7 +54,6 @@ class Route(ABC):
     """Value of :attr:`.HotColdParams.form` that chooses the route."""
     needs_one_batch_size: ClassVar[bool] = False
     """Whether variable-batch (VBE) features are padded to one batch size."""
-    plan: PackPlan
 
     def __init__(
         self,
@@ -69,6 +68,11 @@ class Route(ABC):
         self.device = device
         self.space = IdSpace.build(tables, device)
         self.hot = HotSlots.build(tables, device)
+
+    @property
+    @abstractmethod
+    def plan(self) -> PackPlan:
+        """Waves and matrices of the packs."""
 
     @property
     def num_features(self) -> int:

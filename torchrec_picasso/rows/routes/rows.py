@@ -15,20 +15,18 @@ Host syncs per batch on CUDA: the number of unique rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
-from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.bags import bag_order, reorder_bags
 from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder, find_fetch_order
 from torchrec_picasso.ops.hot_slots import pack_bits
-from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.part_pooling import (
     PartPooling,
@@ -66,16 +64,10 @@ class RowRoute(Route):
 
     name = "rows"
 
-    def __init__(
-        self,
-        tables: Sequence[PackedTable],
-        storages: Sequence[RowStorage],
-        ranks: Ranks,
-        device: torch.device,
-    ) -> None:
-        super().__init__(tables, storages, ranks, device)
-        self.plan = PackPlan.build(tables, device)
-        self._last_order = lru_cache(maxsize=1)(bag_order)
+    @cached_property
+    def plan(self) -> PackPlan:
+        """Waves of the placement, and a matrix for neighbouring packs of one dim."""
+        return PackPlan.build(self.tables, self.device)
 
     @property
     def is_staggered(self) -> bool:
@@ -86,15 +78,12 @@ class RowRoute(Route):
         """Finds the unique rows of a batch."""
         return _Request(self, features)
 
-    def bag_order(self, sizes_K: Sequence[int | None]) -> Tensor | None:
-        """Returns the permutation of bags to matrix-major order; see :func:`.bag_order`.
+    @cached_property
+    def _last_order(self) -> Callable[..., Tensor]:
+        return lru_cache(maxsize=1)(bag_order)
 
-        Args:
-            sizes_K: Samples of each micro-batch; ``None`` if every feature has its own batch size.
-
-        Returns:
-            The permutation, int32, or ``None`` if bags keep their order.
-        """
+    def _bag_order(self, sizes_K: Sequence[int | None]) -> Tensor | None:
+        """Returns the permutation of bags to matrix-major order; ``None`` = bags keep theirs."""
         sizes = tuple(size for size in sizes_K if size is not None)
         if not sizes or (not self.plan.takes_weights and len(sizes) == 1):
             return None
@@ -104,12 +93,7 @@ class RowRoute(Route):
 
 
 class _Request(RouteRequest):
-    """The request for the distinct rows of one batch.
-
-    Args:
-        route: The tables.
-        features: Their features.
-    """
+    """The request for the distinct rows of one batch."""
 
     def __init__(self, route: RowRoute, features: RouteFeatures) -> None:
         self._route = route
@@ -121,7 +105,7 @@ class _Request(RouteRequest):
         self.bags = reorder_bags(
             packed_N,
             features.lengths_S,
-            route.bag_order(features.sizes_K),
+            route._bag_order(features.sizes_K),
             keep_source=features.weights_N is not None and route.plan.takes_weights,
         )
         # KeyedJaggedTensor position of each lookup, counted over all features of the batch
