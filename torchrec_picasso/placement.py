@@ -26,7 +26,7 @@ Form = Literal["rows", "bags"]
 the batch; ``"bags"`` = owner-pooled, the home rank of the table sends one vector per bag. The name
 of a route (``rows/routes``)."""
 
-SHARDING_TYPE_OF: Mapping[Form, str] = {
+SHARDING_TYPE_OF: Mapping[str, str] = {
     "rows": ShardingType.ROW_WISE.value,
     "bags": ShardingType.TABLE_WISE.value,
 }
