@@ -487,13 +487,19 @@ class Guard:
         self._form: Hashable = form_of(batch)
         self._settings = _settings()
 
-    def again(self, batch: Any) -> Guard:
+    def again(self, batch: Any) -> Guard | None:
         """Makes a guard of the current model, which no proof belongs to.
 
         Args:
             batch: Batch whose form the guard expects.
+
+        Returns:
+            The guard; ``None`` = the model's state cannot be read any more.
         """
-        return Guard(self._snapshot.again(), batch)
+        try:
+            return Guard(self._snapshot.again(), batch)
+        except Exception:  # any error of the user's attributes
+            return None
 
     def changed(self, batch: Any = None) -> str | None:
         """Describes the first change since the proof; ``None`` = no change.
