@@ -164,7 +164,7 @@ class Rule:
         function: Returns one value for all outputs, or one for each, where the batch's dim may be
             open (see :class:`.Value`); ``None`` = look at the operator's parts instead.
         numbers: Whether arguments may be numbers computed from the batch's size.
-        linear: Whether a mean or a sum over samples stays one, if it is the only varying operand.
+        linear: Whether a mean or a sum over samples stays one, if only ``self`` varies.
         partial: Whether ``function`` takes other calls with means and sums.
         places: Whether ``function`` takes positions in the batch.
     """
@@ -180,7 +180,8 @@ class Rule:
         varying = call.varying
         if call.numbers and not self.numbers:
             raise UnprovedError("uses the batch's size as a number")
-        if self.linear and len(varying) == 1 and varying[0].value.is_partial:
+        is_self = len(varying) == 1 and varying[0].name == "self"
+        if self.linear and is_self and varying[0].value.is_partial:
             kind, dtype = varying[0].value.kind, varying[0].tensor.dtype
             if call.numbers:
                 raise UnprovedError(f"puts {kind.value} beside every sample")

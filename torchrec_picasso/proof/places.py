@@ -20,6 +20,8 @@ def view(call: Call) -> Value:
     """Reshapes; the batch must stay between the same neighbours in memory."""
     operand = call.only()
     value, tensor, (out,) = operand.value, operand.tensor, call.outputs
+    if out.dtype != tensor.dtype and (value.counted or value.feature):
+        raise UnprovedError("makes other numbers of places in the batch")
     if tuple(map(str, out.shape)) == tuple(map(str, tensor.shape)):
         return value
     if value.kind is not Kind.ROWS:
