@@ -45,4 +45,4 @@ def test_dice_is_not_proved() -> None:
     model, batch = build_model(config, source), next(iter(source.batches(0, 1)))
     proof = prove(model, batch, given_tables(model, batch.sparse_features))
     assert proof.reason is not None
-    assert "layers/dice.py" in proof.reason
+    assert "zoo/layers.py" in proof.reason
