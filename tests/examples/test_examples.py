@@ -67,4 +67,6 @@ def test_the_marks_are_the_diff_of_the_readme(tmp_path: Path) -> None:
     ours.write_text(few)
     stock.write_text("\n".join(line.removeprefix("# - ") for line in kept))
     assert "picasso" not in stock.read_text()
-    assert losses_of(ours, 2) == pytest.approx(losses_of(stock, 2), rel=1e-5)  # order of sums
+    # not 1e-6: the stock planner is free to choose, and column-wise tables keep another state of
+    # row-wise Adagrad; that the same placement trains the same is shown in tests/train_pipeline
+    assert losses_of(ours, 2) == pytest.approx(losses_of(stock, 2), rel=1e-3)
