@@ -30,8 +30,8 @@ SHARDING_TYPE_OF: Mapping[str, str] = {
     "rows": ShardingType.ROW_WISE.value,
     "bags": ShardingType.TABLE_WISE.value,
 }
-"""TorchRec's sharding type of each form: owned by all ranks, or by the rank that pools. Packs, and
-the features of a batch, are in this order."""
+"""TorchRec's sharding type by :data:`Form`: owned by all ranks, or by the rank that pools. Packs,
+and the features of a batch, are in this order."""
 
 _MOST_POOLED_WAVES = 4  # more waves send more messages and hide less
 
