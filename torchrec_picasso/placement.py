@@ -53,9 +53,6 @@ def owner_pooled_waves(num_packs: int) -> list[slice]:
     """Returns the packs of each wave of bags: neighbours, sizes differing by at most one.
 
     Bags are never fetched ahead, so only the update of other packs can hide their exchange.
-
-    Args:
-        num_packs: Number of packs of bags.
     """
     num_waves = min(num_packs, _MOST_POOLED_WAVES)
     edges = [num_packs * wave // num_waves for wave in range(num_waves)]

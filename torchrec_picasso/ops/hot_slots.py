@@ -74,13 +74,9 @@ class HotSlots:
         return slot_U, self.ids_H.index_select(0, candidate_U) == ids_U
 
     def touched(self, bits_WX: np.ndarray) -> list[Tensor]:
-        """Finds the hot slots that any rank's batch uses.
+        """Finds the hot slots that any rank's batch uses, from its :func:`pack_bits` on the host.
 
-        Args:
-            bits_WX: Result of :func:`pack_bits` of each rank, on the host.
-
-        Returns:
-            Slots of each pack, ascending, counted from 0 in the pack, on the device.
+        Slots of each pack ascend, are counted from 0 in the pack, and are on the device.
         """
         union_X = np.bitwise_or.reduce(bits_WX, axis=0)
         touched_t = np.unpackbits(union_X.view(np.uint8), bitorder="little").nonzero()[0]

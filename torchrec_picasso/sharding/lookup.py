@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import torch
-from torch import nn
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingType
 
@@ -94,17 +92,16 @@ def _on_this_rank(
     return replace(config, embedding_tables=tables) if tables else None
 
 
-class _HotColdLookup:
-    """What both kinds of lookups have in common, for the packs of a module."""
+class HotColdPooledLookup(GroupedPooledEmbeddingsLookup):
+    """This rank's part of a sharded EmbeddingBagCollection.
 
-    _emb_modules: nn.ModuleList
-    optim_state_tracker_fn: Callable[[PartRows], None] | None
+    Args:
+        packs: Packs of the module.
+    """
 
     def __init__(self, packs: Packs) -> None:
         self._packs = packs
-        super().__init__(  # type: ignore[call-arg]
-            grouped_configs=packs.configs, device=packs.device, pg=packs.ranks.pg
-        )
+        super().__init__(grouped_configs=packs.configs, device=packs.device, pg=packs.ranks.pg)
         self._driver = InBackwardDriver(packs.group)
 
     def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:
@@ -117,22 +114,45 @@ class _HotColdLookup:
         """
         rows = sparse_features
         if not isinstance(rows, PartRows):
-            takes_weights = self._packs.group.plan.takes_weights
-            weights_N = rows.weights_or_none() if takes_weights else None
-            rows = self._driver.fetch(layout_of(rows), weights_N)
+            rows = self._driver.fetch(layout_of(rows), rows.weights_or_none())
         if self.optim_state_tracker_fn is not None:
             self.optim_state_tracker_fn(rows)
         return rows
 
     def register_optim_state_tracker_fn(self, record_fn: RecordLookup) -> None:
         """Registers TorchRec's delta tracker, for its modes with optimizer state."""
-        kernels: list[Any] = list(self._emb_modules)
+        kernels = list(self._emb_modules)
         self.optim_state_tracker_fn = state_tracker(record_fn, self._packs.group, kernels)
 
 
-class HotColdPooledLookup(_HotColdLookup, GroupedPooledEmbeddingsLookup):
-    """This rank's part of a sharded EmbeddingBagCollection."""
+class HotColdSequenceLookup(GroupedEmbeddingsLookup):
+    """This rank's part of a sharded EmbeddingCollection.
 
+    Args:
+        packs: Packs of the module.
+    """
 
-class HotColdSequenceLookup(_HotColdLookup, GroupedEmbeddingsLookup):
-    """This rank's part of a sharded EmbeddingCollection."""
+    def __init__(self, packs: Packs) -> None:
+        self._packs = packs
+        super().__init__(grouped_configs=packs.configs, device=packs.device, pg=packs.ranks.pg)
+        self._driver = InBackwardDriver(packs.group)
+
+    def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:
+        return self._packs.kernel(len(self._emb_modules))
+
+    def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
+        """Starts to fetch the rows of a batch. Collective.
+
+        Rows of a micro-batch that a schedule fetches are returned unchanged.
+        """
+        rows = sparse_features
+        if not isinstance(rows, PartRows):
+            rows = self._driver.fetch(layout_of(rows), None)
+        if self.optim_state_tracker_fn is not None:
+            self.optim_state_tracker_fn(rows)
+        return rows
+
+    def register_optim_state_tracker_fn(self, record_fn: RecordLookup) -> None:
+        """Registers TorchRec's delta tracker, for its modes with optimizer state."""
+        kernels = list(self._emb_modules)
+        self.optim_state_tracker_fn = state_tracker(record_fn, self._packs.group, kernels)

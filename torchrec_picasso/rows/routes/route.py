@@ -90,12 +90,9 @@ class Route(ABC):
         return (self.num_features,)
 
     def change_hot_rows(self, hot_rows_T: Sequence[Tensor], epoch: int | None = None) -> None:
-        """Sets the hot rows from now on; the storages update the replicas elsewhere.
+        """Sets the hot rows of each table, ascending int64; the storages update the replicas.
 
-        Args:
-            hot_rows_T: Hot rows of each table, ascending int64; each pack keeps its number of hot
-                rows.
-            epoch: Number of the hot set; ``None`` = the next one.
+        Each pack keeps its number of hot rows. Without an epoch, the hot set gets the next one.
         """
         self.tables = [
             replace(table, hot_rows_H=rows) for table, rows in zip(self.tables, hot_rows_T)
@@ -157,17 +154,12 @@ class RouteRequest(ABC):
 
     @abstractmethod
     def ids(self, dtype: torch.dtype) -> list[Payload]:
-        """Returns what goes to home ranks before the layout.
-
-        Args:
-            dtype: Integer type on the wire, equal for all routes.
-        """
+        """Returns what goes to home ranks before the layout, in the wire's integer type."""
 
     def dirty_mask(self, before: Any) -> list[Payload]:
-        """Returns the dirty mask as uint8; empty for a route that fetches nothing ahead.
+        """Returns the dirty mask, uint8, from the same route's request of the batch before.
 
-        Args:
-            before: The same route's request of the batch before.
+        It is empty for a route that fetches nothing ahead.
         """
         return []
 
@@ -175,8 +167,7 @@ class RouteRequest(ABC):
     def lay_out(self, first_matrix: int) -> RouteLayout:
         """Builds the layout, after the ids and, if it was sent, the dirty mask have arrived.
 
-        Args:
-            first_matrix: Index in the group of the route's first matrix.
+        The route's first matrix has the index ``first_matrix`` in the group.
         """
 
 
@@ -198,13 +189,9 @@ class Source(ABC):
 
     @abstractmethod
     def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
-        """Updates every row once.
+        """Updates every row once, and the touched hot rows.
 
-        Args:
-            storage: Storage of the pack.
-            touched: Hot rows that are updated too.
-            grads_mD: Gradients of the vectors read, in request order, then gradients of the hot
-                rows.
+        ``grads_mD`` holds gradients of the vectors in request order, then those of the hot rows.
         """
 
     @staticmethod
