@@ -4,7 +4,7 @@
     python -m benchmarks.regroup --fields 40 130 --json benchmarks/results/regroup.json
 
 Pooled columns of many fields, of dims 8 to 64, in two groups and another order. CPU time of the
-process, forward and backward, contestants in turns, medians.
+process, forward and backward, variants in turns, medians.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def measure(num_fields: int, batch_size: int, times: int) -> dict[str, Any]:
     names, dims = [of.feature for of in fields], [of.dim for of in fields]
     order = random.Random(0).sample(names, num_fields)
     module = KTRegroupAsDict([order[::2], order[1::2]], ["one", "other"])
-    contestants: dict[str, _Forward] = {"fbgemm": module, "ours": lambda kts: regroup(module, kts)}
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
+    variants: dict[str, _Forward] = {"fbgemm": module, "ours": lambda kts: regroup(module, kts)}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     for _ in range(times + 1):
-        for name, forward in contestants.items():
+        for name, forward in variants.items():
             values = torch.randn(batch_size, sum(dims), requires_grad=True)
             start_s = time.process_time()
             groups = list(forward([KeyedTensor(names, dims, values)]).values())

@@ -5,7 +5,7 @@
 
 Both update the same tables in the host's memory. *Rows* are what a home gets from two ranks, the
 distinct rows of each; *bags* are lookups with one gradient for each bag. Ids follow Zipf's law and
-lie scattered over the table. CPU time of the process, contestants in turns, medians.
+lie scattered over the table. CPU time of the process, variants in turns, medians.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def _lookups(seed: int) -> Tensor:
     return torch.from_numpy(rng.permutation(_ROWS)[np.minimum(ranked, _ROWS - 1)])
 
 
-def _in_turns(contestants: Sequence[Callable[[], object]], times: int) -> list[float]:
+def _in_turns(variants: Sequence[Callable[[], object]], times: int) -> list[float]:
     """Median CPU seconds of each."""
-    taken: list[list[float]] = [[] for _ in contestants]
+    taken: list[list[float]] = [[] for _ in variants]
     for _ in range(times + 1):
-        for of, run in zip(taken, contestants):
+        for of, run in zip(taken, variants):
             start_s = time.process_time()
             run()
             of.append(time.process_time() - start_s)

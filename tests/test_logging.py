@@ -51,7 +51,7 @@ def test_a_batch_that_cannot_be_split_is_logged_once(caplog: pytest.LogCaptureFi
     )
     in_flight._taken = taken
     for _ in range(2):
-        flight = in_flight._prepared(Fetched({"ids": object()}, nothing))
-        assert flight.sizes_K == [8, 0]
+        inflight = in_flight._prepared(Fetched({"ids": object()}, nothing))
+        assert inflight.sizes_K == [8, 0]
     (record,) = caplog.records
     assert "do not know how to cut object by samples" in record.getMessage()

@@ -112,7 +112,7 @@ def worked_example() -> Lines:
     for request in requests:
         request.receive_ids()
     for request, earlier in zip(requests, before):
-        request.send_marks(earlier)
+        request.send_dirty_mask(earlier)
     layouts = [request.lay_out() for request in requests]
     packs = [layout.packs[0] for layout in layouts]
     request_order = [_packed(batch) for batch in batches]
@@ -197,23 +197,24 @@ def _of_layouts(packs: Sequence[PackLayout], request_order: Sequence[list[int]])
     def fetch_order(rank: int) -> str:
         pack, ids = packs[rank], torch.tensor(request_order[rank])
         num_hot = pack.hot_slots.numel()
-        cold = pack.mine_by_fetch.arrange(ids[num_hot:])
-        fetched = _cut(cold, map(pack.mine_by_fetch.rows, exchanges))
+        cold = pack.outgoing_by_fetch.arrange(ids[num_hot:])
+        fetched = _cut(cold, map(pack.outgoing_by_fetch.rows, exchanges))
         return _join(ids[:num_hot], *fetched)
 
     def from_the_other(rank: int) -> str:
         pack, ids = packs[rank], torch.tensor(request_order[rank])
-        cold = pack.mine_by_fetch.arrange(ids[pack.hot_slots.numel() :])
+        cold = pack.outgoing_by_fetch.arrange(ids[pack.hot_slots.numel() :])
         received = []
-        for exchange, counts_W in enumerate(pack.mine_by_fetch.counts_EW):
-            by_rank = cold[pack.mine_by_fetch.rows(exchange)].split(counts_W)
+        for exchange, counts_W in enumerate(pack.outgoing_by_fetch.counts_EW):
+            by_rank = cold[pack.outgoing_by_fetch.rows(exchange)].split(counts_W)
             received.append(by_rank[1 - rank])
         return _join(*received)
 
     ranks = range(NUM_RANKS)
     return {
         "home rows asked of it (chunk 0 / chunk 1)": _each(
-            packs, lambda p: _join(*_cut(p.source.home_rows_n, map(p.asked.rows, range(NUM_PARTS))))
+            packs,
+            lambda p: _join(*_cut(p.source.home_rows_n, map(p.incoming.rows, range(NUM_PARTS)))),
         ),
         "fetch order (hot / clean / dirty 0 / dirty 1)": tuple(map(fetch_order, ranks)),
         "rows that come over the wire (clean / dirty 0 / dirty 1)": tuple(
@@ -227,7 +228,7 @@ def _of_parts(rows_W: Sequence[BatchRows], gradients: Sequence[BatchGradients]) 
     lines: Lines = {}
     grads_WK: list[list[Any]] = [[] for _ in rows_W]
     for part in range(NUM_PARTS):
-        given = [rows.hand_out(part, lambda _: None) for rows in rows_W]
+        given = [rows.acquire(part, lambda _: None) for rows in rows_W]
         pooled = []
         for of_rank, grads_K in zip(given, grads_WK):
             (matrix,) = of_rank.arrive()
@@ -264,7 +265,7 @@ def _of_update(
         *_, grads = of_batch.arrived(0)
         arrived.append(grads.clone())
         of_batch._pending_P[0] = [_Over()]  # the update waits for nothing more
-        assert len(grads) == pack.asked.num_rows + pack.touched.slots_t.numel()
+        assert len(grads) == pack.incoming.num_rows + pack.touched.slots_t.numel()
     for group, of_batch in zip(world.groups, gradients):
         update_rows(group, [of_batch])
     replicas = [group.storages[0].tables.weights.replicas[:, 0] for group in world.groups]
@@ -273,8 +274,8 @@ def _of_update(
     return {
         "gradients at home (chunk 0 / chunk 1 / replica)": tuple(
             _join(
-                *_cut(grads[:, 0], map(pack.asked.rows, range(NUM_PARTS))),
-                grads[pack.asked.num_rows :, 0],
+                *_cut(grads[:, 0], map(pack.incoming.rows, range(NUM_PARTS))),
+                grads[pack.incoming.num_rows :, 0],
             )
             for grads, pack in zip(arrived, packs)
         ),

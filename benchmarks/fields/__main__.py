@@ -21,7 +21,7 @@ Criteo's, Globo's clicks, or 26 uniform ones:
 
     python -m benchmarks.fields --model columns --data ../shared/data/criteo_tb_80k.parquet
 
-Contestants train from equal weights on the same batches, and take turns in blocks of steps, in
+Variants train from equal weights on the same batches, and take turns in blocks of steps, in
 alternating order, so whatever else the machine does hits all of them:
 
 - table_wise: whole tables, the largest first, each to the rank with the fewest bytes; and planner:
@@ -56,11 +56,11 @@ from typing import Any
 
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
 from benchmarks.fields.compare import RankAnswer, compare_on_rank, make_workload
-from benchmarks.fields.contestants import CONTESTANTS, named
 from benchmarks.fields.predicted import errors_of
 from benchmarks.fields.question import MODELS, Question
 from benchmarks.fields.report import Report, print_report, write_report
-from benchmarks.pipelines.standings import standings
+from benchmarks.fields.variants import VARIANTS, named
+from benchmarks.pipelines.rankings import rankings
 from torchrec_picasso import CommCurves
 from torchrec_picasso.app.cli.outputs import check_outputs
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_outputs(args, "out")
         question = _question(args)
-        named(question.contestants)
+        named(question.variants)
         curves = CommCurves.from_json(args.curves) if args.curves else None
         report = answer(question, curves)
     except (PicassoError, RankError, ClusterError) as error:
@@ -105,12 +105,12 @@ def answer(question: Question, curves: CommCurves | None = None) -> Report:
     """
     answers = _compare(question, curves)
     workload = make_workload(question)
-    found = standings([of.results for of in answers], question.batch_size, 1)
+    found = rankings([of.results for of in answers], question.batch_size, 1)
     return Report(
         question=question,
         trained=workload.in_words(),
         tables=workload.tables,
-        contestants=found,
+        variants=found,
         says=answers[0].says,
         chose=answers[0].chose,
         predicted=answers[0].predicted,
@@ -131,7 +131,7 @@ def _compare(question: Question, curves: CommCurves | None) -> list[RankAnswer]:
 def _question(args: argparse.Namespace) -> Question:
     names = {field.name for field in dataclasses.fields(Question)}
     asked: dict[str, Any] = {name: of for name, of in vars(args).items() if name in names}
-    asked["contestants"] = tuple(args.contestants.split(","))
+    asked["variants"] = tuple(args.variants.split(","))
     return Question(**asked | {"rate_mbit": usable_rate(args.rate_mbit or None)})
 
 
@@ -140,11 +140,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add, default = parser.add_argument, Question()
     add("--rate-mbit", type=float, default=default.rate_mbit, help="0 = loopback (default: 1000)")
-    names = ",".join(default.contestants)
+    names = ",".join(default.variants)
     add(
-        "--contestants",
+        "--variants",
         default=names,
-        help=f"of {', '.join(CONTESTANTS)}, rows:K:HOT, bags:K (default: {names})",
+        help=f"of {', '.join(VARIANTS)}, rows:K:HOT, bags:K (default: {names})",
     )
     add("--model", choices=MODELS, default=default.model, help="what is trained")
     add(
@@ -163,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--dim", 4, "columns of every table of a log"),
         ("--batch-size", 1, "samples per rank and step"),
         ("--hosts", 2, "hosts, one rank on each"),
-        ("--rounds", 1, "turns of every contestant"),
+        ("--rounds", 1, "turns of every variant"),
         ("--block-steps", 2, "timed steps of a turn"),
         ("--seed", 0, "draws everything"),
         ("--max-rows", LEAST_ROWS, "most rows of a table"),

@@ -1,4 +1,4 @@
-"""What every rank runs: curves and statistics, then all contestants in turns."""
+"""What every rank runs: curves and statistics, then all variants in turns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.fields.columns import ColumnsWorkload
-from benchmarks.fields.contestants import named
 from benchmarks.fields.generated import FieldsWorkload
 from benchmarks.fields.plans import (
     Planned,
@@ -22,12 +21,13 @@ from benchmarks.fields.plans import (
 )
 from benchmarks.fields.predicted import Predicted, mean_of, predict
 from benchmarks.fields.question import COUNTED_STEPS, WARMUP_STEPS, Question
-from benchmarks.fields.trainer import ContestantTrainer
+from benchmarks.fields.trainer import VariantTrainer
+from benchmarks.fields.variants import named
 from benchmarks.fields.workload import Workload
 from benchmarks.fields.zoo import ZooWorkload
-from benchmarks.pipelines.contestants import Contestant
 from benchmarks.pipelines.memory import PeakMemory
 from benchmarks.pipelines.runner import RankResult, Runner
+from benchmarks.pipelines.variants import Variant
 from benchmarks.sequences.workload import SequencesWorkload
 from torchrec_picasso import CommCurves, FrequencyStats
 from torchrec_picasso.app.launch.progress import Progress
@@ -47,7 +47,7 @@ class RankAnswer:
     """What one rank brings home.
 
     Args:
-        results: Of the contestants.
+        results: Of the variants.
         says: What the planner of each predicts, on the first rank.
         chose: What each pipeline says of its modules and its choice.
         predicted: What the cost model says of each, in its micro-batches, by curves from before and
@@ -65,7 +65,7 @@ class RankAnswer:
 
 
 def make_workload(question: Question) -> Workload:
-    """What the question's contestants train."""
+    """What the question's variants train."""
     if question.zoo is not None:
         return ZooWorkload(question.zoo, question.hosts)
     if question.model == "sequences":
@@ -84,7 +84,7 @@ def make_workload(question: Question) -> Workload:
 def compare_on_rank(
     rank: int, world_size: int, question: Question, curves: CommCurves | None = None
 ) -> RankAnswer:
-    """Measures the links, plans, and lets the contestants take turns.
+    """Measures the links, plans, and lets the variants take turns.
 
     Collective: the main function of every rank.
 
@@ -95,14 +95,14 @@ def compare_on_rank(
         curves: Of the links; ``None`` = they are measured.
     """
     quiet_upstream()
-    contestants = named(question.contestants)
+    variants = named(question.variants)
     bench = _Bench(rank, world_size, question, curves)
-    progress = Progress(question.model, len(contestants) * (question.rounds + 1), shown=rank == 0)
+    progress = Progress(question.model, len(variants) * (question.rounds + 1), shown=rank == 0)
     runners, says, trainers = [], {}, {}
-    for contestant in contestants:
-        progress.tell(f"{contestant.name}, building and warming up")
-        runner, trainer, says[contestant.name] = bench.make(contestant)
-        trainers[contestant.name] = trainer
+    for variant in variants:
+        progress.tell(f"{variant.name}, building and warming up")
+        runner, trainer, says[variant.name] = bench.make(variant)
+        trainers[variant.name] = trainer
         runner.train(WARMUP_STEPS)
         runner.settle(question.num_steps)
         runner.count(COUNTED_STEPS)
@@ -110,7 +110,7 @@ def compare_on_rank(
         progress.advance()
     for turn in range(question.rounds):
         for runner in runners if turn % 2 == 0 else runners[::-1]:
-            progress.tell(f"{runner.contestant.name}, round {turn + 1} of {question.rounds}")
+            progress.tell(f"{runner.variant.name}, round {turn + 1} of {question.rounds}")
             runner.block(question.block_steps)
             progress.advance()
     progress.close()
@@ -126,7 +126,7 @@ def compare_on_rank(
 
 
 class _Bench:
-    """What all contestants share: fields, batches, statistics and curves. Collective."""
+    """What all variants share: fields, batches, statistics and curves. Collective."""
 
     def __init__(
         self, rank: int, world_size: int, question: Question, curves: CommCurves | None
@@ -159,9 +159,9 @@ class _Bench:
         return decide_hot_cold(model, self._pg, size, self._stats, curves)
 
     def predict(
-        self, results: Sequence[RankResult], trainers: Mapping[str, ContestantTrainer]
+        self, results: Sequence[RankResult], trainers: Mapping[str, VariantTrainer]
     ) -> dict[str, Predicted]:
-        """What the cost model says of the contestants, once their turns are over.
+        """What the cost model says of the variants, once their turns are over.
 
         A machine's pace may change within the turns, so curves are measured once more, and the
         prediction is the mean of both.
@@ -170,8 +170,8 @@ class _Bench:
         dist.barrier()  # no rank leaves while another is at work
         predicted = {}
         for of in results:
-            name = of.contestant.name
-            pieces = of.num_micro_batches if of.contestant.pipeline == "interleaved" else None
+            name = of.variant.name
+            pieces = of.num_micro_batches if of.variant.pipeline == "interleaved" else None
             placement = trainers[name].placement
             prices = [predict(by, placement, pieces) for by in (self.decision, later)]
             known = [price for price in prices if price is not None]
@@ -179,17 +179,15 @@ class _Bench:
                 predicted[name] = mean_of(known)
         return predicted
 
-    def make(self, contestant: Contestant) -> tuple[Runner, ContestantTrainer, str]:
-        """A contestant at work, its trainer, and what its planner says."""
+    def make(self, variant: Variant) -> tuple[Runner, VariantTrainer, str]:
+        """A variant at work, its trainer, and what its planner says."""
         memory = PeakMemory()
         model = self._workload.model()
-        planned = self._plan(contestant, model)
+        planned = self._plan(variant, model)
         asked = self._question
-        trainer = ContestantTrainer(
-            contestant, model, planned, self._pg, asked.seed, asked.optimizer
-        )
+        trainer = VariantTrainer(variant, model, planned, self._pg, asked.seed, asked.optimizer)
         runner = Runner(
-            contestant,
+            variant,
             trainer,
             self._batches,
             on_links=self._question.rate_mbit is not None,
@@ -197,12 +195,12 @@ class _Bench:
         )
         return runner, trainer, planned.says
 
-    def _plan(self, contestant: Contestant, model: nn.Module) -> Planned:
+    def _plan(self, variant: Variant, model: nn.Module) -> Planned:
         size, tables = self._question.batch_size, self._workload.tables
-        if contestant.placement == "table_wise":
+        if variant.placement == "table_wise":
             return plan_table_wise(tables, model, self._pg)
-        if contestant.placement == "bags":
+        if variant.placement == "bags":
             return plan_bags(tables, model, self._pg)
-        if contestant.placement == "planner":
+        if variant.placement == "planner":
             return plan_stock(tables, model, self._pg, size)
-        return plan_hot_cold(model, self._pg, size, contestant.hot_rows, self._stats, self._curves)
+        return plan_hot_cold(model, self._pg, size, variant.hot_rows, self._stats, self._curves)

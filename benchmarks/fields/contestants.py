@@ -5,64 +5,64 @@ from __future__ import annotations
 import torch
 from torchrec.distributed.train_pipeline import TrainPipeline
 
-from benchmarks.pipelines.contestants import Contestant, pipeline_options
+from benchmarks.pipelines.variants import Variant, pipeline_options
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.runs.pipelines import sparse_dist
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["CONTESTANTS", "make_pipeline", "named"]
+__all__ = ["VARIANTS", "make_pipeline", "named"]
 
-CONTESTANTS = {
+VARIANTS = {
     of.name: of
     for of in (
-        Contestant(name="table_wise", placement="table_wise"),
-        Contestant(name="planner", placement="planner"),
-        Contestant(name="table_wise_ours", placement="table_wise", pipeline="interleaved"),
-        Contestant(name="ours", placement="hot_cold", pipeline="interleaved"),
-        Contestant(name="ours_plain", placement="hot_cold"),
-        Contestant(name="all_rows", placement="hot_cold", pipeline="interleaved", hot_rows=0),
-        Contestant(name="all_rows_plain", placement="hot_cold", hot_rows=0),
-        Contestant(name="all_bags", placement="bags", pipeline="interleaved"),
+        Variant(name="table_wise", placement="table_wise"),
+        Variant(name="planner", placement="planner"),
+        Variant(name="table_wise_ours", placement="table_wise", pipeline="interleaved"),
+        Variant(name="ours", placement="hot_cold", pipeline="interleaved"),
+        Variant(name="ours_plain", placement="hot_cold"),
+        Variant(name="all_rows", placement="hot_cold", pipeline="interleaved", hot_rows=0),
+        Variant(name="all_rows_plain", placement="hot_cold", hot_rows=0),
+        Variant(name="all_bags", placement="bags", pipeline="interleaved"),
     )
 }
 _MOST_VALUES = {"rows": 2, "bags": 1}
 
 
-def named(names: tuple[str, ...]) -> list[Contestant]:
-    """The contestants of these names.
+def named(names: tuple[str, ...]) -> list[Variant]:
+    """The variants of these names.
 
     Raises:
         ConfigError: If there is none of a name, or none of them is stock.
     """
-    found = [CONTESTANTS.get(name) or _by_hand(name) for name in names]
+    found = [VARIANTS.get(name) or _by_hand(name) for name in names]
     if not any(of.is_stock for of in found):
-        raise ConfigError("--contestants: there is no stock one to compare with; add table_wise")
+        raise ConfigError("--variants: there is no stock one to compare with; add table_wise")
     return found
 
 
 def make_pipeline(
-    contestant: Contestant,
+    variant: Variant,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> TrainPipeline:
-    """What trains; the interleaved pipeline chooses what the contestant does not tell."""
-    if contestant.pipeline != "interleaved":
+    """What trains; the interleaved pipeline chooses what the variant does not tell."""
+    if variant.pipeline != "interleaved":
         return sparse_dist(model, optimizer, device)
-    return InterleavedTrainPipeline(model, optimizer, device, **pipeline_options(contestant))
+    return InterleavedTrainPipeline(model, optimizer, device, **pipeline_options(variant))
 
 
-def _by_hand(name: str) -> Contestant:
+def _by_hand(name: str) -> Variant:
     """All tables in one form, hot rows and micro-batches given."""
     kind, *texts = name.split(":")
     is_number = all(text.isdecimal() for text in texts)
     if kind not in _MOST_VALUES or not is_number or not 1 <= len(texts) <= _MOST_VALUES[kind]:
         raise ConfigError(
-            f"--contestants: got {name!r}; the names are {', '.join(CONTESTANTS)}, "
+            f"--variants: got {name!r}; the names are {', '.join(VARIANTS)}, "
             "rows:MICRO_BATCHES, rows:MICRO_BATCHES:HOT_ROWS and bags:MICRO_BATCHES"
         )
     num_micro_batches, *hot_rows = map(int, texts)
-    return Contestant(
+    return Variant(
         name=name,
         placement="hot_cold" if kind == "rows" else "bags",
         pipeline="interleaved",

@@ -1,4 +1,4 @@
-"""The model of many generated fields for contestants."""
+"""The model of many generated fields for variants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner's cost model says of a contestant: of its own plan, or of one made by hand."""
+"""What the planner's cost model says of a variant: of its own plan, or of one made by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 from torchrec.distributed.types import ParameterSharding, ShardingType
 
-from benchmarks.pipelines.standings import Standing
+from benchmarks.pipelines.rankings import Standing
 from torchrec_picasso.app.runs.placements import Placement
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.stock import STOCK_TYPES
@@ -42,12 +42,12 @@ class Errors:
     """How far predictions are from what was measured; shares of the measured value.
 
     Args:
-        step: Of each contestant, above 0 where it took less than predicted.
+        step: Of each variant, above 0 where it took less than predicted.
         sent_bytes: Likewise.
         median_step: Of their sizes.
         worst_step: Likewise.
         worst_bytes: Likewise.
-        ours_over_best: Step of the planner's choice to that of the fastest other contestant.
+        ours_over_best: Step of the planner's choice to that of the fastest other variant.
     """
 
     step: dict[str, float]
@@ -111,7 +111,7 @@ def predict(
 
 
 def mean_of(prices: Sequence[Predicted]) -> Predicted:
-    """Of one contestant, by curves from several moments."""
+    """Of one variant, by curves from several moments."""
     names = [field.name for field in dataclasses.fields(Predicted)]
     return Predicted(**{name: fmean(getattr(price, name) for price in prices) for name in names})
 
@@ -122,7 +122,7 @@ def errors_of(
     """Compares.
 
     Args:
-        predicted: By contestant.
+        predicted: By variant.
         found: What was measured.
         dense_bytes: That the meter counts and predictions leave out: sums of dense gradients.
     """

@@ -30,7 +30,7 @@ class Question:
         batch_size: Samples per rank and step.
         rate_mbit: Rate of each host's link, Mbit/s; ``None`` = loopback.
         hosts: Hosts of the cluster, one rank on each.
-        rounds: Turns of every contestant.
+        rounds: Turns of every variant.
         block_steps: Timed steps of a turn.
         seed: Draws fields, ids, labels and weights.
         weighted: Whether lookups carry weights: drawn ones where a field is summed.
@@ -38,7 +38,7 @@ class Question:
         dense: Likewise the model's dense part.
         heldout_steps: Global batches that hot rows are chosen from, and none is trained on.
         max_rows: Most rows of a table.
-        contestants: Their names.
+        variants: Their names.
     """
 
     fields: int = 40
@@ -57,7 +57,7 @@ class Question:
     dense: bool = False
     heldout_steps: int = 8
     max_rows: int = 100_000
-    contestants: tuple[str, ...] = ("table_wise", "planner", "ours", "ours_plain", "all_rows")
+    variants: tuple[str, ...] = ("table_wise", "planner", "ours", "ours_plain", "all_rows")
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -68,7 +68,7 @@ class Question:
 
     @property
     def num_steps(self) -> int:
-        """Steps that every contestant takes, without those of a pipeline's choice."""
+        """Steps that every variant takes, without those of a pipeline's choice."""
         return WARMUP_STEPS + COUNTED_STEPS + self.rounds * (self.block_steps + 1)
 
     @property

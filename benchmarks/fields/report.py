@@ -10,8 +10,8 @@ from pathlib import Path
 from benchmarks.fields.predicted import Errors, Predicted
 from benchmarks.fields.question import Question
 from benchmarks.fields.workload import ModelTable
+from benchmarks.pipelines.rankings import Standing
 from benchmarks.pipelines.report import schedule_in_words, write_json
-from benchmarks.pipelines.standings import Standing
 from torchrec_picasso.app.launch.environment import describe_environment
 
 __all__ = ["Report", "print_report", "write_report"]
@@ -27,7 +27,7 @@ class Report:
         question: What was measured.
         trained: What was trained, in words.
         tables: Of the model.
-        contestants: By name.
+        variants: By name.
         says: What each one's planner predicts.
         chose: What each one's pipeline says of its modules and its choice.
         predicted: What the cost model says of each that has a price.
@@ -38,7 +38,7 @@ class Report:
     question: Question
     trained: str
     tables: Sequence[ModelTable]
-    contestants: dict[str, Standing]
+    variants: dict[str, Standing]
     says: dict[str, str]
     chose: dict[str, str]
     predicted: dict[str, Predicted]
@@ -52,8 +52,8 @@ def write_report(report: Report, path: str | Path) -> None:
 
 
 def print_report(report: Report) -> None:
-    """Prints the table, and each contestant's plan."""
-    question, found = report.question, report.contestants
+    """Prints the table, and each variant's plan."""
+    question, found = report.question, report.variants
     ids = sum(of.ids_per_sample for of in report.tables)
     print(
         f"{report.trained}, {len(report.tables)} tables, {ids:.0f} ids per sample: "

@@ -1,4 +1,4 @@
-"""One contestant's model, placed, initialised and in the hands of its pipeline."""
+"""One variant's model, placed, initialised and in the hands of its pipeline."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from benchmarks.fields.contestants import make_pipeline
 from benchmarks.fields.plans import Planned
-from benchmarks.pipelines.contestants import Contestant
+from benchmarks.fields.variants import make_pipeline
+from benchmarks.pipelines.variants import Variant
 from torchrec_picasso.app.config import OptimizerConfig
 from torchrec_picasso.app.runs.trainer import dense_optimizer
 from torchrec_picasso.app.zoo.initial_tables import write_initial_tables
 from torchrec_picasso.app.zoo.tables import tables_of
 
-__all__ = ["ContestantTrainer"]
+__all__ = ["VariantTrainer"]
 
 
-class ContestantTrainer:
-    """What trains for one contestant. Collective: every rank makes one, in the same order.
+class VariantTrainer:
+    """What trains for one variant. Collective: every rank makes one, in the same order.
 
     Args:
-        contestant: Who trains.
+        variant: Who trains.
         model: Before sharding.
         planned: Where its tables go.
         pg: The ranks.
@@ -39,7 +39,7 @@ class ContestantTrainer:
 
     def __init__(
         self,
-        contestant: Contestant,
+        variant: Variant,
         model: nn.Module,
         planned: Planned,
         pg: dist.ProcessGroup,
@@ -61,7 +61,7 @@ class ContestantTrainer:
             dense_optimizer(optimizer),
         )
         both = CombinedOptimizer([self._model.fused_optimizer, dense])
-        self._pipeline = make_pipeline(contestant, self._model, both, device)
+        self._pipeline = make_pipeline(variant, self._model, both, device)
 
     @property
     def pipeline(self) -> TrainPipeline:

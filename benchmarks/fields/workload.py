@@ -1,4 +1,4 @@
-"""What contestants train: a model, its tables and its batches."""
+"""What variants train: a model, its tables and its batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of the zoo for contestants."""
+"""A model of the zoo for variants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrec_picasso.app.zoo.tables import collections_of, tables_of
 __all__ = ["ZooWorkload"]
 
 _COUNTED_FROM = 1000
-"""The first step of clicks that lookups are counted in; contestants train on those from 0 on."""
+"""The first step of clicks that lookups are counted in; variants train on those from 0 on."""
 
 
 class ZooWorkload:

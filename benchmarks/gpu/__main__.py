@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--parts", type=_parts, default=",".join(PARTS), metavar="A,B", help="parts to run")
     for name, default, least, what in (
         ("--repeats", usual.repeats, 1, "runs of each pipeline in part streams"),
-        ("--rounds", usual.rounds, 2, "turns of every contestant on the clock"),
+        ("--rounds", usual.rounds, 2, "turns of every variant on the clock"),
         ("--batch-size", usual.timed.batch_size, 1, "samples per step of what is timed"),
         ("--dim", usual.timed.dim, 4, "columns of every table"),
         ("--max-rows", usual.timed.max_rows, 1, "cap on a table's rows"),

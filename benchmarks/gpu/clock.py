@@ -1,4 +1,4 @@
-"""Times steps on the device's own clock, contestants taking turns, and counts host syncs."""
+"""Times steps on the device's own clock, variants taking turns, and counts host syncs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from benchmarks.gpu.contestants import Contestant
+from benchmarks.gpu.variants import Variant
 
 __all__ = ["count_syncs", "elapsed_ms", "take_turns"]
 
@@ -35,49 +35,49 @@ def elapsed_ms(work: Callable[[], object], device: torch.device) -> float:
 
 
 def take_turns(
-    contestants: Mapping[str, Contestant], rounds: int, block_steps: int, device: torch.device
+    variants: Mapping[str, Variant], rounds: int, block_steps: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Times all contestants in alternating order.
+    """Times all variants in alternating order.
 
     Args:
-        contestants: Warmed up.
+        variants: Warmed up.
         rounds: Turns of each.
         block_steps: Timed steps of a turn; one more before them is not timed.
         device: Where they train.
 
     Returns:
-        By contestant, ms per step of every round.
+        By variant, ms per step of every round.
     """
-    step_ms: dict[str, list[float]] = {name: [] for name in contestants}
-    names = list(contestants)
+    step_ms: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
     for turn in range(rounds):
         for name in names if turn % 2 == 0 else reversed(names):
-            contestant = contestants[name]
-            contestant.train(1)
-            ms = elapsed_ms(lambda c=contestant: c.train(block_steps), device)  # type: ignore[misc]
+            variant = variants[name]
+            variant.train(1)
+            ms = elapsed_ms(lambda c=variant: c.train(block_steps), device)  # type: ignore[misc]
             step_ms[name].append(ms / block_steps)
     return step_ms
 
 
-def count_syncs(contestant: Contestant, num_steps: int, device: torch.device) -> dict[str, float]:
+def count_syncs(variant: Variant, num_steps: int, device: torch.device) -> dict[str, float]:
     """Host syncs per step by the line of Python that caused them, the most frequent first.
 
     PyTorch reports those of its own operators; what NCCL and other libraries do is not seen. A sync
     in backward carries the line that started backward.
 
     Args:
-        contestant: Warmed up.
+        variant: Warmed up.
         num_steps: Steps to take.
         device: On the CPU there are none.
     """
     if device.type != "cuda":
-        contestant.train(num_steps)
+        variant.train(num_steps)
         return {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            contestant.train(num_steps)
+            variant.train(num_steps)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return sync_sites([(w.filename, w.lineno, str(w.message)) for w in caught], num_steps)

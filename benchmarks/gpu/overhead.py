@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from benchmarks.gpu.clock import count_syncs, take_turns
-from benchmarks.gpu.contestants import Contestant, Workload, interleaved
 from benchmarks.gpu.one_rank import one_rank
 from benchmarks.gpu.report import PartReport, timings
 from benchmarks.gpu.settings import GpuSettings
+from benchmarks.gpu.variants import Variant, Workload, interleaved
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 
 __all__ = ["overhead"]
@@ -37,18 +37,17 @@ def overhead(rank: int, world_size: int, settings: GpuSettings) -> PartReport:
         for num_micro in settings.micro_batches:
             name = f"interleaved:{num_micro}:{hot}"
             trainers[name] = work.trainer(device, hot, interleaved(num_micro))
-        contestants = {name: Contestant(t, work.batches) for name, t in trainers.items()}
-        for contestant in contestants.values():
-            contestant.train(_WARMUP_STEPS)
+        variants = {name: Variant(t, work.batches) for name, t in trainers.items()}
+        for variant in variants.values():
+            variant.train(_WARMUP_STEPS)
         syncs = {
-            name: count_syncs(contestant, _COUNTED_STEPS, device)
-            for name, contestant in contestants.items()
+            name: count_syncs(variant, _COUNTED_STEPS, device) for name, variant in variants.items()
         }
-        step_ms = take_turns(contestants, settings.rounds, settings.block_steps, device)
+        step_ms = take_turns(variants, settings.rounds, settings.block_steps, device)
     found = timings(step_ms, _STOCK)
     rows = [
         {
-            "contestant": name,
+            "variant": name,
             "step ms": f"{of.median_ms:.2f}",
             "quartiles": f"{of.low_ms:.2f} to {of.high_ms:.2f}",
             "x stock": f"{of.ratio:.2f}",

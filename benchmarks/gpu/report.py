@@ -31,7 +31,7 @@ class PartReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Step times of one contestant.
+    """Step times of one variant.
 
     Args:
         median_ms: Over rounds.
@@ -52,8 +52,8 @@ def timings(step_ms: Mapping[str, Sequence[float]], reference: str) -> dict[str,
     """Medians, spread and ratios; a round's ratio compares turns that were close in time.
 
     Args:
-        step_ms: By contestant, ms per step of every round; at least two rounds.
-        reference: The contestant that has ratio 1.
+        step_ms: By variant, ms per step of every round; at least two rounds.
+        reference: The variant that has ratio 1.
     """
     found = {}
     for name, ms in step_ms.items():

@@ -35,9 +35,9 @@ class GpuSettings:
         repeats: Runs of each pipeline from the same weights on the same batches, for races.
         race_steps: Steps of each such run.
         micro_batches: Micro-batches K of the pipelines that are run so.
-        rounds: Turns of every contestant on the clock.
+        rounds: Turns of every variant on the clock.
         block_steps: Timed steps of a turn.
-        num_batches: Batches that contestants use again and again.
+        num_batches: Batches that variants use again and again.
         races: The model that races are looked for with; small, so that runs are many.
         timed: The model of what is timed.
         uvm: The model whose tables are in host memory.

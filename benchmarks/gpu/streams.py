@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torchrec.distributed.train_pipeline import TrainPipeline
 
-from benchmarks.gpu.contestants import Workload, interleaved
 from benchmarks.gpu.delays import RandomDelays, delayed_batches, streams_of
 from benchmarks.gpu.one_rank import one_rank
 from benchmarks.gpu.report import PartReport
 from benchmarks.gpu.settings import GpuSettings
 from benchmarks.gpu.training_state import keep_state, largest_difference, put_back, weights_of
+from benchmarks.gpu.variants import Workload, interleaved
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.runs.trainer import MakePipeline, Trainer
 

@@ -16,10 +16,10 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ShardingPlan
 
 from benchmarks.gpu.clock import take_turns
-from benchmarks.gpu.contestants import Contestant, Workload, held_hbm_bytes
 from benchmarks.gpu.one_rank import one_rank
 from benchmarks.gpu.report import PartReport, timings
 from benchmarks.gpu.settings import GpuSettings, ModelSize
+from benchmarks.gpu.variants import Variant, Workload, held_hbm_bytes
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 
 __all__ = ["Kernel", "change_kernel", "uvm"]
@@ -31,7 +31,7 @@ _MB = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """Where a contestant's tables are.
+    """Where a variant's tables are.
 
     Args:
         kernel: TorchRec's compute kernel.
@@ -63,7 +63,7 @@ def change_kernel(wanted: Kernel) -> Callable[[ShardingPlan], None]:
 
 
 def kernels(size: ModelSize, num_rows: int, device: torch.device) -> dict[str, Kernel]:
-    """The contestants, the one to compare with first.
+    """The variants, the one to compare with first.
 
     Args:
         size: The model.
@@ -92,19 +92,19 @@ def uvm(rank: int, world_size: int, settings: GpuSettings) -> PartReport:
     with one_rank(settings.device) as device:
         work = Workload.make(size, settings.num_batches, device)
         num_rows = sum(table.num_embeddings for table in work.source.tables)
-        contestants, hbm_bytes = {}, {}
+        variants, hbm_bytes = {}, {}
         for name, wanted in kernels(size, num_rows, device).items():
             before_bytes = held_hbm_bytes(device)
             trainer = work.trainer(device, wanted.hot_rows, change_plan=change_kernel(wanted))
             hbm_bytes[name] = held_hbm_bytes(device) - before_bytes
-            contestants[name] = Contestant(trainer, work.batches)
-            contestants[name].train(_WARMUP_STEPS)
-        step_ms = take_turns(contestants, settings.rounds, settings.block_steps, device)
-    reference = next(iter(contestants))
+            variants[name] = Variant(trainer, work.batches)
+            variants[name].train(_WARMUP_STEPS)
+        step_ms = take_turns(variants, settings.rounds, settings.block_steps, device)
+    reference = next(iter(variants))
     found = timings(step_ms, reference)
     rows = [
         {
-            "contestant": name,
+            "variant": name,
             "step ms": f"{of.median_ms:.2f}",
             "quartiles": f"{of.low_ms:.2f} to {of.high_ms:.2f}",
             f"x {reference}": f"{of.ratio:.2f}",
@@ -132,7 +132,7 @@ def replicas_are_in_hbm(hbm_bytes: list[int], size: ModelSize) -> bool:
     """Whether hot/cold with hot rows holds more device memory than without, by their bytes.
 
     Args:
-        hbm_bytes: By contestant; hot/cold without hot rows and with them are the last two.
+        hbm_bytes: By variant; hot/cold without hot rows and with them are the last two.
         size: The model.
     """
     without, with_hot = hbm_bytes[-2:]
@@ -143,7 +143,7 @@ def placement_problems(device: torch.device, in_hbm: bool) -> list[str]:
     """What is wrong if replicas are not where they should be; nothing on the CPU.
 
     Args:
-        device: Of the contestants.
+        device: Of the variants.
         in_hbm: What :func:`replicas_are_in_hbm` found.
     """
     if device.type != "cuda" or in_hbm:

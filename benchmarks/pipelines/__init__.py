@@ -1,7 +1,7 @@
 """Train pipelines and placements against each other; the command line says what is measured how.
 
-One idea per file, each using those above it: ``question`` what is asked, ``contestants`` who takes
-part, ``runner`` one contestant on the clock, ``probes`` the best stock ones, ``compare`` what every
-rank runs, ``standings`` its arithmetic, ``floors`` the bounds of a step, ``report`` the table and
+One idea per file, each using those above it: ``question`` what is asked, ``variants`` who takes
+part, ``runner`` one variant on the clock, ``probes`` the best stock ones, ``compare`` what every
+rank runs, ``rankings`` its arithmetic, ``floors`` the bounds of a step, ``report`` the table and
 the file, ``picture``, ``answer`` from a question to a report, ``scenarios`` and their ``suite``.
 """

@@ -5,12 +5,12 @@
     python -m benchmarks.pipelines --data ../shared/data/criteo_tb_80k.parquet \\
         --scenarios -o runs/pipelines
 
-A DLRM trains under each contestant from the same weights on the same batches. The stock contestants
+A DLRM trains under each variant from the same weights on the same batches. The stock variants
 are probed alone first, since not all models fit into memory together; the fastest that trains the
-same model meets ours. Contestants take turns in blocks of steps, in alternating order, so whatever
+same model meets ours. Variants take turns in blocks of steps, in alternating order, so whatever
 else the machine does hits all of them.
 
-Contestants: table_wise, row_wise, column_wise and planner (TorchRec's own), each under
+Variants: table_wise, row_wise, column_wise and planner (TorchRec's own), each under
 TrainPipelineSparseDist; fused, the best of them under TrainPipelineFusedSparseDist where that runs;
 hot_cold (the planner's choice by measured curves) and hot_cold:HOT_ROWS under
 TrainPipelineSparseDist; interleaved, the planner's choice under InterleavedTrainPipeline, which
@@ -20,7 +20,7 @@ in the same forms.
 
 --scenarios runs the comparisons with a target one after another (--only NAME some of them) and
 sums them up; -o is a folder then. What is there already is not run again, unless --again. Sizes,
---rounds, --block-steps and --contestants given beside it replace the scenarios' own; the target is
+--rounds, --block-steps and --variants given beside it replace the scenarios' own; the target is
 not judged where sizes are replaced.
 
 What is reported:
@@ -32,7 +32,7 @@ What is reported:
   bytes are what ranks handed to collectives, mean over ranks.
 - The exposed share is 1 - (CPU time of the thread that trains / wall time) over all timed steps:
   the thread waits for the wire, for a slower rank, or for its core.
-- Peak MB is the most memory that a contestant added to a rank's process, from before its model was
+- Peak MB is the most memory that a variant added to a rank's process, from before its model was
   made until its bytes were counted: tables, state, buffers and steps.
 - K and ahead are the micro-batches and the lookahead that an interleaved pipeline used.
 - Floors of a step: the best of ours cannot be faster than its bytes at the link's rate, and hardly
@@ -54,7 +54,7 @@ from typing import Any
 from benchmarks.cluster import ClusterError, usable_rate
 from benchmarks.pipelines.answer import answer, check_question, without_missing
 from benchmarks.pipelines.picture import draw_report
-from benchmarks.pipelines.question import CONTESTANTS, GENERATED, TOWERS, Question
+from benchmarks.pipelines.question import GENERATED, TOWERS, VARIANTS, Question
 from benchmarks.pipelines.report import print_report, write_report
 from benchmarks.pipelines.scenarios import SCENARIOS
 from benchmarks.pipelines.suite import run_scenarios
@@ -117,8 +117,8 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
     asked = {name: value for name, value in vars(args).items() if name in fields}
     if "rate_mbit" in asked:
         asked["rate_mbit"] = asked["rate_mbit"] or None
-    if "contestants" in asked:
-        asked["contestants"] = tuple(asked["contestants"].split(","))
+    if "variants" in asked:
+        asked["variants"] = tuple(asked["variants"].split(","))
     return asked
 
 
@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--rate-mbit", type=float, default=own, help="of each link; 0 = loopback (default: 1000)")
     add("--towers", choices=tuple(TOWERS), default=own, help="(default: thin)")
-    add("--contestants", default=own, metavar="A,B,...", help=f"(default: {','.join(CONTESTANTS)})")
+    add("--variants", default=own, metavar="A,B,...", help=f"(default: {','.join(VARIANTS)})")
     add("--curves", metavar="FILE", help="measured curves, written if missing")
     add("-o", "--out", metavar="FILE", help="JSON to write; with --scenarios, the folder")
     add("--plot", metavar="FILE", help="picture to write")
@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--dim", 4, "columns of every table"),
         ("--max-rows", 1, "cap on a table's rows"),
         ("--heldout-steps", 1, "global batches to choose hot rows from"),
-        ("--rounds", 1, "turns of every contestant"),
+        ("--rounds", 1, "turns of every variant"),
         ("--block-steps", 2, "timed steps of a turn"),
     ):
         default = getattr(Question(data=""), name.removeprefix("--").replace("-", "_"))

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from benchmarks.cluster import run_on_hosts
 from benchmarks.pipelines.compare import RankAnswer, compare_on_rank
-from benchmarks.pipelines.contestants import interleaved_is_missing, parse_contestant
 from benchmarks.pipelines.floors import compute_floor_ms, floors
 from benchmarks.pipelines.question import Question
+from benchmarks.pipelines.rankings import rankings
 from benchmarks.pipelines.report import Report
-from benchmarks.pipelines.standings import standings
+from benchmarks.pipelines.variants import interleaved_is_missing, parse_variant
 from torchrec_picasso.app.config import DataConfig
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.zoo.registry import check_source, make_source
@@ -26,24 +26,24 @@ _TIMEOUT_S = 7200.0
 
 
 def without_missing(question: Question) -> tuple[Question, dict[str, str]]:
-    """The question without contestants that this package cannot field.
+    """The question without variants that this package cannot field.
 
     Returns:
-        The question, and by name why a contestant is left out.
+        The question, and by name why a variant is left out.
 
     Raises:
-        ConfigError: If a contestant is not known, or none is stock.
+        ConfigError: If a variant is not known, or none is stock.
     """
-    contestants = {name: parse_contestant(name) for name in question.contestants}
+    variants = {name: parse_variant(name) for name in question.variants}
     left_out = {}
     missing = interleaved_is_missing()
-    for name, contestant in list(contestants.items()):
-        if contestant.pipeline == "interleaved" and missing is not None:
+    for name, variant in list(variants.items()):
+        if variant.pipeline == "interleaved" and missing is not None:
             left_out[name] = missing
-            del contestants[name]
-    if not any(c.is_stock and c.pipeline == "sparse_dist" for c in contestants.values()):
-        raise ConfigError("--contestants: there is no stock one to compare with; add table_wise")
-    return dataclasses.replace(question, contestants=tuple(contestants)), left_out
+            del variants[name]
+    if not any(c.is_stock and c.pipeline == "sparse_dist" for c in variants.values()):
+        raise ConfigError("--variants: there is no stock one to compare with; add table_wise")
+    return dataclasses.replace(question, variants=tuple(variants)), left_out
 
 
 def check_question(question: Question, curves: str | None = None) -> None:
@@ -60,9 +60,9 @@ def check_question(question: Question, curves: str | None = None) -> None:
         CommCurves.from_json(curves)
     data = question.config().data
     check_source(make_source(data, seed=0), question.world_size)
-    contestants = [parse_contestant(name) for name in question.contestants]
-    num_stock = sum(contestant.is_stock for contestant in contestants)
-    _check_memory(data, question.dim, len(contestants) - num_stock + min(3, num_stock))
+    variants = [parse_variant(name) for name in question.variants]
+    num_stock = sum(variant.is_stock for variant in variants)
+    _check_memory(data, question.dim, len(variants) - num_stock + min(3, num_stock))
 
 
 def answer(
@@ -75,7 +75,7 @@ def answer(
 
     Args:
         question: What; its rate must be one that links can have here.
-        left_out: Why contestants that were asked for do not take part.
+        left_out: Why variants that were asked for do not take part.
         curves: File of measured curves, written if missing; ``None`` = measured and forgotten.
         local_from: File of curves of the same ranks on other links, whose local costs hold here
             too: over a slow link they take minutes to measure.
@@ -88,10 +88,10 @@ def answer(
         answers = _compare(question, curves or str(Path(folder) / "curves.json"), local_from)
     compute_ms = compute_floor_ms(question)
     results_RC = [answer.results for answer in answers]
-    found = standings(results_RC, question.batch_size, question.ranks_per_host)
+    found = rankings(results_RC, question.batch_size, question.ranks_per_host)
     return Report(
         question=question,
-        contestants=found,
+        variants=found,
         probe_ms=answers[0].probe_ms,
         left_out=left_out | answers[0].left_out,
         floors=floors(question, found, compute_ms),
@@ -121,7 +121,7 @@ def _check_memory(data: DataConfig, dim: int, num_models: int) -> None:
     needed = num_models * dim * 4 * sum(table.num_embeddings for table in table_specs(data))
     if words and needed > int(words[0]) * 1024:
         raise ConfigError(
-            f"the tables of {num_models} contestants take {needed / 1e9:.1f} GB, but "
+            f"the tables of {num_models} variants take {needed / 1e9:.1f} GB, but "
             f"{int(words[0]) / 1e6:.1f} GB of memory are free; lower --max-rows or --dim, or name "
-            "fewer --contestants"
+            "fewer --variants"
         )

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.pipelines.contestants import parse_contestant
 from benchmarks.pipelines.memory import PeakMemory
 from benchmarks.pipelines.probes import choose_finalists
 from benchmarks.pipelines.question import COUNTED_STEPS, WARMUP_STEPS, Question
 from benchmarks.pipelines.runner import RankResult, Runner, dlrm_trainer
+from benchmarks.pipelines.variants import parse_variant
 from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
@@ -33,9 +33,9 @@ class RankAnswer:
     """What one rank brings home.
 
     Args:
-        results: Of the contestants of the final run.
-        probe_ms: Step time of every stock contestant that was probed.
-        left_out: Why a contestant that was asked for did not run.
+        results: Of the variants of the final run.
+        probe_ms: Step time of every stock variant that was probed.
+        left_out: Why a variant that was asked for did not run.
     """
 
     results: list[RankResult]
@@ -46,7 +46,7 @@ class RankAnswer:
 def compare_on_rank(
     rank: int, world_size: int, question: Question, curves: str, local_from: str | None = None
 ) -> RankAnswer:
-    """Calibrates if it must, probes the stock contestants, and lets the finalists take turns.
+    """Calibrates if it must, probes the stock variants, and lets the finalists take turns.
 
     Collective: the main function of every rank.
 
@@ -54,29 +54,29 @@ def compare_on_rank(
         rank: This rank.
         world_size: Ranks in the default process group.
         question: What to measure.
-        curves: File of measured curves; written if some contestant needs it and it is missing.
+        curves: File of measured curves; written if some variant needs it and it is missing.
         local_from: File of curves of the same ranks on other links, whose local costs hold here
             too; ``None`` = they are measured.
     """
     quiet_upstream()
     torch.manual_seed(0)
-    contestants = [parse_contestant(name) for name in question.contestants]
-    if any(contestant.needs_curves for contestant in contestants):
+    variants = [parse_variant(name) for name in question.variants]
+    if any(variant.needs_curves for variant in variants):
         max_bytes = curve_bytes(question.rate_mbit)
         _provide_curves(rank, world_size, curves, max_bytes, local_from)
     source = make_source(question.config().data, seed=0)
     num_batches = min(_MAX_BATCHES, question.num_steps)
     batches = list(itertools.islice(source.batches(rank, world_size), num_batches))
-    finalists, probe_ms, left_out = choose_finalists(rank, contestants, question, source, batches)
+    finalists, probe_ms, left_out = choose_finalists(rank, variants, question, source, batches)
     per_finalist = 1 + question.num_steps
     progress = Progress("compare", len(finalists) * per_finalist, shown=rank == 0)
     runners = []
-    for contestant in finalists:
-        progress.tell(f"{contestant.name}, building and warming up")
+    for variant in finalists:
+        progress.tell(f"{variant.name}, building and warming up")
         memory = PeakMemory()
         runner = Runner(
-            contestant,
-            dlrm_trainer(contestant, question.config(), source, curves),
+            variant,
+            dlrm_trainer(variant, question.config(), source, curves),
             batches,
             on_links=question.rate_mbit is not None,
             memory=memory,
@@ -88,7 +88,7 @@ def compare_on_rank(
         progress.advance(1 + WARMUP_STEPS + COUNTED_STEPS)
     for turn in range(question.rounds):
         for runner in runners if turn % 2 == 0 else runners[::-1]:
-            progress.tell(f"{runner.contestant.name}, round {turn + 1} of {question.rounds}")
+            progress.tell(f"{runner.variant.name}, round {turn + 1} of {question.rounds}")
             runner.block(question.block_steps)
             progress.advance(1 + question.block_steps)
     progress.close()

@@ -6,10 +6,10 @@ import itertools
 import os
 from collections.abc import Mapping
 
-from benchmarks.pipelines.contestants import parse_contestant
 from benchmarks.pipelines.probes import alone_ms
 from benchmarks.pipelines.question import WARMUP_STEPS, Question
-from benchmarks.pipelines.standings import Standing
+from benchmarks.pipelines.rankings import Standing
+from benchmarks.pipelines.variants import parse_variant
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.zoo.registry import make_source
@@ -23,15 +23,15 @@ _TIMEOUT_S = 1800.0
 def floors(
     question: Question, found: Mapping[str, Standing], compute_ms: float
 ) -> dict[str, float | None]:
-    """What a step of our best contestant is bounded by.
+    """What a step of our best variant is bounded by.
 
     Args:
         question: What was measured.
-        found: The contestants' numbers.
+        found: The variants' numbers.
         compute_ms: As :func:`compute_floor_ms` gives it.
 
     Returns:
-        ``wire_ms`` (``None`` on loopback), ``compute_ms``, ``step_ms`` of that contestant and
+        ``wire_ms`` (``None`` on loopback), ``compute_ms``, ``step_ms`` of that variant and
         ``step_over_floor``, its step over the larger floor.
     """
     ours = [standing for standing in found.values() if not standing.is_stock]
@@ -62,8 +62,8 @@ def floor_on_rank(rank: int, world_size: int, question: Question) -> float:
     source = make_source(question.config().data, seed=0)
     num_steps = WARMUP_STEPS + 1 + _FLOOR_STEPS
     batches = list(itertools.islice(source.batches(rank, world_size), num_steps))
-    contestant = parse_contestant("hot_cold:0")
-    return alone_ms(contestant, question, source, batches, _FLOOR_STEPS)[0]
+    variant = parse_variant("hot_cold:0")
+    return alone_ms(variant, question, source, batches, _FLOOR_STEPS)[0]
 
 
 def compute_floor_ms(question: Question) -> float:

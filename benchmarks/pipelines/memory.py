@@ -1,4 +1,4 @@
-"""The memory that a contestant takes at most, of a process that holds all contestants."""
+"""The memory that a variant takes at most, of a process that holds all variants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RESET_PEAK = "5"
 class PeakMemory:
     """Bytes of this process above those that it holds now: tables, state, buffers, steps.
 
-    What was freed before is given back to the system first, or one contestant would live in what
+    What was freed before is given back to the system first, or one variant would live in what
     another has left. Linux tells it; elsewhere nothing is told.
     """
 

@@ -13,8 +13,8 @@ _STOCK_COLOR, _OURS_COLOR = "#9aa5b1", "#0b7285"
 
 
 def draw_report(report: Report, path: str | Path) -> None:
-    """Bars of samples per second, with the ratio to the best stock contestant on each."""
-    found = report.contestants
+    """Bars of samples per second, with the ratio to the best stock variant on each."""
+    found = report.variants
     figure, axes = new_picture(width=2.5 + 1.2 * len(found))
     bars = axes.bar(
         [_in_lines(name) for name in found],

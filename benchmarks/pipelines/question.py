@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torchrec_picasso.app.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
 
 __all__ = [
-    "CONTESTANTS",
+    "VARIANTS",
     "COUNTED_STEPS",
     "GENERATED",
     "Question",
@@ -18,7 +18,7 @@ __all__ = [
 TOWERS = {"thin": ((64,), (64,)), "dlrm": ((512, 256), (512, 512, 256))}
 GENERATED = {"uniform": 0.0, "zipf": 1.05}
 """Data without a file: exponent of the ids' distribution."""
-CONTESTANTS = (
+VARIANTS = (
     *("table_wise", "row_wise", "column_wise", "planner", "fused"),
     *("hot_cold", "hot_cold:0", "hot_cold:5000", "interleaved", "interleaved:4"),
 )
@@ -41,9 +41,9 @@ class Question:
         towers: A name in :data:`TOWERS`.
         max_rows: Cap on a table's rows; ids wrap around.
         heldout_steps: Global batches that hot rows are chosen from, and none is trained on.
-        rounds: Turns of every contestant.
+        rounds: Turns of every variant.
         block_steps: Timed steps of a turn.
-        contestants: Their names.
+        variants: Their names.
     """
 
     data: str
@@ -57,7 +57,7 @@ class Question:
     heldout_steps: int = 4
     rounds: int = 6
     block_steps: int = 4
-    contestants: tuple[str, ...] = CONTESTANTS
+    variants: tuple[str, ...] = VARIANTS
 
     @property
     def world_size(self) -> int:
@@ -66,7 +66,7 @@ class Question:
 
     @property
     def num_steps(self) -> int:
-        """Steps that every contestant takes before its data end."""
+        """Steps that every variant takes before its data end."""
         return WARMUP_STEPS + COUNTED_STEPS + self.rounds * (self.block_steps + 1)
 
     @property

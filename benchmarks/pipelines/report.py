@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pipelines.question import Question
-from benchmarks.pipelines.standings import Standing
+from benchmarks.pipelines.rankings import Standing
 from torchrec_picasso.app.launch.environment import describe_environment
 
 __all__ = ["Report", "print_report", "schedule_in_words", "write_json", "write_report"]
@@ -25,14 +25,14 @@ class Report:
 
     Args:
         question: What was measured.
-        contestants: Of the final run.
-        probe_ms: Step time of every stock contestant that was probed.
-        left_out: Why a contestant that was asked for did not run.
+        variants: Of the final run.
+        probe_ms: Step time of every stock variant that was probed.
+        left_out: Why a variant that was asked for did not run.
         floors: As :func:`benchmarks.pipelines.floors.floors` gives them.
     """
 
     question: Question
-    contestants: dict[str, Standing]
+    variants: dict[str, Standing]
     probe_ms: dict[str, float]
     left_out: dict[str, str]
     floors: dict[str, float | None]
@@ -52,7 +52,7 @@ def write_json(document: Mapping[str, Any], path: str | Path) -> None:
 
 def print_report(report: Report) -> None:
     """Prints the table, and what stands out in it."""
-    question, found = report.question, report.contestants
+    question, found = report.question, report.variants
     print(
         f"{question.data}: {question.hosts} hosts x {question.ranks_per_host} ranks x "
         f"{question.batch_size} samples, dim {question.dim}, {question.towers} towers, "
@@ -60,7 +60,7 @@ def print_report(report: Report) -> None:
     )
     if report.probe_ms:
         probes = (f"{name} {ms:.0f}" for name, ms in report.probe_ms.items())
-        print(f"  stock contestants alone, ms per step: {', '.join(probes)}")
+        print(f"  stock variants alone, ms per step: {', '.join(probes)}")
     for name, reason in report.left_out.items():
         print(f"  left out: {name} ({reason})")
     width = max(22, *(len(name) + 3 for name in found))

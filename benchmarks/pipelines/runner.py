@@ -1,6 +1,6 @@
-"""One contestant on the clock, on one rank.
+"""One variant on the clock, on one rank.
 
-All contestants of a run live in the same ranks and take turns. A turn is a block of steps between
+All variants of a run live in the same ranks and take turns. A turn is a block of steps between
 two barriers: the pipeline has read ahead when its turn comes, and what it sent ahead has arrived,
 so the block's first step is cheaper than a step of a running training and is not timed. The steps
 behind it are: each inherits as much work in flight as it leaves behind.
@@ -25,8 +25,8 @@ from torchrec.distributed.train_pipeline import TrainPipeline
 
 from benchmarks.cluster.enter_host import HOST_INTERFACE
 from benchmarks.cluster.namespaces import tool_path
-from benchmarks.pipelines.contestants import Contestant, pipeline_maker
 from benchmarks.pipelines.memory import PeakMemory
+from benchmarks.pipelines.variants import Variant, pipeline_maker
 from torchrec_picasso.app.config import TrainConfig
 from torchrec_picasso.app.runs.pipelines import is_settled
 from torchrec_picasso.app.runs.placements import Placement
@@ -73,10 +73,10 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """What one rank measured of one contestant.
+    """What one rank measured of one variant.
 
     Args:
-        contestant: Which one.
+        variant: Which one.
         blocks: Its turns.
         losses: This rank's loss of every step until its data ended.
         metered_bytes: Bytes that this rank sent per step, by the byte meter.
@@ -90,7 +90,7 @@ class RankResult:
         lookahead: The same.
     """
 
-    contestant: Contestant
+    variant: Variant
     blocks: list[Block]
     losses: list[float]
     metered_bytes: float
@@ -119,10 +119,10 @@ class Trains(Protocol):
 
 
 class Runner:
-    """A contestant at work. Collective: every rank makes one and calls the same methods.
+    """A variant at work. Collective: every rank makes one and calls the same methods.
 
     Args:
-        contestant: Who trains.
+        variant: Who trains.
         trainer: Its model and pipeline.
         batches: This rank's batches, used again and again.
         on_links: Whether this rank's host has a link of its own, whose bytes can be counted.
@@ -131,13 +131,13 @@ class Runner:
 
     def __init__(
         self,
-        contestant: Contestant,
+        variant: Variant,
         trainer: Trains,
         batches: Sequence[Batch],
         on_links: bool = False,
         memory: PeakMemory | None = None,
     ) -> None:
-        self.contestant = contestant
+        self.variant = variant
         self._on_links, self._memory = on_links, memory
         self._peak_bytes: int | None = None
         self._placement, self._pipeline = trainer.placement, trainer.pipeline
@@ -166,8 +166,8 @@ class Runner:
                 break
             self.train(1)
         else:
-            raise AssertionError(f"{self.contestant.name} chose nothing in {_CHOICE_STEPS} steps")
-        if (schedule_used(self.contestant, self._pipeline)[0] or 1) > 1:
+            raise AssertionError(f"{self.variant.name} chose nothing in {_CHOICE_STEPS} steps")
+        if (schedule_used(self.variant, self._pipeline)[0] or 1) > 1:
             self.train(steps_past_checks(len(self._losses), num_ahead))
 
     def count(self, num_steps: int) -> None:
@@ -201,9 +201,9 @@ class Runner:
         self._batches.end()
         collections.deque(self._steps, maxlen=0)
         tables, hot_rows, is_exact = _describe(self._placement)
-        num_micro_batches, lookahead = schedule_used(self.contestant, self._pipeline)
+        num_micro_batches, lookahead = schedule_used(self.variant, self._pipeline)
         return RankResult(
-            contestant=self.contestant,
+            variant=self.variant,
             blocks=self._blocks,
             losses=[float(loss) for loss in self._losses],
             metered_bytes=self._sent_bytes / max(1, self._num_metered),
@@ -253,36 +253,36 @@ class _UntilEnded:
 
 
 def dlrm_trainer(
-    contestant: Contestant, config: TrainConfig, source: BatchSource, curves: str | None = None
+    variant: Variant, config: TrainConfig, source: BatchSource, curves: str | None = None
 ) -> Trainer:
-    """What trains a DLRM for a contestant. Collective.
+    """What trains a DLRM for a variant. Collective.
 
     Args:
-        contestant: Who trains.
+        variant: Who trains.
         config: The run, without placement and hot rows.
         source: Tells the tables, and the held-out samples that hot rows are chosen from.
         curves: File of measured curves, for the planner.
     """
     return Trainer(
-        _with_sharding(config, contestant, curves),
+        _with_sharding(config, variant, curves),
         source,
-        placement=contestant.placement,
-        make_pipeline=pipeline_maker(contestant),
+        placement=variant.placement,
+        make_pipeline=pipeline_maker(variant),
     )
 
 
-def schedule_used(contestant: Contestant, pipeline: Any) -> tuple[int | None, bool | None]:
+def schedule_used(variant: Variant, pipeline: Any) -> tuple[int | None, bool | None]:
     """Micro-batches and lookahead as the pipeline tells them, or as it was told.
 
     Args:
-        contestant: Who was asked for.
+        variant: Who was asked for.
         pipeline: What trains it, after a step: an automatic choice may wait for the first batch.
     """
-    if contestant.pipeline != "interleaved":
+    if variant.pipeline != "interleaved":
         return None, None
     return (
-        getattr(pipeline, "num_micro_batches", contestant.num_micro_batches),
-        getattr(pipeline, "lookahead", contestant.lookahead),
+        getattr(pipeline, "num_micro_batches", variant.num_micro_batches),
+        getattr(pipeline, "lookahead", variant.lookahead),
     )
 
 
@@ -294,14 +294,14 @@ def steps_past_checks(num_taken: int, num_ahead: int) -> int:
     return past - num_taken
 
 
-def _with_sharding(config: TrainConfig, contestant: Contestant, curves: str | None) -> TrainConfig:
-    if contestant.is_stock:
+def _with_sharding(config: TrainConfig, variant: Variant, curves: str | None) -> TrainConfig:
+    if variant.is_stock:
         return config
     sharding = dataclasses.replace(
         config.sharding,
-        hot_rows=contestant.hot_rows,
-        curves=curves if contestant.needs_curves else None,
-        num_waves=contestant.num_waves,
+        hot_rows=variant.hot_rows,
+        curves=curves if variant.needs_curves else None,
+        num_waves=variant.num_waves,
     )
     return dataclasses.replace(config, sharding=sharding)
 

@@ -27,22 +27,22 @@ class Scenario:
 
     Args:
         name: Of the scenario and of its files.
-        target: Least ratio of samples per second to the best stock contestant.
-        each_of_ours: Whether each of our contestants must reach the target, not only the best.
-        contestants: Their names.
+        target: Least ratio of samples per second to the best stock variant.
+        each_of_ours: Whether each of our variants must reach the target, not only the best.
+        variants: Their names.
         rate_mbit: Rate of each host's link, Mbit/s; ``None`` = loopback.
         towers: Of the model.
         batch_size: Samples per rank and step.
         heldout_steps: Global batches that hot rows are chosen from.
         ids: Data to generate in place of the file.
-        rounds: Turns of every contestant; fewer where a step takes seconds.
+        rounds: Turns of every variant; fewer where a step takes seconds.
         block_steps: Timed steps of a turn.
     """
 
     name: str
     target: float
     each_of_ours: bool = False
-    contestants: tuple[str, ...] = (*_STOCK, *_AUTOMATIC, *_BY_HAND)
+    variants: tuple[str, ...] = (*_STOCK, *_AUTOMATIC, *_BY_HAND)
     rate_mbit: float | None = 1000.0
     towers: str = "thin"
     batch_size: int = 4096
@@ -64,7 +64,7 @@ class Scenario:
             towers=self.towers,
             batch_size=self.batch_size,
             heldout_steps=self.heldout_steps,
-            contestants=self.contestants,
+            variants=self.variants,
             rounds=self.rounds,
             block_steps=self.block_steps,
         )
@@ -78,7 +78,7 @@ SCENARIOS = (
         name="100mbit_thin",
         target=6.0,
         rate_mbit=100.0,
-        contestants=(_BEST_STOCK, *_AUTOMATIC, *_BY_HAND),
+        variants=(_BEST_STOCK, *_AUTOMATIC, *_BY_HAND),
         rounds=4,
         block_steps=3,
     ),
@@ -87,7 +87,7 @@ SCENARIOS = (
         target=4.5,
         batch_size=16384,
         heldout_steps=1,  # of 80,000 samples, one global batch for statistics leaves a circle
-        contestants=(_BEST_STOCK, *_AUTOMATIC, "interleaved:16:0"),
+        variants=(_BEST_STOCK, *_AUTOMATIC, "interleaved:16:0"),
         rounds=4,
         block_steps=3,
     ),
@@ -95,7 +95,7 @@ SCENARIOS = (
         name="1gbit_uniform",
         target=0.97,
         ids="uniform",
-        contestants=(*_STOCK, *_AUTOMATIC),
+        variants=(*_STOCK, *_AUTOMATIC),
         each_of_ours=True,
     ),
     Scenario(name="loopback_thin", target=1.0, rate_mbit=None),

@@ -25,17 +25,17 @@ class SummaryRow:
 
     Args:
         name: Of the scenario.
-        target: Least ratio to the best stock contestant.
+        target: Least ratio to the best stock variant.
         verdict: ``"met"``, ``"missed"``, ``"other sizes"`` if it ran with sizes that the target is
             not for, or ``"not run"``.
         reason: Why it did not run.
-        best: Of our contestants.
+        best: Of our variants.
         num_micro_batches: That the best used, in words.
         lookahead: Whether the best used it, in words.
-        ratios: Of our contestants to the best stock one.
+        ratios: Of our variants to the best stock one.
         ratio_by_round: Least and largest one of the best.
         best_stock: Whom they are compared to.
-        exposed_share_of_stock: 0 to 1, of the best stock contestant.
+        exposed_share_of_stock: 0 to 1, of the best stock variant.
         exposed_share: Of the best of ours.
         step_over_floor: Its step over the larger floor.
         max_loss_difference: Of ours to stock.
@@ -66,10 +66,10 @@ def summary_row(scenario: Scenario, document: Mapping[str, Any]) -> SummaryRow:
         scenario: Which one.
         document: Its report, as read from the file.
     """
-    found = document["contestants"]
+    found = document["variants"]
     ours = {name: of for name, of in found.items() if not of["is_stock"]}
     if not ours:
-        return without_report(scenario, "none of our contestants ran")
+        return without_report(scenario, "none of our variants ran")
     best = max(ours, key=lambda name: ours[name]["ratio"])
     stock = {name: of for name, of in found.items() if of["is_stock"]}
     best_stock = max(stock, key=lambda name: stock[name]["ratio"])

@@ -58,7 +58,7 @@ class Found:
     ends: list[int] = field(default_factory=list)
     """Steps of each stretch before ``StopIteration``."""
     reloads_unlike: list[str] = field(default_factory=list)
-    unlike_homes: str = ""
+    differing_homes: str = ""
     setting: str = ""
     state: dict[str, Tensor] = field(default_factory=dict)
     """Weights and optimizer state at the end; on rank 0."""

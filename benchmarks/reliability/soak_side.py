@@ -126,7 +126,7 @@ class _Side:
             if stretch.index + 1 == _WARM_AFTER:
                 self._found.held["warm"] = held()
         self._found.held["end"] = held()
-        self._found.unlike_homes = self._why_unlike_homes()
+        self._found.differing_homes = self._why_unlike_homes()
         self._found.state = join_state(self.trainer.state())
         if isinstance(self.pipeline, InterleavedTrainPipeline):
             self._found.setting = self.pipeline.summary().splitlines()[-1]

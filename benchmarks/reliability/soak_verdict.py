@@ -146,8 +146,8 @@ def _not_as_told(ours: Sequence[Found], stock: Sequence[Found]) -> Iterator[str]
     for rank, of in enumerate(ours):
         if of.ends != stock[0].ends:
             yield f"rank {rank}: data ended after {of.ends} steps, expected {stock[0].ends}"
-        if of.unlike_homes:
-            yield f"rank {rank}: {of.unlike_homes}"
+        if of.differing_homes:
+            yield f"rank {rank}: {of.differing_homes}"
         if of.counts["replicas"] == 0:
             yield f"rank {rank}: no replica was compared with its home"
     for name, side in (("ours", ours), ("stock", stock)):

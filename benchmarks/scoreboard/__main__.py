@@ -5,7 +5,7 @@
     python -m benchmarks.scoreboard -o scoreboard --data-folder ../shared/data
 
 Each model, in its published sizes, and that of `benchmarks.fields` with each number of fields, is
-trained by stock's two contestants of `benchmarks.fields`, ``table_wise`` and ``planner``, under
+trained by stock's two variants of `benchmarks.fields`, ``table_wise`` and ``planner``, under
 TrainPipelineSparseDist, by ``ours``: what a user gets who chooses nothing, and by ours with samples
 put in order. They take turns. Every model is a JSON file of its own in the folder; one that is
 there is not measured again, so a run that was stopped goes on. So are the curves of the links and
@@ -42,7 +42,7 @@ __all__ = ["main", "question_of"]
 
 _MOST_BYTES, _SECONDS_PER_POINT, _TIMEOUT_S = 64 << 20, 0.3, 600.0
 _NAMES = [*ENTRIES, *FIELDS]
-_CONTESTANTS = ("table_wise", "planner", "ours")
+_VARIANTS = ("table_wise", "planner", "ours")
 
 
 def question_of(name: str, args: argparse.Namespace) -> Question:
@@ -57,7 +57,7 @@ def question_of(name: str, args: argparse.Namespace) -> Question:
         block_steps=args.block_steps,
         seed=args.seed,
         dense=True,
-        contestants=_CONTESTANTS,
+        variants=_VARIANTS,
     )
     if name in FIELDS:
         num_fields, batch_size = FIELDS[name]

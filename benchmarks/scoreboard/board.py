@@ -21,8 +21,8 @@ class Line:
 
     Args:
         name: Of the model.
-        times_stock: Samples per second, ours over the best stock contestant's.
-        stock: That contestant.
+        times_stock: Samples per second, ours over the best stock variant's.
+        stock: That variant.
         stock_ms: Its step.
         ours_ms: Our step.
         compute_ms: CPU time of a rank in it, of all its threads: no schedule is faster on a core.
@@ -66,7 +66,7 @@ class Line:
 def read_line(name: str, path: Path) -> Line:
     """Reads what :func:`benchmarks.fields.report.write_report` wrote."""
     document: dict[str, Any] = json.loads(path.read_text())
-    found, predicted = document["contestants"], document["predicted"]
+    found, predicted = document["variants"], document["predicted"]
     stock = max(
         (of for of in found if found[of]["is_stock"]), key=lambda of: found[of]["samples_per_s"]
     )

@@ -1,4 +1,4 @@
-"""The DIN-like model for contestants."""
+"""The DIN-like model for variants."""
 
 from __future__ import annotations
 

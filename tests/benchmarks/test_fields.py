@@ -43,12 +43,12 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     with pytest.MonkeyPatch.context() as patch:
         printed: list[str] = []
         patch.setattr("builtins.print", lambda *args, **_: printed.append(" ".join(args)))
-        assert main([*TINY, *files, "--contestants", ",".join(NAMES)]) == 0
+        assert main([*TINY, *files, "--variants", ",".join(NAMES)]) == 0
     return json.loads((folder / "out.json").read_text()), "\n".join(printed)
 
 
-def test_all_contestants_train_the_same_model(tiny_run: tuple[dict[str, Any], str]) -> None:
-    found = tiny_run[0]["contestants"]
+def test_all_variants_train_the_same_model(tiny_run: tuple[dict[str, Any], str]) -> None:
+    found = tiny_run[0]["variants"]
     assert tuple(found) == NAMES
     stock = found["table_wise"]["losses"]
     assert len(stock) == LEAST_STEPS
@@ -66,12 +66,12 @@ def test_the_interleaved_pipeline_chose_before_the_clock_started(
     tiny_run: tuple[dict[str, Any], str],
 ) -> None:
     document, _ = tiny_run
-    all_rows = document["contestants"]["all_rows"]
+    all_rows = document["variants"]["all_rows"]
     assert all_rows["tables"] == {"hot_cold": 5}
     assert len(all_rows["losses"]) > LEAST_STEPS
     assert all_rows["num_micro_batches"] in (1, 2, 4, 8, 16)
     assert "the fastest of" in document["chose"]["all_rows"]
-    assert document["contestants"]["planner"]["num_micro_batches"] is None
+    assert document["variants"]["planner"]["num_micro_batches"] is None
 
 
 def test_every_plan_is_one_printed_line(tiny_run: tuple[dict[str, Any], str]) -> None:
@@ -86,7 +86,7 @@ def test_every_plan_is_one_printed_line(tiny_run: tuple[dict[str, Any], str]) ->
 
 
 def test_plans_made_by_hand_are_what_they_are_called(tiny_run: tuple[dict[str, Any], str]) -> None:
-    found = tiny_run[0]["contestants"]
+    found = tiny_run[0]["variants"]
     assert [found[name]["num_micro_batches"] for name in ("rows:2:7", "bags:2")] == [2, 2]
     assert [found[name]["hot_rows"] for name in ("rows:2:7", "bags:2")] == [7, 0]
     assert found["bags:2"]["tables"] == {"hot_cold": 5}
@@ -97,7 +97,7 @@ def test_predictions_are_beside_what_was_measured(tiny_run: tuple[dict[str, Any]
     predicted, errors = document["predicted"], document["errors"]
     assert set(NAMES) - {"planner"} <= set(predicted)
     for name, of in predicted.items():
-        measured = document["contestants"][name]
+        measured = document["variants"][name]
         assert of["step_ms"] >= max(of["wire_ms"], of["compute_ms"]) * 0.999, name
         assert errors["step"][name] == pytest.approx(of["step_ms"] / measured["step_ms"][1] - 1)
         assert abs(errors["sent_bytes"][name]) < 0.3, name  # few samples: statistics are rough
@@ -109,7 +109,7 @@ def test_predictions_are_beside_what_was_measured(tiny_run: tuple[dict[str, Any]
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="Linux tells peaks of memory"
 )
-def test_memory_of_a_contestant_is_its_own(tiny_run: tuple[dict[str, Any], str]) -> None:
+def test_memory_of_a_variant_is_its_own(tiny_run: tuple[dict[str, Any], str]) -> None:
     freed = torch.ones(64 << 18)  # 64 MiB before
     del freed
     memory = PeakMemory()
@@ -118,7 +118,7 @@ def test_memory_of_a_contestant_is_its_own(tiny_run: tuple[dict[str, Any], str])
     peak = memory.read()
     assert peak is not None
     assert 30 << 20 < peak < 48 << 20
-    assert all("peak_bytes" in of for of in tiny_run[0]["contestants"].values())
+    assert all("peak_bytes" in of for of in tiny_run[0]["variants"].values())
 
 
 def _log(folder: Path, columns: tuple[str, ...]) -> str:
@@ -174,9 +174,9 @@ def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--contestants", "ours"), "no stock one to compare with"),
-        (("--contestants", "table_wise,best"), "'best'; the names are table_wise, planner"),
-        (("--contestants", "table_wise,bags:2:3"), "'bags:2:3'; the names are table_wise, planner"),
+        (("--variants", "ours"), "no stock one to compare with"),
+        (("--variants", "table_wise,best"), "'best'; the names are table_wise, planner"),
+        (("--variants", "table_wise,bags:2:3"), "'bags:2:3'; the names are table_wise, planner"),
         (("--curves", "nowhere.json"), "there is no curves file nowhere.json"),
         (("-o", "nowhere/out.json"), "there is no folder nowhere"),
     ],

@@ -83,7 +83,7 @@ def test_every_batch_comes_behind_a_delay_of_the_stream_that_copies(
 
 
 class _Warner:
-    """A contestant that syncs once a step and warns of something else, too."""
+    """A variant that syncs once a step and warns of something else, too."""
 
     def train(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -263,7 +263,7 @@ def test_a_part_that_fails_says_so_and_the_others_run(
     parts = json.loads(out.read_text())["parts"]
     assert "embedding_dim" in parts["streams"]["problems"][0]
     assert "Traceback" in parts["streams"]["facts"]["traceback"]
-    assert [row["contestant"] for row in parts["uvm"]["rows"]][1:] == [
+    assert [row["variant"] for row in parts["uvm"]["rows"]][1:] == [
         *("hot_cold:0 fused_uvm", "hot_cold:20 fused_uvm")
     ]
     assert "PROBLEM: raised" in capsys.readouterr().out

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.pipelines.__main__ import main
-from benchmarks.pipelines.contestants import (
-    Contestant,
+from benchmarks.pipelines.rankings import rankings
+from benchmarks.pipelines.runner import Block, RankResult, schedule_used, steps_past_checks
+from benchmarks.pipelines.variants import (
+    Variant,
     interleaved_is_missing,
-    parse_contestant,
+    parse_variant,
     pipeline_options,
 )
-from benchmarks.pipelines.runner import Block, RankResult, schedule_used, steps_past_checks
-from benchmarks.pipelines.standings import standings
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import ConfigError
 
@@ -34,7 +34,7 @@ LOSS_TOLERANCE = 1e-4  # float32 sums in another order, over STEPS steps
 
 def rank_result(name: str, blocks: list[Block], **changes: Any) -> RankResult:
     result = RankResult(
-        contestant=parse_contestant(name),
+        variant=parse_variant(name),
         blocks=blocks,
         losses=[0.5],
         metered_bytes=10.0,
@@ -53,15 +53,15 @@ def block(*step_s: float, thread_share: float = 0.5, link_bytes: float | None = 
 
 @pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise", "planner"])
 def test_a_stock_name_is_a_placement_under_the_stock_pipeline(name: str) -> None:
-    contestant = parse_contestant(name)
-    assert contestant == Contestant(name=name, placement=name, pipeline="sparse_dist")
-    assert contestant.is_stock
+    variant = parse_variant(name)
+    assert variant == Variant(name=name, placement=name, pipeline="sparse_dist")
+    assert variant.is_stock
 
 
 def test_hot_cold_without_a_number_leaves_the_choice_to_curves() -> None:
-    assert parse_contestant("hot_cold").needs_curves
-    assert not parse_contestant("hot_cold:0").needs_curves
-    assert parse_contestant("hot_cold:5000").hot_rows == 5000
+    assert parse_variant("hot_cold").needs_curves
+    assert not parse_variant("hot_cold:0").needs_curves
+    assert parse_variant("hot_cold:5000").hot_rows == 5000
 
 
 @given(num_micro_batches=st.integers(1, 64), hot_rows=st.none() | st.integers(0, 10**7))
@@ -69,13 +69,13 @@ def test_interleaved_takes_micro_batches_and_hot_rows(
     num_micro_batches: int, hot_rows: int | None
 ) -> None:
     suffix = "" if hot_rows is None else f":{hot_rows}"
-    contestant = parse_contestant(f"interleaved:{num_micro_batches}{suffix}")
-    assert (contestant.pipeline, contestant.placement) == ("interleaved", "hot_cold")
-    assert contestant.num_micro_batches == num_micro_batches
-    assert contestant.hot_rows == hot_rows
-    assert not contestant.chooses
+    variant = parse_variant(f"interleaved:{num_micro_batches}{suffix}")
+    assert (variant.pipeline, variant.placement) == ("interleaved", "hot_cold")
+    assert variant.num_micro_batches == num_micro_batches
+    assert variant.hot_rows == hot_rows
+    assert not variant.chooses
     options = {"num_micro_batches": num_micro_batches, "lookahead": True}
-    assert pipeline_options(contestant) == options
+    assert pipeline_options(variant) == options
 
 
 @pytest.mark.parametrize(
@@ -92,30 +92,30 @@ def test_interleaved_takes_micro_batches_and_hot_rows(
 def test_the_interleaved_pipeline_is_not_told_what_it_shall_choose(
     name: str, hot_rows: int | None, num_micro_batches: int | None, lookahead: bool
 ) -> None:
-    contestant = parse_contestant(name)
-    assert (contestant.pipeline, contestant.placement) == ("interleaved", "hot_cold")
-    assert contestant.hot_rows == hot_rows
-    assert contestant.needs_curves == (hot_rows is None)
-    assert contestant.chooses == (num_micro_batches is None)
+    variant = parse_variant(name)
+    assert (variant.pipeline, variant.placement) == ("interleaved", "hot_cold")
+    assert variant.hot_rows == hot_rows
+    assert variant.needs_curves == (hot_rows is None)
+    assert variant.chooses == (num_micro_batches is None)
     options = {"num_micro_batches": num_micro_batches, "lookahead": lookahead}
-    assert pipeline_options(contestant) == options
+    assert pipeline_options(variant) == options
 
 
 def test_the_tables_travel_in_as_many_waves_as_named() -> None:
-    assert parse_contestant("interleaved:2:7").num_waves == 1
-    assert parse_contestant("interleaved:2:7:3").num_waves == 3
-    chosen = parse_contestant("interleaved:auto:7:3")
+    assert parse_variant("interleaved:2:7").num_waves == 1
+    assert parse_variant("interleaved:2:7:3").num_waves == 3
+    chosen = parse_variant("interleaved:auto:7:3")
     assert (chosen.num_micro_batches, chosen.hot_rows, chosen.num_waves) == (None, 7, 3)
 
 
 def test_the_schedule_is_the_pipelines_own_where_it_tells_it() -> None:
     chosen = SimpleNamespace(num_micro_batches=3, lookahead=False)
-    assert schedule_used(parse_contestant("interleaved"), chosen) == (3, False)
+    assert schedule_used(parse_variant("interleaved"), chosen) == (3, False)
     silent = SimpleNamespace()
-    assert schedule_used(parse_contestant("interleaved"), silent) == (None, None)
-    told = parse_contestant("interleaved_no_lookahead:4:7")
+    assert schedule_used(parse_variant("interleaved"), silent) == (None, None)
+    told = parse_variant("interleaved_no_lookahead:4:7")
     assert schedule_used(told, silent) == (4, False)
-    assert schedule_used(parse_contestant("hot_cold:7"), chosen) == (None, None)
+    assert schedule_used(parse_variant("hot_cold:7"), chosen) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_the_schedule_is_the_pipelines_own_where_it_tells_it() -> None:
         *("interleaved_no_lookahead:0:5", "hot_cold:auto", "table_wise:auto", "fused:1"),
     ],
 )
-def test_an_unknown_contestant_is_refused_with_the_names_there_are(name: str) -> None:
+def test_an_unknown_variant_is_refused_with_the_names_there_are(name: str) -> None:
     with pytest.raises(ConfigError, match=r"NAME is one of table_wise, row_wise") as refusal:
-        parse_contestant(name)
+        parse_variant(name)
     assert repr(name) in str(refusal.value)
 
 
@@ -137,7 +137,7 @@ def test_a_step_lasts_as_long_as_on_its_slowest_rank() -> None:
         [rank_result("table_wise", [block(0.1, 0.4), block(0.2, 0.2)])],
         [rank_result("table_wise", [block(0.3, 0.1), block(0.1, 0.1)])],
     ]
-    standing = standings(ranks, batch_size=10, ranks_per_host=1)["table_wise"]
+    standing = rankings(ranks, batch_size=10, ranks_per_host=1)["table_wise"]
     assert standing.block_step_ms == [pytest.approx([300, 400]), pytest.approx([200, 200])]
     # blocks of the slowest rank: 0.25 and 0.2 s per step
     assert standing.samples_per_s == pytest.approx(20 / 0.225)
@@ -145,7 +145,7 @@ def test_a_step_lasts_as_long_as_on_its_slowest_rank() -> None:
     assert standing.exposed_share == pytest.approx(0.5)
 
 
-def test_ratios_are_to_the_fastest_stock_contestant_even_if_it_trains_another_model() -> None:
+def test_ratios_are_to_the_fastest_stock_variant_even_if_it_trains_another_model() -> None:
     ranks = [
         [
             rank_result("table_wise", [block(0.4, 0.4)] * 2, losses=[0.5, 0.4]),
@@ -155,7 +155,7 @@ def test_ratios_are_to_the_fastest_stock_contestant_even_if_it_trains_another_mo
             rank_result("hot_cold", [block(0.1, 0.1)] * 2, losses=[0.5, 0.3]),
         ]
     ]
-    found = standings(ranks, batch_size=10, ranks_per_host=1)
+    found = rankings(ranks, batch_size=10, ranks_per_host=1)
     assert {name: of.ratio for name, of in found.items()} == pytest.approx(
         {"table_wise": 0.5, "column_wise": 1.0, "hot_cold": 2.0}
     )
@@ -168,12 +168,12 @@ def test_link_bytes_are_those_of_the_busiest_host() -> None:
         [rank_result("table_wise", [block(1, 1, link_bytes=sent)] * 2)]
         for sent in (5.0, 5.0, 7.0, 7.0)
     ]
-    found = standings(ranks, batch_size=10, ranks_per_host=2)["table_wise"]
+    found = rankings(ranks, batch_size=10, ranks_per_host=2)["table_wise"]
     assert found.link_bytes_per_step == 7.0
 
 
 def test_on_loopback_there_are_no_link_bytes() -> None:
-    found = standings([[rank_result("table_wise", [block(1, 1)])]], 10, 1)["table_wise"]
+    found = rankings([[rank_result("table_wise", [block(1, 1)])]], 10, 1)["table_wise"]
     assert found.link_bytes_per_step is None
 
 
@@ -187,15 +187,15 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
         names += ["interleaved:2:20", "interleaved_no_lookahead:2:20"]
     files = ("--curves", str(curves), "-o", str(folder / "out.json"))
     plot = ("--plot", str(folder / "out.png"))
-    assert main([*TINY, *files, *plot, "--contestants", ",".join([*names, "fused"])]) == 0
+    assert main([*TINY, *files, *plot, "--variants", ",".join([*names, "fused"])]) == 0
     return json.loads((folder / "out.json").read_text()), folder
 
 
-def test_all_contestants_take_all_steps_and_the_losses_are_stocks(
+def test_all_variants_take_all_steps_and_the_losses_are_stocks(
     tiny_run: tuple[dict[str, Any], Path],
 ) -> None:
     document, _ = tiny_run
-    same = {n: of for n, of in document["contestants"].items() if of["trains_same_model"]}
+    same = {n: of for n, of in document["variants"].items() if of["trains_same_model"]}
     assert {"table_wise", "hot_cold", "hot_cold:0", "hot_cold:20"} <= set(same)
     for name, of in same.items():
         is_cut = (of["num_micro_batches"] or 1) > 1  # then turns wait until early checks are over
@@ -212,25 +212,25 @@ def test_the_answer_tells_what_was_asked_and_what_was_left_out(
 ) -> None:
     document, _ = tiny_run
     assert set(document) == {
-        *("environment", "question", "contestants", "probe_ms", "left_out", "floors")
+        *("environment", "question", "variants", "probe_ms", "left_out", "floors")
     }
     assert document["environment"]["torchrec-picasso"]
     assert document["question"]["rate_mbit"] is None
     assert {"table_wise", "column_wise"} <= set(document["probe_ms"])
     # TorchRec's fused pipeline either ran or says why not
     assert ("table_wise+fused" in document["left_out"]) != (
-        "table_wise+fused" in document["contestants"]
+        "table_wise+fused" in document["variants"]
     )
     assert document["floors"]["wire_ms"] is None
     assert document["floors"]["compute_ms"] > 0
-    assert document["contestants"]["hot_cold:20"]["hot_rows"] == 20
-    assert document["contestants"]["hot_cold:0"]["metered_bytes_per_step"] > 0
+    assert document["variants"]["hot_cold:20"]["hot_rows"] == 20
+    assert document["variants"]["hot_cold:0"]["metered_bytes_per_step"] > 0
 
 
 def test_the_answer_tells_the_schedule_that_was_used(
     tiny_run: tuple[dict[str, Any], Path],
 ) -> None:
-    found = tiny_run[0]["contestants"]
+    found = tiny_run[0]["variants"]
     assert found["hot_cold:20"]["num_micro_batches"] is None
     assert not found["hot_cold:20"]["is_interleaved"]
     if interleaved_is_missing() is None:
@@ -239,11 +239,11 @@ def test_the_answer_tells_the_schedule_that_was_used(
         assert found["interleaved_no_lookahead:2:20"]["lookahead"] is False
 
 
-def test_the_best_stock_contestant_has_ratio_one_and_none_is_above_it(
+def test_the_best_stock_variant_has_ratio_one_and_none_is_above_it(
     tiny_run: tuple[dict[str, Any], Path],
 ) -> None:
     document, _ = tiny_run
-    stock = [of["ratio"] for of in document["contestants"].values() if of["is_stock"]]
+    stock = [of["ratio"] for of in document["variants"].values() if of["is_stock"]]
     assert max(stock) == 1.0
 
 
@@ -256,8 +256,8 @@ def test_the_picture_is_a_picture(tiny_run: tuple[dict[str, Any], Path]) -> None
     ("arguments", "message"),
     [
         (("--data", "nowhere.parquet"), "nowhere.parquet"),
-        (("--contestants", "hot_cold:0"), "no stock one to compare with"),
-        (("--contestants", "table_wise,best"), "'best'"),
+        (("--variants", "hot_cold:0"), "no stock one to compare with"),
+        (("--variants", "table_wise,best"), "'best'"),
         (("-o", "nowhere/out.json"), "there is no folder nowhere"),
         (("--max-rows", "9000000", "--dim", "4096"), "lower --max-rows"),
         (("--again",), "--again is of --scenarios"),

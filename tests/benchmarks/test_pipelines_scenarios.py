@@ -14,18 +14,18 @@ import pytest
 from benchmarks.pipelines import suite
 from benchmarks.pipelines.__main__ import main
 from benchmarks.pipelines.compare import curve_bytes
-from benchmarks.pipelines.contestants import parse_contestant
 from benchmarks.pipelines.question import Question
+from benchmarks.pipelines.rankings import rankings
 from benchmarks.pipelines.report import Report
 from benchmarks.pipelines.runner import Block, RankResult
 from benchmarks.pipelines.scenarios import SCENARIOS, Scenario
-from benchmarks.pipelines.standings import standings
 from benchmarks.pipelines.summary import (
     SummaryRow,
     summary_row,
     summary_table,
     without_report,
 )
+from benchmarks.pipelines.variants import parse_variant
 
 SCENARIO_OF = {scenario.name: scenario for scenario in SCENARIOS}
 TINY = ("--data", "zipf", "--batch-size", "32", "--dim", "8", "--max-rows", "300")
@@ -36,10 +36,10 @@ FLOORS: dict[str, float | None] = {
 
 
 def report(question: Question, step_s: dict[str, float]) -> Report:
-    """A report in which steps of every contestant last as given, seconds."""
+    """A report in which steps of every variant last as given, seconds."""
     results = [
         RankResult(
-            contestant=parse_contestant(name),
+            variant=parse_variant(name),
             blocks=[Block(step_s=[s, s], thread_s=[s / 4, s / 4], cpu_s=s, link_bytes=None)],
             losses=[0.5],
             metered_bytes=10.0,
@@ -52,8 +52,8 @@ def report(question: Question, step_s: dict[str, float]) -> Report:
         )
         for name, s in step_s.items()
     ]
-    found = standings([results], question.batch_size, 1)
-    return Report(question=question, contestants=found, probe_ms={}, left_out={}, floors=FLOORS)
+    found = rankings([results], question.batch_size, 1)
+    return Report(question=question, variants=found, probe_ms={}, left_out={}, floors=FLOORS)
 
 
 def row(scenario: Scenario, step_s: dict[str, float], **options: Any) -> SummaryRow:
@@ -84,11 +84,11 @@ def test_the_six_targets_are_asked_for_at_their_sizes() -> None:
         assert (question.hosts, question.ranks_per_host, question.dim) == (2, 1, 128)
         optimizer = question.config().optimizer
         assert optimizer.embedding_optimizer == "rowwise_adagrad"
-        contestants = [parse_contestant(name) for name in question.contestants]
-        assert {"hot_cold", "interleaved"} <= set(question.contestants)
+        variants = [parse_variant(name) for name in question.variants]
+        assert {"hot_cold", "interleaved"} <= set(question.variants)
         # where a step takes seconds, only the stock plan that was the best with shorter ones
         short = scenario.name not in ("100mbit_thin", "1gbit_thin_16384")
-        assert sum(contestant.is_stock for contestant in contestants) == (5 if short else 1)
+        assert sum(variant.is_stock for variant in variants) == (5 if short else 1)
 
 
 def test_curves_take_no_longer_on_a_slow_link() -> None:
@@ -136,7 +136,7 @@ def test_the_table_has_a_line_per_scenario_with_its_target() -> None:
 
 def test_a_scenario_without_ours_is_not_run() -> None:
     found = row(SCENARIO_OF["1gbit_thin"], {"table_wise": 0.4})
-    assert (found.verdict, found.reason) == ("not run", "none of our contestants ran")
+    assert (found.verdict, found.reason) == ("not run", "none of our variants ran")
 
 
 local_costs_from: list[str | None] = []
@@ -257,7 +257,7 @@ def test_without_links_only_loopback_runs(
         (("--rate-mbit", "0"), "--rate-mbit with --scenarios"),
         (("--towers", "dlrm"), "--towers with --scenarios"),
         (("--plot", "out.png"), "--plot with --scenarios"),
-        (("--contestants", "hot_cold"), "no stock one to compare with"),
+        (("--variants", "hot_cold"), "no stock one to compare with"),
         (("-o", __file__), "expected a folder, found a file"),
     ],
 )

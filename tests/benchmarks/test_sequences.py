@@ -179,18 +179,18 @@ def test_samples_in_time_order_are_taken_once_and_held_out_before() -> None:
 
 
 @pytest.mark.parametrize(("kind", "ours"), [("generated", "all_rows"), ("globo", "all_rows_plain")])
-def test_both_contestants_train_the_same_model(
+def test_both_variants_train_the_same_model(
     tmp_path: Path, globo_file: Path, kind: str, ours: str
 ) -> None:
     data = [] if kind == "generated" else ["--data", str(globo_file)]
     names = ("table_wise", ours)
     out, curves = tmp_path / "out.json", tmp_path / "curves.json"
     CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2).to_json(curves)  # saves measuring
-    options = [*data, "--curves", str(curves), "--contestants", ",".join(names), "-o", str(out)]
+    options = [*data, "--curves", str(curves), "--variants", ",".join(names), "-o", str(out)]
     assert main([*TINY, *options]) == 0
     written = json.loads(out.read_text())
     assert ("in time order" in written["trained"]) == (kind == "globo")
-    stock, mine = (written["contestants"][name] for name in names)
+    stock, mine = (written["variants"][name] for name in names)
     assert len(set(stock["losses"])) == len(stock["losses"])  # it did train
     assert mine["losses"][: len(stock["losses"])] == pytest.approx(
         stock["losses"], rel=LOSS_TOLERANCE

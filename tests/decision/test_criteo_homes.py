@@ -69,7 +69,7 @@ def test_homes_are_asked_for_evenly(
 ) -> None:
     decision = _decided(stats, world_size, num_hot)
     assert decision.home_max_over_mean <= 1.1
-    asked_W = np.zeros(world_size)
+    incoming_W = np.zeros(world_size)
     num_batches = len(halves[1]) // BATCH_SIZE
     for column, name in enumerate(FEATURES):
         ends_W = np.cumsum(decision.block_rows[name])
@@ -77,5 +77,5 @@ def test_homes_are_asked_for_evenly(
         for batch in np.split(halves[1][: num_batches * BATCH_SIZE, column], num_batches):
             cold = np.setdiff1d(batch, hot)
             homes = np.searchsorted(ends_W, cold, side="right")
-            asked_W += np.bincount(homes, minlength=world_size)
-    assert asked_W.max() / asked_W.mean() <= 1.1
+            incoming_W += np.bincount(homes, minlength=world_size)
+    assert incoming_W.max() / incoming_W.mean() <= 1.1

@@ -32,7 +32,7 @@ IN_GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection
 
 
 def _raise(error: Exception) -> None:
-    with Peers(_Alone()).hear_of_failures(lambda: "step 3"):
+    with Peers(_Alone()).propagate_errors(lambda: "step 3"):
         raise error
 
 

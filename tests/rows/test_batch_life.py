@@ -30,7 +30,7 @@ from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.rows.routes.rows import RowRoute
-from torchrec_picasso.rows.sound_features import sound_features
+from torchrec_picasso.rows.valid_features import valid_features
 
 PROPERTY = settings(max_examples=4, deadline=None, derandomize=True, database=None)
 NUM_STEPS = 2
@@ -77,7 +77,7 @@ def _upstream(place: int, num_bags: int, dim: int) -> Tensor:
 
 def _grads_of(rows: BatchRows, part: int) -> tuple[list[Tensor], list[Tensor]]:
     """Pools a part; what it pooled and the gradients of its rows."""
-    given = rows.hand_out(part, lambda _: None)
+    given = rows.acquire(part, lambda _: None)
     pooled, grads = [], []
     for place, (matrix, pooling) in enumerate(zip(given.arrive(), given.pooling_M)):
         pooled.append(pool_rows(matrix, None, pooling.part.index))
@@ -132,7 +132,7 @@ def _train(
         requests = _request(world, of_ranks)
         if lookahead and before is not None:
             for request, earlier in zip(requests, before):
-                request.send_marks(earlier)
+                request.send_dirty_mask(earlier)
         before = requests
         layouts = _everywhere(requests, RowRequest.lay_out)
         rows_W = [BatchRows(group, layout) for group, layout in zip(world.groups, layouts)]
@@ -222,7 +222,7 @@ def _bad(world: World, rank: int) -> list[RowRequest]:
         if group.ranks.rank == rank:
             features._lengths[-1] += 2
             features._offsets = None
-        sound = sound_features(features)
+        sound = valid_features(features)
         requests.append(RowRequest(group, BatchIds.read([sound], group, sound=[sound])))
     return requests
 

@@ -34,7 +34,7 @@ def test_training_schedules_are_legal(num_micro_batches: int, lookahead: bool) -
     assert [op.index for op in schedule if op.kind == "send_gradients"] == chunks[::-1]
     assert kinds.count("fetch_dirty") == num_micro_batches
     assert kinds.count("fetch_clean") == lookahead
-    assert kinds.count("send_marks") == lookahead
+    assert kinds.count("send_dirty_mask") == lookahead
     assert kinds.index("update") < kinds.index("fetch_dirty")
     if lookahead:
         assert kinds.index("fetch_clean") < kinds.index("update")

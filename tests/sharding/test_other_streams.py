@@ -73,7 +73,7 @@ def _train(
     with pytest.MonkeyPatch.context() as patch, detector.in_place_of_the_device(), detector:
         if stream_of is not None:
             patch.setattr(kept_memory, "_current_stream", stream_of)
-        patch.setattr(RowBuffers, "give_back", lambda *_: None)  # a device's allocator does it
+        patch.setattr(RowBuffers, "release", lambda *_: None)  # a device's allocator does it
         for batch in batches:
             with detector.stream(detector.beside):
                 context = ebc.create_context()

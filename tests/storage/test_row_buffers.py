@@ -12,7 +12,7 @@ def test_given_back_memory_is_used_again_also_by_a_smaller_matrix() -> None:
     first = buffers.take(100)
     assert first.shape == (100, 4)
     address = first.data_ptr()
-    buffers.give_back(first)
+    buffers.release(first)
     again = buffers.take(90)
     assert again.shape == (90, 4)
     assert again.data_ptr() == address
@@ -28,6 +28,6 @@ def test_memory_in_use_is_not_given_out() -> None:
 
 def test_a_larger_matrix_gets_fresh_memory() -> None:
     buffers = RowBuffers(4, torch.device("cpu"))
-    buffers.give_back(buffers.take(10))
+    buffers.release(buffers.take(10))
     assert buffers.take(1000).shape == (1000, 4)
     assert buffers.take(0).shape == (0, 4)

@@ -39,7 +39,7 @@ def _clean_rows(rank: int, world_size: int, lookahead: bool) -> list[list[int]]:
     for _ in IDS[1:]:
         pipeline.progress(batches)
         (rows,) = pipeline._in_flight.first.rows
-        order = rows.layout.packs[0].mine_by_fetch
+        order = rows.layout.packs[0].outgoing_by_fetch
         found.append(order.counts_EW[CLEAN])
     return found
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchrec_picasso.batches.feed import Fetched
 from torchrec_picasso.schedule.schedule import Op, Setting
-from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.operations import Operations, Program
 
@@ -55,12 +55,12 @@ def _operations() -> Operations:
 
 def _updates(operations: Operations, trained: set[str], num_samples: int) -> dict[str, int]:
     context: Any = None
-    flight = Flight(Fetched(None, context), Setting(1, True), [num_samples], [None])
+    inflight = InFlightBatch(Fetched(None, context), Setting(1, True), [num_samples], [None])
     steps: dict[str, Any] = {"a": _Step(), "b": _Step()}
-    flight.rows = flight.gradients = list(steps.values())
-    flight.trained, flight.losses_K = trained, {0: torch.zeros(())}
+    inflight.rows = inflight.gradients = list(steps.values())
+    inflight.trained, inflight.losses_K = trained, {0: torch.zeros(())}
     for op in (Op("backward", index=0), Op("update")):
-        operations.run(op, [flight])
+        operations.run(op, [inflight])
     return {name: step.num_updates for name, step in steps.items()}
 
 

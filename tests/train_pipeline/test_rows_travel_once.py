@@ -110,11 +110,11 @@ def _expected(job: Job, world_size: int, steps: Sequence[int]) -> Travel:
                 used = np.unique(lookups)
                 touched |= set(used[np.isin(used, hot)].tolist())
                 homes = used[~np.isin(used, hot)] // block
-                asked_W = np.bincount(homes, minlength=world_size)
-                asked_W[rank] = 0  # at home here
-                travel.ids_W[rank] += asked_W.sum()
-                travel.gradient_elements_W[rank] += asked_W.sum() * table.dim
-                travel.row_elements_W += asked_W * table.dim
+                incoming_W = np.bincount(homes, minlength=world_size)
+                incoming_W[rank] = 0  # at home here
+                travel.ids_W[rank] += incoming_W.sum()
+                travel.gradient_elements_W[rank] += incoming_W.sum() * table.dim
+                travel.row_elements_W += incoming_W * table.dim
                 travel.lookups_W[rank] += lookups.size
             travel.hot_elements += len(touched) * table.dim
     return travel

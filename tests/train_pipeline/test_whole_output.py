@@ -12,7 +12,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.types import LazyNoWait
 
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.train_pipeline.whole_output import WholeOutput
+from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput
 
 SIZES = [1, 0, 3]
 
@@ -46,7 +46,7 @@ def _sequences(values: Tensor) -> Any:
 @pytest.mark.parametrize("wrap", [_pooled, _sequences, lambda values: (values, None)])
 def test_parts_run_backward_into_one(wrap: Any) -> None:
     source, values = _values(4)
-    whole = WholeOutput(wrap(values), "m")
+    whole = FullBatchOutput(wrap(values), "m")
     _CountsBackwards.calls = 0
     found = []
     for index in range(len(SIZES)):
@@ -67,7 +67,7 @@ def test_parts_run_backward_into_one(wrap: Any) -> None:
 
 def test_without_a_gradient_no_backward_runs() -> None:
     source, values = _values(4)
-    whole = WholeOutput(_pooled(values), "m")
+    whole = FullBatchOutput(_pooled(values), "m")
     whole.part(SIZES, 0)
     whole.backward()
     assert source.grad is None
@@ -75,7 +75,7 @@ def test_without_a_gradient_no_backward_runs() -> None:
 
 def test_detached_leaves_are_its_own() -> None:
     _, values = _values(4)
-    whole = WholeOutput(_pooled(values), "m")
+    whole = FullBatchOutput(_pooled(values), "m")
     whole.part([4], 0)
     other = whole.detached()
     other.part([4], 0).values().sum().backward()
@@ -84,7 +84,7 @@ def test_detached_leaves_are_its_own() -> None:
 
 def test_a_part_is_written_into_without_a_trace_in_the_others() -> None:
     source, values = _values(4)
-    whole = WholeOutput(_pooled(values), "m")
+    whole = FullBatchOutput(_pooled(values), "m")
     for index in range(len(SIZES)):
         rows = whole.part(SIZES, index).values()
         rows *= 3
@@ -96,14 +96,14 @@ def test_a_part_is_written_into_without_a_trace_in_the_others() -> None:
 
 def test_a_gradient_is_as_large_as_its_part() -> None:
     _, values = _values(4)
-    whole = WholeOutput(_pooled(values), "m")
+    whole = FullBatchOutput(_pooled(values), "m")
     whole.part(SIZES, 0)
     assert [leaf.size(0) for leaf in whole.leaves] == SIZES
 
 
 def test_a_scalar_goes_to_all_parts_and_sums_their_gradients() -> None:
     source = torch.ones(4, 2, requires_grad=True)
-    whole = WholeOutput((source * 2, source.sum()), "m")
+    whole = FullBatchOutput((source * 2, source.sum()), "m")
     for index in range(len(SIZES)):
         rows, scalar = whole.part(SIZES, index)
         (rows.sum() + scalar).backward()
@@ -119,7 +119,7 @@ class _Odd:
     "output", [_Odd(), torch.zeros(3, 2), KeyedJaggedTensor([], torch.zeros(0), torch.zeros(0))]
 )
 def test_what_cannot_be_cut_is_handed_out_whole_or_refused_by_name(output: Any) -> None:
-    whole = WholeOutput(output, "m")
+    whole = FullBatchOutput(output, "m")
     assert type(whole.part([4], 0)) is type(output)
     if not isinstance(output, KeyedJaggedTensor):
         named = f"module m returns a {type(output).__name__}, which cannot be cut"

@@ -28,7 +28,7 @@ _Slot = tuple[str, int, int | None]
 _WAITS: Mapping[str, tuple[str, ...]] = {
     "send_ids": ("request",),
     "receive_ids": ("send_ids",),
-    "lay_out": ("send_marks",),
+    "lay_out": ("send_dirty_mask",),
     "forward": ("fetch_clean", "fetch_dirty", "read_hot"),
     "update": ("send_gradients", "reduce_hot"),
 }

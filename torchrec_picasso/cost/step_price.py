@@ -208,7 +208,7 @@ class _Interleaved:
         times: dict[tuple[str, int | None], OpTime] = {
             ("request", None): OpTime(request_ms, self._header()),
             ("send_ids", None): OpTime(0.0, self._message("row_exchange", ids * self._uneven)),
-            ("send_marks", None): OpTime(
+            ("send_dirty_mask", None): OpTime(
                 0.0, self._message("row_exchange", self._totals.cold * _MARK_BYTES)
             ),
             ("lay_out", None): OpTime(_LAYOUT_SHARE * self._ids_ms),

@@ -44,7 +44,7 @@ class Peers:
             self._store = pg.get_group_store()
 
     @contextmanager
-    def hear_of_failures(self, doing: Callable[[], str]) -> Iterator[None]:
+    def propagate_errors(self, doing: Callable[[], str]) -> Iterator[None]:
         """Context of a collective operation: an error inside names the rank that caused it.
 
         Args:

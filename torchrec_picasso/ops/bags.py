@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Bags", "asked_bag_order", "bag_order", "reorder_bags"]
+__all__ = ["Bags", "incoming_bag_order", "bag_order", "reorder_bags"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def bag_order(
     return torch.cat(ordered)
 
 
-def asked_bag_order(
+def incoming_bag_order(
     num_features: int, samples_WK: Sequence[Sequence[int]], device: torch.device
 ) -> Tensor:
     """Computes the permutation of incoming bags at their home rank.

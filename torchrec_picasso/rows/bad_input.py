@@ -11,7 +11,7 @@ from torchrec_picasso.errors import InputError
 from torchrec_picasso.exchange.header import Header
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.rows.batch_ids import BatchIds
-from torchrec_picasso.rows.sound_features import MendedFeatures, complaint_of
+from torchrec_picasso.rows.valid_features import RepairedFeatures, length_error
 
 __all__ = ["raise_on_bad_input"]
 
@@ -48,8 +48,8 @@ def raise_on_bad_input(
 
 
 def _describe_lengths(tables: Sequence[PackedTable], batch: BatchIds, count: int) -> str:
-    given = [mended.given for mended in batch.sound if isinstance(mended, MendedFeatures)]
-    return next(filter(None, map(complaint_of, given)))
+    given = [mended.given for mended in batch.sound if isinstance(mended, RepairedFeatures)]
+    return next(filter(None, map(length_error, given)))
 
 
 def _feature_of_lookup(features: KeyedJaggedTensor) -> torch.Tensor:

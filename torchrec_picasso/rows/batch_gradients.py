@@ -45,7 +45,7 @@ class BatchGradients:
         # One matrix per pack, shape (m + t, D): gradients of home rows, then sums for touched
         # replicas.
         buffers_P = [group.buffers_M[pack.matrix] for pack in layout.packs]
-        rows_P = [pack.asked.num_rows + pack.touched.slots_t.numel() for pack in layout.packs]
+        rows_P = [pack.incoming.num_rows + pack.touched.slots_t.numel() for pack in layout.packs]
         self._at_home = Matrices(buffers_P, rows_P)
         self._pending_P: list[list[PackedAllToAll | HotReduction]] = [[] for _ in layout.packs]
         self._packs_left = set(range(len(layout.packs)))
@@ -87,10 +87,10 @@ class BatchGradients:
         # matrix: both are in request order, so no reordering is needed.
         exchange = PackedAllToAll(
             self._group.ranks,
-            [self._sums_of(pack)[pack.cold_place][pack.mine.rows(chunk)] for pack in layouts],
-            [pack.mine.counts_EW[chunk] for pack in layouts],
-            [home[pack.asked.rows(chunk)] for home, pack in zip(at_home, layouts)],
-            [pack.asked.counts_EW[chunk] for pack in layouts],
+            [self._sums_of(pack)[pack.cold_place][pack.outgoing.rows(chunk)] for pack in layouts],
+            [pack.outgoing.counts_EW[chunk] for pack in layouts],
+            [home[pack.incoming.rows(chunk)] for home, pack in zip(at_home, layouts)],
+            [pack.incoming.counts_EW[chunk] for pack in layouts],
             self._group.ranks.gradient_codec,
         )
         for pack in self._group.plan.packs_of(wave):
@@ -111,7 +111,7 @@ class BatchGradients:
             self._group.ranks,
             [self._sums_of(pack)[pack.hot_place] for pack in layouts],
             [torch.searchsorted(pack.touched.slots_t, pack.hot_slots) for pack in layouts],
-            [home[pack.asked.num_rows :] for home, pack in zip(at_home, layouts)],
+            [home[pack.incoming.num_rows :] for home, pack in zip(at_home, layouts)],
         )
         for pack in self._group.plan.packs_of(wave):
             self._pending_P[pack].append(reduction)

@@ -23,10 +23,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.header import HeaderWords
-from torchrec_picasso.rows.cut import filled_up
+from torchrec_picasso.rows.cut import padded
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.routes.route import Route, RouteFeatures, RouteRequest
-from torchrec_picasso.rows.sound_features import are_bad
+from torchrec_picasso.rows.valid_features import are_bad
 
 __all__ = ["BatchIds"]
 
@@ -40,7 +40,7 @@ class BatchIds:
     features_of: Sequence[KeyedJaggedTensor]
     """Features of each module."""
     sound: Sequence[KeyedJaggedTensor]
-    """Validated features, as returned by :func:`.sound_features`."""
+    """Validated features, as returned by :func:`.valid_features`."""
     weights_N: Tensor | None
     """Per-sample weights of the whole batch; ``None`` if the batch has none or no table pools."""
     sizes_K: Sequence[int | None]
@@ -68,7 +68,7 @@ class BatchIds:
             sizes_K: Samples of each micro-batch; ``None`` = one micro-batch.
             has_data: Whether the batch comes from this rank's data; otherwise it is a placeholder
                 after the end of the data.
-            sound: Results of :func:`.sound_features` for the batch, in any order; the header
+            sound: Results of :func:`.valid_features` for the batch, in any order; the header
                 reports malformed lengths.
 
         Raises:
@@ -80,7 +80,7 @@ class BatchIds:
         features = group.in_one(features_of)
         is_variable = features.variable_stride_per_key()
         if is_variable and any(route.needs_one_batch_size for route in group.routes):
-            features, is_variable = filled_up(features), False
+            features, is_variable = padded(features), False
         assert not is_variable or sizes_K is None, "samples of different features cannot be cut"
         one_size = None if is_variable else features.stride()
         sizes = [one_size] if sizes_K is None else sizes_K

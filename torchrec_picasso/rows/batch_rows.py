@@ -107,10 +107,10 @@ class BatchRows:
                 ],
                 [pack.source.by_fetch.counts_EW[exchange] for pack in layouts],
                 [
-                    matrices_M[pack.matrix][pack.cold_place][pack.mine_by_fetch.rows(exchange)]
+                    matrices_M[pack.matrix][pack.cold_place][pack.outgoing_by_fetch.rows(exchange)]
                     for pack in layouts
                 ],
-                [pack.mine_by_fetch.counts_EW[exchange] for pack in layouts],
+                [pack.outgoing_by_fetch.counts_EW[exchange] for pack in layouts],
                 self._group.ranks.row_codec,
             )
         self._arrivals.append(_Arrival(exchange, frozenset(packs), arrival))
@@ -128,7 +128,7 @@ class BatchRows:
         # Finish the exchanges in progress first: they write into the same matrices.
         for matrix in range(len(self._group.plan.matrices)):
             self._arrive(num_chunks - 1, matrix)
-        self._group.take_writes()
+        self._group.apply_writes()
         self.fetch_clean()
         for chunk in range(num_chunks):
             self.fetch_dirty(chunk)
@@ -165,7 +165,7 @@ class BatchRows:
             arrival.rows.wait()
             self._arrivals.remove(arrival)
 
-    def hand_out(
+    def acquire(
         self,
         part: int,
         sink: GradientSink,

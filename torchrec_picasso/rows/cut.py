@@ -21,10 +21,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.ops.pack_plan import PackPlan
 
-__all__ = ["BatchCut", "filled_up"]
+__all__ = ["BatchCut", "padded"]
 
 
-def filled_up(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Pads every feature with empty bags to the largest batch size of the features.
 
     Home ranks that pool bags for other ranks receive one number of samples, and sequences are

@@ -148,10 +148,10 @@ class RowGroup:
         )
 
     def was_written(self) -> bool:
-        """Whether rows on this rank were written from outside since :meth:`take_writes`."""
+        """Whether rows on this rank were written from outside since :meth:`apply_writes`."""
         return any(storage.was_written() for storage in self.storages)
 
-    def take_writes(self) -> None:
+    def apply_writes(self) -> None:
         """Broadcasts every hot row from its home rank to all replicas. Collective."""
         for storage in self.storages:
             storage.fill_replicas()

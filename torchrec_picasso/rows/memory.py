@@ -37,5 +37,5 @@ class Matrices:
     def release(self) -> None:
         """Releases the memory; no reader or writer may be left. Further calls have no effect."""
         for buffers, matrix in zip(self._buffers_M, self._taken_M):
-            buffers.give_back(matrix)
+            buffers.release(matrix)
         self._taken_M = []

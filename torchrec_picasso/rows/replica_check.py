@@ -39,7 +39,7 @@ def check_replicas(group: RowGroup) -> None:
 
 
 def _check_route(route: Route) -> None:
-    unlike_P = [storage.unlike_homes() for storage in route.storages if storage.num_hot_rows]
+    unlike_P = [storage.differing_homes() for storage in route.storages if storage.num_hot_rows]
     unlike_h = route.hot.ids_H[torch.cat(unlike_P)]
     first = int(unlike_h[0]) if len(unlike_h) else _NONE
     was_written = any(storage.was_written() for storage in route.storages)

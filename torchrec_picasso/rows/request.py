@@ -23,14 +23,14 @@ from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import RowLayout
 from torchrec_picasso.rows.routes.route import PackLayout, Payload, Pooling
 
-__all__ = ["RowRequest", "laid_out_again"]
+__all__ = ["RowRequest", "with_new_layout"]
 
 
 class RowRequest:
     """The request for the rows of one batch; each method is called once, in order.
 
     Methods marked as collective must run on all ranks in the same order. Construction sends the
-    header. The object must be kept until the next batch's :meth:`send_marks`.
+    header. The object must be kept until the next batch's :meth:`send_dirty_mask`.
 
     Args:
         group: The requested tables.
@@ -44,7 +44,7 @@ class RowRequest:
         self._group = group
         self._batch = batch
         self._header_exchange = HeaderExchange(group.ranks, batch.words)
-        self._marks: PackedAllToAll | None = None
+        self._dirty_mask: PackedAllToAll | None = None
 
     def send_ids(self) -> bool:
         """Waits for the header and sends all ids to their home ranks. Collective.
@@ -76,7 +76,7 @@ class RowRequest:
         """Waits for the ids: after it the home ranks know the requested rows."""
         self._ids.wait()
 
-    def send_marks(self, before: RowRequest) -> None:
+    def send_dirty_mask(self, before: RowRequest) -> None:
         """Sends the dirty mask: the rows of this request that the batch before updates. Collective.
 
         Args:
@@ -85,13 +85,13 @@ class RowRequest:
         requests = zip(self._batch.routes, before._batch.routes)
         payloads = [p for request, earlier in requests for p in request.dirty_mask(earlier)]
         if payloads:
-            self._marks = _exchange(self._group.ranks, payloads)
+            self._dirty_mask = _exchange(self._group.ranks, payloads)
 
     def lay_out(self) -> RowLayout:
         """Builds the layout; waits for the dirty mask. Without a mask, all rows are dirty."""
         batch, plan = self._batch, self._group.plan
-        if self._marks is not None:
-            self._marks.wait()
+        if self._dirty_mask is not None:
+            self._dirty_mask.wait()
         packs: list[PackLayout] = []
         pooling_KM: list[list[Pooling]] = [[] for _ in batch.sizes_K]
         for request in batch.routes:
@@ -110,7 +110,7 @@ class RowRequest:
         )
 
 
-def laid_out_again(group: RowGroup, layout: RowLayout) -> RowLayout:
+def with_new_layout(group: RowGroup, layout: RowLayout) -> RowLayout:
     """Rebuilds the layout of a batch with one micro-batch after the hot rows changed. Collective.
 
     Args:

@@ -224,7 +224,7 @@ def _look_ahead(following: Setting) -> list[Op]:
 
 
 def _ids_arrive(batch: int, setting: Setting) -> list[Op]:
-    mask = [Op("send_marks", batch)] if setting.lookahead else []
+    mask = [Op("send_dirty_mask", batch)] if setting.lookahead else []
     return [Op("receive_ids", batch), *mask]
 
 

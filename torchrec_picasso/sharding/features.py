@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.kjt import like
 from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.sound_features import MendedFeatures
+from torchrec_picasso.rows.valid_features import RepairedFeatures
 
 __all__ = ["LaidOutFeatures", "layout_of", "with_own_weights", "with_weights"]
 
@@ -63,8 +63,8 @@ def layout_of(features: Any) -> RowLayout:
 
 def with_weights(features: KeyedJaggedTensor, weights_N: Tensor | None) -> KeyedJaggedTensor:
     """Replaces the per-sample weights, float ``(N,)`` or ``None``; the rest is not copied."""
-    if isinstance(features, MendedFeatures):
-        return MendedFeatures.with_weights(features, weights_N)
+    if isinstance(features, RepairedFeatures):
+        return RepairedFeatures.with_weights(features, weights_N)
     values_N, lengths_S, offsets_S1 = (
         features.values(),
         features.lengths(),

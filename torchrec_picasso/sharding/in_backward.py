@@ -21,7 +21,7 @@ from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.request import laid_out_again
+from torchrec_picasso.rows.request import with_new_layout
 
 __all__ = ["InBackwardDriver"]
 
@@ -50,7 +50,7 @@ class InBackwardDriver:
         """
         # a refresh since the input dist has changed the slots of hot rows
         if layout.hot_epoch != self._group.hot_epoch:
-            layout = laid_out_again(self._group, layout)
+            layout = with_new_layout(self._group, layout)
         group, agreement = self._group, None
         # Only replicas can be stale: owned rows are read here, so writes to them need no message.
         if group.num_hot_rows:
@@ -59,9 +59,9 @@ class InBackwardDriver:
         rows = BatchRows(group, layout)
         rows.fetch_dirty(0)  # without lookahead all rows are in this exchange
         if agreement is not None and agreement.wait().homes_written:
-            group.take_writes()
+            group.apply_writes()
         rows.read_hot()
-        return rows.hand_out(0, partial(self._send, layout), weights_N, once=True)
+        return rows.acquire(0, partial(self._send, layout), weights_N, once=True)
 
     def _send(self, layout: RowLayout, grads_M: Sequence[Tensor]) -> None:
         """Sends a batch's gradients and queues the update; runs in backward. Collective.

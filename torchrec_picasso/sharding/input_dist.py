@@ -32,7 +32,7 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         super().__init__()
         self._group = group
         self.sound: Sequence[KeyedJaggedTensor] = ()
-        """The result of :func:`.sound_features` for the module's next input. TorchRec may pad that
+        """The result of :func:`.valid_features` for the module's next input. TorchRec may pad that
         input and make its ids unique, in features of its own type, before it calls ``forward``."""
 
     def forward(

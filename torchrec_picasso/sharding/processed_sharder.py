@@ -17,7 +17,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso._torchrec import QuantizedCommCodecs
-from torchrec_picasso.rows.sound_features import sound_features
+from torchrec_picasso.rows.valid_features import valid_features
 from torchrec_picasso.sharding.features import with_own_weights
 from torchrec_picasso.sharding.sharder import HotColdEmbeddingBagCollectionSharder
 
@@ -44,7 +44,7 @@ class _Processed(ShardedFeatureProcessedEmbeddingBagCollection):
             return value
         # without hot/cold tables no header would report malformed features to the other ranks
         has_hot_cold = getattr(self._embedding_bag_collection, "has_hot_cold", False)
-        return with_own_weights(sound_features(value) if has_hot_cold else value)
+        return with_own_weights(valid_features(value) if has_hot_cold else value)
 
 
 class HotColdFeatureProcessedEmbeddingBagCollectionSharder(

@@ -23,7 +23,7 @@ from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import SHARDING_TYPE_OF, HotColdParams
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.sound_features import sound_features
+from torchrec_picasso.rows.valid_features import valid_features
 from torchrec_picasso.sharding.delta_tracker import lookup_tracker
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
@@ -113,7 +113,7 @@ class HotColdModule(ABC):
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Replaces malformed features, then starts TorchRec's input dist. Collective."""
         if self.has_hot_cold or self._is_checked:
-            features = sound_features(maybe_td_to_kjt(features, None))
+            features = valid_features(maybe_td_to_kjt(features, None))
             for sharding in self.table_shardings():
                 if isinstance(sharding, HotColdEmbeddingSharding):
                     sharding.request_dist.sound = [features]

@@ -42,7 +42,7 @@ class RowBuffers:
             self._free.pop()  # the new allocation replaces the largest one, which is too small
         return torch.empty(int(num_rows * _SLACK), self._dim, dtype=torch.float32)[:num_rows]
 
-    def give_back(self, matrix: Tensor) -> None:
+    def release(self, matrix: Tensor) -> None:
         """Releases a matrix of :meth:`take`; no reader or writer may be left."""
         # take() returns a view; its base is the whole buffer. Other devices' matrices have no base.
         if matrix._base is not None:

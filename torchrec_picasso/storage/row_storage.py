@@ -222,7 +222,7 @@ class RowStorage(nn.Module):
                 entering.broadcast(rows.homes, rows.replicas, self._ranks)
         self._hot_homes = hot_homes
 
-    def unlike_homes(self) -> Tensor:
+    def differing_homes(self) -> Tensor:
         """Returns which replicas here differ from their home rows: bool by slot. Collective.
 
         Differences are expected if home rows were written since the replicas were filled.

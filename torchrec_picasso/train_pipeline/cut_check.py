@@ -41,14 +41,14 @@ from torchrec_picasso.proof.difference import (
     difference_of_outputs,
 )
 from torchrec_picasso.proof.model_copy import ModelState, copy_model
-from torchrec_picasso.proof.still_randomness import StillRandomness
+from torchrec_picasso.proof.preserved_rng import StillRandomness
 from torchrec_picasso.train_pipeline.data_parallel import instead_of_wrapped
-from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput
+from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.operations import Program
 from torchrec_picasso.train_pipeline.options import PipelineOptions
 from torchrec_picasso.train_pipeline.pieces import Cut
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
-from torchrec_picasso.train_pipeline.whole_output import WholeOutput
 
 __all__ = ["CutCheck"]
 
@@ -88,26 +88,28 @@ class CutCheck:
         self._options = options
         self._draw = random.Random(0)
 
-    def why_not(self, flight: Flight) -> str | None:
+    def why_not(self, inflight: InFlightBatch) -> str | None:
         """Describes a difference on any rank; ``None`` = no rank sees one.
 
         Collective: every rank calls this, in the same order.
 
         Args:
-            flight: An in-flight batch whose rows are fetched or on their way.
+            inflight: An in-flight batch whose rows are fetched or on their way.
         """
         # collective, so it comes before any decision of this rank alone
-        wholes = flight.whole_outputs(self._taken.groups, self._taken.plain)
-        is_cut = flight.sizes_K[0] < flight.num_samples
-        found = self._difference(flight, wholes) if is_cut else None
+        full_outputs = inflight.whole_outputs(self._taken.groups, self._taken.plain)
+        is_cut = inflight.sizes_K[0] < inflight.num_samples
+        found = self._difference(inflight, full_outputs) if is_cut else None
         return agree_on(self._taken.pg, self._taken.device, found)
 
-    def _difference(self, flight: Flight, wholes: Mapping[str, WholeOutput]) -> str | None:
+    def _difference(
+        self, inflight: InFlightBatch, full_outputs: Mapping[str, FullBatchOutput]
+    ) -> str | None:
         """Describes the first difference on this rank."""
-        num_samples, num_parts = flight.num_samples, len(flight.sizes_K)
+        num_samples, num_parts = inflight.num_samples, len(inflight.sizes_K)
         ways = {
             "on the whole batch": Cut.in_order([num_samples]),
-            f"in {num_parts} micro-batches": Cut.in_order(flight.sizes_K),
+            f"in {num_parts} micro-batches": Cut.in_order(inflight.sizes_K),
             "in uneven parts": Cut.torn(num_samples, num_parts, self._draw),
         }
         # torn pieces are joined by join_outputs, which may not know a user's type of batch
@@ -116,7 +118,7 @@ class CutCheck:
         still, whole = StillRandomness(), None
         for way, cut in ways.items():
             try:
-                run = self._run(flight, wholes, cut, still)
+                run = self._run(inflight, full_outputs, cut, still)
             except Exception as error:  # any error of a user's model
                 # the message quotes sizes, since a torn batch has other sizes than the step's
                 return f"{type(error).__name__} {way}, of {cut.sizes_K} samples: {error}. {_ADVICE}"
@@ -139,24 +141,24 @@ class CutCheck:
 
     def _run(
         self,
-        flight: Flight,
-        wholes: Mapping[str, WholeOutput],
+        inflight: InFlightBatch,
+        full_outputs: Mapping[str, FullBatchOutput],
         cut: Cut,
         still: StillRandomness,
     ) -> _Run:
         """Runs forward and backward of all micro-batches, as a step does.
 
         Args:
-            flight: The in-flight batch.
-            wholes: Outputs of the sharded modules for the whole batch, by name.
+            inflight: The in-flight batch.
+            full_outputs: Outputs of the sharded modules for the whole batch, by name.
             cut: Sizes of the pieces, and the micro-batch of each.
             still: Watches for random numbers and collectives.
         """
         # copies: a model may write into its batch, and the step still needs the original
-        batch, context = copy_batch(flight.batch), copy.copy(flight.context)
+        batch, context = copy_batch(inflight.batch), copy.copy(inflight.context)
         context.postproc_fwd_results = copy_batch(context.postproc_fwd_results)
         pieces = list(self._options.split(batch, cut.sizes)) if len(cut.sizes) > 1 else [batch]
-        given = {name: whole.detached() for name, whole in wholes.items()}
+        given = {name: whole.detached() for name, whole in full_outputs.items()}
         losses_K: dict[int, Any] = {}
         outputs, program = [], self._program
         with self._isolated() as model, still, torch.enable_grad():

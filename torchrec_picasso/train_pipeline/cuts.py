@@ -23,7 +23,7 @@ from torchrec_picasso.schedule.schedule import NUM_BATCHES, Setting
 from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates, pieces_for
 from torchrec_picasso.schedule.step_clock import StepClock
 from torchrec_picasso.train_pipeline.evidence import CutEvidence
-from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 
 __all__ = ["Cuts", "is_due"]
 
@@ -155,11 +155,11 @@ class Cuts:
         """Notes the start of a step, before operations that wait for other ranks."""
         self._start = self._clock.stamp()
 
-    def decide(self, flight: Flight, has_changed: bool) -> None:
+    def decide(self, inflight: InFlightBatch, has_changed: bool) -> None:
         """Decides before a training step whether its batch is trained whole. Collective.
 
         Args:
-            flight: The in-flight batch of the step.
+            inflight: The in-flight batch of the step.
             has_changed: Whether the model of any rank has changed since the last decision.
 
         Raises:
@@ -167,9 +167,9 @@ class Cuts:
                 same as the batch. The step has not begun.
         """
         # before a proof or comparison: these compute the outputs of the batch that the step uses
-        flight.is_whole |= self._is_next_whole
-        self._has_looked = self._look(flight, has_changed)
-        flight.is_whole |= self._asked is None and self._proof is None
+        inflight.is_whole |= self._is_next_whole
+        self._has_looked = self._look(inflight, has_changed)
+        inflight.is_whole |= self._asked is None and self._proof is None
         self._is_next_whole = False
 
     def end_step(self, settings: Sequence[Setting]) -> None:
@@ -185,32 +185,32 @@ class Cuts:
                 settings, span, self._clock, self._evidence.taken.pg, self._device
             )
 
-    def _look(self, flight: Flight, has_changed: bool) -> bool:
+    def _look(self, inflight: InFlightBatch, has_changed: bool) -> bool:
         """Runs a proof or a comparison if one is due; returns whether any ran. Collective."""
         self._num_steps += 1
         if self._asked == 1 or self._why_whole is not None:
             return False  # whole batches, for good
         has_looked = self._num_steps == 1 or has_changed
         if has_looked:
-            self._prove(flight)
+            self._prove(inflight)
         if self._asked is None or self._proof is not None:
             return has_looked  # proved, or trained whole without a proof
         if has_changed or is_due(self._num_steps):
             has_looked = True
             reason = self._agree_on(self._evidence.objection())
-            reason = reason or self._evidence.compare(flight)
+            reason = reason or self._evidence.compare(inflight)
             if reason is not None:
                 raise CompatError(reason)
             if self._guard is not None:
                 # the comparison examined the current model
-                self._guard = self._guard.again(flight.batch)
+                self._guard = self._guard.again(inflight.batch)
         return has_looked
 
     def _agree_on(self, reason: str | None) -> str | None:
         """Returns a reason of any rank. Collective."""
         return agree_on(self._evidence.taken.pg, self._device, reason)
 
-    def _prove(self, flight: Flight) -> None:
+    def _prove(self, inflight: InFlightBatch) -> None:
         """Runs a proof on all ranks, and settles the number of micro-batches by its result."""
         self._proof = None
         reason, proof = self._agree_on(self._evidence.objection()), None
@@ -221,7 +221,7 @@ class Cuts:
             reason = self._agree_on(self._change)
             reason = f"the model changes while it trains: {reason}"
         if reason is None:
-            proof = self._evidence.prove(flight)
+            proof = self._evidence.prove(inflight)
             # a failed proof keeps the earlier guard, which still watches for the next change
             self._guard = proof.guard or self._guard
             reason = self._agree_on(proof.reason)

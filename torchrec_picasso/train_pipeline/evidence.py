@@ -13,7 +13,7 @@ from torchrec_picasso.proof.hooks import why_parameter_hooked
 from torchrec_picasso.proof.proof import Given, Losses, Proof, prove
 from torchrec_picasso.train_pipeline.cut_check import CutCheck
 from torchrec_picasso.train_pipeline.data_parallel import why_whole_batches, wrapper_of
-from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.model_parts import inner_model
 from torchrec_picasso.train_pipeline.operations import Program
 from torchrec_picasso.train_pipeline.options import PipelineOptions
@@ -72,23 +72,23 @@ class CutEvidence:
         """Names a hook on the model's wrappers; the guard of a proof sees hooks inside."""
         return _on_wrappers(self._program.model)
 
-    def prove(self, flight: Flight) -> Proof:
+    def prove(self, inflight: InFlightBatch) -> Proof:
         """Traces the model once, with tensors that have no data. Collective."""
         # collective, so it comes before any decision of this rank alone
-        wholes = flight.whole_outputs(self.taken.groups, self.taken.plain)
+        full_outputs = inflight.whole_outputs(self.taken.groups, self.taken.plain)
         reason = self._why_unproved
-        if reason is not None or not flight.num_samples:
+        if reason is not None or not inflight.num_samples:
             return Proof(reason)
         given = [
-            Given(module_of(module), name, wholes[name].value, module.forward.give)
+            Given(module_of(module), name, full_outputs[name].value, module.forward.give)
             for name, module in self.taken.modules.items()
         ]
         losses = _LOSSES[self._program.losses.reduction]
-        return prove(self.taken.inner, flight.batch, given, losses=losses)
+        return prove(self.taken.inner, inflight.batch, given, losses=losses)
 
-    def compare(self, flight: Flight) -> str | None:
+    def compare(self, inflight: InFlightBatch) -> str | None:
         """Runs the model on the whole batch and on micro-batches. Collective."""
-        return self._check.why_not(flight)
+        return self._check.why_not(inflight)
 
 
 def why_hooked(model: nn.Module) -> str | None:

@@ -35,7 +35,7 @@ from torchrec_picasso.schedule.schedule import (
 )
 from torchrec_picasso.train_pipeline.cuts import Cuts
 from torchrec_picasso.train_pipeline.data_parallel import counts_gradients
-from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 from torchrec_picasso.train_pipeline.model_parts import process_group_of
 from torchrec_picasso.train_pipeline.operations import Operations, Program
@@ -76,7 +76,7 @@ class InFlight:
         self._cuts = cuts
         self._lifecycle = lifecycle
         self._id_stream = id_stream
-        self._flights: deque[Flight] = deque()
+        self._inflights: deque[InFlightBatch] = deque()
         self._taken: PipelinedModel | None = None
         self._program: Program | None = None
         self._operations: Operations | None = None
@@ -86,12 +86,12 @@ class InFlight:
         self._has_logged = False
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._inflights)
 
     @property
-    def first(self) -> Flight:
+    def first(self) -> InFlightBatch:
         """The batch of this step."""
-        return self._flights[0]
+        return self._inflights[0]
 
     @property
     def num_waves(self) -> int:
@@ -125,7 +125,7 @@ class InFlight:
 
     def begin(self, fetched: Fetched) -> None:
         """Puts the first batch in flight and fetches its rows. Collective."""
-        self._flights.append(self._prepared(fetched))
+        self._inflights.append(self._prepared(fetched))
         try:
             self._fetch_rows()
         except BaseException:  # no step has begun: the next call fetches another batch
@@ -134,15 +134,15 @@ class InFlight:
 
     def prepare_again(self) -> None:
         """Prepares all batches again, by the current hot set and setting. Collective."""
-        before = list(self._flights)
-        self._flights.clear()
+        before = list(self._inflights)
+        self._inflights.clear()
         self._led.clear()
         with self._lifecycle.in_step():  # an exception loses batches
-            for flight in before:
+            for inflight in before:
                 context = self._feed.create_context()
-                context.postproc_fwd_results = flight.context.postproc_fwd_results
-                again = self._prepared(replace(flight.fetched, context=context))
-                again.wholes = flight.wholes
+                context.postproc_fwd_results = inflight.context.postproc_fwd_results
+                again = self._prepared(replace(inflight.fetched, context=context))
+                again.full_outputs = inflight.full_outputs
                 self._add(again)
                 if again is self.first:
                     self._fetch_rows()
@@ -157,8 +157,8 @@ class InFlight:
             StopIteration: On all ranks, if not all have a batch and all must: the step does not
                 begin.
         """
-        while len(self._flights) < NUM_BATCHES and not self._feed.has_ended:
-            fetched = self._feed.following(self._pg, batches, self._flights[-1].batch)
+        while len(self._inflights) < NUM_BATCHES and not self._feed.has_ended:
+            fetched = self._feed.following(self._pg, batches, self._inflights[-1].batch)
             if fetched is None:
                 return
             self._add(self._prepared(fetched))
@@ -173,7 +173,7 @@ class InFlight:
             CompatError: On all ranks, if a batch of any rank cannot be trained; and see
                 :meth:`.Cuts.decide`.
         """
-        flight, settings = self.first, [flight.setting for flight in self._flights]
+        inflight, settings = self.first, [inflight.setting for inflight in self._inflights]
         is_training = self._model.training
         make = training_schedule if is_training else evaluation_schedule
         schedule = make(*settings, num_waves=self.num_waves)
@@ -183,26 +183,26 @@ class InFlight:
             self._lead(schedule)
             flags = self._agreed(agreement)
             if fetch_again or flags.homes_written:
-                for rows in flight.rows:
+                for rows in inflight.rows:
                     rows.fetch_again()
         if not is_training:
-            flight.is_whole = True
+            inflight.is_whole = True
             self._cuts.train_whole_next()
             self._run(schedule)
             return
         assert self._program is not None
         self._program.zero_grad()  # first of all: it passes learning rates to FBGEMM
-        flight.is_whole = counts_gradients(self._model)
-        self._cuts.decide(flight, flags.model_changed)
+        inflight.is_whole = counts_gradients(self._model)
+        self._cuts.decide(inflight, flags.model_changed)
         self._run(schedule)
         self._cuts.end_step(settings)
 
-    def end_step(self) -> Flight:
+    def end_step(self) -> InFlightBatch:
         """Removes and returns the batch of this step."""
         self._led.clear()
-        return self._flights.popleft()
+        return self._inflights.popleft()
 
-    def hear_of_failures(self, step: int) -> AbstractContextManager[None]:
+    def propagate_errors(self, step: int) -> AbstractContextManager[None]:
         """In this context, errors name the operation, and the rank that caused them.
 
         Args:
@@ -210,13 +210,13 @@ class InFlight:
         """
         if self._peers is None:
             self._peers = Peers(self._pg)
-        return self._peers.hear_of_failures(lambda: f"step {step}, {self._doing}")
+        return self._peers.propagate_errors(lambda: f"step {step}, {self._doing}")
 
     def clear(self) -> None:
         """Drops all batches, also a batch that was fetched and kept, and ends a failure."""
-        for flight in self._flights:
-            flight.forget()
-        self._flights.clear()
+        for inflight in self._inflights:
+            inflight.forget()
+        self._inflights.clear()
         self._feed.forget()
         self._led.clear()
         self._lifecycle.reset()
@@ -237,7 +237,7 @@ class InFlight:
         flags = Flags(
             homes_written=self._taken.was_written(),
             model_changed=self._model.training and self._cuts.has_changed(self.first.batch),
-            refused=any(flight.fetched.refusal for flight in self._flights),
+            refused=any(inflight.fetched.refusal for inflight in self._inflights),
         )
         return Agreement(self._pg, self._taken.device, flags)
 
@@ -248,10 +248,10 @@ class InFlight:
         flags = agreement.wait()
         if flags.refused:
             device = self._taken.device
-            first_with_data, _ = find_data(self._pg, device, self._flights[-1].has_data)
+            first_with_data, _ = find_data(self._pg, device, self._inflights[-1].has_data)
             # a rank that can make no empty batch needs one only if another rank has data
             if first_with_data is not None:
-                refusals = [flight.fetched.refusal for flight in self._flights]
+                refusals = [inflight.fetched.refusal for inflight in self._inflights]
                 own = next((f"rank {self._pg.rank()}: {each}" for each in refusals if each), None)
                 raise CompatError(agree_on(self._pg, device, own))
         return flags
@@ -273,29 +273,29 @@ class InFlight:
         assert self._taken is not None
         with self._lifecycle.in_step():
             for op in schedule:
-                if op.batch < len(self._flights) and op not in self._led:
+                if op.batch < len(self._inflights) and op not in self._led:
                     self._op = op
-                    in_postprocs = self._taken.postprocs.of_op(op, self._flights[op.batch])
+                    in_postprocs = self._taken.postprocs.of_op(op, self._inflights[op.batch])
                     with named_range(OP_RANGE, op), in_postprocs:
-                        self._operations.run(op, self._flights)
-                    if self._flights[-1].is_end:  # other operations of the batch are left out
+                        self._operations.run(op, self._inflights)
+                    if self._inflights[-1].is_end:  # other operations of the batch are left out
                         self._feed.end()
-                        self._flights.pop()
+                        self._inflights.pop()
 
-    def _add(self, flight: Flight) -> None:
+    def _add(self, inflight: InFlightBatch) -> None:
         """Adds a batch; the second one starts to request its rows before the step. Collective."""
-        self._flights.append(flight)
-        if len(self._flights) == 2:
-            self._run(second_batch_schedule(flight.setting))
+        self._inflights.append(inflight)
+        if len(self._inflights) == 2:
+            self._run(second_batch_schedule(inflight.setting))
 
     def _fetch_rows(self) -> None:
         """Fetches the rows of the first batch before any step. Collective."""
         assert self._taken is not None
         if self._agreed(self._ask()).homes_written:
-            self._taken.take_writes()
+            self._taken.apply_writes()
         self._run(first_batch_schedule(self.first.setting, num_waves=self.num_waves))
 
-    def _prepared(self, fetched: Fetched) -> Flight:
+    def _prepared(self, fetched: Fetched) -> InFlightBatch:
         """Prepares a batch by the current setting.
 
         A batch that cannot be trained is refused on all ranks before the step; until then the batch
@@ -307,13 +307,15 @@ class InFlight:
         try:
             return self._split(fetched, setting)
         except CompatError as refusal:
-            if not self._flights:  # all ranks agree before an operation needs the batch
-                return Flight(replace(fetched, refusal=refusal), setting, [0], [fetched.batch])
-            before = self._flights[-1].batch
+            if not self._inflights:  # all ranks agree before an operation needs the batch
+                return InFlightBatch(
+                    replace(fetched, refusal=refusal), setting, [0], [fetched.batch]
+                )
+            before = self._inflights[-1].batch
             stand_in = Fetched(before, self._feed.create_context(), refusal=refusal)
             return self._split(stand_in, setting)
 
-    def _split(self, fetched: Fetched, setting: Setting) -> Flight:
+    def _split(self, fetched: Fetched, setting: Setting) -> InFlightBatch:
         """Splits a batch into micro-batches, and reads its inputs.
 
         A batch of few samples, or one that cannot be split, becomes the first micro-batch, and the
@@ -337,7 +339,7 @@ class InFlight:
                 except (CompatError, InputError) as error:
                     self._log_unsplit(error)
                     sizes_K = [num_samples, *[0] * (setting.num_micro_batches - 1)]
-        return Flight(fetched, setting, sizes_K, micro_batches_K, inputs)
+        return InFlightBatch(fetched, setting, sizes_K, micro_batches_K, inputs)
 
     def _log_unsplit(self, error: Exception) -> None:
         """Logs that a batch could not be split; once, since later batches are like it."""

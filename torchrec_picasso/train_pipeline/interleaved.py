@@ -27,9 +27,9 @@ from torchrec_picasso.schedule.schedule import Schedule, Setting, training_sched
 from torchrec_picasso.sharding.delta_tracker import begin_batch
 from torchrec_picasso.train_pipeline.cuts import Cuts
 from torchrec_picasso.train_pipeline.evidence import CutEvidence
-from torchrec_picasso.train_pipeline.flight import Flight
 from torchrec_picasso.train_pipeline.hot_sets import HotSets
 from torchrec_picasso.train_pipeline.in_flight import InFlight
+from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.model_parts import inner_model
@@ -231,15 +231,15 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             PicassoError: If the step before did not end; see :meth:`reset`.
         """
         is_training = self._model.training
-        with self._in_flight.hear_of_failures(self._batch_count), self._watch.measuring():
-            flight = self._take_step(dataloader_iter)
-            output: Out = self._options.join(list(flight.outputs_K.values()), flight.run_sizes)
-        flight.forget()
+        with self._in_flight.propagate_errors(self._batch_count), self._watch.measuring():
+            inflight = self._take_step(dataloader_iter)
+            output: Out = self._options.join(list(inflight.outputs_K.values()), inflight.run_sizes)
+        inflight.forget()
         if is_training:
-            self._watch.report(flight, self.last_refresh)
+            self._watch.report(inflight, self.last_refresh)
         return output
 
-    def _take_step(self, dataloader_iter: Iterator[In]) -> Flight:
+    def _take_step(self, dataloader_iter: Iterator[In]) -> InFlightBatch:
         """Takes one step; returns its batch. Collective."""
         in_flight = self._in_flight
         self._lifecycle.check_step()
@@ -288,7 +288,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._lifecycle.change_to(State.DETACHED)
         if self._taken is not None:
             self._original_kjt_dist_forwards = self._taken.original_dist_forwards
-        self._regroups.give_back()
+        self._regroups.release()
         self._cuts.train_whole_next()
         return super().detach()
 
@@ -298,7 +298,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self.reset()
             self._begin_with(model)
         self._lifecycle.change_to(State.NEW)
-        self._regroups.give_back()
+        self._regroups.release()
         super().attach(model, sparse_dist)
 
     def reset(self) -> None:

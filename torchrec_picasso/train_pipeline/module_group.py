@@ -20,11 +20,11 @@ from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowRequest
-from torchrec_picasso.rows.sound_features import sound_features
+from torchrec_picasso.rows.valid_features import valid_features
 from torchrec_picasso.sharding.features import with_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
-from torchrec_picasso.train_pipeline.odd_features import OddFeatures, spread
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
+from torchrec_picasso.train_pipeline.variable_batch import VariableBatchFeatures, spread
 
 __all__ = ["ModuleGroup", "ModuleInput", "ScheduledModule", "group_modules"]
 
@@ -67,7 +67,7 @@ class ModuleGroup:
             InputError: If features have their own batch sizes and no inverse indices.
         """
         modules = self.modules.values()
-        sound = [sound_features(_features_in(m, inputs[name])) for name, m in self.modules.items()]
+        sound = [valid_features(_features_in(m, inputs[name])) for name, m in self.modules.items()]
         features_of = [self._features_of(module, kjt) for module, kjt in zip(modules, sound)]
         # VBE rows belong to no micro-batch
         sizes = None if self._is_odd else sizes_K
@@ -83,7 +83,7 @@ class ModuleGroup:
             return module.features_of(features)
         if not module.group.plan.takes_weights:  # sequences: weights have no use
             features = with_weights(features, None)
-        return OddFeatures.of(module.features_of(features), features)
+        return VariableBatchFeatures.of(module.features_of(features), features)
 
     def joined_output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:
         """Computes a module's output for several micro-batches, joined along the samples.

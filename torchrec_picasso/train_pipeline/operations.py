@@ -27,7 +27,7 @@ from torchrec_picasso.train_pipeline.data_parallel import (
     note_reduction,
     without_reduction,
 )
-from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 
@@ -79,146 +79,146 @@ class Operations:
         # by module name: whether it got gradients when any rank last had samples
         self._is_trained: dict[str, bool] = {}
 
-    def run(self, op: Op, flights: Sequence[Flight]) -> None:
+    def run(self, op: Op, inflights: Sequence[InFlightBatch]) -> None:
         """Runs one operation.
 
         Args:
             op: The operation.
-            flights: The in-flight batches; ``op.batch`` is the index of its batch.
+            inflights: The in-flight batches; ``op.batch`` is the index of its batch.
         """
         if not KINDS[op.kind].on_id_stream:
-            self._run(op, flights)
+            self._run(op, inflights)
             return
         with self._id_stream.working():
-            self._run(op, flights)
+            self._run(op, inflights)
         # the layout is the last result of the ids' stream that other streams read
         if op.kind == "lay_out":
-            flight = flights[op.batch]
-            tensors = chain.from_iterable(rows.layout.tensors() for rows in flight.rows)
-            self._id_stream.hand_over([flight.batch, *flight.micro_batches_K], tensors)
+            inflight = inflights[op.batch]
+            tensors = chain.from_iterable(rows.layout.tensors() for rows in inflight.rows)
+            self._id_stream.hand_over([inflight.batch, *inflight.micro_batches_K], tensors)
 
-    def _run(self, op: Op, flights: Sequence[Flight]) -> None:
+    def _run(self, op: Op, inflights: Sequence[InFlightBatch]) -> None:
         """Calls the method of an operation."""
-        flight = flights[op.batch]
-        if op.kind == "send_marks":
+        inflight = inflights[op.batch]
+        if op.kind == "send_dirty_mask":
             # dirty mask: the owner ranks compare with the rows that the batch before updates
-            self._send_marks(flight, flights[op.batch - 1])
+            self._send_dirty_mask(inflight, inflights[op.batch - 1])
             return
         which = {"index": op.index, "wave": op.wave}
         given = {name: number for name, number in which.items() if number is not None}
-        # the kind names its method: "fetch_dirty" -> self._fetch_dirty(flight, index, wave)
-        getattr(self, f"_{op.kind}")(flight, **given)
+        # the kind names its method: "fetch_dirty" -> self._fetch_dirty(inflight, index, wave)
+        getattr(self, f"_{op.kind}")(inflight, **given)
 
-    def _request(self, flight: Flight) -> None:
+    def _request(self, inflight: InFlightBatch) -> None:
         """Starts the header exchanges, and the input dists of non-interleaved modules."""
         for group in self._taken.groups:
-            request = group.request(flight.inputs, flight.sizes_K, flight.has_data)
-            flight.requests.append(request)
+            request = group.request(inflight.inputs, inflight.sizes_K, inflight.has_data)
+            inflight.requests.append(request)
         if not self._taken.groups:
             # without a header, a separate all-reduce says whether any rank has data
-            flight.any_data = AnyData(self._taken.pg, self._taken.device, flight.has_data)
+            inflight.any_data = AnyData(self._taken.pg, self._taken.device, inflight.has_data)
         if self._taken.plain:
-            self._taken.start_plain(flight)
+            self._taken.start_plain(inflight)
 
-    def _send_ids(self, flight: Flight) -> None:
+    def _send_ids(self, inflight: InFlightBatch) -> None:
         """Waits for the headers and sends ids; learns whether the data of all ranks has ended."""
-        go_on = [request.send_ids() for request in flight.requests]
+        go_on = [request.send_ids() for request in inflight.requests]
         if self._taken.plain:
-            self._wait_plain(flight.context)
-        if flight.any_data is not None:
-            go_on.append(flight.any_data.wait())
-        flight.is_end = not all(go_on)
-        if flight.is_end:
+            self._wait_plain(inflight.context)
+        if inflight.any_data is not None:
+            go_on.append(inflight.any_data.wait())
+        inflight.is_end = not all(go_on)
+        if inflight.is_end:
             # no rank trains this batch; TorchRec's started requests still have to end
-            for request in flight.context.input_dist_tensors_requests.values():
+            for request in inflight.context.input_dist_tensors_requests.values():
                 request.wait()
 
-    def _receive_ids(self, flight: Flight) -> None:
+    def _receive_ids(self, inflight: InFlightBatch) -> None:
         """Waits for the ids; then owner ranks know the requested rows."""
-        for request in flight.requests:
+        for request in inflight.requests:
             request.receive_ids()
 
-    def _send_marks(self, flight: Flight, before: Flight) -> None:
+    def _send_dirty_mask(self, inflight: InFlightBatch, before: InFlightBatch) -> None:
         """Sends the dirty mask: which requested rows the batch before updates."""
-        for request, request_before in zip(flight.requests, before.requests):
-            request.send_marks(request_before)
+        for request, request_before in zip(inflight.requests, before.requests):
+            request.send_dirty_mask(request_before)
 
-    def _lay_out(self, flight: Flight) -> None:
+    def _lay_out(self, inflight: InFlightBatch) -> None:
         """Builds the layout of the rows, on the requesting rank and on the owner rank."""
-        for group, request in zip(self._taken.groups, flight.requests):
+        for group, request in zip(self._taken.groups, inflight.requests):
             layout = request.lay_out()
-            flight.rows.append(BatchRows(group.rows, layout))
-            flight.gradients.append(BatchGradients(group.rows, layout))
+            inflight.rows.append(BatchRows(group.rows, layout))
+            inflight.gradients.append(BatchGradients(group.rows, layout))
 
-    def _fetch_clean(self, flight: Flight) -> None:
+    def _fetch_clean(self, inflight: InFlightBatch) -> None:
         """Starts to fetch the rows that the batch before does not update."""
-        for rows in flight.rows:
+        for rows in inflight.rows:
             rows.fetch_clean()
 
-    def _fetch_dirty(self, flight: Flight, index: int, wave: int | None = None) -> None:
+    def _fetch_dirty(self, inflight: InFlightBatch, index: int, wave: int | None = None) -> None:
         """Starts to fetch the other rows of one chunk."""
-        for rows in flight.rows:
+        for rows in inflight.rows:
             rows.fetch_dirty(index, wave)
 
-    def _read_hot(self, flight: Flight) -> None:
+    def _read_hot(self, inflight: InFlightBatch) -> None:
         """Reads replicas into the batch's row matrices."""
-        for rows in flight.rows:
+        for rows in inflight.rows:
             rows.read_hot()
 
-    def _forward(self, flight: Flight, index: int) -> None:
+    def _forward(self, inflight: InFlightBatch, index: int) -> None:
         """Runs the model on one micro-batch; a whole batch runs in the first slot."""
-        if index not in flight.run_indices:
+        if index not in inflight.run_indices:
             return
-        run = flight.run_indices.index(index)
-        for group, rows, gradients in zip(self._taken.groups, flight.rows, flight.gradients):
+        run = inflight.run_indices.index(index)
+        for group, rows, gradients in zip(self._taken.groups, inflight.rows, inflight.gradients):
             # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(group.modules.items()):
-                weights = flight.weights_of(name, module, rows, number)
-                sink = partial(partial, flight.take_gradients, name, gradients, number)
-                parts = flight.hand_out(rows, run, sink, weights, number)
+                weights = inflight.weights_of(name, module, rows, number)
+                sink = partial(partial, inflight.take_gradients, name, gradients, number)
+                parts = inflight.acquire(rows, run, sink, weights, number)
                 module.forward.take(partial(group.joined_output, name, parts))
-        flight.compute_wholes(self._taken.plain)
+        inflight.compute_full_outputs(self._taken.plain)
         for name, module in self._taken.plain.items():
-            module.forward.give(flight.wholes[name].part(flight.run_sizes, run))
-        is_single_run = len(flight.run_sizes) == 1
+            module.forward.give(inflight.full_outputs[name].part(inflight.run_sizes, run))
+        is_single_run = len(inflight.run_sizes) == 1
         # with several micro-batches, DDP reduces only in the last backward (_run_backward)
         with nullcontext() if is_single_run else without_reduction(self._program.model):
-            losses, output = self._program.forward(flight.run_batch(run))
-        flight.outputs_K[index] = output
+            losses, output = self._program.forward(inflight.run_batch(run))
+        inflight.outputs_K[index] = output
         if self._program.model.training:  # in evaluation losses may have any form
-            flight.losses_K[index] = self._program.losses.checked(losses)
+            inflight.losses_K[index] = self._program.losses.checked(losses)
 
-    def _backward(self, flight: Flight, index: int) -> None:
+    def _backward(self, inflight: InFlightBatch, index: int) -> None:
         """Runs backward of one micro-batch, and after the last one that of full-batch outputs."""
-        if flight.runs_backward_at(index):
-            self._run_backward(flight, 0 if flight.is_whole else index)
+        if inflight.runs_backward_at(index):
+            self._run_backward(inflight, 0 if inflight.is_whole else index)
         if index == 0:
             # index 0 runs last: the leaves of full-batch outputs now have all their gradients
-            for whole in flight.wholes.values():
+            for whole in inflight.full_outputs.values():
                 whole.backward()
-            self._note_trained(flight)
+            self._note_trained(inflight)
 
-    def _run_backward(self, flight: Flight, index: int) -> None:
+    def _run_backward(self, inflight: InFlightBatch, index: int) -> None:
         """Runs backward of one micro-batch; DDP reduces in that of micro-batch 0, the last one.
 
         An empty batch, which replaces data that has ended, adds nothing to the gradients. Its
         backward still runs, because DDP waits for it.
         """
         program, model = self._program, self._program.model
-        is_single_run = len(flight.run_sizes) == 1
-        if is_single_run and flight.has_data:
-            program.backward(program.losses.of_whole(flight.losses_K[index]))
+        is_single_run = len(inflight.run_sizes) == 1
+        if is_single_run and inflight.has_data:
+            program.backward(program.losses.of_whole(inflight.losses_K[index]))
             return
         if index == 0 and not is_single_run:
             announce_last_backward(model)
-        if not flight.has_data:
-            loss = program.losses.of_stand_in(flight.losses_K[index])
+        if not inflight.has_data:
+            loss = program.losses.of_stand_in(inflight.losses_K[index])
             loss = loss * 0.0 if loss.requires_grad else no_gradients(model)
         else:
-            loss = program.losses.of_part(flight.losses_K, index, flight.sizes_K)
+            loss = program.losses.of_part(inflight.losses_K, index, inflight.sizes_K)
         loss.backward()
 
-    def _note_trained(self, flight: Flight) -> None:
+    def _note_trained(self, inflight: InFlightBatch) -> None:
         """Records which modules got a gradient; a plain loop would not update the others.
 
         A rank without samples may see other gradients than other ranks, or none. It must still
@@ -226,28 +226,28 @@ class Operations:
         """
         names = [name for group in self._taken.groups for name in group.modules]
         # 4 = trained, 3 = not; without samples 2 = trained, 0 = not known. The largest vote wins.
-        yes, no = (4, 3) if flight.num_samples else (2, 0)
-        votes = [yes if name in flight.trained else no for name in names]
-        if any(request.any_looks_up_nothing for request in flight.requests):
+        yes, no = (4, 3) if inflight.num_samples else (2, 0)
+        votes = [yes if name in inflight.trained else no for name in names]
+        if any(request.any_looks_up_nothing for request in inflight.requests):
             votes_N = torch.tensor(votes, device=self._taken.device)
             note_all_reduce(votes_N.nbytes, self._taken.pg.size())
             dist.all_reduce(votes_N, op=dist.ReduceOp.MAX, group=self._taken.pg)
             votes = votes_N.tolist()
         self._is_trained |= {name: vote != 3 for name, vote in zip(names, votes) if vote}
 
-    def _send_gradients(self, flight: Flight, index: int, wave: int | None = None) -> None:
+    def _send_gradients(self, inflight: InFlightBatch, index: int, wave: int | None = None) -> None:
         """Sends the gradients of one chunk's rows to their owner ranks."""
-        for gradients in flight.gradients:
+        for gradients in inflight.gradients:
             gradients.send(index, wave)
 
-    def _reduce_hot(self, flight: Flight, wave: int | None = None) -> None:
+    def _reduce_hot(self, inflight: InFlightBatch, wave: int | None = None) -> None:
         """Starts to sum the replicas' gradients over ranks."""
-        for gradients in flight.gradients:
+        for gradients in inflight.gradients:
             gradients.reduce_hot(wave)
 
-    def _update(self, flight: Flight, wave: int | None = None) -> None:
+    def _update(self, inflight: InFlightBatch, wave: int | None = None) -> None:
         """Updates owned rows and replicas, and releases the rows' memory after the last pack."""
-        for group, rows, gradients in zip(self._taken.groups, flight.rows, flight.gradients):
+        for group, rows, gradients in zip(self._taken.groups, inflight.rows, inflight.gradients):
             # modules by position in the group, whose rows must not be updated
             untrained = {
                 number
@@ -257,7 +257,7 @@ class Operations:
             if gradients.update(wave, untrained):
                 rows.release()
 
-    def _dense_step(self, flight: Flight) -> None:
+    def _dense_step(self, inflight: InFlightBatch) -> None:
         """Steps the dense optimizer."""
         note_reduction(self._program.model)
         self._program.step()

@@ -22,7 +22,7 @@ from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.model_memory import without_a_trace
 from torchrec_picasso.sharding.sharded_module import HotColdModule
-from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward
 from torchrec_picasso.train_pipeline.model_parts import (
     as_scheduled,
@@ -204,10 +204,10 @@ class PipelinedModel:
         """Whether owned rows were written from outside, on this rank."""
         return any(group.rows.was_written() for group in self.groups)
 
-    def take_writes(self) -> None:
+    def apply_writes(self) -> None:
         """Takes over what was written into owned rows. Collective."""
         for group in self.groups:
-            group.rows.take_writes()
+            group.rows.apply_writes()
 
     def look_at(self, batch: Any, context: TrainPipelineContext, id_stream: IdStream) -> FirstLook:
         """Collects the facts about all ranks' first batches. Collective.
@@ -260,12 +260,12 @@ class PipelinedModel:
         """Reason why batches cannot be split, as far as first batch and model show; or ``None``."""
         return self.look.why_whole or why_whole_batches(self.inner, self._unpipelined)
 
-    def start_plain(self, flight: Flight) -> None:
+    def start_plain(self, inflight: InFlightBatch) -> None:
         """Starts the input dists of the non-interleaved modules, as TorchRec does.
 
         Runs on the ids' stream. Collective: all ranks call this for the same batch.
         """
-        start_data_dist(list(self.plain.values()), flight.batch, flight.context)
+        start_data_dist(list(self.plain.values()), inflight.batch, inflight.context)
         self.join_splits()
 
     def join_splits(self) -> None:

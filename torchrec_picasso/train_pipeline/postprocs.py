@@ -20,7 +20,7 @@ from torchrec_picasso._torchrec import (
 from torchrec_picasso.batches.split import reason_of, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.schedule.schedule import Op
-from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.pieces import Cut
 
 __all__ = ["Postprocs"]
@@ -36,13 +36,13 @@ class Postprocs:
     def __init__(self, modules: Sequence[PipelinedPostproc]) -> None:
         self._modules = list(modules)
 
-    def of_op(self, op: Op, flight: Flight) -> AbstractContextManager[None]:
+    def of_op(self, op: Op, inflight: InFlightBatch) -> AbstractContextManager[None]:
         """The context of an operation of a schedule on a batch."""
         if op.kind == "request":
-            return self.of_batch(flight.context)
-        if op.kind == "forward" and op.index in flight.run_indices:
-            run = flight.run_indices.index(op.index)
-            return self.of_part(flight.context, Cut.in_order(flight.run_sizes), run)
+            return self.of_batch(inflight.context)
+        if op.kind == "forward" and op.index in inflight.run_indices:
+            run = inflight.run_indices.index(op.index)
+            return self.of_part(inflight.context, Cut.in_order(inflight.run_sizes), run)
         return nullcontext()
 
     @contextmanager

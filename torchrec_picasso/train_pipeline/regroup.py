@@ -43,7 +43,7 @@ class Regroups:
             return Regroups()
         return Regroups([m for m in model.modules() if type(m) is KTRegroupAsDict])
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Restores the modules' own forward."""
         for module in self._taken:
             vars(module).pop("forward", None)

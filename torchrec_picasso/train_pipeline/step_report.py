@@ -14,7 +14,7 @@ import torch
 from torchrec_picasso.exchange.tally import WireTally, tallied
 from torchrec_picasso.refresh.refresher import Refreshed
 from torchrec_picasso.rows.batch_rows import BatchRows
-from torchrec_picasso.train_pipeline.flight import Flight
+from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -123,11 +123,11 @@ class StepWatch:
             yield
             self._seconds = perf_counter() - start
 
-    def report(self, flight: Flight, refreshed: Refreshed | None) -> None:
+    def report(self, inflight: InFlightBatch, refreshed: Refreshed | None) -> None:
         """Reports a training step that was measured.
 
         Args:
-            flight: The in-flight batch of the step.
+            inflight: The in-flight batch of the step.
             refreshed: Result of the last refresh evaluation.
         """
         if not self._takers:
@@ -135,10 +135,10 @@ class StepWatch:
         report = StepReport(
             step=self._num_steps,
             seconds=self._seconds,
-            num_samples=flight.num_samples,
+            num_samples=inflight.num_samples,
             exposed_s=self._tally.waited_s,
             sent_bytes=self._tally.sent_bytes,
-            coverage=_coverage(flight.rows),
+            coverage=_coverage(inflight.rows),
             peak_bytes=self._peak_bytes(),
             refreshed=refreshed,
         )

@@ -89,7 +89,7 @@ def train_on_rank(
     quiet_upstream()
     pg = dist.group.WORLD
     assert pg is not None, "init_process_group comes first"
-    with Peers(pg).hear_of_failures(lambda: "the run"):
+    with Peers(pg).propagate_errors(lambda: "the run"):
         return _train(rank, world_size, config, resume, device, profile)
 
 

@@ -31,7 +31,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.ops.bags import asked_bag_order, reorder_bags
+from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags
 from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder, dirty_exchange, find_fetch_order
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
@@ -84,7 +84,7 @@ class PooledRoute(Route):
         assert places == sorted(places), "tables of one home must be side by side"
         for pack, home in places:
             self.features_AW[pack][home] += 1
-        self.asked_order = lru_cache(maxsize=num_packs)(asked_bag_order)
+        self.incoming_order = lru_cache(maxsize=num_packs)(incoming_bag_order)
         """The permutation of incoming bags, kept for the packs of one batch."""
 
     @cached_property
@@ -155,15 +155,15 @@ class _Request(RouteRequest):
         ((words_WX,), _) = words
         samples_WK, lookups_WA = np.split(words_WX, [len(self._sizes_K)], axis=1)
         self._samples_WK = tuple(map(tuple, samples_WK.tolist()))
-        self._asked_lookups_AW = lookups_WA.T.tolist()
+        self._incoming_lookups_AW = lookups_WA.T.tolist()
 
     def ids(self, dtype: torch.dtype) -> list[Payload]:
         payloads = []
         for pack, features_W in enumerate(self._route.features_AW):
-            asked_W = self._asked_lookups_AW[pack]
+            incoming_W = self._incoming_lookups_AW[pack]
             own_features = features_W[self._route.ranks.rank]
             # One entry (sent, sent_W, received_W) per vector. Lengths: one per (sample, feature).
-            lookups = self._rows_A[pack], self._lookups_AW[pack], asked_W
+            lookups = self._rows_A[pack], self._lookups_AW[pack], incoming_W
             lengths = (
                 self._lengths_A[pack],
                 [sum(self._sizes_K) * features for features in features_W],
@@ -216,10 +216,10 @@ class _Request(RouteRequest):
             start=0,
             hot_slots=nothing,
             touched=TouchedHot(slots_t=nothing, own_slots_o=nothing, own_rows_o=nothing),
-            mine=Exchanges(bags_KW),
-            mine_by_fetch=find_fetch_order(bags_KW, None),
+            outgoing=Exchanges(bags_KW),
+            outgoing_by_fetch=find_fetch_order(bags_KW, None),
             # Gradients are sent by chunk: without the (empty) exchange of clean rows.
-            asked=Exchanges(source.by_fetch.counts_EW[dirty_exchange(0) :]),
+            incoming=Exchanges(source.by_fetch.counts_EW[dirty_exchange(0) :]),
             source=source,
         )
 
@@ -233,7 +233,7 @@ class _Request(RouteRequest):
         ordered = reorder_bags(
             rows.to(torch.int64),
             lengths,
-            self._route.asked_order(num_features, self._samples_WK, self._route.device),
+            self._route.incoming_order(num_features, self._samples_WK, self._route.device),
             keep_source=bool(weight_bits),
         )
         weights_N = None
@@ -288,14 +288,14 @@ class _AskedBags(Source):
 
     @staticmethod
     def joined(batches: Sequence[_AskedBags]) -> _AskedBags:
-        starts = accumulate((asked.home_rows_n.numel() for asked in batches), initial=0)
+        starts = accumulate((incoming.home_rows_n.numel() for incoming in batches), initial=0)
         # Shift each batch's offsets by the lookups before it and drop its end, which is the next
         # batch's start; the end of the last batch is appended below.
-        offsets = [asked.offsets_S1[:-1] + start for asked, start in zip(batches, starts)]
-        rows_N = torch.cat([asked.home_rows_n for asked in batches])
+        offsets = [incoming.offsets_S1[:-1] + start for incoming, start in zip(batches, starts)]
+        rows_N = torch.cat([incoming.home_rows_n for incoming in batches])
         end = offsets[0].new_full((1,), rows_N.numel())
-        weights = [asked.weights_N for asked in batches if asked.weights_N is not None]
-        scales = [asked.scale_S for asked in batches if asked.scale_S is not None]
+        weights = [incoming.weights_N for incoming in batches if incoming.weights_N is not None]
+        scales = [incoming.scale_S for incoming in batches if incoming.scale_S is not None]
         return _AskedBags(
             home_rows_n=rows_N,
             offsets_S1=torch.cat([*offsets, end]),

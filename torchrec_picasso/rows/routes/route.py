@@ -261,7 +261,7 @@ class Pooling(ABC):
 class PackLayout:
     """The rows of one pack.
 
-    *Mine* (outgoing) are the cold rows that this rank requests, *asked* (incoming) the rows that
+    *Outgoing* are the cold rows that this rank requests, *incoming* the rows that
     other ranks request from this rank.
     """
 
@@ -273,11 +273,11 @@ class PackLayout:
     """Hot slots that this rank's batch uses, counted from 0 in the pack."""
     touched: TouchedHot
     """Hot rows that any rank's batch uses, by slots counted from 0 in the pack."""
-    mine: Exchanges
+    outgoing: Exchanges
     """Outgoing cold rows in request order, by chunk and home rank."""
-    mine_by_fetch: FetchOrder
+    outgoing_by_fetch: FetchOrder
     """Outgoing cold rows in fetch order."""
-    asked: Exchanges
+    incoming: Exchanges
     """Incoming cold rows in request order, by chunk and requesting rank."""
     source: Source
     """Incoming requests at this home rank."""
@@ -285,7 +285,7 @@ class PackLayout:
     @property
     def num_rows(self) -> int:
         """Number of rows of the pack in the matrix."""
-        return self.hot_slots.numel() + self.mine.num_rows
+        return self.hot_slots.numel() + self.outgoing.num_rows
 
     @property
     def hot_place(self) -> slice:
@@ -296,7 +296,7 @@ class PackLayout:
     def cold_place(self) -> slice:
         """Position in the matrix of the cold rows that this rank uses."""
         start = self.hot_place.stop
-        return slice(start, start + self.mine.num_rows)
+        return slice(start, start + self.outgoing.num_rows)
 
 
 RouteLayout = tuple[list[PackLayout], list[list[Pooling]]]

@@ -128,23 +128,25 @@ class _Request(RouteRequest):
             ],
             kept=[counts_PQ.reshape(-1), lookups_J],
         )
-        self._marks: list[tuple[Tensor, Tensor]] | None = None
+        self._dirty_mask: list[tuple[Tensor, Tensor]] | None = None
 
     def take_header(self, words: ReceivedWords) -> None:
         (counts_WX, bits_WX), (counts_n, lookups_n) = words
         route, located = self._route, self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
         num_packs, world_size = len(own_PQ), len(counts_WX)
-        mine_PKW = own_PQ[:, 1:].reshape(num_packs, -1, world_size)
+        outgoing_PKW = own_PQ[:, 1:].reshape(num_packs, -1, world_size)
         # From (W, P K) by sender to (P, K, W).
-        asked_PKW = counts_WX.T.reshape(mine_PKW.shape)
+        incoming_PKW = counts_WX.T.reshape(outgoing_PKW.shape)
         self._hot_P = own_PQ[:, 0].tolist()
-        self._mine_P = list(map(Exchanges, mine_PKW.tolist()))
-        self._asked_P = list(map(Exchanges, asked_PKW.tolist()))
+        self._outgoing_P = list(map(Exchanges, outgoing_PKW.tolist()))
+        self._incoming_P = list(map(Exchanges, incoming_PKW.tolist()))
         self._lookups_MKJ = self.cut.by_part(lookups_n.tolist())
         self._touched_P = route.hot.touched(bits_WX)
         # target_U is ordered by pack, hot rows first: split it into [hot, cold] of each pack.
-        counts = [n for h, mine in zip(self._hot_P, self._mine_P) for n in (h, mine.num_rows)]
+        counts = [
+            n for h, outgoing in zip(self._hot_P, self._outgoing_P) for n in (h, outgoing.num_rows)
+        ]
         parts = located.target_U.split(counts)
         # Slots count from 0 in each pack, because a storage keeps the replicas of one pack.
         starts_P = route.hot.start_P1
@@ -152,32 +154,36 @@ class _Request(RouteRequest):
         self._cold_P = parts[1::2]
 
     def ids(self, dtype: torch.dtype) -> list[Payload]:
-        self.asked_rows_P = [self._one_for_each(asked, dtype) for asked in self._asked_P]
+        self.incoming_rows_P = [
+            self._one_for_each(incoming, dtype) for incoming in self._incoming_P
+        ]
         return [
             payload
-            for cold, mine, rows, asked in zip(
-                self._cold_P, self._mine_P, self.asked_rows_P, self._asked_P
+            for cold, outgoing, rows, incoming in zip(
+                self._cold_P, self._outgoing_P, self.incoming_rows_P, self._incoming_P
             )
-            for payload in _by_chunk(cold.to(dtype), mine, rows, asked)
+            for payload in _by_chunk(cold.to(dtype), outgoing, rows, incoming)
         ]
 
     def dirty_mask(self, before: _Request) -> list[Payload]:
         dtype = torch.uint8
         # One uint8 per incoming row of the pack: whether the batch before requested the same row.
         # The mask travels back along the ids: incoming counts are sent, outgoing ones received.
-        self._marks = [
+        self._dirty_mask = [
             (
-                self._one_for_each(mine, dtype),
+                self._one_for_each(outgoing, dtype),
                 storage.which_are_among(rows, updated).to(dtype),
             )
-            for mine, storage, rows, updated in zip(
-                self._mine_P, self._route.storages, self.asked_rows_P, before.asked_rows_P
+            for outgoing, storage, rows, updated in zip(
+                self._outgoing_P, self._route.storages, self.incoming_rows_P, before.incoming_rows_P
             )
         ]
         return [
             payload
-            for (mine_n, asked_n), mine, asked in zip(self._marks, self._mine_P, self._asked_P)
-            for payload in _by_chunk(asked_n, asked, mine_n, mine)
+            for (outgoing_n, incoming_n), outgoing, incoming in zip(
+                self._dirty_mask, self._outgoing_P, self._incoming_P
+            )
+            for payload in _by_chunk(incoming_n, incoming, outgoing_n, outgoing)
         ]
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
@@ -188,7 +194,7 @@ class _Request(RouteRequest):
             self.bags,
             self.rows,
             self.located,
-            fetch_places(self.located, self._hot_P, [pack.mine_by_fetch for pack in packs]),
+            fetch_places(self.located, self._hot_P, [pack.outgoing_by_fetch for pack in packs]),
             part_N=self.part_N,
             bags_MK=cut.bags_by_part,
             lookups_MK=[[sum(runs) for runs in runs_K] for runs_K in self._lookups_MKJ],
@@ -215,7 +221,7 @@ class _Request(RouteRequest):
         """Returns the layouts of the packs, in fetch order if the dirty mask is known."""
         storages = self._route.storages
         orders = [self._fetch_orders(pack) for pack in range(len(storages))]
-        rows_P = [hot + mine.num_rows for hot, mine in zip(self._hot_P, self._mine_P)]
+        rows_P = [hot + outgoing.num_rows for hot, outgoing in zip(self._hot_P, self._outgoing_P)]
         # Packs of one matrix follow each other: start = rows of the packs before it in the matrix.
         return [
             PackLayout(
@@ -223,10 +229,10 @@ class _Request(RouteRequest):
                 start=start,
                 hot_slots=self._hot_slots_P[pack],
                 touched=storages[pack].touched(self._touched_P[pack]),
-                mine=self._mine_P[pack],
-                mine_by_fetch=orders[pack][0],
-                asked=self._asked_P[pack],
-                source=_AskedRows.of(self.asked_rows_P[pack], orders[pack][1]),
+                outgoing=self._outgoing_P[pack],
+                outgoing_by_fetch=orders[pack][0],
+                incoming=self._incoming_P[pack],
+                source=_AskedRows.of(self.incoming_rows_P[pack], orders[pack][1]),
             )
             for matrix, packs in enumerate(self._route.plan.matrices)
             for pack, start in zip(
@@ -236,8 +242,10 @@ class _Request(RouteRequest):
 
     def _fetch_orders(self, pack: int) -> list[FetchOrder]:
         """Returns the fetch orders of outgoing and incoming rows; without a mask all are dirty."""
-        exchanges = self._mine_P[pack], self._asked_P[pack]
-        dirty = (None, None) if self._marks is None else [n.bool() for n in self._marks[pack]]
+        exchanges = self._outgoing_P[pack], self._incoming_P[pack]
+        dirty = (
+            (None, None) if self._dirty_mask is None else [n.bool() for n in self._dirty_mask[pack]]
+        )
         return [find_fetch_order(e.counts_EW, dirty_n) for e, dirty_n in zip(exchanges, dirty)]
 
     def _one_for_each(self, exchanges: Exchanges, dtype: torch.dtype) -> Tensor:
@@ -262,7 +270,7 @@ class _AskedRows(Source):
 
     @staticmethod
     def joined(batches: Sequence[_AskedRows]) -> _AskedRows:
-        rows_n = torch.cat([asked.home_rows_n for asked in batches])
+        rows_n = torch.cat([incoming.home_rows_n for incoming in batches])
         return _AskedRows.of(rows_n, FetchOrder([[rows_n.numel()]], None))
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:

@@ -25,13 +25,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.rows.batch_rows import PartRows
-from torchrec_picasso.rows.cut import filled_up
+from torchrec_picasso.rows.cut import padded
 from torchrec_picasso.sharding.spread import SpreadBags, SpreadSequences
 
-__all__ = ["OddFeatures", "spread"]
+__all__ = ["VariableBatchFeatures", "spread"]
 
 
-class OddFeatures(KeyedJaggedTensor):
+class VariableBatchFeatures(KeyedJaggedTensor):
     """Features of a module in the order of its tables, each with its own batch size."""
 
     row_of_sample_FB: Tensor | None
@@ -39,7 +39,7 @@ class OddFeatures(KeyedJaggedTensor):
     the same rows, and so does the module's output."""
 
     @staticmethod
-    def of(features: KeyedJaggedTensor, given: KeyedJaggedTensor) -> OddFeatures:
+    def of(features: KeyedJaggedTensor, given: KeyedJaggedTensor) -> VariableBatchFeatures:
         """Converts features, with or without their own batch sizes; no copy.
 
         Args:
@@ -52,7 +52,7 @@ class OddFeatures(KeyedJaggedTensor):
         row_of_sample_FB = None
         if features.variable_stride_per_key():
             row_of_sample_FB = _rows_of_samples(features.keys(), given)
-        odd = OddFeatures(
+        odd = VariableBatchFeatures(
             keys=features.keys(),
             values=features.values(),
             weights=features.weights_or_none(),
@@ -88,7 +88,7 @@ def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:
         rows: Rows of the whole batch.
     """
     features = rows.rows.layout.features_of[rows.module]
-    assert isinstance(features, OddFeatures)
+    assert isinstance(features, VariableBatchFeatures)
     strides_F, row_FB = features.stride_per_key(), features.row_of_sample_FB
     if module.group.plan.takes_weights:
         return SpreadBags(module.output(rows), strides_F, row_FB)
@@ -107,4 +107,4 @@ class _PaddedRows(PartRows):
 
     @property
     def features(self) -> KeyedJaggedTensor:
-        return filled_up(self.rows.layout.features_of[self.module])
+        return padded(self.rows.layout.features_of[self.module])

@@ -20,7 +20,7 @@ from torchrec_picasso.app.runs.trainer import MakePipeline, Trainer
 from torchrec_picasso.app.zoo.data.source import BatchSource
 from torchrec_picasso.app.zoo.registry import make_source
 
-__all__ = ["Contestant", "Workload", "held_hbm_bytes", "interleaved"]
+__all__ = ["Variant", "Workload", "held_hbm_bytes", "interleaved"]
 
 _ENDLESS = 1 << 40
 
@@ -91,7 +91,7 @@ class Workload:
         )
 
 
-class Contestant:
+class Variant:
     """A model that takes steps when it is told to, on batches that come again and again.
 
     Args:

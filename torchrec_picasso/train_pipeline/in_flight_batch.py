@@ -16,15 +16,15 @@ from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows, GradientSink, PartRows
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.schedule.schedule import Setting
+from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput, UnsplitOutput
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup, ModuleInput
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
-from torchrec_picasso.train_pipeline.whole_output import UncutOutput, WholeOutput
 
-__all__ = ["Flight"]
+__all__ = ["InFlightBatch"]
 
 
 @dataclass(eq=False)
-class Flight:
+class InFlightBatch:
     """One in-flight batch of the pipeline."""
 
     fetched: Fetched
@@ -41,7 +41,7 @@ class Flight:
     """The rows of each module group, after its request has ended."""
     gradients: list[BatchGradients] = field(default_factory=list)
     """The gradients of each module group, after its request has ended."""
-    wholes: dict[str, WholeOutput | UncutOutput] = field(default_factory=dict)
+    full_outputs: dict[str, FullBatchOutput | UnsplitOutput] = field(default_factory=dict)
     """Full-batch outputs by module name: outputs of non-interleaved modules, and weights that
     feature processors make for interleaved ones."""
     losses_K: dict[int, Any] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Flight:
         """
         return index == len(self.sizes_K) - 1 if self.is_whole else index in self.run_indices
 
-    def hand_out(
+    def acquire(
         self,
         rows: BatchRows,
         run: int,
@@ -129,9 +129,7 @@ class Flight:
         indices = counted if self.is_whole else [counted[run]]
         return [
             (
-                rows.hand_out(
-                    index, sink(index), weights, once=index == counted[-1], module=number
-                ),
+                rows.acquire(index, sink(index), weights, once=index == counted[-1], module=number),
                 self.sizes_K[index],
             )
             for index in indices
@@ -181,18 +179,18 @@ class Flight:
         """
         if not isinstance(module, ProcessedModule):
             return None
-        if name not in self.wholes:
-            self.wholes[name] = self._whole(module.weights(rows, number), name)
-        weights: Tensor = self.wholes[name].part([self.num_samples], 0)
+        if name not in self.full_outputs:
+            self.full_outputs[name] = self._whole(module.weights(rows, number), name)
+        weights: Tensor = self.full_outputs[name].part([self.num_samples], 0)
         return weights
 
-    def _whole(self, output: Any, name: str) -> WholeOutput | UncutOutput:
+    def _whole(self, output: Any, name: str) -> FullBatchOutput | UnsplitOutput:
         """Wraps a full-batch output; one run of the model needs no split of it."""
-        return (UncutOutput if len(self.run_sizes) == 1 else WholeOutput)(output, name)
+        return (UnsplitOutput if len(self.run_sizes) == 1 else FullBatchOutput)(output, name)
 
     def whole_outputs(
         self, groups: Sequence[ModuleGroup], plain: Mapping[str, Any]
-    ) -> dict[str, WholeOutput]:
+    ) -> dict[str, FullBatchOutput]:
         """Computes each pipelined module's output for the whole batch, without its graph.
 
         Collective: every rank calls this for the same batch.
@@ -201,8 +199,8 @@ class Flight:
             groups: Modules whose exchange a schedule drives.
             plain: Non-interleaved modules, by name.
         """
-        self.compute_wholes(plain)
-        outputs = {name: self.wholes[name].detached() for name in plain}
+        self.compute_full_outputs(plain)
+        outputs = {name: self.full_outputs[name].detached() for name in plain}
         counted = [index for index, size in enumerate(self.sizes_K) if size] or [0]
         for group, rows in zip(groups, self.rows):
             for number, (name, module) in enumerate(group.modules.items()):
@@ -211,16 +209,16 @@ class Flight:
                     # the rows stay for the training step: no sink, and not the last use
                     parts = [
                         (
-                            rows.hand_out(index, lambda _: None, weights, module=number),
+                            rows.acquire(index, lambda _: None, weights, module=number),
                             self.sizes_K[index],
                         )
                         for index in counted
                     ]
                     whole = group.joined_output(name, parts).wait()
-                outputs[name] = WholeOutput(whole, name, always_leaves=True)
+                outputs[name] = FullBatchOutput(whole, name, always_leaves=True)
         return outputs
 
-    def compute_wholes(self, plain: Mapping[str, Any]) -> None:
+    def compute_full_outputs(self, plain: Mapping[str, Any]) -> None:
         """Computes the non-interleaved modules once per batch; a second call does nothing.
 
         Collective: every rank calls this for the same batch.
@@ -229,6 +227,6 @@ class Flight:
             plain: Non-interleaved modules, by name.
         """
         for name, module in plain.items():
-            if name not in self.wholes:
+            if name not in self.full_outputs:
                 module.forward.set_context(self.context)
-                self.wholes[name] = self._whole(module.forward.of_whole_batch(), name)
+                self.full_outputs[name] = self._whole(module.forward.of_whole_batch(), name)

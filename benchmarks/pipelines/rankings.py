@@ -1,4 +1,4 @@
-"""From what the ranks measured to each contestant's numbers: arithmetic only."""
+"""From what the ranks measured to each variant's numbers: arithmetic only."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from statistics import fmean, median, quantiles
 
 from benchmarks.pipelines.runner import RankResult
 
-__all__ = ["Standing", "standings"]
+__all__ = ["Standing", "rankings"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """One contestant's numbers over all ranks; the command's help says how each is defined.
+    """One variant's numbers over all ranks; the command's help says how each is defined.
 
     Args:
         samples_per_s: Of all ranks together.
-        ratio: Of its samples per second to the best stock contestant's.
+        ratio: Of its samples per second to the best stock variant's.
         ratio_by_round: The same, round by round.
         step_ms: Quartiles: 25, 50 and 75 %.
         cpu_s_per_step: Of all ranks.
@@ -27,7 +27,7 @@ class Standing:
         collectives_per_step: That rank 0 takes part in.
         exposed_share: 0 to 1.
         peak_bytes: Most memory that it took on a rank; ``None`` where the system does not tell.
-        max_loss_difference: Largest relative one to the stock contestant that trains this model.
+        max_loss_difference: Largest relative one to the stock variant that trains this model.
         trains_same_model: ``False`` where row-wise Adagrad is cut by columns.
         is_stock: Whether nothing of this package is in it.
         tables: How many tables are sharded in which way.
@@ -61,25 +61,25 @@ class Standing:
     losses: list[float]
 
 
-def standings(
+def rankings(
     results_RC: Sequence[Sequence[RankResult]], batch_size: int, ranks_per_host: int
 ) -> dict[str, Standing]:
-    """What the ranks measured, by contestant.
+    """What the ranks measured, by variant.
 
     Args:
-        results_RC: By rank, then by contestant.
+        results_RC: By rank, then by variant.
         batch_size: Samples per rank and step.
         ranks_per_host: Ranks that share a link.
     """
     results_CR = list(zip(*results_RC))
-    block_s = {of[0].contestant.name: _block_step_s(of) for of in results_CR}
-    losses = {of[0].contestant.name: _mean_losses(of) for of in results_CR}
-    stock = [of[0] for of in results_CR if of[0].contestant.is_stock]
-    best_stock = min((r.contestant.name for r in stock), key=lambda name: median(block_s[name]))
-    reference = next((r for r in stock if r.trains_same_model), stock[0]).contestant.name
+    block_s = {of[0].variant.name: _block_step_s(of) for of in results_CR}
+    losses = {of[0].variant.name: _mean_losses(of) for of in results_CR}
+    stock = [of[0] for of in results_CR if of[0].variant.is_stock]
+    best_stock = min((r.variant.name for r in stock), key=lambda name: median(block_s[name]))
+    reference = next((r for r in stock if r.trains_same_model), stock[0]).variant.name
     found = {}
     for ranks in results_CR:
-        name = ranks[0].contestant.name
+        name = ranks[0].variant.name
         blocks = [block for result in ranks for block in result.blocks]
         block_step_ms = [
             [max(steps) * 1e3 for steps in zip(*(result.blocks[turn].step_s for result in ranks))]
@@ -104,10 +104,10 @@ def standings(
                 for loss, of_stock in zip(losses[name], losses[reference])
             ),
             trains_same_model=ranks[0].trains_same_model,
-            is_stock=ranks[0].contestant.is_stock,
+            is_stock=ranks[0].variant.is_stock,
             tables=ranks[0].tables,
             hot_rows=ranks[0].hot_rows,
-            is_interleaved=ranks[0].contestant.pipeline == "interleaved",
+            is_interleaved=ranks[0].variant.pipeline == "interleaved",
             num_micro_batches=ranks[0].num_micro_batches,
             lookahead=ranks[0].lookahead,
             block_step_ms=block_step_ms,

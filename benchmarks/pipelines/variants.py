@@ -13,9 +13,9 @@ from torchrec_picasso.errors import ConfigError
 
 __all__ = [
     "AUTO",
-    "Contestant",
+    "Variant",
     "interleaved_is_missing",
-    "parse_contestant",
+    "parse_variant",
     "pipeline_maker",
     "pipeline_options",
 ]
@@ -35,7 +35,7 @@ _HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contestant:
+class Variant:
     """A placement and the pipeline that trains it.
 
     Args:
@@ -72,14 +72,14 @@ class Contestant:
         return self.placement == "hot_cold" and self.hot_rows is None
 
 
-def parse_contestant(name: str) -> Contestant:
-    """A contestant from its name on the command line.
+def parse_variant(name: str) -> Variant:
+    """A variant from its name on the command line.
 
     Raises:
         ConfigError: If there is none of this name.
     """
     kind, *texts = name.split(":")
-    refusal = ConfigError(f"--contestants: got {name!r}; {_HELP}")
+    refusal = ConfigError(f"--variants: got {name!r}; {_HELP}")
     if kind not in (*PLACEMENTS, "fused", *_MOST_VALUES) or len(texts) > _MOST_VALUES.get(kind, 0):
         raise refusal
     is_interleaved = kind in ("interleaved", _NO_LOOKAHEAD)
@@ -93,7 +93,7 @@ def parse_contestant(name: str) -> Contestant:
         num_micro_batches, hot_rows, num_waves, *_ = [*given, None, None, None]
         if num_micro_batches == 0 or num_waves == 0:
             raise refusal
-        return Contestant(
+        return Variant(
             name=name,
             placement="hot_cold",
             pipeline="interleaved",
@@ -103,8 +103,8 @@ def parse_contestant(name: str) -> Contestant:
             num_waves=num_waves or 1,
         )
     if kind == "fused":
-        return Contestant(name=name, placement="", pipeline="fused")
-    return Contestant(name=name, placement=kind, hot_rows=values[0] if values else None)
+        return Variant(name=name, placement="", pipeline="fused")
+    return Variant(name=name, placement=kind, hot_rows=values[0] if values else None)
 
 
 def interleaved_is_missing() -> str | None:
@@ -116,24 +116,24 @@ def interleaved_is_missing() -> str | None:
     return None
 
 
-def pipeline_options(contestant: Contestant) -> dict[str, Any]:
+def pipeline_options(variant: Variant) -> dict[str, Any]:
     """What the interleaved pipeline is told; ``None`` = it chooses itself."""
-    lookahead = contestant.lookahead
-    if not contestant.chooses:
+    lookahead = variant.lookahead
+    if not variant.chooses:
         lookahead = lookahead is not False
-    return {"num_micro_batches": contestant.num_micro_batches, "lookahead": lookahead}
+    return {"num_micro_batches": variant.num_micro_batches, "lookahead": lookahead}
 
 
-def pipeline_maker(contestant: Contestant) -> MakePipeline:
+def pipeline_maker(variant: Variant) -> MakePipeline:
     """What makes its pipeline."""
     makers: dict[str, MakePipeline] = {
         "sparse_dist": sparse_dist,
         "fused": TrainPipelineFusedSparseDist,
         "interleaved": lambda model, optimizer, device: _interleaved_pipeline()(
-            model, optimizer, device, **pipeline_options(contestant)
+            model, optimizer, device, **pipeline_options(variant)
         ),
     }
-    return makers[contestant.pipeline]
+    return makers[variant.pipeline]
 
 
 def _interleaved_pipeline() -> Any:

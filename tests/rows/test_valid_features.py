@@ -12,11 +12,11 @@ from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.request import RowRequest
-from torchrec_picasso.rows.sound_features import (
-    MendedFeatures,
+from torchrec_picasso.rows.valid_features import (
+    RepairedFeatures,
     are_bad,
-    complaint_of,
-    sound_features,
+    length_error,
+    valid_features,
 )
 from torchrec_picasso.sharding.features import with_own_weights, with_weights
 
@@ -43,7 +43,7 @@ BAD = [
 
 @pytest.mark.parametrize(("given", "complaint"), BAD)
 def test_what_does_not_fit_is_said(given: KeyedJaggedTensor, complaint: str) -> None:
-    told = complaint_of(given)
+    told = length_error(given)
     assert told is not None
     assert "features a, b has " in told
     assert complaint in told
@@ -51,13 +51,13 @@ def test_what_does_not_fit_is_said(given: KeyedJaggedTensor, complaint: str) -> 
 
 @pytest.mark.parametrize("given", [given for given, _ in BAD])
 def test_what_does_not_fit_is_made_to(given: KeyedJaggedTensor) -> None:
-    found = MendedFeatures.of(given)
+    found = RepairedFeatures.of(given)
     weighted = (with_own_weights(found), with_weights(found, None))
     for mended in (found, *weighted):
         assert are_bad([mended])
         assert mended.given is given
     for mended in (found, *weighted, found.permute([1, 0])):
-        assert complaint_of(mended) is None
+        assert length_error(mended) is None
         assert mended.values().dtype == torch.int32
         assert mended.lengths().dtype == torch.int64  # as other ranks have them
         assert mended.stride() == 2
@@ -75,8 +75,8 @@ FITTING = [
 
 @pytest.mark.parametrize("given", FITTING)
 def test_what_fits_stays_as_it_is(given: KeyedJaggedTensor) -> None:
-    assert sound_features(given) is given
-    mended = MendedFeatures.of(given)  # as where nobody can look
+    assert valid_features(given) is given
+    mended = RepairedFeatures.of(given)  # as where nobody can look
     assert not are_bad([mended, given])
     for mine, its in zip(
         (mended.values(), mended.weights_or_none(), mended.lengths(), mended.offsets()),
@@ -104,10 +104,10 @@ def test_on_a_device_the_header_tells_what_a_reorder_hides(change: int) -> None:
                 lengths=on_device(lengths if rank == 0 else given.lengths()),
                 stride=2,
             )
-            sound = sound_features(of_rank)
+            sound = valid_features(of_rank)
             assert device.syncs == []
             ordered = sound.permute(ORDER, on_device(torch.tensor(ORDER, dtype=torch.int32)))
-            assert complaint_of(ordered) is None  # what nobody would see any more
+            assert length_error(ordered) is None  # what nobody would see any more
             assert device.syncs, "a look at lengths is a wait"
             device.syncs.clear()
             batch = BatchIds.read([ordered], group, sound=[sound])

@@ -19,10 +19,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_picasso.batches.split import children_of, reason_of, rebuild, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 
-__all__ = ["UncutOutput", "WholeOutput"]
+__all__ = ["UnsplitOutput", "FullBatchOutput"]
 
 
-class UncutOutput:
+class UnsplitOutput:
     """An output for one forward of the whole batch: with its graph, awaited at its first use.
 
     Args:
@@ -41,10 +41,10 @@ class UncutOutput:
     def backward(self) -> None:
         """Does nothing: the module's backward is part of the model's."""
 
-    def detached(self) -> WholeOutput:
+    def detached(self) -> FullBatchOutput:
         """Copies the output without its graph, with its own leaves. Collective."""
         self._output = self._waited(self._output)
-        return WholeOutput(self._output, self._name)
+        return FullBatchOutput(self._output, self._name)
 
     def _waited(self, value: Any) -> Any:
         """Waits for all awaitables in the output, in containers too; TorchRec's allow one wait."""
@@ -57,7 +57,7 @@ class UncutOutput:
         return rebuild(value, found, f"output of {self._name}", "use TrainPipelineSparseDist")
 
 
-class WholeOutput:
+class FullBatchOutput:
     """An output of a whole batch, detached from its graph.
 
     Every micro-batch gets a copy of its samples, into which a model may write, and runs backward
@@ -110,7 +110,7 @@ class WholeOutput:
             return  # a plain loop would not run the module's backward either
         torch.autograd.backward(self._values, self.join_gradients(grads))
 
-    def detached(self) -> WholeOutput:
+    def detached(self) -> FullBatchOutput:
         """Copies the output with its own leaves; no module's backward runs from them."""
         other = copy.copy(self)
         other._cuts = {}

@@ -22,10 +22,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.rows.kjt import like
 
-__all__ = ["MendedFeatures", "are_bad", "complaint_of", "sound_features"]
+__all__ = ["RepairedFeatures", "are_bad", "length_error", "valid_features"]
 
 
-class MendedFeatures(KeyedJaggedTensor):
+class RepairedFeatures(KeyedJaggedTensor):
     """Features with valid lengths, in place of features whose lengths may be malformed."""
 
     given: KeyedJaggedTensor
@@ -34,7 +34,7 @@ class MendedFeatures(KeyedJaggedTensor):
     """Whether the input's lengths are malformed; 0-d bool on the device, or known on the host."""
 
     @staticmethod
-    def of(given: KeyedJaggedTensor) -> MendedFeatures:
+    def of(given: KeyedJaggedTensor) -> RepairedFeatures:
         """Repairs lengths; valid lengths are not changed. No host sync.
 
         Each bag keeps its length as long as there are values; the last bag gets the remaining
@@ -61,7 +61,7 @@ class MendedFeatures(KeyedJaggedTensor):
         mended_S = torch.diff(offsets_S1)
         weights_N = None if weights_N is None else weights_N[:num_lookups]
         mended = like(
-            given, MendedFeatures, values_N[:num_lookups], weights_N, mended_S, offsets_S1
+            given, RepairedFeatures, values_N[:num_lookups], weights_N, mended_S, offsets_S1
         )
         shapes_fit = lengths_S is given_S and counts == {num_lookups}
         mended.given = given
@@ -69,15 +69,15 @@ class MendedFeatures(KeyedJaggedTensor):
         return mended
 
     @staticmethod
-    def with_weights(mended: MendedFeatures, weights_N: Tensor | None) -> MendedFeatures:
+    def with_weights(mended: RepairedFeatures, weights_N: Tensor | None) -> RepairedFeatures:
         """Returns the same features with other per-sample weights; no copy."""
         lengths_S, offsets_S1 = mended.lengths(), mended.offsets_or_none()
-        other = like(mended, MendedFeatures, mended.values(), weights_N, lengths_S, offsets_S1)
+        other = like(mended, RepairedFeatures, mended.values(), weights_N, lengths_S, offsets_S1)
         other.given, other.is_bad = mended.given, mended.is_bad
         return other
 
 
-def sound_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+def valid_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Returns features with valid lengths: the input if known to be valid, else repaired ones.
 
     Args:
@@ -86,27 +86,27 @@ def sound_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     Cost:
         O(S) time; no host sync on an accelerator.
     """
-    if isinstance(features, MendedFeatures):
+    if isinstance(features, RepairedFeatures):
         return features
-    if features.values().device.type == "cpu" and complaint_of(features) is None:
+    if features.values().device.type == "cpu" and length_error(features) is None:
         return features
-    return MendedFeatures.of(features)
+    return RepairedFeatures.of(features)
 
 
 def are_bad(sound: Iterable[KeyedJaggedTensor]) -> Tensor | bool:
-    """Whether any lengths were malformed before :func:`sound_features`.
+    """Whether any lengths were malformed before :func:`valid_features`.
 
     Args:
-        sound: Results of :func:`sound_features`.
+        sound: Results of :func:`valid_features`.
 
     Returns:
         0-d bool on the device, or a ``bool`` known on the host.
     """
-    flags = (features.is_bad for features in sound if isinstance(features, MendedFeatures))
+    flags = (features.is_bad for features in sound if isinstance(features, RepairedFeatures))
     return reduce(or_, flags, False)
 
 
-def complaint_of(features: KeyedJaggedTensor) -> str | None:
+def length_error(features: KeyedJaggedTensor) -> str | None:
     """Describes malformed lengths in one sentence; ``None`` = the lengths are valid."""
     lengths_S, num_values = features.lengths(), features.values().numel()
     weights_N, num_bags = features.weights_or_none(), sum(features.stride_per_key())
