@@ -280,7 +280,7 @@ def _of_update(
             for grads, pack in zip(arrived, packs)
         ),
         "change of its home rows (user / item)": _each(
-            list(homes), lambda of_tables: _join(*(rows[:, 0] for rows in of_tables))
+            list(homes), lambda from_tables: _join(*(rows[:, 0] for rows in from_tables))
         ),
         "its replica of row 4": _each(replicas, lambda of: _join(of)),
     }

@@ -40,10 +40,10 @@ def pack_key(form: Form, wave: int, dim: int, memory: Hashable) -> tuple[int, in
     """Returns what the tables of one pack have in common.
 
     Args:
-        form: What the tables exchange.
+        form: Exchange of the tables.
         wave: Wave of the placement; bags are spread over waves by pack instead.
         dim: Columns.
-        memory: What else an FBGEMM table has in common: compute kernel, data type.
+        memory: Compute kernel and data type, equal in one FBGEMM table.
     """
     is_pooled = SHARDING_TYPE_OF[form] == ShardingType.TABLE_WISE.value
     return list(SHARDING_TYPE_OF).index(form), 0 if is_pooled else wave, dim, memory

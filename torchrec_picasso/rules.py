@@ -83,7 +83,7 @@ def value_problems(value: Any, annotation: Any, bounds: Mapping[str, Any]) -> It
     """What is wrong with one value: its type first, then its range.
 
     Args:
-        value: As Python or YAML gave it.
+        value: Value from Python or YAML.
         annotation: ``int``, ``float``, ``str``, ``bool``, a tuple or mapping of those, or a union.
         bounds: The metadata that :func:`rule` stored.
 

@@ -49,7 +49,7 @@ def make_clicks(num_samples: int = 90) -> Clicks:
     item[0], user[0] = ROWS["item"] - 1, ROWS["user"] - 1  # tables are as large as the largest id
     return Clicks(
         targets={"item": item},
-        histories={"item": History.of_lists(lists)},
+        histories={"item": History.from_lists(lists)},
         profiles={"user": user},
         clicked=rng.integers(2, size=num_samples).astype(np.float32),
     )

@@ -51,7 +51,7 @@ def test_what_does_not_fit_is_said(given: KeyedJaggedTensor, complaint: str) -> 
 
 @pytest.mark.parametrize("given", [given for given, _ in BAD])
 def test_what_does_not_fit_is_made_to(given: KeyedJaggedTensor) -> None:
-    found = RepairedFeatures.of(given)
+    found = RepairedFeatures.repair(given)
     weighted = (with_own_weights(found), with_weights(found, None))
     for mended in (found, *weighted):
         assert are_bad([mended])
@@ -76,7 +76,7 @@ FITTING = [
 @pytest.mark.parametrize("given", FITTING)
 def test_what_fits_stays_as_it_is(given: KeyedJaggedTensor) -> None:
     assert valid_features(given) is given
-    mended = RepairedFeatures.of(given)  # as where nobody can look
+    mended = RepairedFeatures.repair(given)  # as where nobody can look
     assert not are_bad([mended, given])
     for mine, its in zip(
         (mended.values(), mended.weights_or_none(), mended.lengths(), mended.offsets()),

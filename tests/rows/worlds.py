@@ -84,7 +84,7 @@ def make_world(
         storages = [
             RowStorage(_config(own, pack, rank.rank), homes, rank, CPU)
             for own in _by_route(tables)
-            for pack, homes in enumerate(HotHomes.of_packs(own, rank.rank, CPU))
+            for pack, homes in enumerate(HotHomes.for_packs(own, rank.rank, CPU))
         ]
         groups.append(RowGroup(tables, storages, rank, CPU))
     for table, whole in zip(tables, weights or _first_weights(tables)):

@@ -52,7 +52,7 @@ class StockTotals:
         lengths: Bag lengths of the rank's batch, times the ranks that each is sent to.
         bag_elements: Bags x dim.
         rows: Distinct rows over all ranks' batches that the rank updates.
-        row_elements: These rows x dim.
+        row_elements: Rows times dim, summed over tables.
         table_elements: Elements of the tables.
     """
 

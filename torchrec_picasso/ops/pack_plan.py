@@ -104,7 +104,7 @@ class PackPlan:
     def modules(self) -> tuple[tuple[int, ...], ...]:
         """The matrices of each module, in the order of the module's columns."""
         return tuple(
-            tuple(matrix for matrix, of in enumerate(self.module_M) if of == module)
+            tuple(matrix for matrix, owner in enumerate(self.module_M) if owner == module)
             for module in range(max(self.module_M) + 1)
         )
 

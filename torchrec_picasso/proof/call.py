@@ -66,7 +66,7 @@ class Call:
     def __post_init__(self) -> None:
         self.varying = [operand for operand in self.operands if not operand.is_same]
 
-    def of(self, name: str) -> Operand:
+    def operand(self, name: str) -> Operand:
         """Returns the tensor of an argument."""
         return next(operand for operand in self.operands if operand.name == name)
 

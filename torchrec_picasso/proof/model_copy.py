@@ -62,14 +62,16 @@ class ModelState:
     modules: Mapping[str, tuple[bytes, Sequence[Tensor]]]
 
     @staticmethod
-    def of(model: nn.Module) -> ModelState:
+    def read(model: nn.Module) -> ModelState:
         """Reads the state of a model.
 
         Raises:
             Exception: The error of any attribute that cannot be pickled.
         """
         modules = dense_modules(model)
-        return ModelState({name or "the model": _Bytes.of(module) for name, module in modules})
+        return ModelState(
+            {name or "the model": _Bytes.dump_module(module) for name, module in modules}
+        )
 
     def difference(self, other: ModelState, tolerance: Tolerance) -> str | None:
         """Names a module whose state differs from another state's; ``None`` = none does.
@@ -114,7 +116,7 @@ class _Bytes(pickle.Pickler):
         return None
 
     @staticmethod
-    def of(module: nn.Module) -> tuple[bytes, list[Tensor]]:
+    def dump_module(module: nn.Module) -> tuple[bytes, list[Tensor]]:
         """Returns the attributes of one module as bytes, and the tensors in them."""
         buffer = io.BytesIO()
         writer = _Bytes(buffer)

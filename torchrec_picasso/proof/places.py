@@ -122,15 +122,15 @@ def embedding(call: Call) -> Value:
     """Looks up rows of a table."""
     if call.args["scale_grad_by_freq"]:
         raise UnprovedError("scales gradients by how often the batch has an index")
-    if not call.of("weight").is_same:
+    if not call.operand("weight").is_same:
         raise UnprovedError("looks up in a table that depends on the batch")
-    return call.aligned([call.of("indices")])
+    return call.aligned([call.operand("indices")])
 
 
 @rule("index _unsafe_index index_select", linear=True, places=True)
 def index(call: Call) -> Value:
     """Selects entries by indices of one or several dims."""
-    operand = call.of("self")
+    operand = call.operand("self")
     indices = [other for other in call.operands if other.name in ("indices", "index")]
     if "dim" in call.args:
         dims = [call.dim(operand)]
@@ -179,7 +179,7 @@ def gather(call: Call) -> Value:
     if any(operand.is_same for operand in call.operands):
         raise UnprovedError("takes entries by an index that is not one of each sample")
     # all operands have the batch in one dim, and the index works along another one
-    found, operand = call.same_rows(call.operands), call.of("self")
+    found, operand = call.same_rows(call.operands), call.operand("self")
     (batch_dim, *others) = {other.value.dim for other in call.operands}
     if others or call.dim(operand) == batch_dim:
         raise UnprovedError("takes entries of other samples, by an index into the batch")
@@ -191,7 +191,7 @@ def gather(call: Call) -> Value:
 @rule("index_add", places=True)
 def index_add(call: Call) -> Value:
     """Adds each row to the sample that it belongs to, such as pooling by hand."""
-    operand, index, source = call.of("self"), call.of("index"), call.of("source")
+    operand, index, source = call.operand("self"), call.operand("index"), call.operand("source")
     if any(other.value.kind is not Kind.ROWS or other.value.counted for other in (operand, source)):
         raise UnprovedError("adds to what are no entries of samples, or places in the batch")
     if call.dim(operand) != operand.value.dim or source.value.dim != operand.value.dim:
@@ -208,7 +208,7 @@ def index_add(call: Call) -> Value:
 @rule("repeat_interleave", numbers=True)
 def repeat_interleave(call: Call) -> Value:
     """Repeats the position of each sample for its lookups."""
-    repeats = call.of("repeats")
+    repeats = call.operand("repeats")
     feature = repeats.value.feature
     if not feature or repeats.tensor.dim() != 1:
         raise UnprovedError("repeats samples by numbers that are not the lengths of a feature")
@@ -233,7 +233,7 @@ def offsets(call: Call) -> Value:
 )
 def to_dense(call: Call) -> Value:
     """Pads each sample's lookups to rows of equal length, ``(n, D)`` -> ``(B, L, D)``."""
-    values, feature = call.of("values"), _feature_of(call, "offsets", "offset")
+    values, feature = call.operand("values"), _feature_of(call, "offsets", "offset")
     if values.value.kind is not Kind.ROWS or values.value.dim or values.value.counted:
         raise UnprovedError("pads values of another form than one row per lookup")
     _require_single(call, values)
@@ -245,7 +245,7 @@ def to_dense(call: Call) -> Value:
 @rule("fbgemm.dense_to_jagged fbgemm.dense_to_jagged_forward", numbers=True, places=True)
 def to_jagged(call: Call) -> Sequence[Value]:
     """Removes the padding: entries of each sample up to its length, ``(B, L, D)`` -> ``(n, D)``."""
-    dense, feature = call.of("dense"), _feature_of(call, "offsets", "x_offsets")
+    dense, feature = call.operand("dense"), _feature_of(call, "offsets", "x_offsets")
     if dense.value.kind is not Kind.ROWS or dense.value.dim or dense.value.counted:
         raise UnprovedError("takes places of what is not one list per sample")
     _require_single(call, dense)

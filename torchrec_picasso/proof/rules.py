@@ -118,7 +118,7 @@ def _divided(call: Call, divided: Operand) -> Value:
 @rule("fill zero", partial=True, places=True)
 def filled(call: Call) -> Value:
     """Fills a tensor in place; its old entries do not matter, only its rows."""
-    before, value = call.of("self").value, call.find("value")
+    before, value = call.operand("self").value, call.find("value")
     if value is not None and not value.is_same:
         raise UnprovedError(f"fills a tensor with {value.value.kind.value}")
     if before.kind is Kind.ROWS:
@@ -151,7 +151,7 @@ def constant(call: Call) -> Value:
     if is_symbolic(call.args.get("fill_value")) or is_symbolic(call.args.get("s")):
         raise UnprovedError("makes a value of the batch's size")
     if call.name.endswith("_like"):
-        value = call.of("self").value
+        value = call.operand("self").value
         if value.kind is Kind.ROWS:
             return Value(Kind.ROWS, rows=value.rows, outer=value.outer)
     return call.filled()
@@ -232,10 +232,10 @@ _SIDES = {
 @rule("mm addmm bmm baddbmm mv dot", partial=True)
 def product(call: Call) -> Value | None:
     """Multiplies two tensors, and adds a constant in the add variants."""
-    sides = [call.of(name) for name in _SIDES[call.name]]
+    sides = [call.operand(name) for name in _SIDES[call.name]]
     is_added = call.name in ("addmm", "baddbmm")
     is_partial = any(operand.value.is_partial for operand in call.varying)
-    if is_added and (is_partial or not call.of("self").is_same):
+    if is_added and (is_partial or not call.operand("self").is_same):
         return None  # product and sum apart
     letters = _DIMS[call.name.removeprefix("add").replace("badd", "")]
     varying = [operand for operand in sides if not operand.is_same]
@@ -277,7 +277,7 @@ def norm(call: Call) -> Value:
 )
 def attention(call: Call) -> list[Value]:
     """Computes attention within each sample: batch in dim 0 of queries, keys, values and mask."""
-    inputs = [call.of(name) for name in ("query", "key", "value")]
+    inputs = [call.operand(name) for name in ("query", "key", "value")]
     mask = call.find("attn_mask") or call.find("attn_bias")
     if any(operand.is_same or operand.value.dim for operand in inputs):
         raise UnprovedError("attends over the batch, or has queries or keys that samples share")

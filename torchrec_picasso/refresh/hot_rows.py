@@ -46,7 +46,7 @@ def change_hot_rows(
         _hand_over_uses(route, pack, pack_census, leaving_s, old_P[pack])
     route.change_hot_rows(_by_table(route, torch.cat(new_P)))
     # the group now has the new hot set; weights, optimizer state and counts follow it
-    homes_P = HotHomes.of_packs(route.tables, route.ranks.rank, route.device)
+    homes_P = HotHomes.for_packs(route.tables, route.ranks.rank, route.device)
     for pack, old_slot_H in old_slot_P.items():
         storage = route.storages[pack]
         storage.change_hot_set(homes_P[pack], old_slot_H)
@@ -71,7 +71,7 @@ def _take_over_uses(uses: RowUses, homes: HotHomes, old_slot_H: Tensor) -> None:
     uses.replicas_h = torch.where(
         old_slot_H >= 0, uses.replicas_h[old_slot_H.clamp(min=0)], uses.replicas_h.new_zeros(())
     )
-    entering = homes.of_slots(old_slot_H < 0)
+    entering = homes.for_slots(old_slot_H < 0)
     # only the home rank sets the count of an entering row, since slots are summed over ranks
     uses.replicas_h[entering.own_slots()] = uses.homes_n[entering.own_rows_h]
     uses.homes_n[entering.own_rows_h] = 0.0

@@ -80,7 +80,7 @@ class BatchGradients:
             chunk: Index of the chunk.
             wave: Wave of packs; ``None`` = all packs.
         """
-        layouts, at_home = self._of_wave(wave)
+        layouts, at_home = self._in_wave(wave)
         if not layouts:
             return
         # Outgoing gradients of the chunk are a slice of the sums, incoming ones a slice of the home
@@ -102,7 +102,7 @@ class BatchGradients:
         Args:
             wave: Wave of packs; ``None`` = all packs.
         """
-        layouts, at_home = self._of_wave(wave)
+        layouts, at_home = self._in_wave(wave)
         if not layouts:
             return
         # This rank's h hot rows are a subset of the t touched rows of all ranks; searchsorted gives
@@ -116,7 +116,7 @@ class BatchGradients:
         for pack in self._group.plan.packs_of(wave):
             self._pending_P[pack].append(reduction)
 
-    def _of_wave(self, wave: int | None) -> tuple[list[PackLayout], list[Tensor]]:
+    def _in_wave(self, wave: int | None) -> tuple[list[PackLayout], list[Tensor]]:
         """Returns the packs of a wave, and their gradients at home."""
         packs = self._group.plan.packs_of(wave)
         return [self._layout.packs[p] for p in packs], [self._at_home.tensors[p] for p in packs]

@@ -62,7 +62,9 @@ class BatchCut:
     """Whether a bag is averaged, by matrix and micro-batch, bool, in bag order; ``None`` = none."""
 
     @staticmethod
-    def of(strides_F: Sequence[int], sizes_K: Sequence[int | None], plan: PackPlan) -> BatchCut:
+    def from_strides(
+        strides_F: Sequence[int], sizes_K: Sequence[int | None], plan: PackPlan
+    ) -> BatchCut:
         """Splits the features of a route.
 
         Args:

@@ -60,7 +60,7 @@ class RowGroup:
         ]
 
     @staticmethod
-    def of_several(groups: Sequence[RowGroup]) -> RowGroup:
+    def merged(groups: Sequence[RowGroup]) -> RowGroup:
         """Merges the groups of several modules into one exchange, over the same storages.
 
         Args:
@@ -144,7 +144,7 @@ class RowGroup:
         # the features of the first route of all modules first.
         split = [f.split(sizes) for f, sizes in zip(features_of, self._features_by_module)]
         return KeyedJaggedTensor.concat(
-            [part for of_route in zip(*split) for part in of_route if part.keys()]
+            [part for same_route in zip(*split) for part in same_route if part.keys()]
         )
 
     def was_written(self) -> bool:

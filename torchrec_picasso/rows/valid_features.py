@@ -34,7 +34,7 @@ class RepairedFeatures(KeyedJaggedTensor):
     """Whether the input's lengths are malformed; 0-d bool on the device, or known on the host."""
 
     @staticmethod
-    def of(given: KeyedJaggedTensor) -> RepairedFeatures:
+    def repair(given: KeyedJaggedTensor) -> RepairedFeatures:
         """Repairs lengths; valid lengths are not changed. No host sync.
 
         Each bag keeps its length as long as there are values; the last bag gets the remaining
@@ -90,7 +90,7 @@ def valid_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         return features
     if features.values().device.type == "cpu" and length_error(features) is None:
         return features
-    return RepairedFeatures.of(features)
+    return RepairedFeatures.repair(features)
 
 
 def are_bad(sound: Iterable[KeyedJaggedTensor]) -> Tensor | bool:

@@ -87,12 +87,12 @@ def _share_packs(op: Op, other: Op) -> bool:
     return op.wave is None or other.wave is None or op.wave == other.wave
 
 
-def _of_batch(op: Op, other: Op) -> bool:
+def _same_batch(op: Op, other: Op) -> bool:
     """Whether another operation concerns the same batch and a common pack."""
     return op.batch == other.batch and _share_packs(op, other)
 
 
-def _of_part(op: Op, other: Op) -> bool:
+def _same_micro_batch(op: Op, other: Op) -> bool:
     """Whether another operation concerns the same micro-batch."""
     return op.batch == other.batch and op.index == other.index
 
@@ -107,7 +107,7 @@ def _later(op: Op, other: Op) -> bool:
     return op.batch == other.batch and (other.index or 0) > (op.index or 0)
 
 
-def _of_batch_before(op: Op, other: Op) -> bool:
+def _earlier_batch(op: Op, other: Op) -> bool:
     """Whether another operation concerns an earlier in-flight batch and a common pack.
 
     The first batch of a schedule has no such operation: its predecessor ended before the schedule.
@@ -117,11 +117,11 @@ def _of_batch_before(op: Op, other: Op) -> bool:
 
 def _all(*kinds: str) -> tuple[Need, ...]:
     """Returns needs for operations of some kinds on the same batch."""
-    return tuple(Need(kind, _of_batch) for kind in kinds)
+    return tuple(Need(kind, _same_batch) for kind in kinds)
 
 
 # Dirty rows and replicas may be read only after the update of the batch before.
-_ROWS = (*_all("lay_out"), Need("update", _of_batch_before))
+_ROWS = (*_all("lay_out"), Need("update", _earlier_batch))
 
 KINDS: Mapping[str, Kind] = {
     "request": Kind(sends=True, on_id_stream=True),
@@ -136,7 +136,7 @@ KINDS: Mapping[str, Kind] = {
     # gradients of chunk k are complete after backward k.
     "forward": Kind(needs=(Need("forward", _before),)),
     "backward": Kind(sends=True, needs=(*_all("forward"), Need("backward", _later))),
-    "send_gradients": Kind(sends=True, needs=(Need("backward", _of_part, required=True),)),
+    "send_gradients": Kind(sends=True, needs=(Need("backward", _same_micro_batch, required=True),)),
     "reduce_hot": Kind(sends=True, needs=_all("backward")),
     "update": Kind(needs=_all("send_gradients", "reduce_hot")),
     # DDP reduces dense gradients in backward; the optimizer of dense layers runs last.

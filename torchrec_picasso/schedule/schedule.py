@@ -135,7 +135,7 @@ def training_schedule(
     ahead = _look_ahead(following)
     # With lookahead the layout must come before fetch_clean; otherwise it can wait.
     laid_out_late = [] if following.lookahead else [ahead.pop(0)]
-    ops = [*ahead, *_of_chunks("forward", THIS, this)]
+    ops = [*ahead, *_for_chunks("forward", THIS, this)]
     ops.append(Op("send_ids", AFTER))
     # Chunk k's gradients are sent while backward of the micro-batches below k computes.
     for index in reversed(range(1, this.num_micro_batches)):
@@ -148,7 +148,7 @@ def training_schedule(
         # Wave w's dirty rows are fetched while wave w + 1 waits for its gradients.
         ops += [Op("update", THIS, wave=wave), Op("fetch_dirty", NEXT, 0, wave)]
     # Later chunks arrive during forward of the first micro-batches of the next step.
-    ops += _of_chunks("fetch_dirty", NEXT, following, first=1)
+    ops += _for_chunks("fetch_dirty", NEXT, following, first=1)
     ops += [Op("read_hot", NEXT), Op("dense_step")]
     return _checked(ops)
 
@@ -173,7 +173,7 @@ def evaluation_schedule(
     ops = _look_ahead(following)
     ops += _fetch_dirty(NEXT, following, num_waves)
     ops.append(Op("read_hot", NEXT))
-    ops += _of_chunks("forward", THIS, this)
+    ops += _for_chunks("forward", THIS, this)
     return _checked([*ops, Op("send_ids", AFTER), *_ids_arrive(AFTER, after or following)])
 
 
@@ -199,7 +199,7 @@ def second_batch_schedule(following: Setting) -> Schedule:
     return _checked([Op("request", NEXT), Op("send_ids", NEXT), *_ids_arrive(NEXT, following)])
 
 
-def _of_chunks(kind: str, batch: int, setting: Setting, first: int = 0) -> list[Op]:
+def _for_chunks(kind: str, batch: int, setting: Setting, first: int = 0) -> list[Op]:
     return [Op(kind, batch, index) for index in range(first, setting.num_micro_batches)]
 
 
@@ -210,7 +210,7 @@ def _waves(num_waves: int) -> Sequence[int | None]:
 
 def _fetch_dirty(batch: int, setting: Setting, num_waves: int) -> list[Op]:
     first = [Op("fetch_dirty", batch, 0, wave) for wave in _waves(num_waves)]
-    return [*first, *_of_chunks("fetch_dirty", batch, setting, first=1)]
+    return [*first, *_for_chunks("fetch_dirty", batch, setting, first=1)]
 
 
 def _look_ahead(following: Setting) -> list[Op]:

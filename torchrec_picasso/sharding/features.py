@@ -25,7 +25,7 @@ class LaidOutFeatures(KeyedJaggedTensor):
     """
 
     @staticmethod
-    def of(features: KeyedJaggedTensor, layout: RowLayout) -> LaidOutFeatures:
+    def attach(features: KeyedJaggedTensor, layout: RowLayout) -> LaidOutFeatures:
         """Wraps ``features`` without a copy of their data.
 
         Args:

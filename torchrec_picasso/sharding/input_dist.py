@@ -77,4 +77,4 @@ class _Ids(Awaitable[KeyedJaggedTensor]):
     def _wait_impl(self) -> KeyedJaggedTensor:
         with torch.no_grad():
             self._request.receive_ids()
-            return LaidOutFeatures.of(self._features, self._request.lay_out())
+            return LaidOutFeatures.attach(self._features, self._request.lay_out())

@@ -50,8 +50,8 @@ class Packs:
         self.ranks, self.device = ranks, device
         homes_P = [
             homes
-            for _, of_route in groupby(tables, lambda table: table.route)
-            for homes in HotHomes.of_packs(list(of_route), ranks.rank, device)
+            for _, same_route in groupby(tables, lambda table: table.route)
+            for homes in HotHomes.for_packs(list(same_route), ranks.rank, device)
         ]
         storages = [
             RowStorage(config, homes, ranks, device) for config, homes in zip(configs, homes_P)

@@ -73,7 +73,7 @@ class HotHomes:
         return self.slots_by_home_H.numel()
 
     @staticmethod
-    def of_packs(
+    def for_packs(
         tables: Sequence[PackedTable], rank: int, device: torch.device
     ) -> Sequence[HotHomes]:
         """Finds the home ranks of every pack's hot rows, as seen from ``rank``.
@@ -100,7 +100,7 @@ class HotHomes:
             )
         return homes
 
-    def of_slots(self, is_wanted_H: Tensor) -> HotHomes:
+    def for_slots(self, is_wanted_H: Tensor) -> HotHomes:
         """Returns the subset of some slots.
 
         Args:

@@ -213,7 +213,7 @@ class RowStorage(nn.Module):
             old_slot_H: Slot in the old set of each row of the new set, -1 for a row that enters,
                 int64, shape ``(H_p,)``.
         """
-        entering = hot_homes.of_slots(old_slot_H < 0)
+        entering = hot_homes.for_slots(old_slot_H < 0)
         stays = old_slot_H >= 0
         with self._writing():
             for rows in self._tables.per_row():

@@ -50,7 +50,7 @@ class HomesAndReplicas:
     """Entries of the replicas by hot slot of the pack, shape ``(num_hot_rows, ...)``."""
 
     @staticmethod
-    def of_tables(tables: list[Tensor], layout: MemoryLayout) -> HomesAndReplicas:
+    def from_tables(tables: list[Tensor], layout: MemoryLayout) -> HomesAndReplicas:
         """Returns the views of home rows and replicas in the TBE's tensors.
 
         Args:
@@ -105,7 +105,7 @@ class RowTables(nn.Module):
             table_names=[name, f"{name}, replicas"][: len(layout.tables)],
             **arguments,
         )
-        self.weights = HomesAndReplicas.of_tables(self.tbe.split_embedding_weights(), layout)
+        self.weights = HomesAndReplicas.from_tables(self.tbe.split_embedding_weights(), layout)
         # get_optimizer_state returns one dict per table, and an empty list for plain SGD.
         states_by_table: list[dict[str, Tensor]] = self.tbe.get_optimizer_state()
         if keeps_state_here:
@@ -122,7 +122,7 @@ class RowTables(nn.Module):
             # A state with as many entries as rows in every table is per row; other states are
             # shared.
             if [len(state) for state in states if state.dim()] == num_rows:
-                self.row_states[key] = HomesAndReplicas.of_tables(states, layout)
+                self.row_states[key] = HomesAndReplicas.from_tables(states, layout)
             else:
                 self.shared_states[key] = states[0]
         self._counting = torch.empty(0, dtype=torch.int64, device=device)

@@ -169,12 +169,12 @@ class CutCheck:
                     # for the samples of micro-batch k
                     parts = [given[name].part(cut.sizes, p) for p in range(len(cut.sizes))]
                     module.forward.give(cut.joined(parts, k))
-                with self._taken.postprocs.of_part(context, cut, k):
+                with self._taken.postprocs.for_part(context, cut, k):
                     losses, output = self._forward(model, cut.joined(pieces, k))
                 losses_K[k] = program.losses.checked(losses)
                 outputs.append(output)
                 _refuse_views(output, model)
-            parts_K = [program.losses.of_part(losses_K, k, cut.sizes_K) for k in losses_K]
+            parts_K = [program.losses.part(losses_K, k, cut.sizes_K) for k in losses_K]
             self._refuse_shared(parts_K)
             for loss in reversed(parts_K):
                 loss.backward()
@@ -186,10 +186,10 @@ class CutCheck:
             for name, parameter in dense_parameters(model):
                 grads[name] = [parameter.grad]
             return _Run(
-                loss=program.losses.of_batch(losses_K, cut.sizes_K),
+                loss=program.losses.batch(losses_K, cut.sizes_K),
                 output=self._options.join(outputs, cut.sizes_K) if cut.is_in_order else None,
                 grads=grads,
-                state=ModelState.of(model),
+                state=ModelState.read(model),
             )
 
     def _refuse_shared(self, losses: Sequence[Tensor]) -> None:

@@ -275,7 +275,7 @@ class InFlight:
             for op in schedule:
                 if op.batch < len(self._inflights) and op not in self._led:
                     self._op = op
-                    in_postprocs = self._taken.postprocs.of_op(op, self._inflights[op.batch])
+                    in_postprocs = self._taken.postprocs.for_op(op, self._inflights[op.batch])
                     with named_range(OP_RANGE, op), in_postprocs:
                         self._operations.run(op, self._inflights)
                     if self._inflights[-1].is_end:  # other operations of the batch are left out

@@ -229,4 +229,4 @@ class InFlightBatch:
         for name, module in plain.items():
             if name not in self.full_outputs:
                 module.forward.set_context(self.context)
-                self.full_outputs[name] = self._whole(module.forward.of_whole_batch(), name)
+                self.full_outputs[name] = self._whole(module.forward.whole_batch(), name)

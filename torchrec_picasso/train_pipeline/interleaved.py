@@ -345,7 +345,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         found.join_splits()
         self._hot_sets.take(found.groups)
         self._in_flight.work_with(found, program, self.wait_sparse_data_dist)
-        self._taken, self._regroups = found, Regroups.of(found.inner, self._device)
+        self._taken, self._regroups = found, Regroups.find(found.inner, self._device)
         self._lifecycle.change_to(State.ATTACHED)
 
     def summary(self) -> str:

@@ -23,7 +23,7 @@ class InterleavedForward(PipelinedForward):
     _parts: Sequence[InterleavedForward] = ()
     _join: Callable[[Sequence[LazyAwaitable[Any]]], LazyAwaitable[Any]] | None = None
 
-    def of_part(self, module: Any, name: str) -> InterleavedForward:
+    def for_part(self, module: Any, name: str) -> InterleavedForward:
         """Copies this forward for a part of the module with the same input."""
         part = copy.copy(self)
         part._module, part._name = module, name
@@ -47,7 +47,7 @@ class InterleavedForward(PipelinedForward):
         is_lazy = isinstance(output, LazyAwaitable)
         self._taken = lambda: output if is_lazy else LazyNoWait(output)
 
-    def of_whole_batch(self) -> Any:
+    def whole_batch(self) -> Any:
         """Returns the output of TorchRec's pipelined forward."""
         return super().__call__()
 

@@ -70,7 +70,7 @@ class Losses:
             "return ((numerators, denominators), output), tensors of sums over samples"
         )
 
-    def of_whole(self, losses: Any) -> Tensor:
+    def whole(self, losses: Any) -> Tensor:
         """Returns the losses of a whole batch, a vector or 0-d."""
         if self.reduction != "ratio":
             whole: Tensor = losses
@@ -79,13 +79,13 @@ class Losses:
         ratios: Tensor = numerators / denominators
         return ratios
 
-    def of_stand_in(self, losses: Any) -> Tensor:
+    def stand_in(self, losses: Any) -> Tensor:
         """Makes a 0-d loss for a batch without samples; its value has no meaning."""
         if self.reduction != "ratio":
             return torch.sum(losses, dim=0)
         return torch.stack([part.sum() for part in losses]).sum()  # a ratio would divide by 0
 
-    def of_part(self, losses_K: Mapping[int, Any], index: int, sizes_K: Sequence[int]) -> Tensor:
+    def part(self, losses_K: Mapping[int, Any], index: int, sizes_K: Sequence[int]) -> Tensor:
         """Computes the 0-d loss of one micro-batch; their gradients sum up to those of the batch.
 
         Args:
@@ -105,7 +105,7 @@ class Losses:
         terms = numerators / whole_D - denominators * (whole_N / whole_D.square())
         return torch.sum(terms, dim=0)
 
-    def of_batch(self, losses_K: Mapping[int, Any], sizes_K: Sequence[int]) -> Tensor:
+    def batch(self, losses_K: Mapping[int, Any], sizes_K: Sequence[int]) -> Tensor:
         """Computes the 0-d loss of a whole batch, without its graph.
 
         Args:
@@ -118,5 +118,5 @@ class Losses:
                     torch.stack(sums).sum(0) for sums in zip(*losses_K.values())
                 )
                 return torch.sum(numerators / denominators, dim=0)
-            parts = [self.of_part(losses_K, index, sizes_K) for index in losses_K]
+            parts = [self.part(losses_K, index, sizes_K) for index in losses_K]
             return torch.stack(parts).sum()

@@ -45,7 +45,7 @@ class ModuleGroup:
 
     def __init__(self, modules: Mapping[str, ScheduledModule], *, is_odd: bool = False) -> None:
         self.modules = dict(modules)
-        self.rows = RowGroup.of_several([module.group for module in modules.values()])
+        self.rows = RowGroup.merged([module.group for module in modules.values()])
         self._is_odd = is_odd
 
     @property
@@ -83,7 +83,7 @@ class ModuleGroup:
             return module.features_of(features)
         if not module.group.plan.takes_weights:  # sequences: weights have no use
             features = with_weights(features, None)
-        return VariableBatchFeatures.of(module.features_of(features), features)
+        return VariableBatchFeatures.pad(module.features_of(features), features)
 
     def joined_output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:
         """Computes a module's output for several micro-batches, joined along the samples.

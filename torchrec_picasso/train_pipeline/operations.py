@@ -207,15 +207,15 @@ class Operations:
         program, model = self._program, self._program.model
         is_single_run = len(inflight.run_sizes) == 1
         if is_single_run and inflight.has_data:
-            program.backward(program.losses.of_whole(inflight.losses_K[index]))
+            program.backward(program.losses.whole(inflight.losses_K[index]))
             return
         if index == 0 and not is_single_run:
             announce_last_backward(model)
         if not inflight.has_data:
-            loss = program.losses.of_stand_in(inflight.losses_K[index])
+            loss = program.losses.stand_in(inflight.losses_K[index])
             loss = loss * 0.0 if loss.requires_grad else no_gradients(model)
         else:
-            loss = program.losses.of_part(inflight.losses_K, index, inflight.sizes_K)
+            loss = program.losses.part(inflight.losses_K, index, inflight.sizes_K)
         loss.backward()
 
     def _note_trained(self, inflight: InFlightBatch) -> None:

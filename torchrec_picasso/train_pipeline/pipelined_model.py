@@ -133,7 +133,7 @@ class PipelinedModel:
         """Splits a module: its hot/cold tables are interleaved, its stock tables are not."""
         forward, stock_name = module.forward, f"{name} (stock tables)"
         hot_cold, stock = module.apart()
-        parts = [forward.of_part(hot_cold, name), forward.of_part(stock, stock_name)]
+        parts = [forward.for_part(hot_cold, name), forward.for_part(stock, stock_name)]
         forward.put_together(parts, module.join)
         self.interleaved[name], self.plain[stock_name] = hot_cold, stock
         self._why_plain[stock_name] = why_computed_once(module)
@@ -194,7 +194,7 @@ class PipelinedModel:
 
     def _inputs_of(self, batch: Any, context: TrainPipelineContext) -> Mapping[str, ModuleInput]:
         """Builds the arguments of each interleaved module's call."""
-        with self.postprocs.of_batch(context):
+        with self.postprocs.for_batch(context):
             return {
                 name: module.forward.args.build_args_kwargs(batch)
                 for name, module in self.interleaved.items()

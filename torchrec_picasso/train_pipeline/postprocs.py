@@ -36,23 +36,23 @@ class Postprocs:
     def __init__(self, modules: Sequence[PipelinedPostproc]) -> None:
         self._modules = list(modules)
 
-    def of_op(self, op: Op, inflight: InFlightBatch) -> AbstractContextManager[None]:
+    def for_op(self, op: Op, inflight: InFlightBatch) -> AbstractContextManager[None]:
         """The context of an operation of a schedule on a batch."""
         if op.kind == "request":
-            return self.of_batch(inflight.context)
+            return self.for_batch(inflight.context)
         if op.kind == "forward" and op.index in inflight.run_indices:
             run = inflight.run_indices.index(op.index)
-            return self.of_part(inflight.context, Cut.in_order(inflight.run_sizes), run)
+            return self.for_part(inflight.context, Cut.in_order(inflight.run_sizes), run)
         return nullcontext()
 
     @contextmanager
-    def of_batch(self, context: TrainPipelineContext) -> Iterator[None]:
+    def for_batch(self, context: TrainPipelineContext) -> Iterator[None]:
         """In this context, postprocs run for a batch, or return their result for it."""
         with use_context_for_postprocs(self._modules, context):
             yield
 
     @contextmanager
-    def of_part(self, context: TrainPipelineContext, cut: Cut, index: int) -> Iterator[None]:
+    def for_part(self, context: TrainPipelineContext, cut: Cut, index: int) -> Iterator[None]:
         """In this context, postprocs return one micro-batch's part of their result for the batch.
 
         Args:
@@ -64,7 +64,7 @@ class Postprocs:
             CompatError: If a result cannot be split.
         """
         if not self._modules or len(cut.sizes) == 1:
-            with self.of_batch(context):
+            with self.for_batch(context):
                 yield
             return
         part = TrainPipelineContext(index=context.index, version=context.version)
@@ -72,7 +72,7 @@ class Postprocs:
             name: cut.joined(_cut(result, cut.sizes, name), index)
             for name, result in context.postproc_fwd_results.items()
         }
-        with self.of_batch(part):
+        with self.for_batch(part):
             yield
 
 

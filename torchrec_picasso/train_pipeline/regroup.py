@@ -32,7 +32,7 @@ class Regroups:
             module.forward = partial(regroup, module)
 
     @staticmethod
-    def of(model: nn.Module, device: torch.device) -> Regroups:
+    def find(model: nn.Module, device: torch.device) -> Regroups:
         """Finds the modules of a model on the CPU; on other devices none.
 
         Args:

@@ -39,7 +39,7 @@ class VariableBatchFeatures(KeyedJaggedTensor):
     the same rows, and so does the module's output."""
 
     @staticmethod
-    def of(features: KeyedJaggedTensor, given: KeyedJaggedTensor) -> VariableBatchFeatures:
+    def pad(features: KeyedJaggedTensor, given: KeyedJaggedTensor) -> VariableBatchFeatures:
         """Converts features, with or without their own batch sizes; no copy.
 
         Args:

@@ -52,7 +52,7 @@ def _trace(rank: int, world_size: int) -> Timeline:
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             for _ in range(JOB.num_steps - 1):  # to the end of data, see Timeline
                 pipeline.progress(batches)
-    return Timeline.from_profile(profiled).of_steps(1, 2, 3, 4)
+    return Timeline.from_profile(profiled).for_steps(1, 2, 3, 4)
 
 
 @cache
@@ -110,7 +110,7 @@ def test_waits_lie_within_operations_and_end_the_exchanges() -> None:
 
 
 def test_the_frame_has_a_line_per_span() -> None:
-    timeline = _traced()[1].of_steps(2, 3)
+    timeline = _traced()[1].for_steps(2, 3)
     frame = timeline.to_frame()
     assert list(frame.columns) == COLUMNS
     assert len(frame) == len(timeline.spans)
@@ -124,7 +124,7 @@ def test_the_frame_has_a_line_per_span() -> None:
 
 def test_what_is_not_there_is_refused() -> None:
     with pytest.raises(PicassoError, match=re.escape("has steps [1, 2, 3, 4], and none of [9]")):
-        _traced()[0].of_steps(9)
+        _traced()[0].for_steps(9)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         torch.ones(1).add(1)
     with pytest.raises(PicassoError, match="holds no step of an InterleavedTrainPipeline"):
@@ -132,7 +132,7 @@ def test_what_is_not_there_is_refused() -> None:
 
 
 def test_pictures_are_written(tmp_path: Path) -> None:
-    by_rank = {f"rank {t.rank}": t.of_steps(2) for t in _traced()}
+    by_rank = {f"rank {t.rank}": t.for_steps(2) for t in _traced()}
     draw_timeline(by_rank, tmp_path / "ranks.svg")
     text = (tmp_path / "ranks.svg").read_text()
     assert len(text) > 10_000

@@ -14,14 +14,14 @@ LISTS = [[4, 9], [], [9, 9, 1], [2]]
 def make_clicks() -> Clicks:
     return Clicks(
         targets={"item": np.array([3, 1, 4, 1])},
-        histories={"item": History.of_lists([np.array(of, dtype=np.int64) for of in LISTS])},
+        histories={"item": History.from_lists([np.array(of, dtype=np.int64) for of in LISTS])},
         profiles={"user": np.array([7, 0, 7, 2])},
         clicked=np.array([1, 0, 0, 1], dtype=np.float32),
     )
 
 
 def test_lists_come_back() -> None:
-    history = History.of_lists([np.array(of, dtype=np.int64) for of in LISTS])
+    history = History.from_lists([np.array(of, dtype=np.int64) for of in LISTS])
     assert len(history) == len(LISTS)
     assert [of.tolist() for of in history] == LISTS
     assert history.lengths_n.tolist() == [2, 0, 3, 1]
@@ -30,7 +30,7 @@ def test_lists_come_back() -> None:
 
 
 def test_no_lists_have_no_ids() -> None:
-    history = History.of_lists([])
+    history = History.from_lists([])
     assert (len(history), history.largest) == (0, 0)
     assert history.joined().tolist() == []
 

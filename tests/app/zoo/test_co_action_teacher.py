@@ -18,7 +18,7 @@ NUM_IDS = 9
 def make_clicks(targets: list[int], lists: list[list[int]]) -> Clicks:
     return Clicks(
         targets={"item": np.array(targets)},
-        histories={"item": History.of_lists([np.array(of, dtype=np.int64) for of in lists])},
+        histories={"item": History.from_lists([np.array(of, dtype=np.int64) for of in lists])},
         profiles={},
         clicked=np.zeros(len(targets), dtype=np.float32),
     )

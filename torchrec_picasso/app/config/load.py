@@ -57,7 +57,7 @@ def parse_config(cls: type[ConfigT], document: Any, place: str) -> ConfigT:
         place: Name of the source, for messages.
 
     Raises:
-        ConfigError: As :func:`load_rules`.
+        ConfigError: See :func:`load_rules`.
     """
     problems: list[str] = []
     config = _build(cls, document, "", problems)

@@ -154,7 +154,7 @@ class StepProfiler:
             return None
         self._profile.stop()
         whole = Timeline.from_profile(self._profile)
-        timeline = whole.of_steps(*whole.steps[1 : 1 + self._request.num_steps])
+        timeline = whole.for_steps(*whole.steps[1 : 1 + self._request.num_steps])
         # the pipeline counts its own steps from 0, the picture those of the run from 1
         offset = self._first_step + 1
         spans = tuple(replace(span, step=span.step + offset) for span in timeline.spans)

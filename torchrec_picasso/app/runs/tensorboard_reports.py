@@ -139,11 +139,12 @@ def figures_of(reports: Sequence[StepReport], looked: Refreshed | None = None) -
     if coverages:
         figures["coverage"] = sum(coverages) / len(coverages)
     return {
-        f"pipeline/{name}": value for name, value in (figures | _of_looks(reports, looked)).items()
+        f"pipeline/{name}": value
+        for name, value in (figures | _refresh_curves(reports, looked)).items()
     }
 
 
-def _of_looks(reports: Sequence[StepReport], looked: Refreshed | None) -> dict[str, float]:
+def _refresh_curves(reports: Sequence[StepReport], looked: Refreshed | None) -> dict[str, float]:
     """Computes the points of the refresh evaluations among some steps; empty if there were none."""
     looks: list[Refreshed] = []
     for report in reports:

@@ -5,7 +5,7 @@ A timeline is read from a ``torch.profiler`` profile of steps on one rank::
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
         ...  # call pipeline.progress(batches) until StopIteration
     timeline = Timeline.from_profile(profile)
-    timeline.of_steps(*timeline.steps[1:4]).save("steps.png")
+    timeline.for_steps(*timeline.steps[1:4]).save("steps.png")
 
 Profile to the end of ``batches``: in torch 2.13 a gloo message that is started inside a profile and
 waited for after it can corrupt memory.
@@ -107,7 +107,7 @@ class Timeline:
         """Numbers of the steps, ascending."""
         return sorted({span.step for span in self.spans})
 
-    def of_steps(self, *steps: int) -> Timeline:
+    def for_steps(self, *steps: int) -> Timeline:
         """The operations of given steps, and all exchanges that overlap them.
 
         Raises:

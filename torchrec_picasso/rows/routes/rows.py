@@ -98,7 +98,7 @@ class _Request(RouteRequest):
     def __init__(self, route: RowRoute, features: RouteFeatures) -> None:
         self._route = route
         self._sizes_K = features.sizes_K
-        self.cut = cut = BatchCut.of(features.strides_F, features.sizes_K, route.plan)
+        self.cut = cut = BatchCut.from_strides(features.strides_F, features.sizes_K, route.plan)
         # Packed ids (N,) -> bag order (N,) -> unique rows (U,) -> request order (U,).
         lookups_F = _lookups_per_feature(features)
         packed_N, self.outside_ids = route.space.pack_ids(features.values_N, lookups_F)
@@ -232,7 +232,7 @@ class _Request(RouteRequest):
                 outgoing=self._outgoing_P[pack],
                 outgoing_by_fetch=orders[pack][0],
                 incoming=self._incoming_P[pack],
-                source=_AskedRows.of(self.incoming_rows_P[pack], orders[pack][1]),
+                source=_IncomingRows.build(self.incoming_rows_P[pack], orders[pack][1]),
             )
             for matrix, packs in enumerate(self._route.plan.matrices)
             for pack, start in zip(
@@ -254,7 +254,7 @@ class _Request(RouteRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AskedRows(Source):
+class _IncomingRows(Source):
     """Incoming requests for home rows in request order, each read for every requesting rank."""
 
     sends_rows = True
@@ -263,15 +263,15 @@ class _AskedRows(Source):
     """Home rows in fetch order."""
 
     @staticmethod
-    def of(rows_n: Tensor, by_fetch: FetchOrder) -> _AskedRows:
-        return _AskedRows(
+    def build(rows_n: Tensor, by_fetch: FetchOrder) -> _IncomingRows:
+        return _IncomingRows(
             home_rows_n=rows_n, by_fetch=by_fetch, rows_by_fetch_n=by_fetch.arrange(rows_n)
         )
 
     @staticmethod
-    def joined(batches: Sequence[_AskedRows]) -> _AskedRows:
+    def joined(batches: Sequence[_IncomingRows]) -> _IncomingRows:
         rows_n = torch.cat([incoming.home_rows_n for incoming in batches])
-        return _AskedRows.of(rows_n, FetchOrder([[rows_n.numel()]], None))
+        return _IncomingRows.build(rows_n, FetchOrder([[rows_n.numel()]], None))
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         return storage.gather(self.rows_by_fetch_n[self.by_fetch.rows(exchange)])

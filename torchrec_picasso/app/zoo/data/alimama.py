@@ -76,7 +76,7 @@ def _ids(column: pa.ChunkedArray) -> Ids:
 def _lists(column: pa.ChunkedArray) -> History:
     lengths = pc.list_value_length(column).fill_null(0)
     values = _ids(pc.list_flatten(column))
-    return History.of_lengths(values, np.asarray(lengths, dtype=np.int64))
+    return History.from_lengths(values, np.asarray(lengths, dtype=np.int64))
 
 
 def generate_alimama(seed: int = 0) -> Clicks:
@@ -94,7 +94,7 @@ def generate_alimama(seed: int = 0) -> Clicks:
     for target in _HISTORIES:
         rows = draw(target, _MOST_DISTINCT * _NUM_GENERATED).reshape(_NUM_GENERATED, -1)
         lists = [rng.choice(some_rows, length) for some_rows, length in zip(rows, lengths)]
-        histories[target] = History.of_lists(lists)
+        histories[target] = History.from_lists(lists)
     profiles = {column: draw(column, _NUM_GENERATED) for column in _PROFILES}
     return Clicks(
         targets={target: draw(target, _NUM_GENERATED) for target in _HISTORIES},

@@ -32,13 +32,13 @@ class History:
     ends_n: Ids
 
     @staticmethod
-    def of_lists(lists: Sequence[Ids]) -> History:
+    def from_lists(lists: Sequence[Ids]) -> History:
         """Builds a history from separate lists."""
         values = np.concatenate([np.empty(0, dtype=np.int64), *lists]).astype(np.int64)
-        return History.of_lengths(values, np.array(list(map(len, lists)), dtype=np.int64))
+        return History.from_lengths(values, np.array(list(map(len, lists)), dtype=np.int64))
 
     @staticmethod
-    def of_lengths(values: Ids, lengths_n: Ids) -> History:
+    def from_lengths(values: Ids, lengths_n: Ids) -> History:
         """Builds a history from concatenated lists ``values`` of ``lengths_n``."""
         ends_n = np.cumsum(lengths_n, dtype=np.int64)
         return History(values, ends_n - lengths_n, ends_n)
