@@ -391,7 +391,8 @@ def _refused_late(rank: int, world_size: int, job: Job) -> dict[str, tuple[list[
             reader = iter(some)
             while True:
                 try:
-                    outputs += run_to_the_end(pipeline, reader)
+                    outputs.append(pipeline.progress(reader))
+                except StopIteration:
                     break
                 except CompatError as error:
                     told.append(str(error))

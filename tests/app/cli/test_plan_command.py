@@ -174,7 +174,7 @@ def test_statistics_of_other_tables_are_refused_by_name(
     for more in ([], ["--hot-rows", "5"]):
         message = error_of(["plan", "--config", config, "--stats", file, *more], capsys)
         assert f"table {first!r} has " in message
-        assert "of another model" in message
+        assert "collect statistics for this model" in message
 
 
 @pytest.mark.parametrize(

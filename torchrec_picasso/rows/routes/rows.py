@@ -119,7 +119,7 @@ class _Request(RouteRequest):
             self.part_N = part_of_lookup(lookups_J, cut.part_by_run, packed_N.numel())
             chunk_U = first_use_chunks(self.rows, self.part_N, cut.num_parts)
         self.located = locate_rows(self.rows.ids_U, route.space, route.hot, chunk_U, cut.num_parts)
-        counts_PQ, size = self.located.counts_PQ, route.ranks.size
+        counts_PQ, size = self.located.counts_PQ, route.space.world_size
         # For rank w: P K counts, from (P K, W) transposed, and the slots, the same for all ranks.
         self.words = RouteWords(
             sent=[
