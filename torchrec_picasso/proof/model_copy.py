@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -56,10 +56,14 @@ class ModelState:
     """The state in the dense part of a model.
 
     Args:
-        modules: Python attributes as bytes, and copies of the tensors, by name of the module.
+        names: Names of the modules.
+        parts: Python attributes of each module, as bytes.
+        tensors: Copies of the tensors of each module.
     """
 
-    modules: Mapping[str, tuple[bytes, Sequence[Tensor]]]
+    names: Sequence[str]
+    parts: Sequence[bytes]
+    tensors: Sequence[Sequence[Tensor]]
 
     @staticmethod
     def of(model: nn.Module) -> ModelState:
@@ -68,8 +72,13 @@ class ModelState:
         Raises:
             Exception: The error of any attribute that cannot be pickled.
         """
-        modules = dense_modules(model)
-        return ModelState({name or "the model": _Bytes.of(module) for name, module in modules})
+        modules = dict(dense_modules(model))
+        found = [_Bytes.of(module) for module in modules.values()]
+        return ModelState(
+            [name or "the model" for name in modules],
+            [part for part, _ in found],
+            [tensors for _, tensors in found],
+        )
 
     def difference(self, other: ModelState, tolerance: Tolerance) -> str | None:
         """Names a module whose state differs from another state's; ``None`` = none does.
@@ -78,13 +87,14 @@ class ModelState:
             other: State of the same model after another run.
             tolerance: Limits of the differences of float tensors.
         """
-        for (name, (own, tensors)), (its, others) in zip(
-            self.modules.items(), other.modules.values()
+        for name, one, two, tensors, others in zip(
+            self.names, self.parts, other.parts, self.tensors, other.tensors
         ):
-            if own != its:
+            if one != two:
                 return f"the attributes of {name} differ after the forward"
-            if not all(_are_close(*pair, tolerance) for pair in zip(tensors, others)):
-                return f"a buffer or tensor of {name} differs after the forward"
+            for tensor, its in zip(tensors, others):
+                if not _are_close(tensor, its, tolerance):
+                    return f"a buffer or tensor of {name} differs after the forward"
         return None
 
 
