@@ -268,7 +268,7 @@ _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "tensor hook": (_hooked, "register_hook"),
     "saved tensors": (_saves_elsewhere, "saved for backward"),
     "collective": (_communicates, "torch.distributed"),
-    "called back": (_calls_back, "found nowhere in the model"),
+    "called back": (_calls_back, "writes CALLS"),
     "own backward": (
         lambda head, out, batch: _AddsInBackward.apply(out).mean(),
         "_AddsInBackward",
