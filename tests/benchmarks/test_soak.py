@@ -208,7 +208,7 @@ def test_figures_of_this_process() -> None:
         kept = [torch.from_numpy(np.ones(1 << 26)), torch.ones(1)]
         after = figures()
         assert open_files() - files == Counter({"null": 1})
-    assert after[0] - before[0] > 200_000  # of 512 MiB; others may have been given back
+    assert after[0] - before[0] > 300_000  # of 512 MiB; others may have been given back
     assert after[1] - before[1] > 150_000
     assert after[3] - before[3] == len(kept)
     assert after[4:] == (before[4] + 1, before[5])

@@ -34,9 +34,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_picasso.batches.split import PLAIN_TYPES, children_of, num_samples
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.proof.follow import Follower
-from torchrec_picasso.proof.guard import Guard, Kept, Snapshot
+from torchrec_picasso.proof.guard import Guard
 from torchrec_picasso.proof.hooks import why_backward_is_unknown
 from torchrec_picasso.proof.inputs import Inputs
+from torchrec_picasso.proof.snapshot import Kept, Snapshot
 from torchrec_picasso.proof.values import SAMPLES, Kind, Sizes, UnprovedError, is_symbolic
 from torchrec_picasso.proof.watch import Watch
 

@@ -188,7 +188,7 @@ class InFlightBatch:
         """Wraps a full-batch output; one run of the model needs no split of it."""
         return (UnsplitOutput if len(self.run_sizes) == 1 else FullBatchOutput)(output, name)
 
-    def whole_outputs(
+    def full_batch_outputs(
         self, groups: Sequence[ModuleGroup], plain: Mapping[str, Any]
     ) -> dict[str, FullBatchOutput]:
         """Computes each pipelined module's output for the whole batch, without its graph.
