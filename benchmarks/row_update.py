@@ -33,6 +33,7 @@ from torchrec_picasso._torchrec import EmbOptimType
 from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.storage.memory_layout import choose_memory
 from torchrec_picasso.storage.row_tables import RowTables
+from torchrec_picasso.storage.row_wise_adagrad import row_wise_adagrad
 
 _CPU = torch.device("cpu")
 _ROWS, _EXPONENT = 1_000_000, 0.9
@@ -58,7 +59,9 @@ def _tables(dim: int) -> RowTables:
         embedding_tables=[table],
         fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1},
     )
-    return RowTables(config, choose_memory(config, _CPU, 0), _CPU)
+    tables = RowTables(config, choose_memory(config, _CPU, 0), _CPU)
+    tables._row_update = row_wise_adagrad  # on any processor
+    return tables
 
 
 def _lookups(seed: int) -> Tensor:
@@ -100,7 +103,7 @@ def measure(dim: int, times: int) -> dict[str, Any]:
     bags_s = _in_turns(
         [
             lambda: torch.autograd.backward(tbe(lookups_N, offsets_S1), grads_SD),
-            lambda: tables.update_bags(lookups_N, offsets_S1, None, grads_SD),
+            lambda: tables.update(lookups_N, no_slots, grads_SD, (offsets_S1, None)),
         ],
         times,
     )

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrec_picasso.ops import order
 from torchrec_picasso.ops.order import places_of, sort_with_tags, stable_order
 
 DTYPES = (torch.int32, torch.int64)  # the second does not fit into a word with its place
@@ -45,6 +46,21 @@ def test_keys_carry_tags(dtype: torch.dtype, counts: list[int], data: st.DataObj
     keys_N, tags_N = torch.tensor(keys, dtype=dtype), torch.tensor(tags, dtype=torch.int64)
     found = sort_with_tags(keys_N, tags_N)
     assert list(zip(*(of.tolist() for of in found))) == sorted(zip(keys, tags))
+
+
+@pytest.mark.parametrize("is_intel", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_tags", [True, False])
+def test_many_keys_are_sorted_alike_on_every_processor(
+    is_intel: bool, dtype: torch.dtype, with_tags: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "is_intel", lambda: is_intel)
+    generator = torch.Generator().manual_seed(0)
+    keys_N = torch.randint(5_000, (order._LEAST_RADIX + 7,), generator=generator).to(dtype)
+    tags_N = torch.arange(len(keys_N)) // 3 if with_tags else None
+    sorted_N, found_N = sort_with_tags(keys_N, tags_N)
+    tags = range(len(keys_N)) if tags_N is None else tags_N.tolist()
+    assert list(zip(sorted_N.tolist(), found_N.tolist())) == sorted(zip(keys_N.tolist(), tags))
 
 
 @given(st.lists(st.booleans()))

@@ -17,7 +17,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from tests.storage.test_memory_layout import config_of
 from tests.support.dense_updates import OPTIMIZERS, DenseUpdate
-from torchrec_picasso.storage import row_tables
+from torchrec_picasso.storage import row_tables, row_updates
 from torchrec_picasso.storage.memory_layout import choose_memory
 from torchrec_picasso.storage.row_tables import RowTables
 from torchrec_picasso.storage.row_updates import ONLY_HERE, row_update
@@ -34,6 +34,7 @@ def _tables(
     config = config_of((ROWS,), dim=dim)
     config.data_type, config.fused_params = DataType.FP32, dict(settings)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_updates, "is_intel", lambda: True)
         if by_fbgemm:
             patch.setattr(row_tables, "row_update", lambda *_, **__: None)
         tables = RowTables(config, choose_memory(config, CPU, num_hot), CPU)
@@ -239,6 +240,19 @@ def test_a_step_count_that_is_set_is_taken_where_fbgemm_takes_it() -> None:
 def test_any_other_update_is_fbgemms(
     changed: dict[str, Any], data_type: DataType, is_on_host: bool
 ) -> None:
-    params = {**SETTINGS, **changed}
-    assert row_update(params, data_type=data_type, is_on_host=is_on_host) is None
-    assert row_update(SETTINGS, data_type=DataType.FP32, is_on_host=True) is row_wise_adagrad
+    where = {"data_type": data_type, "is_on_host": is_on_host, "has_replicas": True}
+    assert row_update({**SETTINGS, **changed}, **where) is None
+    where = {"data_type": DataType.FP32, "is_on_host": True, "has_replicas": True}
+    assert row_update(SETTINGS, **where) is row_wise_adagrad
+
+
+@pytest.mark.parametrize(("is_intel", "expected"), [(True, row_wise_adagrad), (False, None)])
+def test_the_processor_decides_where_no_row_has_replicas(
+    is_intel: bool, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_updates, "is_intel", lambda: is_intel)
+    where = {"data_type": DataType.FP32, "is_on_host": True}
+    assert row_update(SETTINGS, has_replicas=False, **where) is expected
+    assert row_update(SETTINGS, has_replicas=True, **where) is row_wise_adagrad
+    adam = {"optimizer": EmbOptimType.ADAM}
+    assert row_update(adam, has_replicas=False, **where) is ONLY_HERE[EmbOptimType.ADAM]

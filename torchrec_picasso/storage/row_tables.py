@@ -89,6 +89,7 @@ class RowTables(nn.Module):
             arguments,
             data_type=config.data_type,
             is_on_host=layout.homes == EmbeddingLocation.HOST,
+            has_replicas=layout.num_hot_rows > 0,
         )
         optimizer = arguments.get("optimizer", EmbOptimType.EXACT_SGD)
         keeps_state_here = self._row_update is not None and optimizer in ONLY_HERE

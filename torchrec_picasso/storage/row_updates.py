@@ -1,9 +1,9 @@
 """Optimizers that update rows in host memory with torch operators, and their state.
 
-FBGEMM has CPU kernels for SGD, Adagrad and row-wise Adagrad. Row-wise Adagrad is faster here; Adam,
-LAMB and their partial row-wise kinds exist on the CPU only here. The TBE of such a pack is created
-for SGD, which keeps no state; the state is stored beside the TBE, with the names, shapes and types
-of FBGEMM's state on a GPU.
+FBGEMM has CPU kernels for SGD, Adagrad and row-wise Adagrad. Row-wise Adagrad is faster here on
+Intel's processors only. Adam, LAMB and their partial row-wise kinds exist on the CPU only here. The
+TBE of such a pack is created for SGD, which keeps no state; the state is stored beside the TBE,
+with the names, shapes and types of FBGEMM's state on a GPU.
 
 A separate call updates the replicas. The shapes of that call are equal on all ranks, so the
 operators sum in the same order on all ranks and replicas stay bitwise identical.
@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_picasso._torchrec import EmbOptimType
+from torchrec_picasso.ops.processor import is_intel
 from torchrec_picasso.storage.adam import adam, lamb
 from torchrec_picasso.storage.row_wise_adagrad import row_wise_adagrad
 from torchrec_picasso.storage.update_step import RowUpdate
@@ -51,7 +52,7 @@ _PLAIN_ADAGRAD = {
 
 
 def row_update(
-    fused_params: Mapping[str, Any], *, data_type: DataType, is_on_host: bool
+    fused_params: Mapping[str, Any], *, data_type: DataType, is_on_host: bool, has_replicas: bool
 ) -> RowUpdate | None:
     """Returns the update of a pack with torch operators.
 
@@ -59,10 +60,11 @@ def row_update(
         fused_params: TBE arguments, FBGEMM types.
         data_type: Type of the weights.
         is_on_host: Whether the rows are in host memory.
+        has_replicas: Whether the pack has hot rows.
 
     Returns:
-        The update, or ``None`` if FBGEMM updates: another optimizer, memory or type, or an argument
-        that modifies the update.
+        The update, or ``None`` if FBGEMM updates: another optimizer, memory or type, an argument
+        that modifies the update, or a processor on which FBGEMM's kernel is faster.
     """
     optimizer = fused_params.get("optimizer")
     if not is_on_host or data_type != DataType.FP32:
@@ -71,7 +73,8 @@ def row_update(
         return ONLY_HERE.get(optimizer) if optimizer is not None else None
     if any(fused_params.get(name, plain) != plain for name, plain in _PLAIN_ADAGRAD.items()):
         return None
-    return row_wise_adagrad
+    # Replicas are updated on all ranks: by the same operators, whatever processor a rank has.
+    return row_wise_adagrad if has_replicas or is_intel() else None
 
 
 def new_states(

@@ -1,9 +1,9 @@
 """Row-wise Adagrad for rows in host memory, with torch operators.
 
-FBGEMM's CPU kernel takes 0.7 to 1.1 us per distinct row, for 8 as well as 64 columns, because its
-generated code mixes SSE with AVX instructions. A sort, a segmented sum and a few operators over all
-rows take a quarter to a half of that, also in float32; only the order of the sums of squares
-differs.
+On Intel's processors FBGEMM's CPU kernel takes 0.7 to 1.1 us per distinct row, for 8 as well as 64
+columns, because its generated code mixes SSE with AVX instructions. A sort, a segmented sum and a
+few operators over all rows take a quarter to a half of that, also in float32; only the order of the
+sums of squares differs. ``row_updates.py`` chooses.
 
 Source: Duchi et al., Adaptive Subgradient Methods (JMLR 2011), with one accumulator per row, as in
 FBGEMM's ``EXACT_ROWWISE_ADAGRAD``.
