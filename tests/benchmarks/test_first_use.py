@@ -212,11 +212,6 @@ def test_the_command_counts_what_is_there(
     assert all(f"left out: {why}" in printed for why in left_out)
 
 
-def test_an_output_that_cannot_be_written_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--streams", "zipf", "-o", "/no/such/folder/out.json"]) == 2
-    assert "out" in capsys.readouterr().err
-
-
 @pytest.mark.data
 def test_criteo_sends_half_as_much_again_by_micro_batches(criteo_path: Path) -> None:
     samples = read_stream("criteo", criteo_path.parent)

@@ -22,8 +22,6 @@ from torchrec_picasso.app.zoo.model_kinds import needs_clicks
 from torchrec_picasso.app.zoo.registry import check_run
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["demo_spec", "run", "run_at_rate", "shaped_loopback"]
-
 _STEPS, _BUDGET_S = 30, 40.0  # fewer steps where the machine is slow; as many as asked for else
 _MIN_STEPS = 10  # warm-up, counted steps and one timed block
 _GENERATED_ROW_SCALE = 0.02  # 10 million rows become 200,000
