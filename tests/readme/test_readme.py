@@ -3,8 +3,10 @@
 Shell commands run literally, one after the other, in a folder of their own that holds what they
 name: the repository's configuration with few steps, and files of samples. Changed are only:
 
-- the program: this package in this process for ``torchrec-picasso``, and this Python in place
-  of ``torchrun`` and ``.venv/bin/python``; ``torchrun`` also looks for a free port;
+- the program: this package in this process for ``torchrec-picasso`` and for its ``torchrun``, which
+  ``tests/app/cli/test_cli.py`` starts, and this Python in place of other ``torchrun`` and
+  ``.venv/bin/python``; ``torchrun`` also looks for a free port;
+- ``--rate-mbit``: on loopback, without the process that a network namespace takes;
 - ``make TARGET``: the target is looked for in the Makefile, not run;
 - ``pip``, ``git``, ``export`` and ``cd``: not run, since they would change the machine;
 - commands of :data:`SHORT`: they get arguments that make them short;
@@ -38,6 +40,7 @@ import pytest
 import yaml
 
 from tests.readme.blocks import Block, blocks_of, commands_of
+from torchrec_picasso.app.cli import demo
 from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
@@ -160,6 +163,7 @@ def _run(argv: list[str], folder: Path) -> str:
     if argv[:3] == [sys.executable, "-m", "torchrec_picasso"]:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
+            patch.setattr(demo, "run_at_rate", lambda args: None)
             try:
                 code: object = main(argv[3:])
             except SystemExit as end:  # of the parser: asked for help, or refused
@@ -188,6 +192,10 @@ def _help_of(module: str) -> str:
 def _as_python(words: list[str]) -> list[str]:
     """The command of this Python that a command line means."""
     program, *arguments = words
+    if program == "torchrun" and "torchrec_picasso" in arguments:
+        place = arguments.index("torchrec_picasso")
+        assert arguments[:place] == ["--nproc-per-node", "2", "-m"]
+        return [sys.executable, "-m", *arguments[place:]]
     if program == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
     if Path(program).name == "torchrec-picasso":

@@ -29,6 +29,7 @@ _BATCH_SIZE, _DIM = 4096, 64
 _CLICKS_BATCH_SIZE, _CLICKS_DIM, _MAX_HISTORY = 512, 16, 20
 """Smaller, since models of histories have attention or a recurrent layer over every click."""
 _TIMEOUT_S = 3600
+_PROGRAM = ("-m", "torchrec_picasso")
 _MIN_BURST_BYTES = 128 << 10  # a packet of the loopback has up to 64 KiB
 
 
@@ -114,7 +115,7 @@ def run_at_rate(args: argparse.Namespace) -> int | None:
     print(f"loopback held to {args.rate_mbit:g} Mbit/s for each rank", flush=True)
     given = vars(args).items() - {("command", "demo"), ("rate_mbit", args.rate_mbit)}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None]
-    again = (f'{shape} && exec "$@"', "sh", sys.executable, "-m", "torchrec_picasso", "demo")
+    again = (f'{shape} && exec "$@"', "sh", sys.executable, *_PROGRAM, "demo")
     return subprocess.run((*command, *again, *flags), check=False).returncode
 
 
