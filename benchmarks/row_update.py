@@ -98,7 +98,7 @@ def measure(dim: int, times: int) -> dict[str, Any]:
     bags_s = _in_turns(
         [
             lambda: torch.autograd.backward(tbe(lookups_N, offsets_S1), grads_SD),
-            lambda: tables.update_bags(lookups_N, offsets_S1, None, grads_SD),
+            lambda: tables.update(lookups_N, no_slots, grads_SD, (offsets_S1, None)),
         ],
         times,
     )
