@@ -2,9 +2,9 @@
 
 Compares stock table-wise sharding with hot/cold sharding (row-wise Adagrad) on 2 ranks of one
 machine, both in one run and in alternating blocks, and counts collectives for 26 and for 200
-tables. Run from the repository root:
+tables:
 
-    python benchmarks/criteo_exactness.py --out exactness.json
+    python -m benchmarks.criteo_exactness --out exactness.json
 
 What is read off: losses to 1e-4 relative over the first 15 steps, bytes per rank and step at most
 1/3.5 of stock's, collectives per step equal for 26 and 200 tables, CPU seconds per step at most
@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.cli.report import Comparison, print_comparison
 from torchrec_picasso.app.config import (
     DataConfig,
@@ -29,83 +29,57 @@ from torchrec_picasso.app.config import (
     ShardingConfig,
     TrainConfig,
 )
-from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.compare import CompareSpec, compare_on_rank
 from torchrec_picasso.errors import PicassoError
 
 DEFAULT_DATA = Path("..") / "shared" / "data" / "criteo_tb_80k.parquet"
-LOSS_STEPS = 15
-TOWERS = {"thin": ((64,), (64,)), "wide": ((512, 256), (512, 512, 256))}
+RANKS, STEPS, LOSS_STEPS, HOT_ROWS = 2, 35, 15, 5000
 TIMEOUT_S = 3600
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="Criteo file")
-    parser.add_argument("--out", type=Path, default=Path("criteo_exactness.json"))
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=4096, help="samples per rank and step")
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--hot-rows", type=int, default=5000)
-    parser.add_argument("--max-rows", type=int, default=1_000_000, help="cap on a table's rows")
-    parser.add_argument("--towers", choices=tuple(TOWERS), default="thin")
-    parser.add_argument("--steps", type=int, default=35, help="5 untimed, the rest in blocks of 5")
-    parser.add_argument(
-        "--skip-tables", action="store_true", help="leave out 26 against 200 tables"
-    )
-    return parser.parse_args()
-
-
-def exactness_spec(args: argparse.Namespace) -> CompareSpec:
-    dense_layers, over_layers = TOWERS[args.towers]
+def spec(steps: int, data: DataConfig, dim: int, layer: int, hot_rows: int) -> CompareSpec:
+    """Stock table-wise beside hot/cold tables under thin towers."""
+    model = ModelConfig(embedding_dim=dim, dense_layers=(layer,), over_layers=(layer,))
     return CompareSpec(
         config=TrainConfig(
-            steps=args.steps,
-            ranks=args.ranks,
-            data=DataConfig(
-                path=str(args.data),
-                batch_size=args.batch_size,
-                cardinalities="criteo_terabyte_10m",
-                max_rows=args.max_rows,
-                heldout_steps=1,
-            ),
-            model=ModelConfig(
-                embedding_dim=args.dim, dense_layers=dense_layers, over_layers=over_layers
-            ),
-            sharding=ShardingConfig(hot_rows=args.hot_rows),
+            steps=steps,
+            ranks=RANKS,
+            data=data,
+            model=model,
+            sharding=ShardingConfig(hot_rows=hot_rows),
             pipeline=PipelineConfig(kind="sparse_dist"),
         ),
         stock=("table_wise",),
     )
 
 
-def tables_spec(num_tables: int, ranks: int) -> CompareSpec:
-    return CompareSpec(
-        config=TrainConfig(
-            steps=5,
-            ranks=ranks,
-            data=DataConfig(
-                batch_size=256, row_scale=0.001, num_tables=num_tables, heldout_steps=1
-            ),
-            model=ModelConfig(embedding_dim=16, dense_layers=(16,), over_layers=(16,)),
-            sharding=ShardingConfig(hot_rows=500),
-            pipeline=PipelineConfig(kind="sparse_dist"),
-        ),
-        stock=("table_wise",),
+def exactness_spec(path: Path) -> CompareSpec:
+    data = DataConfig(
+        path=str(path),
+        batch_size=4096,
+        cardinalities="criteo_terabyte_10m",
+        max_rows=1_000_000,
+        heldout_steps=1,
     )
+    return spec(STEPS, data, dim=128, layer=64, hot_rows=HOT_ROWS)
+
+
+def tables_spec(num_tables: int) -> CompareSpec:
+    data = DataConfig(batch_size=256, row_scale=0.001, num_tables=num_tables, heldout_steps=1)
+    return spec(5, data, dim=16, layer=16, hot_rows=500)
 
 
 def compare(spec: CompareSpec) -> Comparison:
-    results = run_ranks(compare_on_rank, spec.config.ranks, spec, timeout_s=TIMEOUT_S)
+    results = run_ranks(compare_on_rank, RANKS, spec, timeout_s=TIMEOUT_S)
     return Comparison(spec=spec, **results[0])
 
 
-def collectives_by_tables(ranks: int) -> dict[str, dict[str, float]]:
+def collectives_by_tables() -> dict[str, dict[str, float]]:
     counts = {}
     for num_tables in (26, 200):
-        sides = compare(tables_spec(num_tables, ranks))
+        sides = compare(tables_spec(num_tables))
         counts[str(num_tables)] = {
             "stock": sides.stock.collectives_per_step,
             "ours": sides.ours.collectives_per_step,
@@ -131,14 +105,17 @@ def summary(comparison: Comparison) -> dict[str, Any]:
 
 
 def main() -> int:
-    args = parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="Criteo file")
+    parser.add_argument("--out", type=Path, default=Path("criteo_exactness.json"))
+    args = parser.parse_args()
     if not args.data.is_file():
         print(f"{args.data}: no such file; give a Criteo file with --data. Nothing was measured.")
         return 2
     quiet_upstream()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        comparison = compare(exactness_spec(args))
+        comparison = compare(exactness_spec(args.data))
     except PicassoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -147,16 +124,13 @@ def main() -> int:
     for name, value in facts.items():
         print(f"  {name}: {value}")
     document = {
-        "environment": describe_environment(),
         "config": dataclasses.asdict(comparison.spec),
         "summary": facts,
-        "collectives_per_step_by_tables": {}
-        if args.skip_tables
-        else collectives_by_tables(args.ranks),
+        "collectives_per_step_by_tables": collectives_by_tables(),
         "stock": dataclasses.asdict(comparison.stock),
         "ours": dataclasses.asdict(comparison.ours),
     }
-    args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result(document, args.out)
     print(f"wrote {args.out}")
     return 0
 

@@ -25,11 +25,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster import run_on_hosts, usable_rate
-from benchmarks.pipelines.report import write_json
-from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.exchange.all_to_all import start_all_to_all
-
-__all__ = ["Question", "Turns", "main", "measure"]
 
 _SORTED, _TURNS, _ROUNDS = 120_000, 20, 4
 _TIMEOUT_S = 900.0
@@ -40,7 +37,7 @@ class Question:
     """What is asked.
 
     Args:
-        rate_mbit: Rate of each host's link, Mbit/s; ``None`` = as fast as the machine.
+        rate_mbit: Rate of each host's link, Mbit/s; ``None`` = loopback.
         nice: Of gloo's thread; the thread that sorts has 0.
         floats: Sent to the other host, per exchange.
     """
@@ -72,11 +69,7 @@ class Turns:
 
 
 def measure(question: Question) -> list[Turns]:
-    """Measures on two hosts.
-
-    Args:
-        question: What.
-    """
+    """Measures on two hosts."""
     by_rank = run_on_hosts(_on_rank, 2, question.rate_mbit, question, timeout_s=_TIMEOUT_S)
     return [max(of, key=lambda turns: turns.both_ms) for of in zip(*by_rank)]
 
@@ -140,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prints a line per setting."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     usual = Question()
-    parser.add_argument("--rate-mbit", type=float, default=usual.rate_mbit, help="0 = unshaped")
+    parser.add_argument("--rate-mbit", type=float, default=usual.rate_mbit, help="0 = loopback")
     parser.add_argument("--nice", type=int, nargs="+", default=usual.nice, metavar="N")
     parser.add_argument("--floats", type=int, nargs="+", default=usual.floats, metavar="N")
     parser.add_argument("-o", "--out", metavar="FILE", help="write JSON")
@@ -158,12 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{of.beside_ms:10.2f} {of.exchange_ms:15.2f}"
         )
     if args.out:
-        document = {
-            "environment": describe_environment(),
-            "question": asdict(question),
-            "found": list(map(asdict, found)),
-        }
-        write_json(document, args.out)
+        write_result({"question": asdict(question), "found": list(map(asdict, found))}, args.out)
 
 
 if __name__ == "__main__":

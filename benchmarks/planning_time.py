@@ -12,12 +12,10 @@ and does not count.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -31,7 +29,7 @@ from torchrec.distributed.planner.proposers import GreedyProposer, UniformPropos
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
-from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
 
 _DIMS = (8, 16, 32, 64)
@@ -103,12 +101,7 @@ class Workload:
 
 
 def plan_stock(workload: Workload, model: nn.Module | None = None) -> ShardingPlan:
-    """Plans with TorchRec's planner and sharder, and the proposers that ours stands for on CPU.
-
-    Args:
-        workload: The model.
-        model: The same, where it is made already.
-    """
+    """Plans with TorchRec's planner and sharder, and the proposers that ours stands for on CPU."""
     planner = EmbeddingShardingPlanner(
         topology=workload.topology(),
         batch_size=_BATCH,
@@ -125,14 +118,7 @@ def plan_ours(
     model: nn.Module | None = None,
     **arguments: Any,
 ) -> ShardingPlan:
-    """Plans with :func:`hot_cold_planner`.
-
-    Args:
-        workload: The model.
-        stats: Its statistics, or ``None``.
-        model: The same, where it is made already.
-        arguments: Further arguments of the planner.
-    """
+    """Plans with :func:`hot_cold_planner`."""
     planner = hot_cold_planner(
         workload.topology(), stats, batch_size=_BATCH, debug=False, **arguments
     )
@@ -188,8 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flush=True,
         )
     if args.json:
-        document = {"environment": describe_environment(), "planning": found}
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_result({"planning": found}, args.json)
     return 0
 
 

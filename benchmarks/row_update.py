@@ -11,11 +11,9 @@ lie scattered over the table. CPU time of the process, variants in turns, median
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -30,7 +28,7 @@ from torchrec.distributed.embedding_types import (
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from torchrec_picasso._torchrec import EmbOptimType
-from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.storage.memory_layout import choose_memory
 from torchrec_picasso.storage.row_tables import RowTables
 from torchrec_picasso.storage.row_wise_adagrad import row_wise_adagrad
@@ -138,8 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flush=True,
         )
     if args.json:
-        document = {"environment": describe_environment(), "row_update": found}
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_result({"row_update": found}, args.json)
     return 0
 
 

@@ -20,8 +20,6 @@ import torch
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates
 
-__all__ = ["CURVES", "NOISES", "Curve", "Found", "PaperClock", "settle", "simulate"]
-
 NOISES = (0.03, 0.05, 0.10)
 """Of a step's time, as a share of it."""
 HINTS = ("best", "best", "beside", "none")
@@ -114,11 +112,6 @@ def settle(
 ) -> int:
     """Trains on paper until a choice is made, three batches in flight.
 
-    Args:
-        choice: Gives the settings.
-        step_s: Seconds of the next step, by its setting.
-        clock: Counts how often times were read.
-
     Returns:
         Steps.
     """
@@ -148,15 +141,7 @@ class Found:
 
 
 def simulate(curve: Curve, noise: float, hint: str, times: int, seed: int = 0) -> Found:
-    """Trials of one curve.
-
-    Args:
-        curve: Step times.
-        noise: Of a step, as a share of it.
-        hint: Micro-batches that the plan says: the ``"best"``, ``"beside"`` it, or ``"none"``.
-        times: Trials.
-        seed: Of the noise.
-    """
+    """Trials of one curve."""
     draw = np.random.default_rng(seed)
     times_ms, pieces = curve.times_ms(), sorted(curve.ms)
     allowed = [s for s in candidates(None, None) if s.num_micro_batches in curve.ms]

@@ -10,19 +10,17 @@ the link counted over what was handed in: headers, mostly. Dropped packets found
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.emulated import EmulatedCluster
 from benchmarks.cluster.link_speed import TRANSFERS, TransferTime, link_bytes, time_transfer
 from benchmarks.cluster.namespaces import ClusterError
-from torchrec_picasso.app.launch.environment import describe_environment
+from benchmarks.command import at_least
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 _TIMEOUT_S = 600.0
@@ -68,18 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.out is not None:
-        _write(options, found)
+        question = {name: of for name, of in vars(options).items() if name != "out"}
+        write_result({"question": question, "transfers": list(map(asdict, found))}, options.out)
     return 0
-
-
-def _write(options: argparse.Namespace, found: Sequence[LinkUse]) -> None:
-    question: dict[str, Any] = {k: v for k, v in vars(options).items() if k != "out"}
-    document = {
-        "environment": describe_environment(),
-        "question": question,
-        "transfers": list(map(asdict, found)),
-    }
-    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def _measure(cluster: EmulatedCluster, transfer: str, megabytes: int, repeats: int) -> LinkUse:
@@ -131,14 +120,8 @@ def _parser() -> argparse.ArgumentParser:
         ("--repeats", 5, 1, "timed repeats"),
     ):
         what = f"{what} (default: {default})"
-        parser.add_argument(name, type=partial(_at_least, least), default=default, help=what)
+        parser.add_argument(name, type=at_least(least), default=default, help=what)
     return parser
-
-
-def _at_least(least: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
-    return int(text)
 
 
 if __name__ == "__main__":

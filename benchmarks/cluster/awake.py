@@ -14,8 +14,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["cores_awake"]
-
 _SPIN = (
     "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])});"
     "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0));\n"

@@ -16,8 +16,6 @@ from benchmarks.cluster.enter_host import HOST_INTERFACE, EnterHost
 from benchmarks.cluster.namespaces import ClusterError, Namespace
 from benchmarks.cluster.shaping import LinkShape, link_shape
 
-__all__ = ["EmulatedCluster", "LinkCounters", "host_address", "why_unavailable"]
-
 _SWITCH = "switch"
 _MAX_HOSTS = 250
 

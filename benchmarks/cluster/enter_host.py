@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from benchmarks.cluster.namespaces import enter_namespace
 
-__all__ = ["EnterHost", "HOST_INTERFACE"]
-
 HOST_INTERFACE = "eth0"
 """Name of the one link inside every host."""
 

@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from benchmarks.cluster.emulated import host_address
 
-__all__ = ["TRANSFERS", "TransferTime", "link_bytes", "time_transfer"]
-
 TRANSFERS = ("sockets", "all-to-all", "all-reduce")
 """Ring of sockets from each host to the next; ``all_to_all_single``; ``all_reduce``."""
 
@@ -44,14 +42,7 @@ class TransferTime:
 
 
 def link_bytes(transfer: str, num_bytes: int, num_hosts: int, ranks_per_host: int) -> float:
-    """Payload that each host's link carries, per direction, when every rank hands in ``num_bytes``.
-
-    Args:
-        transfer: One of :data:`TRANSFERS`.
-        num_bytes: Bytes of each rank's input.
-        num_hosts: Hosts.
-        ranks_per_host: Ranks on each; what they send each other stays off the link.
-    """
+    """Payload of each host's link, per direction, when every rank hands in ``num_bytes``."""
     world_size = num_hosts * ranks_per_host
     if num_hosts == 1:
         return 0.0
@@ -65,15 +56,7 @@ def link_bytes(transfer: str, num_bytes: int, num_hosts: int, ranks_per_host: in
 def time_transfer(
     rank: int, world_size: int, transfer: str, num_bytes: int, repeats: int
 ) -> TransferTime:
-    """Times a transfer, after one to warm up. Collective: the main function of every rank.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        transfer: One of :data:`TRANSFERS`.
-        num_bytes: Bytes of each rank's input, a multiple of ``4 * world_size``.
-        repeats: Timed repeats.
-    """
+    """Times a transfer, after one to warm up. Collective: the main function of every rank."""
     act = _transfer(rank, world_size, transfer, num_bytes)
     act()
     times_s = []

@@ -17,8 +17,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["ClusterError", "Namespace", "enter_namespace", "tool_path"]
-
 _CLONE_NEWNET = 0x40000000
 _OWN_NAMESPACE = "/proc/thread-self/ns/net"
 _ADMIN_FOLDERS = ("/usr/sbin", "/sbin")  # where iproute2 is, and the PATH of many users is not

@@ -10,8 +10,6 @@ from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.emulated import EmulatedCluster, why_unavailable
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
-__all__ = ["run_on_hosts", "usable_rate"]
-
 
 def usable_rate(rate_mbit: float | None) -> float | None:
     """The rate that links can have here: the one asked for, or none, said on standard error."""
@@ -31,19 +29,13 @@ def run_on_hosts(
 ) -> list[Any]:
     """:func:`run_ranks` with the ranks on hosts of their own, if the machine emulates any.
 
-    Args:
-        fn: As for ``run_ranks``.
-        num_hosts: Hosts.
-        rate_mbit: Rate of each link; ``None`` = not shaped. See :func:`usable_rate`.
-        *args: As for ``run_ranks``.
-        timeout_s: As for ``run_ranks``.
-        ranks_per_host: Ranks on each host.
+    A rate of ``None`` is loopback.
 
     Returns:
         What each rank returned, by rank.
     """
     world_size = num_hosts * ranks_per_host
-    if why_unavailable() is not None:
+    if rate_mbit is None or why_unavailable() is not None:
         return run_ranks(fn, world_size, *args, timeout_s=timeout_s)
     with cores_awake(), EmulatedCluster(num_hosts, rate_mbit, ranks_per_host) as cluster:
         return run_ranks(fn, world_size, *args, timeout_s=timeout_s, on_start=cluster.on_start)

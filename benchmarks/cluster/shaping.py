@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LinkShape", "link_shape"]
-
 _MIN_BURST_BYTES = 32 << 10
 _BURST_S = 0.001
 _MAX_PACKET_BYTES = 65536 - 1500  # the kernel's largest, less headers
@@ -53,9 +51,6 @@ class LinkShape:
 
 def link_shape(rate_mbit: float | None) -> LinkShape:
     """The shape of a link's ends for a rate.
-
-    Args:
-        rate_mbit: Mbit/s; ``None`` = not shaped.
 
     Raises:
         ValueError: If the rate is not positive.

@@ -2,8 +2,8 @@
 
 One idea per file, each using those above it: ``question`` what is asked, ``workload`` what a model
 has to tell, ``model`` tables and over-arch, ``generated`` fields that a seed draws as a workload,
-``columns`` those of a log as one, ``zoo`` a configuration's model as one, ``plans`` where tables
-go, ``variants`` who takes part, ``trainer`` one variant's model in a pipeline, ``compare``
-what every rank runs, ``report`` the table and the file. Turns, clocks and arithmetic are those of
-:mod:`benchmarks.pipelines`, the model of sequences is :mod:`benchmarks.sequences`.
+``columns`` those of a log, ``sequences`` a DIN-like model of clicks, ``zoo`` a configuration's
+model, ``plans`` where tables go, ``variants`` who takes part, ``trainer`` one variant's model in a
+pipeline, ``compare`` what every rank runs, ``report`` the table and the file. Turns, clocks and
+arithmetic are those of :mod:`benchmarks.pipelines`.
 """

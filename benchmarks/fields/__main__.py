@@ -30,7 +30,6 @@ alternating order, so whatever else the machine does hits all of them:
   interleave.
 - ours: what a user gets by default. Curves are measured on these links, hot rows are chosen from
   held-out batches, InterleavedTrainPipeline chooses its settings before the clock starts.
-- ours_ordered: likewise, with samples put in order.
 - ours_plain: the same plan under TrainPipelineSparseDist.
 - all_rows: every table hot/cold without hot rows, interleaved; all_rows_plain: likewise, not
   interleaved; all_bags: every table of a pooled collection as bags, at the homes of table_wise.
@@ -51,10 +50,10 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
+from benchmarks.command import at_least
 from benchmarks.fields.compare import RankAnswer, compare_on_rank, make_workload
 from benchmarks.fields.predicted import errors_of
 from benchmarks.fields.question import MODELS, Question
@@ -63,7 +62,7 @@ from benchmarks.fields.variants import VARIANTS, named
 from benchmarks.pipelines.rankings import rankings
 from torchrec_picasso import CommCurves
 from torchrec_picasso.app.cli.outputs import check_outputs
-from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.run_ranks import RankError
 from torchrec_picasso.app.zoo.data.field_specs import LEAST_ROWS
 from torchrec_picasso.errors import PicassoError
 
@@ -95,15 +94,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def answer(question: Question, curves: CommCurves | None = None) -> Report:
     """Measures.
 
-    Args:
-        question: What; its rate must be one that links can have here.
-        curves: Of the links; ``None`` = they are measured.
-
     Raises:
         RankError: If a rank fails.
         ClusterError: If the links cannot be made.
     """
-    answers = _compare(question, curves)
+    answers: list[RankAnswer] = run_on_hosts(
+        compare_on_rank,
+        question.hosts,
+        question.rate_mbit,
+        *(question, curves),
+        timeout_s=_TIMEOUT_S,
+    )
     workload = make_workload(question)
     found = rankings([of.results for of in answers], question.batch_size, 1)
     return Report(
@@ -116,15 +117,6 @@ def answer(question: Question, curves: CommCurves | None = None) -> Report:
         predicted=answers[0].predicted,
         errors=errors_of(answers[0].predicted, found, answers[0].dense_bytes),
         dense_ms=answers[0].dense_ms,
-    )
-
-
-def _compare(question: Question, curves: CommCurves | None) -> list[RankAnswer]:
-    arguments = question, curves
-    if question.rate_mbit is None:
-        return run_ranks(compare_on_rank, question.hosts, *arguments, timeout_s=_TIMEOUT_S)
-    return run_on_hosts(
-        compare_on_rank, question.hosts, question.rate_mbit, *arguments, timeout_s=_TIMEOUT_S
     )
 
 
@@ -153,7 +145,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="Parquet, of columns or of clicks for sequences; or uniform",
     )
-    add("--weighted", action="store_true", help="ids carry weights")
     add("--local-costs", action="store_true", help="measure the planner's local costs, too")
     add("--dense", action="store_true", help="measure the model's dense part, too")
     add("--curves", metavar="FILE", help="measured curves to use (default: measure)")
@@ -171,14 +162,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         own = getattr(default, name.removeprefix("--").replace("-", "_"))
         what = f"{what} (default: {own})"
-        add(name, type=partial(_at_least, least), default=own, help=what, metavar="N")
+        add(name, type=at_least(least), default=own, help=what, metavar="N")
     return parser
-
-
-def _at_least(least: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
-    return int(text)
 
 
 if __name__ == "__main__":

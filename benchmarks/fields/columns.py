@@ -23,8 +23,6 @@ from torchrec_picasso.app.zoo.data.fields import NUM_DENSE
 from torchrec_picasso.app.zoo.data.source import make_batch
 from torchrec_picasso.errors import InputError
 
-__all__ = ["CLICK_COLUMNS", "ColumnsWorkload"]
-
 CLICK_COLUMNS = (
     *("article", "user", "session", "environment"),
     *("device", "os", "country", "region", "referrer"),
@@ -73,7 +71,7 @@ class ColumnsWorkload:
 
     def model(self) -> FieldsModel:
         """The model before sharding."""
-        return build_model(self._fields, False, self._question.seed)
+        return build_model(self._fields, self._question.seed)
 
     def training(self, rank: int, num_batches: int) -> list[Batch]:
         """One rank's batches, of the second half, in order and again."""

@@ -21,6 +21,7 @@ from benchmarks.fields.plans import (
 )
 from benchmarks.fields.predicted import Predicted, mean_of, predict
 from benchmarks.fields.question import COUNTED_STEPS, WARMUP_STEPS, Question
+from benchmarks.fields.sequences import SequencesWorkload
 from benchmarks.fields.trainer import VariantTrainer
 from benchmarks.fields.variants import named
 from benchmarks.fields.workload import Workload
@@ -28,7 +29,6 @@ from benchmarks.fields.zoo import ZooWorkload
 from benchmarks.pipelines.memory import PeakMemory
 from benchmarks.pipelines.runner import RankResult, Runner
 from benchmarks.pipelines.variants import Variant
-from benchmarks.sequences.workload import SequencesWorkload
 from torchrec_picasso import CommCurves, FrequencyStats
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
@@ -36,8 +36,6 @@ from torchrec_picasso.app.runs.dense_probe import measure_dense_of
 from torchrec_picasso.app.runs.local_probe import measure_local_costs
 from torchrec_picasso.app.runs.pipelines import describe_pipeline
 from torchrec_picasso.decision.decision import Decision
-
-__all__ = ["RankAnswer", "compare_on_rank", "make_workload"]
 
 _MAX_BATCHES = 32
 
@@ -87,12 +85,6 @@ def compare_on_rank(
     """Measures the links, plans, and lets the variants take turns.
 
     Collective: the main function of every rank.
-
-    Args:
-        rank: This rank.
-        world_size: Ranks in the default process group.
-        question: What to measure.
-        curves: Of the links; ``None`` = they are measured.
     """
     quiet_upstream()
     variants = named(question.variants)

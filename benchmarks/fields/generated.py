@@ -13,8 +13,6 @@ from benchmarks.fields.workload import ModelTable
 from torchrec_picasso.app.zoo.data.field_specs import draw_fields
 from torchrec_picasso.app.zoo.data.fields import FieldsSource
 
-__all__ = ["FieldsWorkload"]
-
 
 class FieldsWorkload:
     """Fields that a seed draws.
@@ -26,9 +24,8 @@ class FieldsWorkload:
     def __init__(self, question: Question) -> None:
         self._question = question
         self._fields = draw_fields(question.fields, question.max_rows, question.seed)
-        size, weighted = question.batch_size, question.weighted
         self._source = FieldsSource(
-            self._fields, size, question.heldout_steps, question.seed, weighted
+            self._fields, question.batch_size, question.heldout_steps, question.seed
         )
 
     @property
@@ -38,7 +35,7 @@ class FieldsWorkload:
 
     def model(self) -> FieldsModel:
         """The model before sharding."""
-        return build_model(self._fields, self._question.weighted, self._question.seed)
+        return build_model(self._fields, self._question.seed)
 
     def training(self, rank: int, num_batches: int) -> list[Batch]:
         """One rank's batches."""

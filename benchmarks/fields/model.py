@@ -20,8 +20,6 @@ from benchmarks.fields.workload import ModelTable
 from torchrec_picasso.app.zoo.data.field_specs import FieldSpec
 from torchrec_picasso.app.zoo.data.fields import NUM_DENSE
 
-__all__ = ["FieldsModel", "build_model", "model_tables"]
-
 _HIDDEN = 64
 _TABLE_LR = 0.02
 
@@ -31,10 +29,9 @@ class FieldsModel(nn.Module):
 
     Args:
         fields: What a sample has; their tables are on the meta device.
-        weighted: Whether ids carry weights.
     """
 
-    def __init__(self, fields: Sequence[FieldSpec], weighted: bool) -> None:
+    def __init__(self, fields: Sequence[FieldSpec]) -> None:
         super().__init__()
         self.collection = EmbeddingBagCollection(
             tables=[
@@ -47,7 +44,6 @@ class FieldsModel(nn.Module):
                 )
                 for of in fields
             ],
-            is_weighted=weighted,
             device=torch.device("meta"),
         )
         self._names = [of.feature for of in fields]
@@ -65,11 +61,7 @@ class FieldsModel(nn.Module):
 
 
 def model_tables(fields: Sequence[FieldSpec]) -> list[ModelTable]:
-    """The model's tables, in its order.
-
-    Args:
-        fields: What a sample has.
-    """
+    """The model's tables, in its order."""
     return [
         ModelTable(
             name=of.table,
@@ -83,16 +75,10 @@ def model_tables(fields: Sequence[FieldSpec]) -> list[ModelTable]:
     ]
 
 
-def build_model(fields: Sequence[FieldSpec], weighted: bool, seed: int) -> FieldsModel:
-    """The model before sharding, row-wise Adagrad fused into its tables.
-
-    Args:
-        fields: What a sample has.
-        weighted: Whether ids carry weights.
-        seed: Draws the over-arch's weights.
-    """
+def build_model(fields: Sequence[FieldSpec], seed: int) -> FieldsModel:
+    """The model before sharding, row-wise Adagrad fused into its tables."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = FieldsModel(fields, weighted)
+        model = FieldsModel(fields)
     apply_optimizer_in_backward(RowWiseAdagrad, model.collection.parameters(), {"lr": _TABLE_LR})
     return model

@@ -36,16 +36,6 @@ from torchrec_picasso.decision.decision import Decision
 from torchrec_picasso.decision.explain import summarize
 from torchrec_picasso.planner.planner import HotColdPlanner
 
-__all__ = [
-    "Planned",
-    "deal_by_size",
-    "decide_hot_cold",
-    "plan_bags",
-    "plan_hot_cold",
-    "plan_stock",
-    "plan_table_wise",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
@@ -63,13 +53,7 @@ class Planned:
 def plan_table_wise(
     tables: Sequence[ModelTable], model: nn.Module, pg: dist.ProcessGroup
 ) -> Planned:
-    """Whole tables, the largest first, each to the rank that has the fewest bytes.
-
-    Args:
-        tables: Of the model.
-        model: Before sharding.
-        pg: The ranks.
-    """
+    """Whole tables, the largest first, each to the rank that has the fewest bytes."""
     homes = deal_by_size([of.num_embeddings * of.dim for of in tables], pg.size())
     sharders = _stock_sharders()
     plans = {}
@@ -93,13 +77,7 @@ def plan_table_wise(
 
 
 def plan_bags(tables: Sequence[ModelTable], model: nn.Module, pg: dist.ProcessGroup) -> Planned:
-    """The same homes, but tables of pooled collections are hot/cold, and their bags travel.
-
-    Args:
-        tables: Of the model.
-        model: Before sharding.
-        pg: The ranks.
-    """
+    """The same homes, but tables of pooled collections are hot/cold, and their bags travel."""
     table_wise_plan = plan_table_wise(tables, model, pg).placement.plan
     for path in table_wise_plan.plan:
         if isinstance(model.get_submodule(path), EmbeddingBagCollection):
@@ -118,12 +96,7 @@ def _our_sharders() -> list[Any]:
 
 
 def deal_by_size(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """The rank of each table when the largest is dealt first, always to the lightest rank.
-
-    Args:
-        sizes: Of the tables.
-        num_ranks: Ranks.
-    """
+    """The rank of each table when the largest is dealt first, always to the lightest rank."""
     held = [0] * num_ranks
     homes = [0] * len(sizes)
     for table in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -135,14 +108,7 @@ def deal_by_size(sizes: Sequence[int], num_ranks: int) -> list[int]:
 def plan_stock(
     tables: Sequence[ModelTable], model: nn.Module, pg: dist.ProcessGroup, batch_size: int
 ) -> Planned:
-    """TorchRec's planner. Collective.
-
-    Args:
-        tables: Of the model.
-        model: Before sharding.
-        pg: The ranks, each on a host of its own.
-        batch_size: Samples per rank and step.
-    """
+    """TorchRec's planner. Collective."""
     sharders: list[Any] = [AnyTypeSharder(), EmbeddingCollectionSharder()]
     planner = EmbeddingShardingPlanner(
         topology=_topology(pg),
@@ -170,16 +136,7 @@ def plan_hot_cold(
     stats: FrequencyStats,
     curves: CommCurves,
 ) -> Planned:
-    """This package's planner. Collective.
-
-    Args:
-        model: Before sharding.
-        pg: The ranks, each on a host of its own.
-        batch_size: Samples per rank and step.
-        hot_rows: Of all tables; ``None`` = the planner chooses, tables and rows.
-        stats: Of held-out batches.
-        curves: Of these links.
-    """
+    """This package's planner. Collective."""
     sharders = _our_sharders()
     planner = _our_planner(pg, batch_size, hot_rows, stats, curves)
     plan = planner.collective_plan(model, sharders, pg)
@@ -194,15 +151,7 @@ def decide_hot_cold(
     stats: FrequencyStats,
     curves: CommCurves,
 ) -> Decision:
-    """What this package's planner decides, on every rank by itself.
-
-    Args:
-        model: Before sharding.
-        pg: The ranks, each on a host of its own.
-        batch_size: Samples per rank and step.
-        stats: Of held-out batches.
-        curves: Of these links.
-    """
+    """What this package's planner decides, on every rank by itself."""
     planner = _our_planner(pg, batch_size, None, stats, curves)
     planner.plan(model, _our_sharders())
     return planner.decision

@@ -17,8 +17,6 @@ from torchrec_picasso.decision.decision import Decision
 from torchrec_picasso.decision.priced_plan import price_plan
 from torchrec_picasso.placement import Form, HotColdParams
 
-__all__ = ["Errors", "Predicted", "errors_of", "mean_of", "predict"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
@@ -62,11 +60,6 @@ def predict(
     decision: Decision, placement: Placement, num_micro_batches: int | None
 ) -> Predicted | None:
     """Prices a placement.
-
-    Args:
-        decision: Any of the model: it has the expected work of its tables.
-        placement: Of the same tables.
-        num_micro_batches: That it is interleaved in; ``None`` = TorchRec's pipeline.
 
     Returns:
         ``None`` where a table is sharded in a way that has no price.
@@ -119,13 +112,7 @@ def mean_of(prices: Sequence[Predicted]) -> Predicted:
 def errors_of(
     predicted: dict[str, Predicted], found: dict[str, Standing], dense_bytes: float
 ) -> Errors | None:
-    """Compares.
-
-    Args:
-        predicted: By variant.
-        found: What was measured.
-        dense_bytes: That the meter counts and predictions leave out: sums of dense gradients.
-    """
+    """Compares."""
     if not predicted:
         return None
     step = {name: of.step_ms / found[name].step_ms[1] - 1 for name, of in predicted.items()}

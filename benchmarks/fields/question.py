@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torchrec_picasso.app.config import OptimizerConfig, TrainConfig
 
-__all__ = ["COUNTED_STEPS", "MODELS", "UNIFORM", "WARMUP_STEPS", "ZOO", "Question"]
-
 WARMUP_STEPS, COUNTED_STEPS = 3, 2
 """Steps before, and under the byte meter."""
 MODELS = ("fields", "columns", "sequences")
@@ -33,7 +31,6 @@ class Question:
         rounds: Turns of every variant.
         block_steps: Timed steps of a turn.
         seed: Draws fields, ids, labels and weights.
-        weighted: Whether lookups carry weights: drawn ones where a field is summed.
         local_costs: Whether the planner's local costs are measured too, not only the links.
         dense: Likewise the model's dense part.
         heldout_steps: Global batches that hot rows are chosen from, and none is trained on.
@@ -52,7 +49,6 @@ class Question:
     rounds: int = 8
     block_steps: int = 8
     seed: int = 0
-    weighted: bool = False
     local_costs: bool = False
     dense: bool = False
     heldout_steps: int = 8

@@ -11,12 +11,8 @@ from benchmarks.fields.predicted import Errors, Predicted
 from benchmarks.fields.question import Question
 from benchmarks.fields.workload import ModelTable
 from benchmarks.pipelines.rankings import Standing
-from benchmarks.pipelines.report import schedule_in_words, write_json
-from torchrec_picasso.app.launch.environment import describe_environment
-
-__all__ = ["Report", "print_report", "write_report"]
-
-_MB = 1e6
+from benchmarks.pipelines.report import FIGURES_HEAD, figures_line
+from torchrec_picasso.app.cli.outputs import write_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +44,7 @@ class Report:
 
 def write_report(report: Report, path: str | Path) -> None:
     """Writes all numbers, and what they were measured on."""
-    write_json({"environment": describe_environment(), **dataclasses.asdict(report)}, path)
+    write_result(dataclasses.asdict(report), path)
 
 
 def print_report(report: Report) -> None:
@@ -60,13 +56,9 @@ def print_report(report: Report) -> None:
         f"{question.hosts} hosts x {question.batch_size} samples, {question.link}"
     )
     width = max(16, *(len(name) + 2 for name in found))
-    print(
-        f"  {'':<{width}}{'samples/s':>10}{'x stock':>9}{'by round':>14}{'step ms':>9}"
-        f"{'quartiles':>17}{'CPU s':>8}{'link MB':>9}{'meter MB':>10}{'calls':>7}{'exposed':>9}"
-        f"{'peak MB':>9}{'loss diff.':>12}{'K':>6}{'ahead':>7}"
-    )
+    print(f"  {'':<{width}}{FIGURES_HEAD}")
     for name, of in found.items():
-        print(f"  {name:<{width}}{_cells(of)}")
+        print(f"  {name:<{width}}{figures_line(of)}")
     for line in _predictions(report):
         print(line)
     for name, of in found.items():
@@ -99,17 +91,3 @@ def plan_in_words(of: Standing, says: str) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(of.tables.items()))
     hot = f" with {of.hot_rows} hot rows" if "hot_cold" in of.tables else ""
     return f"{kinds}{hot}{'; ' if says else ''}{says}"
-
-
-def _cells(of: Standing) -> str:
-    low, middle, high = of.step_ms
-    rounds = f"{min(of.ratio_by_round):.2f} to {max(of.ratio_by_round):.2f}"
-    link_mb = f"{of.link_bytes_per_step / _MB:.2f}" if of.link_bytes_per_step else "-"
-    peak_mb = f"{of.peak_bytes / _MB:.0f}" if of.peak_bytes else "-"
-    micro, ahead = schedule_in_words(of.is_interleaved, of.num_micro_batches, of.lookahead)
-    return (
-        f"{of.samples_per_s:>10.0f}{of.ratio:>9.2f}{rounds:>14}{middle:>9.1f}"
-        f"{f'{low:.1f} to {high:.1f}':>17}{of.cpu_s_per_step:>8.3f}{link_mb:>9}"
-        f"{of.metered_bytes_per_step / _MB:>10.2f}{of.collectives_per_step:>7.0f}"
-        f"{of.exposed_share:>9.0%}{peak_mb:>9}{of.max_loss_difference:>12.0e}{micro:>6}{ahead:>7}"
-    )

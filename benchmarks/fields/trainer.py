@@ -8,21 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipeline
-from torchrec.distributed.types import ShardingEnv
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks.fields.plans import Planned
 from benchmarks.fields.variants import make_pipeline
 from benchmarks.pipelines.variants import Variant
 from torchrec_picasso.app.config import OptimizerConfig
-from torchrec_picasso.app.runs.trainer import dense_optimizer
-from torchrec_picasso.app.zoo.initial_tables import write_initial_tables
-from torchrec_picasso.app.zoo.tables import tables_of
-
-__all__ = ["VariantTrainer"]
+from torchrec_picasso.app.runs.trainer import shard_model
 
 
 class VariantTrainer:
@@ -46,21 +38,8 @@ class VariantTrainer:
         seed: int,
         optimizer: OptimizerConfig,
     ) -> None:
-        self.placement = planned.placement
-        device, tables = torch.device("cpu"), tables_of(model)
-        self._model = DistributedModelParallel(
-            module=model,
-            env=ShardingEnv.from_process_group(pg),
-            device=device,
-            plan=self.placement.plan,
-            sharders=self.placement.sharders,
-        )
-        write_initial_tables(self._model, tables, seed)
-        dense = KeyedOptimizerWrapper(
-            dict(in_backward_optimizer_filter(self._model.named_parameters())),
-            dense_optimizer(optimizer),
-        )
-        both = CombinedOptimizer([self._model.fused_optimizer, dense])
+        self.placement, device = planned.placement, torch.device("cpu")
+        self._model, both = shard_model(model, self.placement, pg, device, seed, optimizer)
         self._pipeline = make_pipeline(variant, self._model, both, device)
 
     @property
@@ -70,9 +49,6 @@ class VariantTrainer:
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
         """Trains on the given batches, one at a time, until they end. Collective.
-
-        Args:
-            batches: This rank's batches; each rank must give as many.
 
         Yields:
             This rank's loss of each step, a scalar.

@@ -10,8 +10,6 @@ from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.runs.pipelines import sparse_dist
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["VARIANTS", "make_pipeline", "named"]
-
 VARIANTS = {
     of.name: of
     for of in (

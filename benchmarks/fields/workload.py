@@ -9,8 +9,6 @@ from typing import Protocol
 from torch import nn
 from torchrec.datasets.utils import Batch
 
-__all__ = ["ModelTable", "Workload"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTable:

@@ -14,8 +14,6 @@ from torchrec_picasso.app.runs.trainer import unsharded_model
 from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.app.zoo.tables import collections_of, tables_of
 
-__all__ = ["ZooWorkload"]
-
 _COUNTED_FROM = 1000
 """The first step of clicks that lookups are counted in; variants train on those from 0 on."""
 

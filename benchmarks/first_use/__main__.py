@@ -25,14 +25,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from benchmarks.command import at_least
 from benchmarks.first_use.compare import Found, compare
 from benchmarks.first_use.streams import STREAMS, read_stream
-from torchrec_picasso.app.cli.outputs import check_outputs
-from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.cli.outputs import check_outputs, write_result
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.errors import PicassoError
 
@@ -65,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for why in left_out:
         print(f"left out: {why}")
     if args.out:
-        with open(args.out, "w", encoding="utf-8") as file:
-            json.dump(_document(args, found, left_out), file, indent=1)
-            file.write("\n")
+        write_result(_document(args, found, left_out), args.out)
     return 0
 
 
@@ -114,7 +111,6 @@ def _document(
 ) -> dict[str, object]:
     question = {name: value for name, value in vars(args).items() if name != "out"}
     return {
-        "environment": describe_environment(),
         "question": question,
         "found": [
             {
@@ -144,17 +140,8 @@ def _parser() -> argparse.ArgumentParser:
         ("--hot-rows", "+", (0,), "rows with replicas, over all tables"),
     ):
         least = 0 if name == "--hot-rows" else 1
-        add(name, nargs=many, type=_at_least(least), default=default, metavar="N", help=what)
+        add(name, nargs=many, type=at_least(least), default=default, metavar="N", help=what)
     return parser
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
-        return int(text)
-
-    return number
 
 
 if __name__ == "__main__":

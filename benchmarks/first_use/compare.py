@@ -14,8 +14,6 @@ from torchrec_picasso.app.zoo.data.clicks import Clicks
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.errors import InputError
 
-__all__ = ["Found", "compare"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -68,16 +66,6 @@ def compare(
     num_steps: int = 2,
 ) -> Iterator[Found]:
     """Counts a stream.
-
-    Args:
-        name: Of the stream.
-        samples: Of it.
-        batch_size: Samples per rank and step.
-        micro_batches: Numbers of them, K.
-        dim: Columns of every table.
-        hot_rows: Rows with replicas, those that one step more looks up most.
-        world_size: Ranks.
-        num_steps: Most steps.
 
     Raises:
         InputError: If the stream is shorter than a step, and one to choose hot rows from.

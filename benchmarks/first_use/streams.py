@@ -23,8 +23,6 @@ from torchrec_picasso.app.zoo.data.generated import GeneratedSource
 from torchrec_picasso.app.zoo.tables import table_specs
 from torchrec_picasso.errors import InputError
 
-__all__ = ["FILES", "STREAMS", "Steps", "read_stream"]
-
 FILES = {
     "criteo": "criteo_tb_80k.parquet",
     "alimama": "alimama_10k.parquet",
@@ -40,10 +38,6 @@ _NUM_GENERATED = 160_000
 
 def read_stream(name: str, folder: str | Path) -> Clicks:
     """Reads or generates the samples of a stream.
-
-    Args:
-        name: Of :data:`STREAMS`.
-        folder: Where the files are.
 
     Raises:
         PicassoError: If the file is missing or malformed.

@@ -24,8 +24,6 @@ from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.group import RowGroup
 
-__all__ = ["Tables", "Travel"]
-
 _FLOAT_BYTES = 4
 _CPU = torch.device("cpu")
 
@@ -86,12 +84,7 @@ class Tables:
         return sum(batch.sparse_features.values().numel() for batch in batches)
 
     def first_use(self, batches: Sequence[Batch], sizes_K: Sequence[int]) -> Travel:
-        """Every row once, in the chunk of the first micro-batch that uses it.
-
-        Args:
-            batches: Of each rank.
-            sizes_K: Samples of each micro-batch.
-        """
+        """Every row once, in the chunk of the first micro-batch that uses it."""
         return self._travel([[self._read(batch, sizes_K)] for batch in batches])
 
     def per_micro_batch(self, batches: Sequence[Batch], sizes_K: Sequence[int]) -> Travel:

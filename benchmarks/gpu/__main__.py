@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.command import at_least
 from benchmarks.gpu.overhead import overhead
 from benchmarks.gpu.report import PartReport, describe_parts
 from benchmarks.gpu.requirements import describe_machine, missing_piece
@@ -32,8 +33,7 @@ from benchmarks.gpu.streams import streams
 from benchmarks.gpu.uvm import uvm
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
-__all__ = ["PARTS", "main", "run_parts"]
-
+_TIMEOUT_S = 600.0
 PARTS: dict[str, Callable[[int, int, GpuSettings], PartReport]] = {
     "streams": streams,
     "overhead": overhead,
@@ -51,19 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing is not None:
         print(f"skipped: {missing}")
         return 0
-    return run_parts(_settings(args), args.parts.split(","), args.timeout_s, args.out)
+    settings = GpuSettings(repeats=args.repeats, rounds=args.rounds)
+    return run_parts(settings, args.parts.split(","), args.out)
 
 
-def run_parts(
-    settings: GpuSettings, parts: Sequence[str], timeout_s: float, out: str | None
-) -> int:
+def run_parts(settings: GpuSettings, parts: Sequence[str], out: str | None) -> int:
     """Runs parts one after the other, prints them and writes JSON.
-
-    Args:
-        settings: How large.
-        parts: Names of :data:`PARTS`.
-        timeout_s: Of each part.
-        out: File to write, or ``None``.
 
     Returns:
         The exit code.
@@ -73,7 +66,7 @@ def run_parts(
     reports = []
     for name in parts:
         print(f"running {name} ...", file=sys.stderr, flush=True)
-        report = _run_part(name, settings, timeout_s)
+        report = _run_part(name, settings)
         print(f"\n{describe_parts([report])}", flush=True)
         reports.append(report)
     if out:
@@ -86,27 +79,13 @@ def run_parts(
     return int(any(report.problems for report in reports))
 
 
-def _run_part(name: str, settings: GpuSettings, timeout_s: float) -> PartReport:
+def _run_part(name: str, settings: GpuSettings) -> PartReport:
     try:
-        return run_ranks(PARTS[name], 1, settings, timeout_s=timeout_s)[0]
+        return run_ranks(PARTS[name], 1, settings, timeout_s=_TIMEOUT_S)[0]
     except RankError as error:
         return PartReport(
             name=name, problems=[error.what], facts={"traceback": error.rank_traceback}
         )
-
-
-def _settings(args: argparse.Namespace) -> GpuSettings:
-    settings = GpuSettings(repeats=args.repeats, rounds=args.rounds)
-    sizes = {}
-    for part, hot_rows in (("timed", args.hot_rows), ("uvm", args.uvm_hot_rows)):
-        sizes[part] = dataclasses.replace(
-            getattr(settings, part),
-            batch_size=args.batch_size,
-            dim=args.dim,
-            max_rows=args.max_rows,
-            hot_rows=hot_rows,
-        )
-    return dataclasses.replace(settings, **sizes)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,15 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     for name, default, least, what in (
         ("--repeats", usual.repeats, 1, "runs of each pipeline in part streams"),
         ("--rounds", usual.rounds, 2, "turns of every variant on the clock"),
-        ("--batch-size", usual.timed.batch_size, 1, "samples per step of what is timed"),
-        ("--dim", usual.timed.dim, 4, "columns of every table"),
-        ("--max-rows", usual.timed.max_rows, 1, "cap on a table's rows"),
-        ("--hot-rows", usual.timed.hot_rows, 0, "hot rows in part overhead"),
-        ("--uvm-hot-rows", usual.uvm.hot_rows, 1, "hot rows in part uvm, and rows of its cache"),
-        ("--timeout-s", 600, 1, "seconds for each part"),
     ):
         what = f"{what} (default: {default})"
-        add(name, type=_whole_number(least), default=default, metavar="N", help=what)
+        add(name, type=at_least(least), default=default, metavar="N", help=what)
     return parser
 
 
@@ -136,15 +109,6 @@ def _parts(text: str) -> str:
     if unknown:
         raise argparse.ArgumentTypeError(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     return text
-
-
-def _whole_number(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
-        return int(text)
-
-    return parse
 
 
 if __name__ == "__main__":

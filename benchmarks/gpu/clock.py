@@ -11,8 +11,6 @@ import torch
 
 from benchmarks.gpu.variants import Variant
 
-__all__ = ["count_syncs", "elapsed_ms", "take_turns"]
-
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
@@ -39,12 +37,6 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Times all variants in alternating order.
 
-    Args:
-        variants: Warmed up.
-        rounds: Turns of each.
-        block_steps: Timed steps of a turn; one more before them is not timed.
-        device: Where they train.
-
     Returns:
         By variant, ms per step of every round.
     """
@@ -64,11 +56,6 @@ def count_syncs(variant: Variant, num_steps: int, device: torch.device) -> dict[
 
     PyTorch reports those of its own operators; what NCCL and other libraries do is not seen. A sync
     in backward carries the line that started backward.
-
-    Args:
-        variant: Warmed up.
-        num_steps: Steps to take.
-        device: On the CPU there are none.
     """
     if device.type != "cuda":
         variant.train(num_steps)
@@ -84,12 +71,7 @@ def count_syncs(variant: Variant, num_steps: int, device: torch.device) -> dict[
 
 
 def sync_sites(caught: list[tuple[str, int, str]], num_steps: int) -> dict[str, float]:
-    """Counts sync warnings by place.
-
-    Args:
-        caught: File, line and text of every warning, others among them.
-        num_steps: Steps in which they were caught.
-    """
+    """Counts sync warnings by place."""
     sites = Counter(
         f"{_short(file)}:{line}" for file, line, text in caught if _SYNC_WARNING in text
     )

@@ -16,8 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.datasets.utils import Batch
 
-__all__ = ["RandomDelays", "delayed_batches", "streams_of"]
-
 _SHARE_OF_OPERATORS = 0.02
 _MOST_CYCLES = 8_000_000  # about 4 ms of a GPU's clock
 _CYCLES_PER_BATCH = 40_000_000  # about 20 ms: longer than the host needs for a step

@@ -13,17 +13,12 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-__all__ = ["one_rank"]
-
 
 @contextmanager
 def one_rank(device: str) -> Iterator[torch.device]:
     """Replaces the default group of a rank of ``run_ranks`` by one of NCCL, where it has to.
 
     NCCL alone, not beside gloo: a CPU tensor that is handed to a collective must not go unseen.
-
-    Args:
-        device: ``"cuda"`` or ``"cpu"``; the CPU keeps the group it has.
 
     Yields:
         The device to train on.

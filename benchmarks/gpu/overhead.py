@@ -16,8 +16,6 @@ from benchmarks.gpu.settings import GpuSettings
 from benchmarks.gpu.variants import Variant, Workload, interleaved
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 
-__all__ = ["overhead"]
-
 _STOCK = "table_wise"
 _WARMUP_STEPS, _COUNTED_STEPS = 5, 4
 _MOST_SITES = 8

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
-__all__ = ["PartReport", "Timing", "describe_parts", "format_table", "timings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PartReport:
@@ -49,12 +47,7 @@ class Timing:
 
 
 def timings(step_ms: Mapping[str, Sequence[float]], reference: str) -> dict[str, Timing]:
-    """Medians, spread and ratios; a round's ratio compares turns that were close in time.
-
-    Args:
-        step_ms: By variant, ms per step of every round; at least two rounds.
-        reference: The variant that has ratio 1.
-    """
+    """Medians, spread and ratios; a round's ratio compares turns that were close in time."""
     found = {}
     for name, ms in step_ms.items():
         low, middle, high = quantiles(ms, n=4, method="inclusive")

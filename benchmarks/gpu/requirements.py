@@ -11,8 +11,6 @@ from torch.cuda import nccl
 
 from torchrec_picasso.app.launch.environment import describe_environment
 
-__all__ = ["describe_machine", "missing_piece"]
-
 _AN_OPERATOR = "fbgemm::permute_1D_sparse_data"  # every build has it, CUDA builds for CUDA too
 
 

@@ -27,8 +27,6 @@ from benchmarks.gpu.variants import Workload, interleaved
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.runs.trainer import MakePipeline, Trainer
 
-__all__ = ["PipelineRuns", "PlainLoop", "judge", "streams"]
-
 LOSS_TOLERANCE = 1e-4  # float32 sums in another order, as in the tests
 WEIGHT_TOLERANCE = 1e-3  # relative to the largest weight; a stale or wrong row is off by its update
 _STOCK = "stock, plain loop"
@@ -123,14 +121,7 @@ def _run(
     work: Workload,
     delays: int | None,
 ) -> _Run:
-    """Trains from the kept state.
-
-    Args:
-        trainer: Any.
-        kept: Its first state.
-        work: The batches.
-        delays: Seed of the delays, whose kind it tells too; ``None`` = none.
-    """
+    """Trains from the kept state."""
     put_back(trainer, kept)
     if trainer.device.type == "cuda":
         torch.cuda.synchronize()
@@ -149,14 +140,7 @@ def _run(
 def _repeat(
     trainer: Trainer, work: Workload, repeats: int, reference: _Run | None = None
 ) -> tuple[PipelineRuns, _Run]:
-    """Runs again and again; gives what was found and the first run.
-
-    Args:
-        trainer: In its first state.
-        work: The batches.
-        repeats: Runs; all but the first with delays.
-        reference: What to compare with; ``None`` = the first run.
-    """
+    """Runs again and again; gives what was found and the first run."""
     kept = keep_state(trainer)
     _run(trainer, kept, work, None)  # a pipeline's first step is whole, that of later runs is not
     first = _run(trainer, kept, work, None)
@@ -189,14 +173,7 @@ def judge(
     ahead_equal: Mapping[int, bool],
     repeats: int,
 ) -> PartReport:
-    """Says what is a problem: a difference too large, or bits that only our pipelines change.
-
-    Args:
-        found: By pipeline, the stock plain loop among them.
-        failures: What other pipelines raised.
-        ahead_equal: By number of micro-batches, whether lookahead changes no bit.
-        repeats: Runs of each pipeline.
-    """
+    """Says what is a problem: a difference too large, or bits that only our pipelines change."""
     problems = [f"{name} raised {error}" for name, error in failures.items()]
     problems += [
         f"{name}: losses differ by {of.loss_difference:.0e}, weights by {of.weight_difference:.0e}"

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torchrec.distributed.types import ShardedTensor
 
+from torchrec_picasso.app.runs.exchange_step import local_tensors
 from torchrec_picasso.app.runs.trainer import Trainer
-
-__all__ = ["keep_state", "largest_difference", "put_back", "weights_of"]
 
 
 def keep_state(trainer: Trainer) -> list[Tensor]:
     """Copies of all weights and optimizer states."""
-    return [tensor.clone() for tensor in _tensors(trainer.state())]
+    return [tensor.clone() for tensor in local_tensors(trainer.state())]
 
 
 def put_back(trainer: Trainer, kept: Sequence[Tensor]) -> None:
     """Writes what :func:`keep_state` gave into the trainer; no batch may be in flight."""
     with torch.no_grad():
-        for tensor, saved in zip(_tensors(trainer.state()), kept, strict=True):
+        for tensor, saved in zip(local_tensors(trainer.state()), kept, strict=True):
             tensor.copy_(saved)
 
 
@@ -29,7 +27,7 @@ def weights_of(trainer: Trainer) -> dict[str, Tensor]:
     """Copies of all weights by name, on the CPU; for world size 1."""
     weights = {}
     for name, value in trainer.model.state_dict().items():
-        shards = list(_tensors(value))
+        shards = list(local_tensors(value))
         assert len(shards) == 1, f"{name} has {len(shards)} shards, expected 1"
         weights[name] = shards[0].to("cpu", copy=True)
     return weights
@@ -52,18 +50,3 @@ def largest_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
             relative = float((found[name] - tensor).abs().max() / scale)
             largest = max(largest, relative if relative == relative else float("inf"))
     return largest
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    """Every tensor in nested containers, in order; of a sharded one what is on this rank."""
-    if isinstance(value, ShardedTensor):
-        for shard in value.local_shards():
-            yield shard.tensor.detach()
-    elif isinstance(value, Tensor):
-        yield value.detach()
-    elif isinstance(value, Mapping):
-        for member in value.values():
-            yield from _tensors(member)
-    elif isinstance(value, (list, tuple)):
-        for member in value:
-            yield from _tensors(member)

@@ -22,8 +22,6 @@ from benchmarks.gpu.settings import GpuSettings, ModelSize
 from benchmarks.gpu.variants import Variant, Workload, held_hbm_bytes
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 
-__all__ = ["Kernel", "change_kernel", "uvm"]
-
 _WARMUP_STEPS = 5
 _FLOAT_BYTES = 4
 _MB = 1e6
@@ -63,13 +61,7 @@ def change_kernel(wanted: Kernel) -> Callable[[ShardingPlan], None]:
 
 
 def kernels(size: ModelSize, num_rows: int, device: torch.device) -> dict[str, Kernel]:
-    """The variants, the one to compare with first.
-
-    Args:
-        size: The model.
-        num_rows: Rows of all its tables.
-        device: The CPU has no UVM, so there stock tables are in its own memory.
-    """
+    """The variants, the one to compare with first."""
     in_uvm, hot = EmbeddingComputeKernel.FUSED_UVM, size.hot_rows
     stock = {
         "fused_uvm_caching": Kernel(
@@ -129,23 +121,13 @@ def uvm(rank: int, world_size: int, settings: GpuSettings) -> PartReport:
 
 
 def replicas_are_in_hbm(hbm_bytes: list[int], size: ModelSize) -> bool:
-    """Whether hot/cold with hot rows holds more device memory than without, by their bytes.
-
-    Args:
-        hbm_bytes: By variant; hot/cold without hot rows and with them are the last two.
-        size: The model.
-    """
+    """Whether hot/cold with hot rows holds more device memory than without, by their bytes."""
     without, with_hot = hbm_bytes[-2:]
     return with_hot - without >= 0.9 * size.hot_rows * size.dim * _FLOAT_BYTES
 
 
 def placement_problems(device: torch.device, in_hbm: bool) -> list[str]:
-    """What is wrong if replicas are not where they should be; nothing on the CPU.
-
-    Args:
-        device: Of the variants.
-        in_hbm: What :func:`replicas_are_in_hbm` found.
-    """
+    """What is wrong if replicas are not where they should be; nothing on the CPU."""
     if device.type != "cuda" or in_hbm:
         return []
     return ["device memory did not grow by the replicas, so they are in host memory"]

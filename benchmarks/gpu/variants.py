@@ -20,8 +20,6 @@ from torchrec_picasso.app.runs.trainer import MakePipeline, Trainer
 from torchrec_picasso.app.zoo.data.source import BatchSource
 from torchrec_picasso.app.zoo.registry import make_source
 
-__all__ = ["Variant", "Workload", "held_hbm_bytes", "interleaved"]
-
 _ENDLESS = 1 << 40
 
 
@@ -67,14 +65,7 @@ class Workload:
         make_pipeline: MakePipeline | None = None,
         change_plan: Callable[[ShardingPlan], None] | None = None,
     ) -> Trainer:
-        """A model ready to train.
-
-        Args:
-            device: Where.
-            hot_rows: Of a hot/cold placement; ``None`` = stock table-wise.
-            make_pipeline: ``None`` = TorchRec's SparseDist pipeline.
-            change_plan: Changes the plan in place.
-        """
+        """A model ready to train."""
         config = TrainConfig(
             ranks=1,
             data=self.config.data,

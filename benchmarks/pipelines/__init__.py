@@ -3,5 +3,5 @@
 One idea per file, each using those above it: ``question`` what is asked, ``variants`` who takes
 part, ``runner`` one variant on the clock, ``probes`` the best stock ones, ``compare`` what every
 rank runs, ``rankings`` its arithmetic, ``floors`` the bounds of a step, ``report`` the table and
-the file, ``picture``, ``answer`` from a question to a report, ``scenarios`` and their ``suite``.
+the file, ``answer`` from a question to a report.
 """

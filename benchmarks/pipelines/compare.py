@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,6 @@ from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.zoo.registry import make_source
-from torchrec_picasso.cost import CommCurves
-
-__all__ = ["RankAnswer", "compare_on_rank", "curve_bytes"]
 
 _MAX_BATCHES = 32
 _CURVES_MAX_BYTES, _CURVES_LEAST_BYTES, _CURVES_SECONDS = 64 << 20, 1 << 20, 0.3
@@ -43,27 +39,17 @@ class RankAnswer:
     left_out: dict[str, str]
 
 
-def compare_on_rank(
-    rank: int, world_size: int, question: Question, curves: str, local_from: str | None = None
-) -> RankAnswer:
+def compare_on_rank(rank: int, world_size: int, question: Question, curves: str) -> RankAnswer:
     """Calibrates if it must, probes the stock variants, and lets the finalists take turns.
 
     Collective: the main function of every rank.
-
-    Args:
-        rank: This rank.
-        world_size: Ranks in the default process group.
-        question: What to measure.
-        curves: File of measured curves; written if some variant needs it and it is missing.
-        local_from: File of curves of the same ranks on other links, whose local costs hold here
-            too; ``None`` = they are measured.
     """
     quiet_upstream()
     torch.manual_seed(0)
     variants = [parse_variant(name) for name in question.variants]
     if any(variant.needs_curves for variant in variants):
         max_bytes = curve_bytes(question.rate_mbit)
-        _provide_curves(rank, world_size, curves, max_bytes, local_from)
+        _provide_curves(rank, world_size, curves, max_bytes)
     source = make_source(question.config().data, seed=0)
     num_batches = min(_MAX_BATCHES, question.num_steps)
     batches = list(itertools.islice(source.batches(rank, world_size), num_batches))
@@ -100,27 +86,17 @@ def curve_bytes(rate_mbit: float | None) -> int:
     """Largest buffer that curves are measured with: less on slow links, where time is linear soon.
 
     64 MiB over 100 Mbit/s, some 40 times, would take minutes and tell nothing new.
-
-    Args:
-        rate_mbit: Rate of each host's link, Mbit/s; ``None`` = loopback.
     """
     share = 1.0 if rate_mbit is None else min(1.0, rate_mbit / _CURVES_FULL_MBIT)
     return max(_CURVES_LEAST_BYTES, int(_CURVES_MAX_BYTES * share))
 
 
-def _provide_curves(
-    rank: int, world_size: int, path: str, max_bytes: int, local_from: str | None
-) -> None:
+def _provide_curves(rank: int, world_size: int, path: str, max_bytes: int) -> None:
     is_there = [Path(path).is_file()]
     dist.broadcast_object_list(is_there)
     if is_there[0]:
         return
-    with_local = local_from is None
-    curves = calibrate_on_rank(rank, world_size, max_bytes, _CURVES_SECONDS, with_local)
-    if local_from is not None:
-        others = CommCurves.from_json(local_from)
-        facts = curves.measured_on | {"local_costs_from": Path(local_from).name}
-        curves = dataclasses.replace(curves, local=others.local, measured_on=facts)
+    curves = calibrate_on_rank(rank, world_size, max_bytes, _CURVES_SECONDS, True)
     if rank == 0:
         curves.to_json(path)
     dist.barrier()

@@ -14,8 +14,6 @@ from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.zoo.registry import make_source
 
-__all__ = ["compute_floor_ms", "floor_on_rank", "floors"]
-
 _FLOOR_STEPS = 10
 _TIMEOUT_S = 1800.0
 
@@ -24,11 +22,6 @@ def floors(
     question: Question, found: Mapping[str, Standing], compute_ms: float
 ) -> dict[str, float | None]:
     """What a step of our best variant is bounded by.
-
-    Args:
-        question: What was measured.
-        found: The variants' numbers.
-        compute_ms: As :func:`compute_floor_ms` gives it.
 
     Returns:
         ``wire_ms`` (``None`` on loopback), ``compute_ms``, ``step_ms`` of that variant and
@@ -52,11 +45,6 @@ def floor_on_rank(rank: int, world_size: int, question: Question) -> float:
     """Milliseconds of a step of ``hot_cold:0``: the compute floor, when the group has one rank.
 
     Collective: the main function of every rank.
-
-    Args:
-        rank: This rank.
-        world_size: Ranks in the default process group.
-        question: What is measured.
     """
     quiet_upstream()
     source = make_source(question.config().data, seed=0)
@@ -67,11 +55,7 @@ def floor_on_rank(rank: int, world_size: int, question: Question) -> float:
 
 
 def compute_floor_ms(question: Question) -> float:
-    """Milliseconds of a step on one rank that sends nothing and has the machine to itself.
-
-    Args:
-        question: What is measured; on links, the rank keeps to one core as ranks on links do.
-    """
+    """Milliseconds of a step on one rank that sends nothing and has the machine to itself."""
     on_start = _keep_to_one_core if question.rate_mbit is not None else None
     return run_ranks(floor_on_rank, 1, question, timeout_s=_TIMEOUT_S, on_start=on_start)[0]
 

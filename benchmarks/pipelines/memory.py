@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-__all__ = ["PeakMemory"]
-
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 

@@ -18,8 +18,6 @@ from benchmarks.pipelines.variants import Variant
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.zoo.data.source import BatchSource
 
-__all__ = ["alone_ms", "choose_finalists"]
-
 _PROBE_STEPS = 4
 
 
@@ -33,13 +31,6 @@ def choose_finalists(
     """The best stock variant and ours; also a stock one that is faster at another model.
 
     Collective.
-
-    Args:
-        rank: This rank; rank 0 shows the progress.
-        variants: All that were asked for.
-        question: What is measured.
-        source: Tells the tables and the held-out samples.
-        batches: This rank's batches.
 
     Returns:
         Who takes turns; step time of every stock variant that was probed, ms; and why a
@@ -91,13 +82,6 @@ def alone_ms(
     """Median step of a variant that runs alone, and whether it trains the same model.
 
     Collective.
-
-    Args:
-        variant: Who runs.
-        question: What is measured.
-        source: Tells the tables and the held-out samples.
-        batches: This rank's batches.
-        num_steps: Steps that are timed.
 
     Returns:
         Milliseconds on the slowest rank, and whether its plan trains what an unsharded model would.

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torchrec_picasso.app.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
-
-__all__ = [
-    "VARIANTS",
-    "COUNTED_STEPS",
-    "GENERATED",
-    "Question",
-    "TOWERS",
-    "WARMUP_STEPS",
-]
 
 TOWERS = {"thin": ((64,), (64,)), "dlrm": ((512, 256), (512, 512, 256))}
 GENERATED = {"uniform": 0.0, "zipf": 1.05}
@@ -22,6 +14,31 @@ VARIANTS = (
     *("table_wise", "row_wise", "column_wise", "planner", "fused"),
     *("hot_cold", "hot_cold:0", "hot_cold:5000", "interleaved", "interleaved:4"),
 )
+
+_AUTOMATIC, _BY_HAND = ("hot_cold", "interleaved"), ("interleaved:4:5000", "interleaved:8:0")
+_BEST_STOCK = "table_wise"
+"""Of the stock plans of this model at 1 Gbit/s; where a step takes seconds, only it takes part."""
+_FEW = {"rounds": 4, "block_steps": 3}
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "1gbit_thin": {},
+    "1gbit_dlrm": {"towers": "dlrm"},
+    "100mbit_thin": {
+        "rate_mbit": 100.0,
+        "variants": (_BEST_STOCK, *_AUTOMATIC, *_BY_HAND),
+        **_FEW,
+    },
+    "1gbit_thin_16384": {
+        "batch_size": 16384,
+        "heldout_steps": 1,  # of 80,000 samples, one global batch for statistics leaves a circle
+        "variants": (_BEST_STOCK, *_AUTOMATIC, "interleaved:16:0"),
+        **_FEW,
+    },
+    "1gbit_uniform": {"data": "uniform", "variants": (*VARIANTS[:5], *_AUTOMATIC)},
+    "loopback_thin": {"rate_mbit": None},
+}
+"""Published comparisons, as arguments of :class:`Question`."""
+for _asked in SCENARIOS.values():
+    _asked.setdefault("variants", (*VARIANTS[:5], *_AUTOMATIC, *_BY_HAND))
 
 WARMUP_STEPS, COUNTED_STEPS = 3, 2
 """Steps before, and under the byte meter."""

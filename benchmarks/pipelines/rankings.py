@@ -9,8 +9,6 @@ from statistics import fmean, median, quantiles
 
 from benchmarks.pipelines.runner import RankResult
 
-__all__ = ["Standing", "rankings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
@@ -64,13 +62,7 @@ class Standing:
 def rankings(
     results_RC: Sequence[Sequence[RankResult]], batch_size: int, ranks_per_host: int
 ) -> dict[str, Standing]:
-    """What the ranks measured, by variant.
-
-    Args:
-        results_RC: By rank, then by variant.
-        batch_size: Samples per rank and step.
-        ranks_per_host: Ranks that share a link.
-    """
+    """What the ranks measured, by variant."""
     results_CR = list(zip(*results_RC))
     block_s = {of[0].variant.name: _block_step_s(of) for of in results_CR}
     losses = {of[0].variant.name: _mean_losses(of) for of in results_CR}

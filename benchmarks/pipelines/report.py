@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.pipelines.question import Question
 from benchmarks.pipelines.rankings import Standing
-from torchrec_picasso.app.launch.environment import describe_environment
-
-__all__ = ["Report", "print_report", "schedule_in_words", "write_json", "write_report"]
+from torchrec_picasso.app.cli.outputs import write_result
 
 _LEAST_EXPOSED = 0.05
 _MB = 1e6
+FIGURES_HEAD = (
+    f"{'samples/s':>10}{'x stock':>9}{'by round':>14}{'step ms':>9}"
+    f"{'quartiles':>17}{'CPU s':>8}{'link MB':>9}{'meter MB':>10}{'calls':>7}{'exposed':>9}"
+    f"{'peak MB':>9}{'loss diff.':>12}{'K':>6}{'ahead':>7}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +40,7 @@ class Report:
 
 def write_report(report: Report, path: str | Path) -> None:
     """Writes all numbers, and what they were measured on."""
-    write_json({"environment": describe_environment(), **dataclasses.asdict(report)}, path)
-
-
-def write_json(document: Mapping[str, Any], path: str | Path) -> None:
-    """Writes a whole file or none: a run that is cut off leaves no half one behind."""
-    part = Path(f"{path}.part")
-    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_result(dataclasses.asdict(report), path)
 
 
 def print_report(report: Report) -> None:
@@ -64,13 +57,9 @@ def print_report(report: Report) -> None:
     for name, reason in report.left_out.items():
         print(f"  left out: {name} ({reason})")
     width = max(22, *(len(name) + 3 for name in found))
-    print(
-        f"  {'':<{width}}{'samples/s':>10}{'x stock':>9}{'by round':>14}{'step ms':>9}"
-        f"{'quartiles':>17}{'CPU s':>8}{'link MB':>9}{'meter MB':>10}{'exposed':>9}"
-        f"{'peak MB':>9}{'loss diff.':>12}{'K':>6}{'ahead':>7}"
-    )
+    print(f"  {'':<{width}}{FIGURES_HEAD}")
     for name, of in found.items():
-        print(f"  {name + ('' if of.trains_same_model else ' *'):<{width}}{_cells(of)}")
+        print(f"  {name + ('' if of.trains_same_model else ' *'):<{width}}{figures_line(of)}")
     if not all(of.trains_same_model for of in found.values()):
         print("  * tables cut by columns have a row-wise Adagrad state per cut: another optimizer")
     for name, of in found.items():
@@ -98,7 +87,8 @@ def schedule_in_words(
     return "auto" if num_micro_batches is None else str(num_micro_batches), ahead
 
 
-def _cells(of: Standing) -> str:
+def figures_line(of: Standing) -> str:
+    """One variant's figures, under :data:`FIGURES_HEAD`."""
     low, middle, high = of.step_ms
     rounds = f"{min(of.ratio_by_round):.2f} to {max(of.ratio_by_round):.2f}"
     link_mb = f"{of.link_bytes_per_step / _MB:.2f}" if of.link_bytes_per_step else "-"
@@ -107,6 +97,6 @@ def _cells(of: Standing) -> str:
     return (
         f"{of.samples_per_s:>10.0f}{of.ratio:>9.2f}{rounds:>14}{middle:>9.1f}"
         f"{f'{low:.1f} to {high:.1f}':>17}{of.cpu_s_per_step:>8.3f}{link_mb:>9}"
-        f"{of.metered_bytes_per_step / _MB:>10.2f}{of.exposed_share:>9.0%}{peak_mb:>9}"
-        f"{of.max_loss_difference:>12.0e}{micro:>6}{ahead:>7}"
+        f"{of.metered_bytes_per_step / _MB:>10.2f}{of.collectives_per_step:>7.0f}"
+        f"{of.exposed_share:>9.0%}{peak_mb:>9}{of.max_loss_difference:>12.0e}{micro:>6}{ahead:>7}"
     )

@@ -36,16 +36,6 @@ from torchrec_picasso.exchange.meter import WireMeter
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.train_pipeline.cuts import is_due
 
-__all__ = [
-    "Block",
-    "RankResult",
-    "Runner",
-    "Trains",
-    "dlrm_trainer",
-    "schedule_used",
-    "steps_past_checks",
-]
-
 _SETTLE_S = 0.02
 _CHOICE_STEPS = 100
 """More than any pipeline takes to choose its micro-batches."""
@@ -157,9 +147,6 @@ class Runner:
 
         A check of the cut takes two steps' time or three and comes in steps 1, 2, 4, 8, 16, 64, 256
         and ever more rarely: among some tens of timed steps one would count as in no training.
-
-        Args:
-            num_ahead: Steps that its turns will take, at most.
         """
         for _ in range(_CHOICE_STEPS):
             if is_settled(self._pipeline):
@@ -255,14 +242,7 @@ class _UntilEnded:
 def dlrm_trainer(
     variant: Variant, config: TrainConfig, source: BatchSource, curves: str | None = None
 ) -> Trainer:
-    """What trains a DLRM for a variant. Collective.
-
-    Args:
-        variant: Who trains.
-        config: The run, without placement and hot rows.
-        source: Tells the tables, and the held-out samples that hot rows are chosen from.
-        curves: File of measured curves, for the planner.
-    """
+    """What trains a DLRM for a variant. Collective."""
     return Trainer(
         _with_sharding(config, variant, curves),
         source,
@@ -272,12 +252,7 @@ def dlrm_trainer(
 
 
 def schedule_used(variant: Variant, pipeline: Any) -> tuple[int | None, bool | None]:
-    """Micro-batches and lookahead as the pipeline tells them, or as it was told.
-
-    Args:
-        variant: Who was asked for.
-        pipeline: What trains it, after a step: an automatic choice may wait for the first batch.
-    """
+    """Micro-batches and lookahead as the pipeline tells them, or as it was told."""
     if variant.pipeline != "interleaved":
         return None, None
     return (

@@ -7,18 +7,10 @@ from typing import Any
 
 from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 
+from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.config import PLACEMENTS
 from torchrec_picasso.app.runs.pipelines import MakePipeline, sparse_dist
 from torchrec_picasso.errors import ConfigError
-
-__all__ = [
-    "AUTO",
-    "Variant",
-    "interleaved_is_missing",
-    "parse_variant",
-    "pipeline_maker",
-    "pipeline_options",
-]
 
 AUTO = "auto"
 """In place of a number: the pipeline chooses."""
@@ -107,15 +99,6 @@ def parse_variant(name: str) -> Variant:
     return Variant(name=name, placement=kind, hot_rows=values[0] if values else None)
 
 
-def interleaved_is_missing() -> str | None:
-    """Why the interleaved pipeline cannot take part, or ``None``."""
-    try:
-        _interleaved_pipeline()
-    except ImportError:
-        return "this torchrec_picasso has no InterleavedTrainPipeline"
-    return None
-
-
 def pipeline_options(variant: Variant) -> dict[str, Any]:
     """What the interleaved pipeline is told; ``None`` = it chooses itself."""
     lookahead = variant.lookahead
@@ -129,14 +112,8 @@ def pipeline_maker(variant: Variant) -> MakePipeline:
     makers: dict[str, MakePipeline] = {
         "sparse_dist": sparse_dist,
         "fused": TrainPipelineFusedSparseDist,
-        "interleaved": lambda model, optimizer, device: _interleaved_pipeline()(
+        "interleaved": lambda model, optimizer, device: InterleavedTrainPipeline(
             model, optimizer, device, **pipeline_options(variant)
         ),
     }
     return makers[variant.pipeline]
-
-
-def _interleaved_pipeline() -> Any:
-    from torchrec_picasso import InterleavedTrainPipeline  # here: a package without it still runs
-
-    return InterleavedTrainPipeline

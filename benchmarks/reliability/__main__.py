@@ -23,9 +23,7 @@ from benchmarks.reliability import (
     link_faults,
     soak,
 )
-from torchrec_picasso.app.launch.environment import describe_environment
-
-__all__ = ["main"]
+from torchrec_picasso.app.cli.outputs import write_result
 
 
 @dataclass(frozen=True)
@@ -130,8 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = 0
     for name in args.only:
         status = _ask(name, folder, args.data_folder) or status
-    document = {"environment": describe_environment(), **_found(folder)}
-    (folder / "report.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result(_found(folder), folder / "report.json")
     print(json.dumps(_found(folder), indent=1))
     return status
 

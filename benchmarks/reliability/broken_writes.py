@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["broken_writes", "disk_is_full", "kill_me"]
-
 
 def disk_is_full() -> NoReturn:
     """What a write to a full disk raises."""
@@ -25,13 +23,7 @@ def kill_me() -> None:
 
 @contextmanager
 def broken_writes(part: str, room: int, stop: Callable[[], None]) -> Iterator[None]:
-    """Within it, files opened for writing by ``Path.open`` take so many bytes and then no more.
-
-    Args:
-        part: Which files, by a part of their names.
-        room: Bytes that are still written, over all of them.
-        stop: What happens then.
-    """
+    """Within it, files opened for writing by ``Path.open`` take so many bytes and then no more."""
     opened = Path.open
     left = [room]
 

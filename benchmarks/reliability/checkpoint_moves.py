@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.command import read_lines
 from benchmarks.reliability.move_jobs import (
     LOSS_RTOL,
     STEP,
@@ -37,12 +37,10 @@ from benchmarks.reliability.move_jobs import (
 from benchmarks.reliability.moves import Move, Side, all_moves
 from benchmarks.reliability.small_trainer import OPTIMIZERS, PLANS
 from torchrec_picasso.app.checkpoints.folder import is_whole
-from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
-
-__all__ = ["run_moves"]
 
 _RESULTS, _SUMMARY = "moves.jsonl", "checkpoint_moves_summary.json"
 _PER_LAUNCH = 49
@@ -50,12 +48,7 @@ _LAUNCH_S, _MOVE_S = 120, 20
 
 
 def run_moves(folder: Path, moves: Sequence[Move]) -> Iterator[Outcome]:
-    """Makes the moves that a folder has no outcome of, and yields those of all.
-
-    Args:
-        folder: Gets checkpoints and a line per outcome; made if missing.
-        moves: What to try.
-    """
+    """Makes the moves that a folder has no outcome of, and yields those of all."""
     folder.mkdir(parents=True, exist_ok=True)
     known = _read(folder / _RESULTS)
     yield from (known[move.name] for move in moves if move.name in known)
@@ -110,10 +103,7 @@ def _load(folder: Path, world_size: int, moves: Sequence[Move]) -> Iterator[Outc
 
 
 def _read(path: Path) -> dict[str, Outcome]:
-    """Outcomes by name; a line that was cut off in writing counts for nothing."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    outcomes = [Outcome(**json.loads(line)) for line in lines if line.endswith("}\n")]
-    return {outcome.name: outcome for outcome in outcomes}
+    return {name: Outcome(**line) for name, line in read_lines(path).items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,8 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress.advance()
     progress.close()
     summary = _summary(outcomes)
-    document = {"environment": describe_environment(), "loss_rtol": LOSS_RTOL, **summary}
-    (args.out / _SUMMARY).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result({"loss_rtol": LOSS_RTOL, **summary}, args.out / _SUMMARY)
     print(
         f"{summary['moves']:,} moves: {summary['same']:,} went on as if unbroken, "
         f"{summary['refused']:,} refused as by stock, {len(summary['failed'])} failed"

@@ -46,14 +46,9 @@ from torchrec_picasso import (
     PicassoError,
     Refresh,
 )
-from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
-
-__all__ = [
-    *("Stream", "batches_of", "criteo", "globo", "main", "measure", "moved_shares", "sharded"),
-    "summary_of",
-]
 
 _DIM, _HOT_SHARE, _HOUR_MS = 16, 0.01, 3_600_000
 _TIMEOUT_S = 1800.0
@@ -318,24 +313,6 @@ def _print(name: str, found: dict[str, Any]) -> None:
         )
 
 
-def _draw(found: dict[str, Any], path: Path) -> None:
-    """Draws coverage by hour."""
-    import matplotlib  # here, because only a picture needs it and it is slow to import
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(10, 4), layout="constrained")
-    colors = {"oracle": "black", _REFRESHED: "tab:blue", _FROZEN: "tab:gray"}
-    for name, color in colors.items():
-        hours = [(int(hour), of[name]) for hour, of in found["by_hour"].items() if of[name]]
-        axes.plot(*zip(*hours), color=color, label=name, linewidth=1.2)
-    axes.set(xlabel="hour", ylabel="share of lookups that hot rows serve", ylim=(0, 1))
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures what is not there yet, and shows all.
 
@@ -359,12 +336,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, stream in streams.items():
             path = folder / f"drift_{name}.json"
             if not path.exists():
-                found = {"environment": describe_environment(), **measure(stream())}
-                path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                write_result(measure(stream()), path)
             found = json.loads(path.read_text())
             _print(name, found)
-            if len(found["by_hour"]) > 1:
-                _draw(found, folder / f"drift_{name}.png")
     except (PicassoError, RankError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -6,8 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["EVERY_STEPS", "KINDS", "LAUNCHERS", "STEPS", "WORLD_SIZE", "Case", "all_cases"]
-
 WORLD_SIZE = 2
 STEPS, EVERY_STEPS = 24, 4
 

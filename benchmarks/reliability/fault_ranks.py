@@ -29,8 +29,6 @@ from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.app.runs.trainer import Trainer
 
-__all__ = ["GROUP_TIMEOUT_S", "OWN_WORDS", "named_on_rank", "run_on_rank"]
-
 OWN_WORDS = "what a user's model says"
 GROUP_TIMEOUT_S = 3.0
 _STUCK_S = 100.0  # after which a rank shows where it is

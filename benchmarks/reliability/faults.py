@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import append_line, read_lines
 from benchmarks.reliability.fault_cases import (
     EVERY_STEPS,
     KINDS,
@@ -45,11 +46,9 @@ from benchmarks.reliability.fault_ranks import (
     run_on_rank,
 )
 from torchrec_picasso.app.checkpoints.folder import has_checkpoint, is_whole, step_of
-from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
-
-__all__ = ["inject", "main"]
 
 LOSS_RTOL = 1e-5
 """Settings are tried anew after a restart, so sums have other orders."""
@@ -82,14 +81,10 @@ class _FaultError(Exception):
 
 
 def inject(folder: Path, cases: Sequence[Case]) -> Iterator[Outcome]:
-    """Injects the faults that a folder has no outcome of, and yields those of all.
-
-    Args:
-        folder: Gets a line per outcome; made if missing.
-        cases: What to inject.
-    """
+    """Injects the faults that a folder has no outcome of, and yields those of all."""
     folder.mkdir(parents=True, exist_ok=True)
-    known = _read(folder / _RESULTS)
+    lines = read_lines(folder / _RESULTS)
+    known = {name: Outcome(**line) for name, line in lines.items()}
     yield from (known[case.name] for case in cases if case.name in known)
     unbroken = _unbroken(folder)
     for case in cases:
@@ -104,8 +99,7 @@ def inject(folder: Path, cases: Sequence[Case]) -> Iterator[Outcome]:
             outcome = Outcome(case.name, "failed", str(error))
         else:
             shutil.rmtree(work)
-        with open(folder / _RESULTS, "a", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
+        append_line(folder / _RESULTS, dataclasses.asdict(outcome))
         yield outcome
 
 
@@ -297,13 +291,6 @@ def _losses_apart(result: Mapping[str, Any], unbroken: Mapping[str, Any]) -> flo
     return apart
 
 
-def _read(path: Path) -> dict[str, Outcome]:
-    """Outcomes by name; a line that was cut off in writing counts for nothing."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    outcomes = [Outcome(**json.loads(line)) for line in lines if line.endswith("}\n")]
-    return {outcome.name: outcome for outcome in outcomes}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Injects all faults and prints a summary line.
 
@@ -321,8 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress.advance()
     progress.close()
     summary = _summary(outcomes)
-    document = {"environment": describe_environment(), "loss_rtol": LOSS_RTOL, **summary}
-    (args.out / _SUMMARY).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result({"loss_rtol": LOSS_RTOL, **summary}, args.out / _SUMMARY)
     print(
         f"{summary['faults']} faults: {summary['survived']} survived, {summary['named']} named on "
         f"all ranks, {len(summary['failed'])} failed"

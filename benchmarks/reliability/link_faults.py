@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import json
 import shutil
 import sys
 import threading
@@ -28,15 +27,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.emulated import EmulatedCluster, why_unavailable
+from benchmarks.command import append_line, read_lines
 from benchmarks.reliability.small_model import rank_batch
 from benchmarks.reliability.small_trainer import SmallTrainer
 from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-
-__all__ = ["main"]
 
 LOSS_RTOL = 1e-5
 _WORLD_SIZE, _STEPS = 2, 40
@@ -161,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"link_faults: passed over, {reason}")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
-    known = _read(args.out / _RESULTS)
+    known = read_lines(args.out / _RESULTS)
     progress = Progress("link faults", len(DROPS))
     whole: list[float] | None = None
     for drop in DROPS:
@@ -172,8 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 whole = _run(work / "whole", None)[0][1]
             line = _judged(work, drop, whole)
             known[drop.name] = line
-            with open(args.out / _RESULTS, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            append_line(args.out / _RESULTS, line)
             if line["verdict"] == "failed":
                 progress.say(f"{drop.name}: {line}")
             else:
@@ -182,17 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress.close()
     lines = [known[drop.name] for drop in DROPS]
     of = {v: sum(line["verdict"] == v for line in lines) for v in ("survived", "named", "failed")}
-    document = {"environment": describe_environment(), "drops": len(lines), **of, "lines": lines}
-    (args.out / _SUMMARY).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result({"drops": len(lines), **of, "lines": lines}, args.out / _SUMMARY)
     print(f"{len(lines)} drops of a link: {', '.join(f'{n} {v}' for v, n in of.items())}")
     return 1 if of["failed"] else 0
-
-
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """Lines by name; one that was cut off in writing counts for nothing."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("}\n")]
-    return {line["name"]: line for line in found}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,11 +24,9 @@ from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.soak import keep_few_records
 from benchmarks.reliability.soak_batches import soak_batch
 from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-
-__all__ = ["main", "memory_in_use"]
 
 _WORLD_SIZE, _NUM_REPEATED, _LOOKS = 2, 40, 10
 _LAUNCH_S, _STEP_S = 60, 0.2
@@ -38,14 +35,7 @@ _LAUNCH_S, _STEP_S = 60, 0.2
 def memory_in_use(
     rank: int, world_size: int, steps: int, num_batches: int | None
 ) -> list[tuple[int, float]]:
-    """Steps and KiB in use beside tensors, ten times.
-
-    Args:
-        rank: This rank.
-        world_size: Ranks in the default process group.
-        steps: To train.
-        num_batches: Batches that come over and over; ``None`` = each comes once.
-    """
+    """Steps and KiB in use beside tensors, ten times."""
     quiet_upstream()
     trainer = SmallTrainer("rows", "rowwise_adagrad")
     pipeline = InterleavedTrainPipeline[Batch, torch.Tensor](
@@ -109,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         of_ranks = [slope([step for step, _ in of], [kib for _, kib in of]) for of in late]
         found[name] = {"kib_a_step": of_ranks, "looks": ranks}
         print(f"{name} batches: {', '.join(f'{of:+.4f}' for of in of_ranks)} KiB a step by rank")
-    document = {"environment": describe_environment(), "steps": steps, **found}
-    args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result({"steps": steps, **found}, args.out)
     return 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.command import append_line
 from benchmarks.reliability.moves import Move, Side
 from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.whole_state import differences, join_state
@@ -18,16 +19,6 @@ from torchrec_picasso.app.checkpoints.load import load_checkpoint
 from torchrec_picasso.app.checkpoints.write import save_checkpoint
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.errors import PicassoError
-
-__all__ = [
-    "LOSS_RTOL",
-    "STEP",
-    "Outcome",
-    "checkpoints_of",
-    "load_on_rank",
-    "save_on_rank",
-    "uncut_losses_of",
-]
 
 LOSS_RTOL = 2e-6
 """Losses of float32 whose sums have another order, 10 steps long; seen are at most 4e-7."""
@@ -56,8 +47,7 @@ class Outcome:
 
     def write(self, path: Path) -> None:
         """Appends a line."""
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(self)) + "\n")
+        append_line(path, dataclasses.asdict(self))
 
 
 def save_on_rank(
@@ -67,15 +57,7 @@ def save_on_rank(
     sources: Sequence[tuple[str, str]],
     uncut: Sequence[tuple[str, str]],
 ) -> None:
-    """Writes checkpoints, and losses of stock trainings that are never cut in two.
-
-    Args:
-        rank: This rank.
-        world_size: How many there are.
-        folder: Gets both.
-        sources: Optimizer and plan of each checkpoint.
-        uncut: Optimizer and plan of each training.
-    """
+    """Writes checkpoints, and losses of stock trainings that are never cut in two."""
     quiet_upstream()
     for optimizer, plan in sources:
         path = checkpoints_of(folder, optimizer, Side(plan, world_size))

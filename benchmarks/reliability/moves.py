@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from benchmarks.reliability.small_model import BAGS, SEQUENCES
 from benchmarks.reliability.small_trainer import num_column_shards
 
-__all__ = ["Move", "Side", "all_moves"]
-
 
 @dataclass(frozen=True, order=True)
 class Side:

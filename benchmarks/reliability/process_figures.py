@@ -15,18 +15,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = [
-    "FIGURES",
-    "Held",
-    "figures",
-    "heap_kib",
-    "held",
-    "open_files",
-    "rss_kib",
-    "slope",
-    "threads",
-]
-
 FIGURES = ("rss_kib", "heap_kib", "objects", "tensors", "descriptors", "threads")
 """What :func:`figures` gives, in its order."""
 
@@ -119,12 +107,7 @@ def held() -> Held:
 
 
 def slope(at: Sequence[float], values: Sequence[float]) -> float:
-    """Growth per step, by least squares.
-
-    Args:
-        at: Steps, two of them at least.
-        values: Of each.
-    """
+    """Growth per step, by least squares."""
     at_n = torch.tensor(at, dtype=torch.float64)
     values_n = torch.tensor(values, dtype=torch.float64)
     from_mean_n = at_n - at_n.mean()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -24,11 +23,9 @@ import torch.distributed as dist
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
 from benchmarks.reliability.drift import Stream, batches_of, criteo, globo, sharded
 from torchrec_picasso import InterleavedTrainPipeline, PicassoError, Refresh
-from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import RankError
-
-__all__ = ["main"]
 
 _BLOCK, _ROUNDS, _WARM_UP, _TIMEOUT_S = 100, 7, 20, 900.0
 _STAY, _FOLLOW = "hot rows stay", "hot rows follow"
@@ -126,8 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{of['step_ms'][_FOLLOW]:.2f} where they follow ({of['moved']} moved): "
             f"{of['cost']:+.2%}; by round {rounds}"
         )
-    document = {"environment": describe_environment(), "rate_mbit": args.rate_mbit, **found}
-    Path(args.out).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result({"rate_mbit": args.rate_mbit, **found}, args.out)
     return 0
 
 

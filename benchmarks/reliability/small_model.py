@@ -19,8 +19,6 @@ from torchrec import (
 )
 from torchrec.datasets.utils import Batch
 
-__all__ = ["BAGS", "GLOBAL_BATCH", "SEQUENCES", "SmallModel", "rank_batch"]
-
 GLOBAL_BATCH = 24
 """Samples of a step over all ranks; 1, 2, 3 and 4 ranks get equal shares."""
 
@@ -84,13 +82,7 @@ class SmallModel(nn.Module):
 
 
 def rank_batch(step: int, rank: int, world_size: int) -> Batch:
-    """A rank's share of a step's samples, skewed to low ids, with empty bags and sequences.
-
-    Args:
-        step: Which batch; the same number gives the same samples.
-        rank: This rank.
-        world_size: Ranks, a divisor of :data:`GLOBAL_BATCH`.
-    """
+    """A rank's share of a step's samples, skewed to low ids, with empty bags and sequences."""
     generator = torch.Generator().manual_seed(7_000 + step)
     share = GLOBAL_BATCH // world_size
     mine = slice(rank * share, (rank + 1) * share)

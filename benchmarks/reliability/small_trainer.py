@@ -26,8 +26,6 @@ from benchmarks.reliability.small_model import BAGS, SEQUENCES, SmallModel, rank
 from torchrec_picasso import HotColdParams
 from torchrec_picasso.app.runs.placements import AnyTypeSharder, hot_cold_sharders
 
-__all__ = ["OPTIMIZERS", "OURS", "PLANS", "STOCK", "SmallTrainer", "num_column_shards"]
-
 OURS = ("rows", "all_hot", "bags", "uneven")
 """Hot/cold: a quarter of the rows hot; small tables all hot and no other row; bags of pooled
 tables; homes of unequal blocks, empty ones among them."""

@@ -33,11 +33,9 @@ from typing import Any
 from benchmarks.reliability.soak_record import Found, Plan
 from benchmarks.reliability.soak_side import Plant, train_side
 from benchmarks.reliability.soak_verdict import judge
-from torchrec_picasso.app.launch.environment import describe_environment
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
-
-__all__ = ["keep_few_records", "plans", "run_side", "soak"]
 
 _RESULT = "soak.json"
 _OURS, _STOCK = "rows", "table_wise"
@@ -60,12 +58,6 @@ def plans(steps: int, num_micro_batches: int | None = None) -> dict[str, Plan]:
 
 def run_side(plan: Plan, num_ranks: int, folder: Path, plant: Plant | None = None) -> list[Found]:
     """Trains one side; what each rank found.
-
-    Args:
-        plan: What to do.
-        num_ranks: On how many ranks.
-        folder: For checkpoints; it is deleted before and after.
-        plant: Called on every rank after each step, to do something that has to be found.
 
     Raises:
         RankError: If a rank failed.
@@ -97,12 +89,6 @@ def soak(
 ) -> dict[str, Any]:
     """Trains both sides and writes what was found, or reads it where it was found before.
 
-    Args:
-        folder: Gets soak.json.
-        steps: Of each side.
-        num_ranks: Of each side.
-        num_micro_batches: As for the pipeline.
-
     Returns:
         What soak.json holds.
 
@@ -117,16 +103,14 @@ def soak(
         return known
     path.unlink(missing_ok=True)
     stock = run_side(by_side["stock"], num_ranks, folder / "checkpoints")
-    document: dict[str, Any] = {"environment": describe_environment(), "settings": settings}
+    document: dict[str, Any] = {"settings": settings}
     try:
         ours = run_side(by_side["ours"], num_ranks, folder / "checkpoints")
     except RankError as error:
         document["failed"] = [str(error)]
     else:
         document.update(judge(ours, stock))
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    write_result(document, path)
     return document
 
 

@@ -18,8 +18,6 @@ from torchrec.datasets.utils import Batch
 
 from benchmarks.reliability.small_model import BAGS, SEQUENCES
 
-__all__ = ["Feed", "Stretch", "counts_nothing", "soak_batch", "stand_in"]
-
 _DRIFT_STEPS = 400
 """Steps in which the most looked up ids go once round a table."""
 
@@ -34,12 +32,7 @@ _ROWS = {name: rows for name, (rows, _) in (BAGS | SEQUENCES).items()}
 
 
 def soak_batch(step: int, rank: int) -> Batch:
-    """A rank's batch of 0 to 288 samples, with empty bags and sequences.
-
-    Args:
-        step: Which; ids are of a window of rows that moves with it. The first has most samples.
-        rank: This rank, or any other.
-    """
+    """A rank's batch of 0 to 288 samples, with empty bags and sequences."""
     generator = torch.Generator().manual_seed(1_000_003 * rank + step)
     drawn, chance = torch.randint(0, _MOST_SAMPLES * _EMPTY_OF, (2,), generator=generator).tolist()
     num_samples = 0 if chance % _EMPTY_OF == 0 else 1 + drawn // _EMPTY_OF

@@ -11,8 +11,6 @@ from torch import Tensor
 from benchmarks.reliability.process_figures import Held
 from benchmarks.reliability.soak_batches import Stretch
 
-__all__ = ["Found", "Plan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:

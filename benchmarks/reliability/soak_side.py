@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardedTensor
 
 from benchmarks.reliability.process_figures import FIGURES, figures, held
 from benchmarks.reliability.small_trainer import OURS, SmallTrainer
@@ -26,12 +25,11 @@ from torchrec_picasso.app.checkpoints.load import load_checkpoint
 from torchrec_picasso.app.checkpoints.writer import CheckpointWriter
 from torchrec_picasso.app.config import CheckpointConfig
 from torchrec_picasso.app.launch.quiet import quiet_upstream
+from torchrec_picasso.app.runs.exchange_step import local_tensors
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.replica_check import check_replicas
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
-
-__all__ = ["Plant", "train_side"]
 
 REFRESH = Refresh(every_steps=20, half_life_steps=20, deviations=1.0)
 OPTIMIZER = "rowwise_adagrad"
@@ -48,15 +46,7 @@ _SAY_EVERY = 250
 def train_side(
     rank: int, world_size: int, plan: Plan, folder: str, plant: Plant | None = None
 ) -> Found:
-    """Trains one side. Collective.
-
-    Args:
-        rank: This rank.
-        world_size: How many there are.
-        plan: What to do.
-        folder: Gets checkpoints; has to be empty.
-        plant: See :data:`Plant`.
-    """
+    """Trains one side. Collective."""
     quiet_upstream()
     num_looks = plan.steps // plan.sample_every
     found = Found(
@@ -201,7 +191,7 @@ class _Side:
         """Spoils all weights and optimizer state, then has them come back."""
         saved = join_state(self.trainer.state())
         with torch.no_grad():
-            for value in _live(self.trainer.state()):
+            for value in local_tensors(self.trainer.state()):
                 value.add_(1)
         path = self._folder / f"step_{step:08d}"
         load_checkpoint(path, self.trainer.state(), self.trainer.load_state)
@@ -231,18 +221,6 @@ def _groups_of(model: nn.Module) -> Iterator[RowGroup]:
             for sharding in module.table_shardings():
                 if isinstance(sharding, HotColdEmbeddingSharding):
                     yield sharding.group
-
-
-def _live(state: Any) -> Iterator[Tensor]:
-    """Tensors of nested state dicts, of sharded ones this rank's."""
-    if isinstance(state, Mapping):
-        for member in state.values():
-            yield from _live(member)
-    elif isinstance(state, ShardedTensor):
-        for shard in state.local_shards():
-            yield shard.tensor
-    elif isinstance(state, Tensor):
-        yield state
 
 
 def _silent(line: str) -> None:

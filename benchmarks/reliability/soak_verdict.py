@@ -12,8 +12,6 @@ from torch import Tensor
 from benchmarks.reliability.process_figures import FIGURES, slope
 from benchmarks.reliability.soak_record import Found
 
-__all__ = ["MOST_APART", "judge"]
-
 MOST_APART = 1e-4
 """Relative difference of losses, and of weights to the largest of their tensor. Sums of another
 order part two trainings by some 1e-7 a step, which a smooth model does not amplify: after 2,000
@@ -30,10 +28,6 @@ _STEPS_A_REFRESH = 50
 
 def judge(ours: Sequence[Found], stock: Sequence[Found]) -> dict[str, Any]:
     """Compares the sides.
-
-    Args:
-        ours: Of each rank.
-        stock: Likewise, of as many ranks and steps.
 
     Returns:
         For JSON: figures, ``lines`` that sum them up, and ``failed``, a sentence for each thing

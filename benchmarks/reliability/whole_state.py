@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
-__all__ = ["differences", "join_state"]
-
 _Piece = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]
 """Name, size of the whole, offsets of the piece, and the piece."""
 

@@ -6,11 +6,11 @@
 
 Each model, in its published sizes, and that of `benchmarks.fields` with each number of fields, is
 trained by stock's two variants of `benchmarks.fields`, ``table_wise`` and ``planner``, under
-TrainPipelineSparseDist, by ``ours``: what a user gets who chooses nothing, and by ours with samples
-put in order. They take turns. Every model is a JSON file of its own in the folder; one that is
-there is not measured again, so a run that was stopped goes on. So are the curves of the links and
-of a core's work, which are measured first. The table and the picture show all that are there, those
-that lose too, with the reason where it is known:
+TrainPipelineSparseDist, and by ``ours``: what a user gets who chooses nothing. They take turns.
+Every model is a JSON file of its own in the folder; one that is there is not measured again, so a
+run that was stopped goes on. So are the curves of the links and of a core's work, which are
+measured first. The table shows all that are there, those that lose too, with the reason where it
+is known:
 
 - work: CPU time of a rank in our step, of all its threads: on one core no schedule is faster.
 - wire, predicted: what the planner's cost model says of our step, by these curves and the dense
@@ -31,14 +31,12 @@ from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
 from benchmarks.fields.__main__ import answer
 from benchmarks.fields.question import ZOO, Question
 from benchmarks.fields.report import print_report, write_report
-from benchmarks.scoreboard.board import draw, print_board, read_line
+from benchmarks.scoreboard.board import print_board, read_line
 from benchmarks.scoreboard.entries import ENTRIES, FIELDS, train_config
 from torchrec_picasso import CommCurves
 from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
-from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.run_ranks import RankError
 from torchrec_picasso.errors import PicassoError
-
-__all__ = ["main", "question_of"]
 
 _MOST_BYTES, _SECONDS_PER_POINT, _TIMEOUT_S = 64 << 20, 0.3, 600.0
 _NAMES = [*ENTRIES, *FIELDS]
@@ -100,7 +98,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (folder / f"{name}.json").exists()
     ]
     print_board(lines)
-    draw(lines, folder / "scoreboard.png")
     return 0
 
 
@@ -110,13 +107,8 @@ def _curves(folder: Path, rate_mbit: float) -> CommCurves:
     if not path.exists():
         hosts, rate = Question().hosts, usable_rate(rate_mbit or None)
         arguments = _MOST_BYTES, _SECONDS_PER_POINT, True
-        if rate is None:
-            curves = run_ranks(calibrate_on_rank, hosts, *arguments, timeout_s=_TIMEOUT_S)[0]
-        else:
-            curves = run_on_hosts(calibrate_on_rank, hosts, rate, *arguments, timeout_s=_TIMEOUT_S)[
-                0
-            ]
-        curves.to_json(path)
+        by_rank = run_on_hosts(calibrate_on_rank, hosts, rate, *arguments, timeout_s=_TIMEOUT_S)
+        by_rank[0].to_json(path)
     return CommCurves.from_json(path)
 
 

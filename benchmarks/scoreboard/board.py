@@ -1,4 +1,4 @@
-"""What was measured of each line, as a table and a picture."""
+"""What was measured of each line, as a table."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Line", "draw", "print_board", "read_line"]
-
-_OURS, _STOCK_COLOR, _OURS_COLOR = "ours", "#868e96", "#4c6ef5"
+_OURS = "ours"
 _MB = 1e6
 _HIDDEN = 0.05
 
@@ -106,34 +104,3 @@ def print_board(lines: Sequence[Line]) -> None:
             f"{of.exposed:>9.0%}{of.dense_share:>7.0%}{of.peak_bytes / _MB:>9.0f}"
             f"  {of.setting:<18} {of.why}"
         )
-
-
-def draw(lines: Sequence[Line], path: Path) -> None:
-    """Draws steps of stock and ours, and the work of one core that no schedule gets below."""
-    import matplotlib  # here, because only a picture needs it and it is slow to import
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(10, 0.5 * len(lines) + 1.5), layout="constrained")
-    places = range(len(lines))
-    for shift, color, label, step_ms in (
-        (0.2, _STOCK_COLOR, "stock", [of.stock_ms for of in lines]),
-        (-0.2, _OURS_COLOR, "ours", [of.ours_ms for of in lines]),
-    ):
-        axes.barh([place + shift for place in places], step_ms, 0.36, color=color, label=label)
-    for place, of in zip(places, lines):
-        axes.plot([of.compute_ms] * 2, [place - 0.4, place], color="black", linewidth=1.5)
-        axes.annotate(
-            f"{of.times_stock:.1f} x",
-            (of.stock_ms, place + 0.2),
-            va="center",
-            xytext=(4, 0),
-            textcoords="offset points",
-        )
-    axes.set_yticks(list(places), [of.name for of in lines])
-    axes.invert_yaxis()
-    axes.set(xlabel="milliseconds a step; the line: work of one core in ours")
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

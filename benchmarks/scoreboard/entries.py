@@ -13,8 +13,6 @@ from torchrec_picasso.app.config import DataConfig, FeatureConfig, ModelConfig, 
 from torchrec_picasso.app.zoo.model_kinds import needs_clicks
 from torchrec_picasso.errors import InputError
 
-__all__ = ["ENTRIES", "FIELDS", "Entry", "train_config"]
-
 _CRITEO, _ALIMAMA = "criteo_tb_80k.parquet", "alimama_10k.parquet"
 _MOST_ROWS = 200_000
 _GENERATED_ROW_SCALE = 0.02
@@ -88,11 +86,6 @@ ENTRIES = {
 
 def train_config(name: str, data_folder: str | None, seed: int) -> TrainConfig:
     """What a line trains.
-
-    Args:
-        name: Of :data:`ENTRIES`.
-        data_folder: Where real samples are; ``None`` = generated ones.
-        seed: Draws weights and generated samples.
 
     Raises:
         InputError: If the folder lacks the file.

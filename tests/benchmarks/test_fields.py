@@ -74,22 +74,14 @@ def test_the_interleaved_pipeline_chose_before_the_clock_started(
     assert document["variants"]["planner"]["num_micro_batches"] is None
 
 
-def test_every_plan_is_one_printed_line(tiny_run: tuple[dict[str, Any], str]) -> None:
-    lines = tiny_run[1].splitlines()
-    plans = {
-        name: [line for line in lines if line.startswith(f"  plan of {name}:")] for name in NAMES
-    }
-    assert all(len(of) == 1 for of in plans.values())
-    assert "5 table_wise" in plans["table_wise"][0]
-    assert "5 hot_cold with 0 hot rows; predicts" in plans["all_rows"][0]
-    assert "per step, all stock" in plans["ours_plain"][0]
-
-
 def test_plans_made_by_hand_are_what_they_are_called(tiny_run: tuple[dict[str, Any], str]) -> None:
     found = tiny_run[0]["variants"]
     assert [found[name]["num_micro_batches"] for name in ("rows:2:7", "bags:2")] == [2, 2]
     assert [found[name]["hot_rows"] for name in ("rows:2:7", "bags:2")] == [7, 0]
     assert found["bags:2"]["tables"] == {"hot_cold": 5}
+    printed = tiny_run[1]
+    assert "  plan of table_wise: 5 table_wise" in printed
+    assert "  plan of all_rows: 5 hot_cold with 0 hot rows; predicts" in printed
 
 
 def test_predictions_are_beside_what_was_measured(tiny_run: tuple[dict[str, Any], str]) -> None:
@@ -167,8 +159,6 @@ def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
     path = _log(tmp_path, ("a", "b"))
     with pytest.raises(InputError, match=r"neither Criteo's columns .* it has a, b"):
         ColumnsWorkload(Question(model="columns", data=path))
-    with pytest.raises(InputError, match="--data: got None, expected a Parquet file"):
-        ColumnsWorkload(Question(model="columns"))
 
 
 @pytest.mark.parametrize(
@@ -177,8 +167,6 @@ def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
         (("--variants", "ours"), "no stock one to compare with"),
         (("--variants", "table_wise,best"), "'best'; the names are table_wise, planner"),
         (("--variants", "table_wise,bags:2:3"), "'bags:2:3'; the names are table_wise, planner"),
-        (("--curves", "nowhere.json"), "there is no curves file nowhere.json"),
-        (("-o", "nowhere/out.json"), "there is no folder nowhere"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(
@@ -189,12 +177,3 @@ def test_what_cannot_run_is_refused_in_one_line(
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize("arguments", [("--max-rows", "999"), ("--hosts", "1")])
-def test_a_number_that_is_too_small_is_refused(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main([*TINY, *arguments])
-    assert f"'{arguments[1]}' is not a whole number from" in capsys.readouterr().err

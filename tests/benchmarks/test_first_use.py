@@ -129,12 +129,6 @@ def test_what_is_counted_is_what_travels(num: int, num_hot: int, way: str) -> No
     assert (summed > 0) == (num_hot > 0)
 
 
-def test_a_whole_batch_is_one_micro_batch() -> None:
-    steps, tables = make_steps(), Tables(make_clicks(), DIM, WORLD_SIZE)
-    batches = steps.batches(0)
-    assert tables.first_use(batches, [BATCH_SIZE]) == tables.per_micro_batch(batches, [BATCH_SIZE])
-
-
 def test_first_use_sends_the_same_rows_however_a_batch_is_cut() -> None:
     (one, *_) = compare("x", make_clicks(), batch_size=20, micro_batches=(1,), dim=8, num_steps=1)
     found = list(
@@ -210,11 +204,6 @@ def test_the_command_counts_what_is_there(
     assert "are needed (steps x ranks x batch size" in left_out[-1]
     printed = capsys.readouterr().out
     assert all(f"left out: {why}" in printed for why in left_out)
-
-
-def test_an_output_that_cannot_be_written_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--streams", "zipf", "-o", "/no/such/folder/out.json"]) == 2
-    assert "out" in capsys.readouterr().err
 
 
 @pytest.mark.data

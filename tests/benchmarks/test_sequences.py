@@ -94,25 +94,6 @@ def test_globos_clicks_are_those_of_a_loop_in_time_order(globo_file: Path) -> No
     assert sample == len(clicks) > 1.5 * NUM_CLICKS
 
 
-def test_what_was_not_clicked_was_clicked_before(tmp_path: Path) -> None:
-    frame = globo_frame().sort_values("ts_ms")
-    frame["article"] = np.arange(NUM_CLICKS)  # each clicked once
-    frame.to_parquet(tmp_path / "a.parquet")
-    clicks = read_clicks(tmp_path / "a.parquet")
-    targets, clicked = clicks.targets["article"], clicks.clicked == 1
-    assert len(clicks) == 2 * (NUM_CLICKS - 1)
-    assert (targets[~clicked] < targets[clicked]).all()
-    assert len(set(targets[~clicked])) > NUM_CLICKS / 3
-
-
-def test_long_histories_keep_the_latest_clicks(tmp_path: Path) -> None:
-    globo_frame(200, num_users=1).to_parquet(tmp_path / "a.parquet")
-    history = read_clicks(tmp_path / "a.parquet").histories["article"]
-    assert history.lengths_n.max() == 50
-    articles = globo_frame(200, 1).sort_values("ts_ms")["article"].to_numpy() + 1
-    assert history[len(history) - 1].tolist() == articles[149:199].tolist()
-
-
 # -- files that are neither ----------------------------------------------------------------------
 
 
@@ -139,12 +120,6 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
     for name in ("a.parquet", "missing.parquet"):
         with pytest.raises(InputError, match=f"{name}: no Parquet file that can be read"):
             read_clicks(tmp_path / name)
-
-
-def test_one_click_is_not_enough(tmp_path: Path) -> None:
-    globo_frame(1).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"at least 2 clicks, .* got 1; give a longer log"):
-        read_clicks(tmp_path / "a.parquet")
 
 
 # -- batches -------------------------------------------------------------------------------------

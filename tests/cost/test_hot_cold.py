@@ -1,6 +1,6 @@
 """Expected rows and bytes of a step, against counting them on generated batches.
 
-The sharded module's own traffic is compared with the model in benchmarks/cost_model.py; here the
+The sharded module's own traffic is compared with the model in ``benchmarks.fields``; here the
 arithmetic is checked where every number can be known.
 """
 

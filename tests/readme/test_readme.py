@@ -3,8 +3,10 @@
 Shell commands run literally, one after the other, in a folder of their own that holds what they
 name: the repository's configuration with few steps, and files of samples. Changed are only:
 
-- the program: this package in this process for ``torchrec-picasso``, and this Python in place
-  of ``torchrun`` and ``.venv/bin/python``; ``torchrun`` also looks for a free port;
+- the program: this package in this process for ``torchrec-picasso`` and for its ``torchrun``, which
+  ``tests/app/cli/test_cli.py`` starts, and this Python in place of other ``torchrun`` and
+  ``.venv/bin/python``; ``torchrun`` also looks for a free port;
+- ``--rate-mbit``: on loopback, without the process that a network namespace takes;
 - ``make TARGET``: the target is looked for in the Makefile, not run;
 - ``pip``, ``git``, ``export`` and ``cd``: not run, since they would change the machine;
 - commands of :data:`SHORT`: they get arguments that make them short;
@@ -18,14 +20,18 @@ which makes the things that the text takes for granted.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +40,7 @@ import pytest
 import yaml
 
 from tests.readme.blocks import Block, blocks_of, commands_of
+from torchrec_picasso.app.cli import demo
 from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
@@ -156,6 +163,7 @@ def _run(argv: list[str], folder: Path) -> str:
     if argv[:3] == [sys.executable, "-m", "torchrec_picasso"]:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
+            patch.setattr(demo, "run_at_rate", lambda args: None)
             try:
                 code: object = main(argv[3:])
             except SystemExit as end:  # of the parser: asked for help, or refused
@@ -170,9 +178,24 @@ def _run(argv: list[str], folder: Path) -> str:
     return done.stdout
 
 
+def _help_of(module: str) -> str:
+    """What a module prints for ``--help``, in this process: imports take seconds."""
+    with (
+        mock.patch.object(sys, "argv", [module, "--help"]),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.suppress(SystemExit),
+    ):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return out.getvalue()
+
+
 def _as_python(words: list[str]) -> list[str]:
     """The command of this Python that a command line means."""
     program, *arguments = words
+    if program == "torchrun" and "torchrec_picasso" in arguments:
+        place = arguments.index("torchrec_picasso")
+        assert arguments[:place] == ["--nproc-per-node", "2", "-m"]
+        return [sys.executable, "-m", *arguments[place:]]
     if program == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
     if Path(program).name == "torchrec-picasso":
@@ -203,7 +226,7 @@ def run_command(command: str, extra: str, folder: Path) -> None:
     argv = _as_python(words)
     module = argv[argv.index("-m") + 1] if "-m" in argv else ""
     if module.startswith(ONLY_HELP):
-        help_text = _run([sys.executable, "-m", module, "--help"], CHECKOUT)
+        help_text = _help_of(module)
         options = {word.split("=")[0] for word in argv[3:] if word.startswith("-")}
         known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", help_text))
         assert options <= known, f"{command}: {sorted(options - known)} not in --help"

@@ -113,7 +113,7 @@ class FrequencyStats:
             PicassoError: If ``max_rows_counted`` is not a positive integer.
 
         Cost:
-            3 to 32 seconds of one core for 100 million lookups (``benchmarks/stats_scale.py``).
+            3 to 32 seconds of one core for 100 million lookups.
         """
         _check_count("max_rows_counted", max_rows_counted, at_least=1)
         counts, num_samples = count_files(

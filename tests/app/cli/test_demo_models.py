@@ -84,6 +84,22 @@ def test_a_rate_is_set_on_a_loopback_of_its_own() -> None:
     assert "rate 2Gbit" in done.stdout
 
 
+def test_at_a_rate_the_same_demo_is_started(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    parser = make_parser("0")
+    argv = ["demo", "--rate-mbit", "1000", "--steps", "12", "--model", "din", "--out", "a b"]
+    args = parser.parse_args(argv)
+    monkeypatch.setattr(demo, "shaped_loopback", lambda rate, ranks: (("sh", "-c"), "true"))
+    monkeypatch.setattr(demo.sys, "executable", "printf")  # in place of Python
+    monkeypatch.setattr(demo, "_PROGRAM", (r"%s\n",))
+    assert demo.run_at_rate(args) == 0
+    head, *started = capfd.readouterr().out.splitlines()
+    assert head == "loopback held to 1000 Mbit/s for each rank"
+    args.rate_mbit = None
+    assert parser.parse_args(started) == args
+
+
 def test_without_a_namespace_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,8 @@ from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.errors import ConfigError
 
 
-def source(num_fields: int, max_rows: int, seed: int = 1, weighted: bool = False) -> FieldsSource:
-    return FieldsSource(draw_fields(num_fields, max_rows, seed), 20, 3, seed, weighted)
+def source(num_fields: int, max_rows: int, seed: int = 1) -> FieldsSource:
+    return FieldsSource(draw_fields(num_fields, max_rows, seed), 20, 3, seed)
 
 
 def test_fields_keep_to_their_bounds_and_differ() -> None:
@@ -29,13 +29,12 @@ def test_fields_keep_to_their_bounds_and_differ() -> None:
 
 def test_every_sample_has_its_fields_ids_inside_their_tables() -> None:
     fields = draw_fields(9, 3_000, seed=1)
-    batch = next(source(9, 3_000, weighted=True).batches(0, 1))
+    batch = next(source(9, 3_000).batches(0, 1))
     bags = batch.sparse_features
     for of in fields:
         bag = bags[of.feature]
         assert bag.lengths().tolist() == [of.pooling_factor] * 20
         assert 0 <= int(bag.values().min()) <= int(bag.values().max()) < of.num_embeddings
-        assert bool((bag.weights() == 1).all()) == of.mean
 
 
 def test_a_configuration_names_their_number_and_largest_table() -> None:

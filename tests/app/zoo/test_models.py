@@ -20,7 +20,7 @@ from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import ConfigError
 
 STEPS = 4
-SCHEDULES = {"K=1": 1, "K=2": 2, "K=4": 4}
+SCHEDULES = {"K=1": 1, "K=4": 4}
 
 
 def _on_cpu(name: str) -> ClickModel:

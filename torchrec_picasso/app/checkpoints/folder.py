@@ -12,20 +12,6 @@ from pathlib import Path
 
 from torchrec_picasso.errors import PicassoError
 
-__all__ = [
-    "DAMAGED_SUFFIX",
-    "UNFINISHED_SUFFIX",
-    "folder_of_step",
-    "has_checkpoint",
-    "holds_checkpoint",
-    "is_whole",
-    "newest_checkpoint",
-    "refuse_used_folder",
-    "step_of",
-    "sync_folder",
-    "whole_name",
-]
-
 UNFINISHED_SUFFIX = ".tmp"
 """Suffix of a checkpoint that is being written."""
 DAMAGED_SUFFIX = ".damaged"

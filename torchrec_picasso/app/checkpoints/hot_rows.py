@@ -19,8 +19,6 @@ from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.refresh.saved_uses import SavedUses
 
-__all__ = ["adopt_hot_rows", "read_hot_rows", "read_uses", "write_hot_rows", "write_uses"]
-
 _HOT_ROWS, _USES = "hot_rows.pt", "uses.pt"
 
 

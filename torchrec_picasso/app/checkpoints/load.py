@@ -18,8 +18,6 @@ from torchrec_picasso.app.checkpoints.safe_reader import load_safely
 from torchrec_picasso.app.checkpoints.sums import damages
 from torchrec_picasso.errors import PicassoError
 
-__all__ = ["load_checkpoint", "newest_undamaged"]
-
 _OTHER_ROW_STATE = re.compile(
     r"Size mismatch between saved torch\.Size\(\[(\d+)\]\) and current: torch\.Size\(\[(\d+)\]\) "
     r"for optim\.state\.(\S+?)\.weight\."

@@ -25,8 +25,6 @@ from torchrec_picasso.app.checkpoints.safe_reader import SafeReader, load_safely
 from torchrec_picasso.app.checkpoints.sums import damages
 from torchrec_picasso.errors import PicassoError
 
-__all__ = ["find_checkpoint", "read_plain", "write_plain"]
-
 _MODEL = "model."
 """Prefix of weights in a checkpoint; others are ``optim.`` and ``step``."""
 

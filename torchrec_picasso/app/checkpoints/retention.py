@@ -18,8 +18,6 @@ from torchrec_picasso.app.checkpoints.folder import (
     sync_folder,
 )
 
-__all__ = ["delete_old_checkpoints"]
-
 _DELETED_SUFFIX = ".deleted"
 
 

@@ -18,8 +18,6 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import ReadItem
 
-__all__ = ["SafeReader", "load_safely"]
-
 _METADATA_CLASSES = frozenset(
     {
         ("torch", "Size"),

@@ -13,8 +13,6 @@ from pathlib import Path
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.schedule.schedule import Setting
 
-__all__ = ["read_setting", "write_setting"]
-
 _NAME = "setting.json"
 
 

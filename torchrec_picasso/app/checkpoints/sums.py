@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["damages", "sums_of_rank", "write_sums"]
-
 _NAME = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\0]+)")
 

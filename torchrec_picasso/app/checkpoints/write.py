@@ -27,15 +27,6 @@ from torchrec_picasso.app.checkpoints.folder import (
 from torchrec_picasso.app.checkpoints.sums import sums_of_rank, write_sums
 from torchrec_picasso.errors import PicassoError
 
-__all__ = [
-    "WriteExtra",
-    "CheckpointFiles",
-    "begin_checkpoint",
-    "complete_checkpoint",
-    "save_checkpoint",
-    "with_step",
-]
-
 WriteExtra = Callable[[Path], None]
 """Writes further files into the folder of a checkpoint; called on rank 0."""
 

@@ -30,8 +30,6 @@ from torchrec_picasso.app.checkpoints.write import (
 )
 from torchrec_picasso.app.config import CheckpointConfig
 
-__all__ = ["CheckpointWriter"]
-
 
 class CheckpointWriter:
     """Writes checkpoints into one folder. Collective, as are its methods.

@@ -10,8 +10,6 @@ from typing import TypeAlias
 
 from torchrec_picasso.app.zoo.kinds import DLRM, model_kinds
 
-__all__ = ["make_parser"]
-
 _Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -161,7 +159,6 @@ def _stats(subcommands: _Subcommands) -> None:
     )
     source.add_argument(
         "--config",
-        "--tables-from",
         metavar="FILE",
         help="YAML configuration whose tables and ids are counted; without FILES its own data",
     )

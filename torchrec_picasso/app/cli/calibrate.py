@@ -22,8 +22,6 @@ from torchrec_picasso.cost.local import PHASES
 from torchrec_picasso.cost.measure import num_points
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["calibrate_on_rank", "print_curves", "run"]
-
 _TIMEOUT_S = 1800.0
 _MIN_BYTES = 4 << 10
 

@@ -9,8 +9,6 @@ from torchrec_picasso.app.checkpoints.plain_file import find_checkpoint, read_pl
 from torchrec_picasso.app.cli.outputs import check_outputs
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> None:
     """Runs the subcommand; raises PicassoError for unusable input."""

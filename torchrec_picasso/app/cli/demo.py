@@ -22,8 +22,6 @@ from torchrec_picasso.app.zoo.model_kinds import needs_clicks
 from torchrec_picasso.app.zoo.registry import check_run
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["demo_spec", "run", "run_at_rate", "shaped_loopback"]
-
 _STEPS, _BUDGET_S = 30, 40.0  # fewer steps where the machine is slow; as many as asked for else
 _MIN_STEPS = 10  # warm-up, counted steps and one timed block
 _GENERATED_ROW_SCALE = 0.02  # 10 million rows become 200,000
@@ -31,6 +29,7 @@ _BATCH_SIZE, _DIM = 4096, 64
 _CLICKS_BATCH_SIZE, _CLICKS_DIM, _MAX_HISTORY = 512, 16, 20
 """Smaller, since models of histories have attention or a recurrent layer over every click."""
 _TIMEOUT_S = 3600
+_PROGRAM = ("-m", "torchrec_picasso")
 _MIN_BURST_BYTES = 128 << 10  # a packet of the loopback has up to 64 KiB
 
 
@@ -116,7 +115,7 @@ def run_at_rate(args: argparse.Namespace) -> int | None:
     print(f"loopback held to {args.rate_mbit:g} Mbit/s for each rank", flush=True)
     given = vars(args).items() - {("command", "demo"), ("rate_mbit", args.rate_mbit)}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None]
-    again = (f'{shape} && exec "$@"', "sh", sys.executable, "-m", "torchrec_picasso", "demo")
+    again = (f'{shape} && exec "$@"', "sh", sys.executable, *_PROGRAM, "demo")
     return subprocess.run((*command, *again, *flags), check=False).returncode
 
 

@@ -14,8 +14,6 @@ from importlib.util import find_spec
 from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["run"]
-
 _NEEDED = {"numpy": "numpy", "pandas": "pandas", "pyarrow": "pyarrow"}
 _COMMAND_LINE = {"yaml": "pyyaml", "tqdm": "tqdm", "matplotlib": "matplotlib"}
 _VERSIONS = ("python", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec-picasso")

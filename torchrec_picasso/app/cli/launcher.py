@@ -16,8 +16,6 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.launch.torchrun import under_torchrun
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["join_torchrun", "run_on_ranks"]
-
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -13,8 +13,6 @@ from torchrec_picasso.compat import why_incomplete
 from torchrec_picasso.errors import PeerError, PicassoError
 from torchrec_picasso.version import __version__
 
-__all__ = ["main"]
-
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
 _EXIT_INTERRUPTED = 130

@@ -7,8 +7,6 @@ import argparse
 from torchrec_picasso.app.zoo.kinds import model_kinds
 from torchrec_picasso.app.zoo.model_kinds import describe_groups, describe_sizes
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> None:
     """Runs the subcommand."""

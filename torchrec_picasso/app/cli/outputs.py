@@ -12,8 +12,6 @@ from typing import Any
 from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["check_outputs", "new_picture", "print_table", "save_picture", "write_result"]
-
 _PICTURES = ("plot", "profile_out")
 
 

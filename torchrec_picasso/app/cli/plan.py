@@ -27,8 +27,6 @@ from torchrec_picasso.planner.planner import hot_cold_planner
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["run"]
-
 _OURS, _STOCK = "#0b7285", "#9aa5b1"
 _GIB, _MIB, _MB = 1 << 30, 1 << 20, 1e6
 

@@ -13,8 +13,6 @@ from torchrec_picasso.app.config.quality import QualityConfig
 from torchrec_picasso.app.runs.quality import Checker
 from torchrec_picasso.errors import ConfigError, PicassoError
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> None:
     """Runs the subcommand; raises PicassoError for unusable input."""

@@ -11,8 +11,6 @@ from torchrec_picasso.app.cli.outputs import print_table, write_result
 from torchrec_picasso.app.config import TrainConfig
 from torchrec_picasso.app.runs.compare import CompareSpec, SideResult
 
-__all__ = ["Comparison", "change", "draw_comparison", "print_comparison", "write_json"]
-
 _STOCK_COLOR, _OURS_COLOR = "#9aa5b1", "#0b7285"
 _MB = 1e6
 _ROUNDING = 1e-6  # relative; a larger difference comes from a ReLU switch

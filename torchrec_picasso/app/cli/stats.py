@@ -33,8 +33,6 @@ from torchrec_picasso.frequency.files import CHUNK_ROWS, num_samples_of
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["run"]
-
 _TEXT_BYTES_PER_CHUNK = 16 << 20  # approximate, for the progress bar
 _MOST_LABELS = 12
 

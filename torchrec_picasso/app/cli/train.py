@@ -20,8 +20,6 @@ from torchrec_picasso.app.runs.watching import check_watch
 from torchrec_picasso.app.zoo.registry import check_run
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> None:
     """Runs the subcommand; raises PicassoError for unusable input."""

@@ -13,8 +13,6 @@ from torchrec_picasso.app.config.schema import TrainConfig
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.rules import Rules, field_types, shown, value_problems
 
-__all__ = ["load_config", "load_rules", "parse_config"]
-
 ConfigT = TypeVar("ConfigT", bound=Rules)
 
 

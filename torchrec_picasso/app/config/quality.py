@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from torchrec_picasso.app.config.schema import CARDINALITY_NAMES, LABELS, OptimizerConfig
 from torchrec_picasso.rules import Rules, rule, shown
 
-__all__ = ["CHECK_KINDS", "METRICS", "QualityCheck", "QualityConfig"]
-
 PARITY, ABOVE, VALUE = CHECK_KINDS = ("parity", "above", "value")
 """Same training as stock TorchRec; higher AUC than another model; a known AUC or loss."""
 

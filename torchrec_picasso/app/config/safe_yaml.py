@@ -13,8 +13,6 @@ import yaml
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.rules import shown
 
-__all__ = ["read_yaml"]
-
 _MERGE = "tag:yaml.org,2002:merge"  # of the key <<
 _MOST_VALUES = 100_000
 """Limit with aliases expanded; a configuration has some dozens."""

@@ -9,24 +9,6 @@ from dataclasses import dataclass
 from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.rules import Rules, rule, shown
 
-__all__ = [
-    "TrainConfig",
-    "DataConfig",
-    "FeatureConfig",
-    "ModelConfig",
-    "ShardingConfig",
-    "OptimizerConfig",
-    "PipelineConfig",
-    "CheckpointConfig",
-    "WatchConfig",
-    "PLACEMENTS",
-    "PIPELINES",
-    "CARDINALITY_NAMES",
-    "DATA_KINDS",
-    "FEATURE_KINDS",
-    "LABELS",
-]
-
 PLACEMENTS = ("hot_cold", "table_wise", "row_wise", "column_wise", "planner")
 """This package's planner, one stock sharding type, or TorchRec's planner."""
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from torchrec_picasso.version import __version__
 
-__all__ = ["describe_environment"]
-
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow")
 
 

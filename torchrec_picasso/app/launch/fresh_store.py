@@ -13,8 +13,6 @@ import uuid
 
 import torch.distributed as dist
 
-__all__ = ["fresh_store"]
-
 _PREFIX = "picasso/start/"
 _POLL_S = 0.02
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["loopback_sent_bytes"]
-
 _COUNTERS = Path("/proc/net/dev")
 _SENT_BYTES_FIELD = 8  # after the colon: 8 receive fields, then bytes sent
 

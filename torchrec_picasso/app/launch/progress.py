@@ -8,8 +8,6 @@ import time
 
 from tqdm import tqdm
 
-__all__ = ["Progress"]
-
 _SECONDS_BETWEEN_LINES = 10.0
 
 

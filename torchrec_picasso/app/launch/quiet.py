@@ -6,8 +6,6 @@ import logging
 import os
 import warnings
 
-__all__ = ["quiet_upstream"]
-
 _NOISY_LOGGERS = ("torchrec", "torch.distributed", "torch.fx", "fbgemm_gpu")
 _PROFILER_LOG_LEVEL = "KINETO_LOG_LEVEL"  # the profiler does not use logging
 

@@ -25,8 +25,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankFailure", "STACK_SIGNAL", "rank_main", "stack_file"]
-
 STACK_SIGNAL = signal.SIGUSR1
 """On this signal a rank writes its Python stack to :func:`stack_file`, even in a collective."""
 

@@ -28,8 +28,6 @@ from torchrec_picasso.app.launch.rank_process import (
     stack_file,
 )
 
-__all__ = ["PRELOADED", "RankError", "run_ranks"]
-
 PRELOADED = [
     "pandas",
     "torch.distributed.optim",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["under_torchrun"]
-
 
 def under_torchrun() -> bool:
     """Whether this process is a rank of torchrun."""

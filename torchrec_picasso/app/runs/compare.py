@@ -34,8 +34,6 @@ from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.exchange.meter import WireCount, WireMeter
 from torchrec_picasso.schedule.schedule import Setting
 
-__all__ = ["CompareSpec", "SideResult", "compare_on_rank"]
-
 _STOCK_PIPELINE = PipelineConfig(kind="sparse_dist")
 _COUNTED_STEPS, _BLOCK_STEPS, _PROBE_STEPS = 2, 5, 3
 _MOST_TUNING_STEPS = 250

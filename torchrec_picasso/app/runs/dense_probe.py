@@ -22,8 +22,6 @@ from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.cost.dense import DenseTimes
 
-__all__ = ["measure_dense", "measure_dense_of"]
-
 _WARMUP_STEPS, _TIMED_STEPS = 2, 7
 _NUM_PARTS, _FEWEST_SAMPLES = (1, 4, 16), 64
 """Numbers of micro-batches that are measured, and the samples that each must have."""

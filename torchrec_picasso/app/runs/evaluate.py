@@ -17,8 +17,6 @@ from torchrec.datasets.utils import Batch
 
 from torchrec_picasso.app.runs.trainer import Trainer
 
-__all__ = ["area_under_curve", "areas_under_curves", "predict_all"]
-
 
 def predict_all(
     trainer: Trainer, batches: Iterable[Batch]

@@ -6,7 +6,7 @@ A sharded EmbeddingBagCollection gets ready batches and a fixed gradient of its 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,6 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.app.runs.placements import Placement
-
-__all__ = ["ExchangeStep", "PhaseTimes", "bag_collection", "one_hot_batch"]
 
 _LEARNING_RATE = 0.01
 
@@ -96,7 +94,7 @@ class ExchangeStep:
             sharders=placement.sharders,
         ).module
         self._grad: Tensor | None = None
-        for state in _local_tensors(self._module.fused_optimizer.state_dict()["state"]):
+        for state in local_tensors(self._module.fused_optimizer.state_dict()["state"]):
             state.mul_(1)  # page in the memory, which would slow the first steps
 
     def run(self, batch: KeyedJaggedTensor) -> PhaseTimes:
@@ -124,12 +122,15 @@ class ExchangeStep:
         return self._clock()
 
 
-def _local_tensors(state: Any) -> Iterator[Tensor]:
-    """This rank's shards of all tensors in a nested state dict."""
-    if isinstance(state, dict):
+def local_tensors(state: Any) -> Iterator[Tensor]:
+    """This rank's tensors in nested containers, in order, detached; of a sharded one its shards."""
+    if isinstance(state, Mapping):
         for value in state.values():
-            yield from _local_tensors(value)
+            yield from local_tensors(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from local_tensors(value)
     elif isinstance(state, ShardedTensor):
-        yield from (shard.tensor for shard in state.local_shards())
+        yield from (shard.tensor.detach() for shard in state.local_shards())
     elif isinstance(state, Tensor):
-        yield state
+        yield state.detach()

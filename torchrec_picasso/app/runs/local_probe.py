@@ -21,8 +21,6 @@ from torchrec_picasso.app.runs.exchange_step import ExchangeStep, bag_collection
 from torchrec_picasso.app.runs.placements import make_placement
 from torchrec_picasso.cost.local import PHASES, LocalCosts, LocalWork, PhaseCost, SideCosts
 
-__all__ = ["PROBES", "measure_local_costs"]
-
 _WARMUP_STEPS, _TIMED_STEPS = 2, 5
 _WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW = 1, 2
 _SLOW_STEP_S = 1.0

@@ -15,8 +15,6 @@ from torchrec_picasso.app.config import PipelineConfig
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
 from torchrec_picasso.train_pipeline.step_report import OnStep
 
-__all__ = ["MakePipeline", "describe_pipeline", "is_settled", "pipeline_maker", "sparse_dist"]
-
 MakePipeline = Callable[[torch.nn.Module, torch.optim.Optimizer, torch.device], TrainPipeline]
 """Builds a pipeline from sharded model, optimizer and device."""
 

@@ -33,8 +33,6 @@ from torchrec_picasso.sharding.sharder import (
     HotColdEmbeddingCollectionSharder,
 )
 
-__all__ = ["STOCK_PLACEMENTS", "Placement", "hot_cold_sharders", "make_placement"]
-
 STOCK_PLACEMENTS = ("table_wise", "row_wise", "column_wise")
 """Placements of one stock sharding type, for all tables that support it."""
 

@@ -26,8 +26,6 @@ from torchrec_picasso.app.timeline.timeline import Timeline
 from torchrec_picasso.errors import ConfigError, PicassoError
 from torchrec_picasso.schedule.schedule import NUM_BATCHES
 
-__all__ = ["ProfileRequest", "StepProfiler", "Stretch", "check_profile", "steps_at_once"]
-
 _EXTRA_STEPS = 3
 """Steps that are profiled but not drawn: one before, whose exchanges extend into the first drawn
 step, and two after, which lack further batches in flight."""

@@ -28,18 +28,6 @@ from torchrec_picasso.app.runs.evaluate import areas_under_curves, predict_all
 from torchrec_picasso.app.runs.trainer import Trainer
 from torchrec_picasso.app.zoo.registry import check_run, make_source
 
-__all__ = [
-    "CheckResult",
-    "Checker",
-    "Interval",
-    "Scores",
-    "as_hot_cold",
-    "as_stock",
-    "mean_auc",
-    "paired_bootstrap",
-    "score_on_rank",
-]
-
 _DATA_KEYS = (
     *("batch_size", "heldout_steps", "cardinalities", "row_scale", "max_rows", "labels"),
     "task_correlation",

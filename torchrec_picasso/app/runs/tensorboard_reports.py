@@ -16,8 +16,6 @@ from torchrec_picasso.errors import ConfigError, PicassoError
 from torchrec_picasso.refresh.refresher import Refreshed
 from torchrec_picasso.train_pipeline.step_report import StepReport
 
-__all__ = ["TensorBoardReports", "check_tensorboard", "figures_of"]
-
 _FLUSH_S = 10
 """Seconds of curves that a killed run may lose."""
 

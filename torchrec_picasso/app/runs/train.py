@@ -37,8 +37,6 @@ from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.exchange.peers import Peers
 
-__all__ = ["check_checkpoint_folder", "train_on_rank"]
-
 
 def check_checkpoint_folder(config: TrainConfig, resume: bool) -> None:
     """Checks the checkpoint folder of a run.

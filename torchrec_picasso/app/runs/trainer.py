@@ -29,8 +29,6 @@ from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
 
-__all__ = ["MakePipeline", "Trainer", "dense_optimizer", "unsharded_model"]
-
 
 class Trainer:
     """A sharded, initialised model with its pipeline.
@@ -63,7 +61,6 @@ class Trainer:
         self.device = device or torch.device("cpu")
         name = placement or config.sharding.placement
         model = unsharded_model(config, source)
-        tables = tables_of(model)
         stats = _stats(config, source, model, pg.size()) if name == "hot_cold" else None
         curves = config.sharding.curves if name == "hot_cold" else None
         _move_dense_part(model, self.device)
@@ -80,19 +77,9 @@ class Trainer:
         )
         if change_plan is not None:
             change_plan(self.placement.plan)
-        self.model = DistributedModelParallel(
-            module=model,
-            env=ShardingEnv.from_process_group(pg),
-            device=self.device,
-            plan=self.placement.plan,
-            sharders=self.placement.sharders,
+        self.model, self.optimizer = shard_model(
+            model, self.placement, pg, self.device, config.seed, config.optimizer
         )
-        write_initial_tables(self.model, tables, config.seed)
-        dense = KeyedOptimizerWrapper(
-            dict(in_backward_optimizer_filter(self.model.named_parameters())),
-            dense_optimizer(config.optimizer),
-        )
-        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
         make_pipeline = make_pipeline or pipeline_maker(config.pipeline)
         self.pipeline: TrainPipeline = make_pipeline(self.model, self.optimizer, self.device)
 
@@ -160,6 +147,41 @@ def unsharded_model(config: TrainConfig, source: BatchSource) -> nn.Module:
     return model
 
 
+def shard_model(
+    model: nn.Module,
+    placement: Placement,
+    pg: dist.ProcessGroup,
+    device: torch.device,
+    seed: int,
+    optimizer: OptimizerConfig,
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """Shards a model and initialises its tables; also returns its optimizers. Collective.
+
+    Args:
+        model: Unsharded model, an optimizer fused into its tables.
+        placement: Plan and sharders.
+        pg: Process group.
+        device: Device of the model.
+        seed: Seed of the tables, which start the same in every plan.
+        optimizer: Optimizer of the dense weights.
+    """
+    tables = tables_of(model)
+    sharded = DistributedModelParallel(
+        module=model,
+        env=ShardingEnv.from_process_group(pg),
+        device=device,
+        plan=placement.plan,
+        sharders=placement.sharders,
+    )
+    write_initial_tables(sharded, tables, seed)
+    kind = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}[optimizer.dense_optimizer]
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(sharded.named_parameters())),
+        lambda parameters: kind(parameters, lr=optimizer.dense_lr),
+    )
+    return sharded, CombinedOptimizer([sharded.fused_optimizer, dense])
+
+
 def _move_dense_part(model: nn.Module, device: torch.device) -> None:
     """Moves all but the tables, which are on the meta device."""
     for tensor in (*model.parameters(), *model.buffers()):
@@ -192,11 +214,3 @@ def _fuse_table_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> None:
         apply_optimizer_in_backward(
             kinds[optimizer.embedding_optimizer], module.parameters(), settings
         )
-
-
-def dense_optimizer(
-    optimizer: OptimizerConfig,
-) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
-    """Constructor of the optimizer of the dense weights."""
-    kind = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}[optimizer.dense_optimizer]
-    return lambda parameters: kind(parameters, lr=optimizer.dense_lr)

@@ -12,8 +12,6 @@ from torchrec_picasso.app.runs.tensorboard_reports import (
 )
 from torchrec_picasso.train_pipeline.step_report import StepReport
 
-__all__ = ["RunWatch", "check_watch"]
-
 
 def check_watch(config: WatchConfig) -> None:
     """Raises PicassoError if TensorBoard is configured and missing, or its folder is a file."""

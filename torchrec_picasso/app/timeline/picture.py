@@ -15,8 +15,6 @@ from torchrec_picasso.schedule.schedule import OF_BATCH, Op
 if TYPE_CHECKING:
     from torchrec_picasso.app.timeline.timeline import Span, Timeline
 
-__all__ = ["draw_timeline"]
-
 _COLORS = {
     "forward": "#4c6ef5",
     "backward": "#f08c00",

@@ -34,8 +34,6 @@ from torchrec_picasso.schedule.schedule import OF_BATCH, Op
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["COMPUTE", "DONE", "EXCHANGE", "WAIT", "WAITED_FOR", "Span", "Timeline"]
-
 _OP = re.compile(rf"{OP_RANGE} (\w+)(?: (\d+))?(?: wave (\d+))?( of .*)?")
 _CALL_PREFIX, _WORK_PREFIX = "c10d::", "gloo:"
 _MESSAGES = frozenset({"gloo:send", "gloo:recv"})

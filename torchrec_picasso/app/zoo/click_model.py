@@ -7,8 +7,6 @@ from torchrec.datasets.utils import Batch
 
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroups
 
-__all__ = ["ClickModel"]
-
 
 class ClickModel(nn.Module):
     """Binary cross-entropy of logits: a sum over tasks, a mean over samples.

@@ -13,8 +13,6 @@ from torchrec_picasso.app.zoo.data.clicks import Clicks, history_of
 from torchrec_picasso.app.zoo.feature_groups import SEQUENCE, FeatureGroup, FeatureGroups
 from torchrec_picasso.app.zoo.models.din import DIN
 
-__all__ = ["build_din"]
-
 _NUM_DENSE = 1  # of zeros: clicks have no dense features
 _ATTENTION_HIDDEN, _HIDDEN = 16, (64,)
 

@@ -12,8 +12,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec_picasso.app.config import ModelConfig
 from torchrec_picasso.app.zoo.tables import NUM_DENSE, TableSpec
 
-__all__ = ["build_dlrm"]
-
 
 def build_dlrm(model: ModelConfig, tables: Sequence[TableSpec], seed: int) -> DLRMTrain:
     """Builds a DLRM with its loss, tables on the meta device, towers initialised from ``seed``."""

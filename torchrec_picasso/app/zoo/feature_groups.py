@@ -19,17 +19,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.app.zoo.tables import Table
 from torchrec_picasso.errors import ConfigError
 
-__all__ = [
-    "BAG",
-    "KINDS",
-    "ONE_HOT",
-    "SEQUENCE",
-    "FeatureGroup",
-    "FeatureGroups",
-    "Found",
-    "Reads",
-]
-
 ONE_HOT, BAG, SEQUENCE = KINDS = ("one_hot", "bag", "sequence")
 """One id per sample; any number of ids, sum-pooled; any number of ids, a row each."""
 

@@ -16,8 +16,6 @@ from torchrec.distributed.types import ShardedTensor
 
 from torchrec_picasso.app.zoo.tables import Table
 
-__all__ = ["write_initial_tables"]
-
 _TABLE_KEY = re.compile(r"\.(embedding_bags|embeddings)\.")
 
 

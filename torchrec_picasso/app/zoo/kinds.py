@@ -6,8 +6,6 @@ import pkgutil
 
 from torchrec_picasso.app.zoo import models
 
-__all__ = ["DLRM", "model_kinds"]
-
 DLRM = "dlrm"
 """TorchRec's own model, which is no file of ``zoo/models``."""
 

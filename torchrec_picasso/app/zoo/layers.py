@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-__all__ = ["ACTIVATIONS", "AttentionUnit", "Dice", "mask_of", "padded", "tower"]
-
 
 class Dice(nn.Module):
     """``p x + (1 - p) a x`` with ``p`` the sigmoid of the batch-normalised input.

@@ -20,14 +20,6 @@ from torchrec_picasso.app.zoo.feature_groups import SEQUENCE, FeatureGroup, Feat
 from torchrec_picasso.app.zoo.kinds import DLRM, model_kinds
 from torchrec_picasso.errors import ConfigError
 
-__all__ = [
-    "describe_groups",
-    "describe_sizes",
-    "groups_of",
-    "make_head",
-    "needs_clicks",
-]
-
 _NO_SIZES = ("embeddings", "num_dense")  # parameters of a model that every model has
 _CLICK_ROLES = ("target", "profile", "history", "negatives")
 

@@ -19,8 +19,6 @@ from torchrec_picasso.app.zoo.kinds import DLRM
 from torchrec_picasso.app.zoo.model_kinds import groups_of, make_head
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["build_model", "check_run", "check_source", "make_source"]
-
 
 def make_source(data: DataConfig, seed: int) -> BatchSource:
     """Opens the samples of a run: a file if ``data.path`` names one, else generated samples.

@@ -11,16 +11,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from torchrec_picasso.app.config import DataConfig
 
-__all__ = [
-    "CARDINALITIES",
-    "NUM_DENSE",
-    "Table",
-    "TableSpec",
-    "collections_of",
-    "table_specs",
-    "tables_of",
-]
-
 NUM_DENSE = 13
 """Dense features of a Criteo sample."""
 

@@ -21,8 +21,6 @@ from torchrec_picasso.app.zoo.data.clicks import Clicks
 from torchrec_picasso.app.zoo.data.generated import zipf_cdf
 from torchrec_picasso.app.zoo.data.history import History, Ids
 
-__all__ = ["COLUMNS", "columns_beside", "generate_alimama", "read_alimama"]
-
 _HISTORIES = {"cate_id": "tag_category_list", "brand": "tag_brand_list"}
 """History column of each target column."""
 _PROFILES = (

@@ -14,8 +14,6 @@ from torchrec_picasso.app.zoo.data import alimama, globo
 from torchrec_picasso.app.zoo.data.clicks import Clicks
 from torchrec_picasso.errors import InputError
 
-__all__ = ["MOST_SAMPLES", "ClickFile", "largest_id", "read_clicks"]
-
 _KINDS = {"Alimama's rows": alimama.COLUMNS, "Globo's clicks": globo.COLUMNS}
 MOST_SAMPLES = 1 << 18
 """Samples of a window, unless one row group has more: some 200 MB with histories of 50."""

@@ -17,8 +17,6 @@ from torchrec_picasso.app.zoo.data.generated import zipf_cdf
 from torchrec_picasso.app.zoo.data.history import History, Ids
 from torchrec_picasso.errors import InputError
 
-__all__ = ["generate_log", "samples_of_log"]
-
 _FAVOURITES, _FAVOURITE_SHARE = 2, 0.8
 """Favourite categories of a user, and the share of clicks in them."""
 

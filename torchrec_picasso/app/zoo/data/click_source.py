@@ -29,8 +29,6 @@ from torchrec_picasso.app.zoo.data.history import Ids
 from torchrec_picasso.app.zoo.data.shares import HELDOUT, TRAIN, Shares
 from torchrec_picasso.errors import InputError
 
-__all__ = ["ClickSource"]
-
 _GENERATED_CLICKS = 40_000
 _HELDOUT_SHARE = 0.1
 _HELDOUT_STREAM = 7  # random stream

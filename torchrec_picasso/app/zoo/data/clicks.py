@@ -13,8 +13,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.app.zoo.data.history import History, Ids
 
-__all__ = ["Clicks", "history_of", "negatives_of"]
-
 
 def history_of(target: str) -> str:
     """The feature of a target's history; both read one table."""

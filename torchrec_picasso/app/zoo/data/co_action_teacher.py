@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from torchrec_picasso.app.zoo.data.clicks import Clicks
 
-__all__ = ["co_action_logits", "with_co_action_labels"]
-
 _TEACHER, _DRAWS = 11, 12  # random streams
 _READ, _UNITS = 4, 4  # columns of a network's input, and its units
 _SPREAD = 3.0  # standard deviation of the logit over histories of distinct clicks

@@ -20,8 +20,6 @@ from torchrec_picasso.app.zoo.data.criteo_files import SampleChunk, read_criteo
 from torchrec_picasso.app.zoo.data.source import CriteoColumns, make_batch
 from torchrec_picasso.errors import ConfigError, PicassoError
 
-__all__ = ["CriteoSource", "hash_ids", "log_dense"]
-
 
 class CriteoSource(CriteoColumns):
     """Endless batches from a Criteo file.

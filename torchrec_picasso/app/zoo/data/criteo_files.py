@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from torchrec_picasso.app.zoo.tables import NUM_DENSE
 from torchrec_picasso.errors import PicassoError
 
-__all__ = ["DENSE_COLUMNS", "ID_COLUMNS", "MISSING_ID", "SampleChunk", "is_parquet", "read_criteo"]
-
 MISSING_ID = -1
 """Id of a missing categorical value."""
 

@@ -13,8 +13,6 @@ import numpy as np
 
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["FieldSpec", "LEAST_ROWS", "draw_fields"]
-
 LEAST_ROWS = 1_000
 _DIMS = (8, 16, 32, 64)
 _EXPONENTS = (0.4, 1.3)

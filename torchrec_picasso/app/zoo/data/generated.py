@@ -19,8 +19,6 @@ from torchrec_picasso.app.config import DataConfig
 from torchrec_picasso.app.zoo.data.source import CriteoColumns, make_batch
 from torchrec_picasso.app.zoo.tables import NUM_DENSE
 
-__all__ = ["GeneratedSource", "zipf_cdf"]
-
 _TRAIN, _HELDOUT, _TABLES = 0, 1, 2  # random streams
 _EXPONENT_SPREAD = 0.15  # tables differ in skew by up to this much around the mean
 _ID_LOGIT_SCALE = 2.0  # standard deviation of the logit's part from all ids

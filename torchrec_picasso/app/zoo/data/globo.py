@@ -21,8 +21,6 @@ from torchrec_picasso.app.zoo.data.click_log import samples_of_log
 from torchrec_picasso.app.zoo.data.clicks import Clicks
 from torchrec_picasso.errors import InputError
 
-__all__ = ["COLUMNS", "read_globo"]
-
 _PROFILES = ("user", "environment", "device", "os", "country", "region", "referrer")
 _TIME, _ARTICLE = "ts_ms", "article"
 _ROWS_PER_BATCH = 1 << 16

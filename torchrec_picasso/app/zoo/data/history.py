@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["History", "Ids"]
-
 Ids = NDArray[np.int64]
 
 

@@ -13,8 +13,6 @@ import numpy as np
 
 from torchrec_picasso.app.zoo.data.history import Ids
 
-__all__ = ["HELDOUT", "TRAIN", "Shares"]
-
 TRAIN, HELDOUT = 0, 1
 """Streams of batches."""
 

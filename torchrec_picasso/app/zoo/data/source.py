@@ -14,8 +14,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.app.config import DataConfig
 from torchrec_picasso.app.zoo.tables import NUM_DENSE, table_specs
 
-__all__ = ["BatchSource", "CriteoColumns", "make_batch"]
-
 
 class BatchSource(Protocol):
     """Endless batches that depend only on (rank, world size, step), so runs are reproducible."""

@@ -18,8 +18,6 @@ from torchrec_picasso.app.zoo.feature_groups import SEQUENCE, FeatureGroups, Fou
 from torchrec_picasso.app.zoo.layers import AttentionUnit, mask_of, padded, tower
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["CAN", "CoAction"]
-
 
 class CoAction(nn.Module):
     """Applies a network per sample to a sequence; outputs of its layers are concatenated.

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroups, Found, Reads
 from torchrec_picasso.app.zoo.layers import tower
 
-__all__ = ["DeepFM", "factorization_machine"]
-
 
 def factorization_machine(fields_BFD: Tensor) -> Tensor:
     """Sums the inner products of all pairs of fields, in time linear in the number of fields.

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroups, Found, Reads
 from torchrec_picasso.app.zoo.layers import tower
 
-__all__ = ["DHEN", "DHENLayer"]
-
 
 class DHENLayer(nn.Module):
     """``Norm(concat(self-attention(X), linear(X)) + shortcut(X))``, section 3 of the paper.

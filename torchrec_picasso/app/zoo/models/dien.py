@@ -17,8 +17,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from torchrec_picasso.app.zoo.feature_groups import SEQUENCE, FeatureGroups, Found, Reads
 from torchrec_picasso.app.zoo.layers import mask_of, padded, tower
 
-__all__ = ["AUGRU", "DIEN", "AuxiliaryLoss", "InterestAttention"]
-
 
 class InterestAttention(nn.Module):
     """Softmax attention of a target over the positions of a history, equation 14.

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torchrec_picasso.app.zoo.feature_groups import SEQUENCE, FeatureGroups, Found, Reads
 from torchrec_picasso.app.zoo.layers import AttentionUnit, tower
 
-__all__ = ["DIN"]
-
 
 class DIN(nn.Module):
     """Reads ``target`` and ``history`` from the same tables, and ``profile``.

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroups, Found, Reads
 
-__all__ = ["LogisticRegression"]
-
 
 class LogisticRegression(nn.Module):
     """Reads ``wide``; a weight is the sum of a table's columns (FBGEMM has no width of 1)."""

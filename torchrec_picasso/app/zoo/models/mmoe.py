@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroups, Found, Reads
 from torchrec_picasso.app.zoo.layers import tower
 
-__all__ = ["MMoE", "MixtureOfExperts"]
-
 
 class MixtureOfExperts(nn.Module):
     """Shared experts and one linear gate per task, equations 5 to 7.

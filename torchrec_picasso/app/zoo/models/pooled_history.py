@@ -16,8 +16,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from torchrec_picasso.app.zoo.feature_groups import SEQUENCE, FeatureGroups, Found, Reads
 from torchrec_picasso.app.zoo.layers import mask_of, padded, tower
 
-__all__ = ["PooledHistory"]
-
 
 class PooledHistory(nn.Module):
     """Reads ``target`` and ``history`` from the same tables, and ``profile``.

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torchrec_picasso.app.zoo.feature_groups import SEQUENCE, FeatureGroups, Found, Reads
 from torchrec_picasso.app.zoo.layers import mask_of, padded, tower
 
-__all__ = ["TBSM", "TimeSeriesLayer"]
-
 
 class TimeSeriesLayer(nn.Module):
     """Weights the steps of a history by layers over their cosines with the target, section 3.

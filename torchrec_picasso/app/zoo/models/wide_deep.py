@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroups, Found, Reads
 from torchrec_picasso.app.zoo.layers import tower
 
-__all__ = ["WideDeep"]
-
 
 class WideDeep(nn.Module):
     """Reads ``deep`` and ``wide``.

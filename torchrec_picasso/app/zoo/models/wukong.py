@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroups, Found, Reads
 from torchrec_picasso.app.zoo.layers import tower
 
-__all__ = ["Wukong", "WukongLayer"]
-
 
 class WukongLayer(nn.Module):
     """``LN(concat(FMB(X), LCB(X)) + residual(X))``, section 3 of the paper.

@@ -1,4 +1,4 @@
-"""The DIN-like model for variants."""
+"""A DIN-like model for variants: sequences of clicks beside profiles, tables and bags."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from torchrec.datasets.utils import Batch
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from benchmarks.fields.workload import ModelTable
-from benchmarks.sequences.model import PROFILE_DIM, SEQUENCE_DIM, build_model
 from torchrec_picasso.app.zoo.click_model import ClickModel
 from torchrec_picasso.app.zoo.data.alimama import generate_alimama
 from torchrec_picasso.app.zoo.data.click_files import read_clicks
 from torchrec_picasso.app.zoo.data.clicks import Clicks
 from torchrec_picasso.app.zoo.data.shares import HELDOUT, TRAIN, Shares
+from torchrec_picasso.app.zoo.din import build_din
 
-__all__ = ["SequencesWorkload"]
+_SEQUENCE_DIM, _PROFILE_DIM, _TABLE_LR = 64, 16, 0.02
 
 
 class SequencesWorkload:
@@ -52,9 +54,9 @@ class SequencesWorkload:
         sequences = [
             ModelTable(
                 name=f"t_{target}",
-                module=f"embeddings.collections.target_{SEQUENCE_DIM}",
+                module=f"embeddings.collections.target_{_SEQUENCE_DIM}",
                 num_embeddings=clicks.num_rows(target),
-                dim=SEQUENCE_DIM,
+                dim=_SEQUENCE_DIM,
                 ids_per_sample=1 + float(np.mean(of.lengths_n)),
             )
             for target, of in clicks.histories.items()
@@ -64,7 +66,7 @@ class SequencesWorkload:
                 name=f"t_{name}",
                 module="embeddings.collections.profile",
                 num_embeddings=clicks.num_rows(name),
-                dim=PROFILE_DIM,
+                dim=_PROFILE_DIM,
                 ids_per_sample=1,
             )
             for name in clicks.profiles
@@ -72,8 +74,11 @@ class SequencesWorkload:
         return [*sequences, *profiles]
 
     def model(self) -> ClickModel:
-        """The model before sharding."""
-        return build_model(self._clicks, self._seed)
+        """The model before sharding, row-wise Adagrad fused into its tables."""
+        train = build_din(self._clicks, _SEQUENCE_DIM, _PROFILE_DIM, self._seed)
+        parameters = train.embeddings.parameters()
+        apply_optimizer_in_backward(RowWiseAdagrad, parameters, {"lr": _TABLE_LR})
+        return train
 
     def training(self, rank: int, num_batches: int) -> list[Batch]:
         """One rank's batches."""
