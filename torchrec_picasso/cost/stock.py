@@ -10,15 +10,13 @@ Source: TorchRec ``distributed/sharding/{tw,rw,cw,dp}_sharding.py``, ``distribut
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalWork
-from torchrec_picasso.cost.step_cost import StepCost, sum_columns
+from torchrec_picasso.cost.step_cost import StepCost, sum_fields
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 
 __all__ = [
@@ -67,8 +65,7 @@ class StockTotals:
 
     def minus(self, other: StockTotals) -> StockTotals:
         """Subtracts other totals, field by field."""
-        differences = (a - b for a, b in zip(_values(self), _values(other)))
-        return StockTotals(**dict(zip(_FIELDS, differences)))
+        return StockTotals(**{name: n - getattr(other, name) for name, n in vars(self).items()})
 
     @staticmethod
     def from_table(sharding_type: str, work: TableWork) -> StockTotals:
@@ -97,10 +94,6 @@ class StockTotals:
         )
 
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(StockTotals))
-_values = attrgetter(*_FIELDS)
-
-
 def stock_totals(sharding_type: str, works: Iterable[TableWork]) -> StockTotals:
     """Sums the work of tables of one sharding type.
 
@@ -108,8 +101,9 @@ def stock_totals(sharding_type: str, works: Iterable[TableWork]) -> StockTotals:
         sharding_type: One of :data:`STOCK_TYPES`.
         works: Expected rows of the tables.
     """
-    tables = (_values(StockTotals.from_table(sharding_type, work)) for work in works)
-    return StockTotals(**dict(zip(_FIELDS, sum_columns(tables, len(_FIELDS)))))
+    return sum_fields(
+        StockTotals(), (StockTotals.from_table(sharding_type, work) for work in works)
+    )
 
 
 def stock_cost(

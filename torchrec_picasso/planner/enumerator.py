@@ -22,13 +22,13 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.dense import DenseTimes
-from torchrec_picasso.decision.choice import TableInfo
-from torchrec_picasso.decision.decision import Decision, decide, given_hot_sets
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.candidates import hot_cold_candidates
 from torchrec_picasso.planner.capacity import replica_budget_bytes
+from torchrec_picasso.planner.choice import TableInfo
+from torchrec_picasso.planner.decision import Decision, decide, given_hot_sets
 from torchrec_picasso.planner.hot_options import (
     add_replica_storage,
     copy_options,

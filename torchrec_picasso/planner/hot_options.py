@@ -21,9 +21,9 @@ from torchrec.distributed.planner.types import ShardingOption, Storage
 from torchrec.distributed.types import CacheParams
 
 from torchrec_picasso._torchrec import optimizer_multiplier
-from torchrec_picasso.decision.home_blocks import filled_blocks
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import SHARDING_TYPE_OF, Form, HotColdParams
+from torchrec_picasso.planner.home_blocks import filled_blocks
 from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
 __all__ = [

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torchrec.distributed.planner.types import Perf, ShardingOption
 
 from torchrec_picasso.cost.stock import STOCK_TYPES, marginal_stock_costs
-from torchrec_picasso.decision.decision import Decision
+from torchrec_picasso.planner.decision import Decision
 
 __all__ = ["price_options"]
 

@@ -14,9 +14,9 @@ from torchrec_picasso._torchrec import optimizer_multiplier
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.cost.table_work import TableLoad
-from torchrec_picasso.decision.choice import TableInfo
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.planner.choice import TableInfo
 from torchrec_picasso.planner.hot_options import optimizer_class
 from torchrec_picasso.planner.refusals import TableRefusals, required_form, why_no_bags
 

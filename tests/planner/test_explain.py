@@ -17,11 +17,11 @@ from torchrec.distributed.types import ShardingPlan
 from tests.planner.samples import ROWS, AbleSharder, Model, stats, topology
 from torchrec_picasso.cost import CommCurves, LocalCosts
 from torchrec_picasso.cost.local import PhaseCost, SideCosts
-from torchrec_picasso.decision.explain import summarize
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
+from torchrec_picasso.planner.explain import summarize
 from torchrec_picasso.planner.planner import HotColdPlanner
 
 SLOW = CommCurves.assumed(2, gbytes_per_s=0.001, latency_ms=0.1)
@@ -151,7 +151,7 @@ def test_homes_follow_the_load() -> None:
 
 def test_the_same_input_gives_the_same_plan_in_another_process() -> None:
     program = (
-        "from tests.decision.test_explain import SLOW, planned, skewed\n"
+        "from tests.planner.test_explain import SLOW, planned, skewed\n"
         "print(repr(planned(stats=skewed(), curves=SLOW)[1]))"
     )
     texts = {

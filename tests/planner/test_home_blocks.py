@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_picasso.decision.home_blocks import (
+from torchrec_picasso.planner.home_blocks import (
     RowLoads,
     balance_homes,
     even_blocks,
