@@ -174,14 +174,3 @@ def test_one_rank_has_no_wire() -> None:
     alone = StepPricer(network(), 1).price(HotColdTotals.from_table(TableWork(work().load, 1), 0))
     assert alone.wire_ms == 0
     assert alone.step_ms == pytest.approx(alone.compute_ms)
-
-
-def test_dense_times_follow_the_batch() -> None:
-    measured = DenseTimes(forward_ms=10, backward_ms=20, parameter_bytes=7, batch_size=100)
-    assert measured.at(200) == DenseTimes(
-        forward_ms=20, backward_ms=40, parameter_bytes=7, batch_size=200
-    )
-    given = DenseTimes.from_total(30.0)
-    assert given.at(200) == given
-    assert given.total_ms == pytest.approx(30.0)
-    assert given.backward_ms == pytest.approx(2 * given.forward_ms)

@@ -163,12 +163,6 @@ def test_progress_is_told_every_sample(tmp_path: Path, monkeypatch: pytest.Monke
     assert told == [4, 4, 2]
 
 
-def test_a_file_without_samples_counts_nothing(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", user=pa.array([], pa.int64()))
-    stats = FrequencyStats.from_files(path, [USER])
-    assert (stats.num_samples, stats.tables["users"].num_lookups) == (0, 0)
-
-
 @pytest.mark.parametrize("wrong", [100, -3])
 def test_an_id_outside_its_table_is_refused(tmp_path: Path, wrong: int) -> None:
     path = write(tmp_path / "a.parquet", user=[0, wrong])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 
 import pytest
 import torch
@@ -172,14 +171,6 @@ def test_what_is_not_allowed_is_not_chosen() -> None:
     assert choice.hot_cold == (False, True)
     assert choice.stock_types == ("row_wise", None)
     assert choice.stock is None
-
-
-def test_many_tables_are_chosen_in_seconds() -> None:
-    works = [work(str(i), 1.1 if i % 2 else None, rows=500) for i in range(300)]
-    start_s = time.process_time()
-    choice = choose(ask(works), pricer(curves()))
-    assert len(choice.hot_cold) == 300
-    assert time.process_time() - start_s < 10  # some tenths
 
 
 # -- bags ------------------------------------------------------------------------------------------

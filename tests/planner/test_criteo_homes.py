@@ -68,7 +68,8 @@ def test_homes_are_asked_for_evenly(
     world_size: int, num_hot: int, halves: tuple[np.ndarray, np.ndarray], stats: FrequencyStats
 ) -> None:
     decision = _decided(stats, world_size, num_hot)
-    assert decision.home_max_over_mean <= 1.1
+    assert decision.homes is not None
+    assert decision.homes.max_over_mean <= 1.1
     incoming_W = np.zeros(world_size)
     num_batches = len(halves[1]) // BATCH_SIZE
     for column, name in enumerate(FEATURES):

@@ -14,7 +14,7 @@ import torch
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
 
-from tests.planner.samples import ROWS, AbleSharder, Model, stats, topology
+from tests.planner.samples import ROWS, AbleSharder, Model, topology
 from torchrec_picasso.cost import CommCurves, LocalCosts
 from torchrec_picasso.cost.local import PhaseCost, SideCosts
 from torchrec_picasso.errors import PlanError
@@ -194,7 +194,3 @@ def test_statistics_of_another_model_are_refused() -> None:
     )
     with pytest.raises(PlanError, match="table 'c' has 5 rows in the model, but 7 in the stat"):
         planned(stats=FrequencyStats(tables={**tables, "c": other}, num_samples=1), curves=SLOW)
-
-
-def test_old_samples_without_counts_of_samples_still_plan() -> None:
-    assert set(placed(planned(stats=stats(), curves=SLOW, hot_rows=3)[1])) == set(ROWS)

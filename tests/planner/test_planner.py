@@ -20,7 +20,7 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.planner import HotColdEnumerator, hot_cold_planner
+from torchrec_picasso.planner import hot_cold_planner
 
 SHARDERS = [AbleSharder(), EmbeddingCollectionSharder()]
 
@@ -57,17 +57,6 @@ def test_the_plan_carries_the_hot_rows(hot_rows: Any, expected: Any, device: str
             assert placed.sharding_type == "row_wise"
             assert placed.compute_kernel == "fused"
             assert placed.ranks == [0, 1]
-
-
-def test_same_inputs_same_plan() -> None:
-    plans = [
-        hot_cold_planner(topology(), stats(), hot_rows={"a": 1}, batch_size=64).plan(
-            Model(sequence=True), SHARDERS
-        )
-        for _ in range(2)
-    ]
-    assert str(plans[0]) == str(plans[1])
-    assert hot_rows_of(plans[0]) == hot_rows_of(plans[1])
 
 
 def test_replicas_that_do_not_fit_are_refused_by_the_planner() -> None:
@@ -137,12 +126,6 @@ def test_arguments_reach_torchrec() -> None:
 def test_arguments_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         hot_cold_planner(topology(), **arguments)
-
-
-def test_the_enumerator_is_ours_in_torchrecs_planner() -> None:
-    planner = hot_cold_planner(topology(), hot_rows=0, batch_size=33)
-    assert isinstance(planner._enumerator, HotColdEnumerator)
-    assert planner._batch_size == planner._enumerator._batch_size == 33
 
 
 def plan_together(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any], str]:

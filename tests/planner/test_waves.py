@@ -62,16 +62,6 @@ def test_the_planner_gives_every_hot_cold_table_its_wave() -> None:
     assert by_wave.sum() == len(frame)
 
 
-def test_waves_need_no_statistics() -> None:
-    planner = hot_cold_planner(topology(), hot_rows=0, batch_size=4, num_waves=3)
-    plan = planner.plan(Model(), [AbleSharder()])
-    assert {
-        sharding.cache_params.wave
-        for module_plan in plan.plan.values()
-        for sharding in module_plan.values()
-    } == {0, 1, 2}
-
-
 def test_every_module_has_waves_of_its_own() -> None:
     """Tables of two modules never share an exchange, so they do not balance each other."""
 

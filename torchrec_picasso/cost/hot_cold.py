@@ -73,7 +73,7 @@ class HotColdTotals:
         bag_lookup_elements: Elements of the lookups of the bags.
         cold_elements_S: Elements of the cold rows in each of
             :data:`torchrec_picasso.cost.table_work.BATCH_SHARES` of the batch.
-        dirty_elements_S: Elements of those that the batch before updates.
+        dirty_elements_S: Elements of the cold rows that the batch before updates, by share.
     """
 
     features: float = 0.0
@@ -207,20 +207,20 @@ def exchange_times(
         buffer_elements=0.0,
         updated=totals.updated,
     )
-    of_bags = LocalWork(lookups=totals.bag_lookups, lookup_elements=totals.bag_lookup_elements)
+    bag_work = LocalWork(lookups=totals.bag_lookups, lookup_elements=totals.bag_lookup_elements)
     ours, million_bag_lookups = costs.hot_cold, totals.bag_lookups * 1e-6
     packs_ms = 0.0
     if num_packs > 1:  # two copies of each element in forward, two in backward
         packs_ms = _PACK_MS * (num_packs - 1) + 2 * totals.cold_elements * _COPY_NS * 1e-6
     call_ms, pool_ms, gather_ms = ours.forward.split_ms(fetched)
     backward_call_ms, sum_ms, update_ms = ours.backward.split_ms(updated)
-    bag_sum_ms = ours.backward.split_ms(of_bags)[1]
+    bag_sum_ms = ours.backward.split_ms(bag_work)[1]
     bag_sort_ms = ours.input_dist.lookup_ns * million_bag_lookups
     return ExchangeTimes(
         ids_ms=ours.input_dist.ms(unique) + costs.stock.input_dist.lookup_ns * million_bag_lookups,
         call_ms=call_ms,
         pool_ms=pool_ms,
-        bag_pool_ms=ours.forward.split_ms(of_bags)[1],
+        bag_pool_ms=ours.forward.split_ms(bag_work)[1],
         gather_ms=gather_ms + packs_ms,
         backward_call_ms=backward_call_ms,
         sum_ms=sum_ms,
@@ -232,12 +232,6 @@ def hot_cold_cost(
     totals: HotColdTotals, curves: CommCurves, world_size: int, *, num_packs: int = 1
 ) -> StepCost:
     """Predicts the cost of one step of hot/cold tables, without any overlap.
-
-    Args:
-        totals: Work of the tables.
-        curves: Measured communication and local work.
-        world_size: Number of ranks.
-        num_packs: Number of packs of the tables.
 
     Returns:
         The cost; 0 without tables.
@@ -261,13 +255,7 @@ def hot_cold_cost(
 
 
 def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> dict[str, float]:
-    """Predicts the bytes that a rank sends, by purpose: mean over ranks.
-
-    Args:
-        totals: Work of the tables.
-        world_size: Number of ranks.
-        num_packs: Number of packs of the tables.
-    """
+    """Predicts the bytes that a rank sends, by purpose: mean over ranks."""
     to_others = (world_size - 1) / world_size  # rows with their home on this rank are not sent
     hot_words = math.ceil(totals.hot / _WORD_BITS)
     id_bytes = 4 if totals.rows <= _LARGEST_INT32 else 8
@@ -284,10 +272,6 @@ def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> di
 
 def hot_cold_memory_bytes(works: Sequence[TableWork], num_hot: Sequence[float]) -> dict[str, float]:
     """Predicts the memory of hot/cold tables per rank, in bytes.
-
-    Args:
-        works: The tables.
-        num_hot: Number of hot rows of each table.
 
     Returns:
         ``home`` and ``replica``: weights and optimizer state; ``optimizer``: the optimizer state in

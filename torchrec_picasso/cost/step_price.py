@@ -98,9 +98,6 @@ class StepPricer:
         """Predicts a step under TorchRec's ``TrainPipelineSparseDist``.
 
         Computation hides the exchange of ids, but no exchange of rows, gradients or dense sums.
-
-        Args:
-            cost: Cost of all tables, without overlap.
         """
         reduce_ms = self.reduce.ms if self.reduce is not None else 0.0
         wire_ms = cost.forward_comms_ms + cost.backward_comms_ms + reduce_ms
@@ -193,11 +190,7 @@ class _Interleaved:
         return OpTime(share * self._local.gather_ms + pool_ms, message)
 
     def _part_ms(self, call_ms: float) -> float:
-        """Returns the fixed cost of a micro-batch in forward or backward.
-
-        Args:
-            call_ms: Fixed cost of a whole batch.
-        """
+        """Returns the fixed cost of a micro-batch in forward or backward."""
         if self._num_parts == 1:
             return call_ms
         # half of the overhead in forward, half in backward; K - 1 additional micro-batches share it

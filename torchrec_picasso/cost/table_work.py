@@ -64,7 +64,7 @@ class HotSplit:
         hot_touched: Hot rows in any rank's batch.
         cold_touched: Cold rows in any rank's batch.
         cold_S: Cold rows in each of :data:`BATCH_SHARES` of one rank's batch.
-        dirty_S: Those of them that are also in any rank's batch before.
+        dirty_S: Cold rows that are also in any rank's batch before, by the same shares.
     """
 
     coverage: float

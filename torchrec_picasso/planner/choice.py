@@ -100,13 +100,7 @@ def choose(
     pricer: StepPricer,
     replica_budget_bytes: float = float("inf"),
 ) -> Choice:
-    """Chooses the plan with the shortest predicted step.
-
-    Args:
-        tables: All tables of the model.
-        pricer: Predicts a step from network, local work and dense part.
-        replica_budget_bytes: Maximum memory of replicas per rank.
-    """
+    """Chooses the plan with the shortest predicted step."""
     works = _works(tables, pricer)
     all_stock_types = _best_stock_types(tables, works, pricer)
 

@@ -75,11 +75,6 @@ class Decision:
         names = (name for name in self.hot_sets if self.forms[name] == "rows")
         return dict(zip(names, self.homes.block_rows_TW))
 
-    @property
-    def home_max_over_mean(self) -> float:
-        """Expected requests to the busiest home rank divided by the mean over ranks."""
-        return self.homes.max_over_mean if self.homes is not None else 1.0
-
 
 def decide(
     tables: Sequence[TableInfo],

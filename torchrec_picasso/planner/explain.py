@@ -16,9 +16,6 @@ __all__ = ["explain", "summarize", "why_nothing_is_hot_cold"]
 def explain(decision: Decision) -> pd.DataFrame:
     """Returns the placement of each table, and the reason.
 
-    Args:
-        decision: The decision.
-
     Returns:
         One line per table, in model order: ``table, rows, dim, placement, form`` (``rows`` or
         ``bags``) and ``wave`` (both missing for stock tables), ``hot_rows, coverage`` (share of
@@ -33,9 +30,6 @@ def explain(decision: Decision) -> pd.DataFrame:
 
 def summarize(decision: Decision) -> dict[str, Any]:
     """Returns the predicted step of a decision: milliseconds, bytes, memory and balance.
-
-    Args:
-        decision: The decision.
 
     Returns:
         Numbers and strings for JSON. ``step_ms``: duration of the whole step under the schedule
@@ -80,11 +74,7 @@ def summarize(decision: Decision) -> dict[str, Any]:
 
 
 def why_nothing_is_hot_cold(decision: Decision) -> str | None:
-    """Explains a plan without hot/cold tables; ``None`` if a table is hot/cold.
-
-    Args:
-        decision: The decision.
-    """
+    """Explains a plan without hot/cold tables; ``None`` if a table is hot/cold."""
     if any(decision.choice.hot_cold):
         return None
     reasons = {table.not_hot_cold for table in decision.tables}
