@@ -149,7 +149,7 @@ def test_several_files_count_like_one(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole.parquet", user=user)
     parts = [
         write(tmp_path / f"{start}.parquet", user=pa.array(user[start : start + 20], kind))
-        for start, kind in ((0, pa.int64()), (20, pa.int16()), (40, pa.uint64()))
+        for start, kind in ((0, pa.int64()), (20, pa.int16()), (40, pa.uint64()), (50, pa.int8()))
     ]
     assert FrequencyStats.from_files(parts, [USER]) == FrequencyStats.from_files(str(whole), [USER])
     assert num_samples_of(whole) == 50

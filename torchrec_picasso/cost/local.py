@@ -107,7 +107,7 @@ class PhaseCost:
 
     def ms(self, work: LocalWork) -> float:
         """Returns the milliseconds of the phase."""
-        return sum(self.split_ms(work))
+        return sum(getattr(self, term) * x for term, x in zip(_TERMS, work.terms()))
 
     def split_ms(self, work: LocalWork) -> tuple[float, float, float]:
         """Returns the milliseconds per call, for lookups, and for rows.

@@ -224,7 +224,7 @@ def _hardware(device: torch.device, pg: dist.ProcessGroup) -> dict[str, str | in
         lines = cpuinfo.read_text().splitlines()
         models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         name = models[0] if models else name
-    found = {
+    found: dict[str, str | int] = {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "hardware": name,
         "num_cpus": os.cpu_count() or 0,
