@@ -23,7 +23,7 @@ ROWS = (
     ("ops", "_torchrec"),
     ("placement", "frequency", "exchange", "batches", "schedule"),
     ("cost", "storage"),
-    ("rows", "proof", "decision"),
+    ("rows", "proof"),
     ("refresh",),
     ("sharding", "planner"),
     ("train_pipeline",),

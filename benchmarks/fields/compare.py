@@ -35,7 +35,7 @@ from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.runs.dense_probe import measure_dense_of
 from torchrec_picasso.app.runs.local_probe import measure_local_costs
 from torchrec_picasso.app.runs.pipelines import describe_pipeline
-from torchrec_picasso.decision.decision import Decision
+from torchrec_picasso.planner.decision import Decision
 
 _MAX_BATCHES = 32
 

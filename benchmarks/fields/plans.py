@@ -32,8 +32,8 @@ from torchrec_picasso import (
     hot_cold_planner,
 )
 from torchrec_picasso.app.runs.placements import AnyTypeSharder, Placement
-from torchrec_picasso.decision.decision import Decision
-from torchrec_picasso.decision.explain import summarize
+from torchrec_picasso.planner.decision import Decision
+from torchrec_picasso.planner.explain import summarize
 from torchrec_picasso.planner.planner import HotColdPlanner
 
 

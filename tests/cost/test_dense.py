@@ -8,6 +8,7 @@ import json
 import pytest
 
 from torchrec_picasso.cost.dense import DenseTimes
+from torchrec_picasso.cost.read import read
 
 MEASURED = DenseTimes(
     forward_ms=40.0,
@@ -32,7 +33,9 @@ def test_between_two_cuts_times_are_in_proportion(
 
 def test_beyond_what_was_measured_times_stay() -> None:
     assert MEASURED.cut(32).total_ms == pytest.approx(136.0)
-    assert DenseTimes.from_total(30.0).cut(8).total_ms == pytest.approx(30.0)
+    given = DenseTimes.from_total(30.0)
+    assert given.cut(8).total_ms == given.at(7).total_ms == pytest.approx(30.0)
+    assert given.backward_ms == pytest.approx(2 * given.forward_ms)
 
 
 def test_another_batch_scales_every_cut() -> None:
@@ -42,6 +45,6 @@ def test_another_batch_scales_every_cut() -> None:
 
 def test_it_survives_json() -> None:
     document = json.loads(json.dumps(dataclasses.asdict(MEASURED)))
-    assert DenseTimes.from_dict(document) == MEASURED
+    assert read(DenseTimes, document, "dense") == MEASURED
     del document["in_parts"]  # as earlier releases wrote it
-    assert DenseTimes.from_dict(document).in_parts == ()
+    assert read(DenseTimes, document, "dense").in_parts == ()

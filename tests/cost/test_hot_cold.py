@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.cost.exchange_totals import HotColdTotals
-from torchrec_picasso.cost.hot_cold import hot_cold_cost, hot_cold_memory_bytes
+from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost, hot_cold_memory_bytes
 from torchrec_picasso.cost.local import LocalCosts, SideCosts
 from torchrec_picasso.cost.stock import (
     STOCK_TYPES,
@@ -64,8 +63,7 @@ def test_hot_and_cold_rows_add_up_to_the_batchs() -> None:
     work = TableWork(load(), world_size=2)
     for num_hot in (0, 1, 1.5, 3, 100):
         split = work.split(num_hot)
-        assert split.hot_used + split.cold_used == pytest.approx(work.unique)
-        assert split.hot_used <= split.hot_touched + 1e-9
+        assert work.unique - split.cold_used <= split.hot_touched + 1e-9
     assert work.split(3).cold_used == pytest.approx(0, abs=1e-9)
 
 

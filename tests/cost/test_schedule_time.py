@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_picasso.cost.schedule_time import Message, OpTime, StepLength, step_length
+from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, step_price
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.schedule.kinds import KINDS
 from torchrec_picasso.schedule.schedule import COLLECTIVES, Setting, training_schedule
@@ -30,13 +30,13 @@ def test_work_alone_lasts_as_long_as_it_takes() -> None:
         ("backward", 0): compute(4),
         ("update", None): compute(2),
     }
-    assert step_length(WHOLE, times) == StepLength(ms=9, wire_ms=0, compute_ms=9)
+    assert step_price(WHOLE, times) == StepPrice(step_ms=9, wire_ms=0, compute_ms=9)
 
 
 def test_what_no_operation_waits_for_at_once_is_hidden() -> None:
     # clean rows of the next batch have all of this step to come
     times: Times = {("forward", 0): compute(10), ("fetch_clean", None): send(7)}
-    assert step_length(WHOLE, times) == StepLength(ms=10, wire_ms=7, compute_ms=10)
+    assert step_price(WHOLE, times) == StepPrice(step_ms=10, wire_ms=7, compute_ms=10)
 
 
 def test_where_steps_meet_rows_and_gradients_of_a_whole_batch_are_exposed() -> None:
@@ -46,7 +46,7 @@ def test_where_steps_meet_rows_and_gradients_of_a_whole_batch_are_exposed() -> N
         ("send_gradients", 0): send(5),
         ("fetch_dirty", 0): send(4),
     }
-    assert step_length(WHOLE, times).ms == pytest.approx(29)
+    assert step_price(WHOLE, times).step_ms == pytest.approx(29)
 
 
 def test_of_two_micro_batches_only_the_first_chunk_is_exposed() -> None:
@@ -64,7 +64,7 @@ def test_of_two_micro_batches_only_the_first_chunk_is_exposed() -> None:
         ("fetch_dirty", 1): send(3),
     }
     expected = 1 + 2 + (3 - 2) + 6 + 9 + 6 + 2
-    assert step_length(Setting(2, lookahead=True), times).ms == pytest.approx(expected)
+    assert step_price(Setting(2, lookahead=True), times).step_ms == pytest.approx(expected)
 
 
 def test_a_wave_is_updated_while_the_other_is_on_the_wire() -> None:
@@ -77,28 +77,28 @@ def test_a_wave_is_updated_while_the_other_is_on_the_wire() -> None:
         ("update", None): compute(12),
         ("fetch_dirty", 0): send(8),
     }
-    assert step_length(WHOLE, times).ms == pytest.approx(20 + 28)
-    in_waves = step_length(WHOLE, times, (0.5, 0.5))
-    assert in_waves.ms == pytest.approx(20 + 20)
+    assert step_price(WHOLE, times).step_ms == pytest.approx(20 + 28)
+    in_waves = step_price(WHOLE, times, (0.5, 0.5))
+    assert in_waves.step_ms == pytest.approx(20 + 20)
     assert in_waves.wire_ms == pytest.approx(16)
     assert in_waves.compute_ms == pytest.approx(32)
-    uneven = step_length(WHOLE, times, (0.25, 0.75))
-    assert 20 + 20 < uneven.ms < 20 + 28
+    uneven = step_price(WHOLE, times, (0.25, 0.75))
+    assert 20 + 20 < uneven.step_ms < 20 + 28
 
 
 def test_a_message_that_takes_the_core_hides_nothing() -> None:
     times: Times = {("forward", 0): compute(10), ("fetch_clean", None): send(7, core_share=1.0)}
-    assert step_length(WHOLE, times).ms == pytest.approx(17)
+    assert step_price(WHOLE, times).step_ms == pytest.approx(17)
     half: Times = {("forward", 0): compute(10), ("fetch_clean", None): send(7, core_share=0.5)}
-    assert step_length(WHOLE, half).ms == pytest.approx(13.5)
+    assert step_price(WHOLE, half).step_ms == pytest.approx(13.5)
 
 
 def test_an_exposed_exchange_waits_behind_what_is_on_the_wire() -> None:
     stock = OpTime(compute_ms=10, exposed=((Message(5), 2.0),))
     times: Times = {("forward", 0): stock}
-    assert step_length(WHOLE, times) == StepLength(ms=17, wire_ms=5, compute_ms=12)
+    assert step_price(WHOLE, times) == StepPrice(step_ms=17, wire_ms=5, compute_ms=12)
     times[("fetch_clean", None)] = send(8)  # of the next batch, sent just before
-    assert step_length(WHOLE, times).ms == pytest.approx(8 + 5 + 2 + 10)
+    assert step_price(WHOLE, times).step_ms == pytest.approx(8 + 5 + 2 + 10)
 
 
 def test_a_wire_with_too_much_to_do_sets_the_pace() -> None:
@@ -107,12 +107,12 @@ def test_a_wire_with_too_much_to_do_sets_the_pace() -> None:
         ("fetch_clean", None): send(50),
         ("send_gradients", 0): send(40),
     }
-    assert step_length(WHOLE, times).ms == pytest.approx(90)
+    assert step_price(WHOLE, times).step_ms == pytest.approx(90)
 
 
 def test_only_what_sends_has_a_message() -> None:
     with pytest.raises(PlanError, match="forward was given a message, but it does not send"):
-        step_length(WHOLE, {("forward", 0): send(1)})
+        step_price(WHOLE, {("forward", 0): send(1)})
 
 
 @settings(max_examples=60, deadline=None)
@@ -126,9 +126,9 @@ def test_no_step_is_shorter_than_its_bounds_or_longer_than_their_sum(
         if op.kind in COLLECTIVES:
             message = Message(data.draw(st.floats(0, 20)), data.draw(st.floats(0, 1)))
         times[op.kind, op.index] = OpTime(data.draw(st.floats(0, 20)), message)
-    length = step_length(setting, times)
-    assert max(length.wire_ms, length.compute_ms) <= length.ms + 1e-6
-    assert length.ms <= length.wire_ms + length.compute_ms + 1e-6
+    length = step_price(setting, times)
+    assert max(length.wire_ms, length.compute_ms) <= length.step_ms + 1e-6
+    assert length.step_ms <= length.wire_ms + length.compute_ms + 1e-6
 
 
 def test_every_message_is_waited_for_by_something_but_those_that_come_before_it() -> None:

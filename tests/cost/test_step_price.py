@@ -9,12 +9,16 @@ import torch
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.dense import DenseTimes
-from torchrec_picasso.cost.exchange_totals import HotColdTotals, sum_hot_cold
-from torchrec_picasso.cost.hot_cold import exchange_bytes, hot_cold_cost
+from torchrec_picasso.cost.hot_cold import (
+    HotColdTotals,
+    exchange_bytes,
+    hot_cold_cost,
+    sum_hot_cold,
+)
 from torchrec_picasso.cost.local import LocalCosts, SideCosts
-from torchrec_picasso.cost.step_price import StepPricer, _shares, _used
+from torchrec_picasso.cost.step_price import StepPricer, _first_used, _shares
 from torchrec_picasso.cost.stock import stock_cost, stock_totals
-from torchrec_picasso.cost.table_work import EARLY_SHARES, TableLoad, TableWork
+from torchrec_picasso.cost.table_work import BATCH_SHARES, TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
 
@@ -50,26 +54,26 @@ def test_rows_of_first_use_and_dirty_rows_agree_with_drawn_batches() -> None:
     for _ in range(trials):
         drawn = torch.multinomial(chance, 3 * BATCH, replacement=True, generator=generator)
         before, batch = drawn[: 2 * BATCH].unique(), drawn[2 * BATCH :]
-        for place, share in enumerate((*EARLY_SHARES, 1.0)):
+        for place, share in enumerate(BATCH_SHARES):
             rows = batch[: round(share * BATCH)].unique()
             cold[place] += rows.numel() / trials
             dirty[place] += torch.isin(rows, before).sum() / trials
     split = work().split(0)
-    assert [*split.cold_early, split.cold_used] == pytest.approx(cold.tolist(), rel=0.04)
-    assert [*split.dirty_early, split.dirty] == pytest.approx(dirty.tolist(), rel=0.04)
+    assert split.cold_S.tolist() == pytest.approx(cold.tolist(), rel=0.04)
+    assert split.dirty_S.tolist() == pytest.approx(dirty.tolist(), rel=0.04)
 
 
 def test_hot_rows_are_neither_cold_nor_dirty_nor_early() -> None:
     few, many = work().split(10), work().split(200)
-    assert many.dirty < few.dirty < work().split(0).dirty
-    assert all(a < b for a, b in zip(many.cold_early, few.cold_early))
-    assert work().split(ROWS).cold_early == pytest.approx((0, 0, 0), abs=1e-6)
+    assert many.dirty_S[-1] < few.dirty_S[-1] < work().split(0).dirty_S[-1]
+    assert (many.cold_S < few.cold_S).all()
+    assert work().split(ROWS).cold_S == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("num_parts", NUM_MICRO_BATCHES)
 def test_chunks_add_up_and_the_first_is_small_in_samples_only(num_parts: int) -> None:
     totals = HotColdTotals.from_table(work(), 0)
-    chunks = _used(num_parts, totals.cold_early, totals.cold_elements)
+    chunks = _first_used(num_parts, totals.cold_elements_S)
     assert sum(chunks) == pytest.approx(totals.cold_elements)
     assert min(chunks) > 0
     if num_parts > 1:  # rows repeat, so the first samples bring more new rows than others
@@ -170,14 +174,3 @@ def test_one_rank_has_no_wire() -> None:
     alone = StepPricer(network(), 1).price(HotColdTotals.from_table(TableWork(work().load, 1), 0))
     assert alone.wire_ms == 0
     assert alone.step_ms == pytest.approx(alone.compute_ms)
-
-
-def test_dense_times_follow_the_batch() -> None:
-    measured = DenseTimes(forward_ms=10, backward_ms=20, parameter_bytes=7, batch_size=100)
-    assert measured.at(200) == DenseTimes(
-        forward_ms=20, backward_ms=40, parameter_bytes=7, batch_size=200
-    )
-    given = DenseTimes.from_total(30.0)
-    assert given.at(200) == given
-    assert given.total_ms == pytest.approx(30.0)
-    assert given.backward_ms == pytest.approx(2 * given.forward_ms)

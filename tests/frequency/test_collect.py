@@ -76,10 +76,11 @@ def test_num_batches_takes_no_more() -> None:
     assert len(list(stream)) == 1
 
 
-@pytest.mark.parametrize("num_batches", [0, -1, 1.5, True])
-def test_num_batches_must_be_a_positive_integer(num_batches: int) -> None:
-    with pytest.raises(PicassoError, match=f"num_batches is {num_batches}.*at least 1"):
-        FrequencyStats.collect([kjt(**FULL)], TwoCollections(), num_batches=num_batches)
+@pytest.mark.parametrize("name", ["num_batches", "max_rows_counted"])
+@pytest.mark.parametrize("number", [0, -1, 1.5, True])
+def test_numbers_must_be_positive_integers(name: str, number: int) -> None:
+    with pytest.raises(PicassoError, match=f"{name} is {number}.*at least 1"):
+        FrequencyStats.collect([kjt(**FULL)], TwoCollections(), **{name: number})
 
 
 @pytest.mark.parametrize("wrong", [-1, 10, 2**40])

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_picasso.frequency.sparse_counts import add_counts, count_rows, keep_heaviest
+from torchrec_picasso.frequency.counts import add_counts, count_rows, keep_heaviest
 
 COUNTS = st.dictionaries(st.integers(0, 99), st.integers(1, 9), max_size=20)
 

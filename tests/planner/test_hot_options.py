@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torchrec
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.distributed.types import CacheAlgorithm, CacheParams
@@ -16,7 +16,7 @@ from tests.planner.samples import DIM, AbleSharder, Model, topology
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.enumerator import HotColdEnumerator
-from torchrec_picasso.planner.hot_options import hot_cold_options, replica_bytes
+from torchrec_picasso.planner.hot_options import replica_bytes
 
 NO_ROWS = torch.empty(0, dtype=torch.int64)
 
@@ -126,18 +126,3 @@ def test_constraints_without_row_wise_are_refused(constraint: dict[str, Any]) ->
     message = r"table 'b' .* \[\('table_wise', 'fused'\)\]; either its constraints exclude it"
     with pytest.raises(PlanError, match=message):
         row_wise_option({"b": 1}, Model(), **constraint)
-
-
-@pytest.mark.parametrize("hot_rows_H", [torch.arange(101), torch.tensor([100])])
-def test_rows_the_table_lacks_are_refused(hot_rows_H: Tensor) -> None:
-    stock = HotColdEnumerator(topology(), 4, {})
-    options = [o for o in stock.enumerate(Model(), [AbleSharder()]) if o.name == "b"]
-    with pytest.raises(PlanError, match="table 'b'"):
-        hot_cold_options(options, hot_rows_H)
-
-
-def test_other_options_go() -> None:
-    stock = HotColdEnumerator(topology(), 4, {})
-    options = [o for o in stock.enumerate(Model(), [AbleSharder()]) if o.name == "b"]
-    assert len(options) > 1
-    assert [o.sharding_type for o in hot_cold_options(options, NO_ROWS)] == ["row_wise"]

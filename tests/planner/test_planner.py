@@ -59,17 +59,6 @@ def test_the_plan_carries_the_hot_rows(hot_rows: Any, expected: Any, device: str
             assert placed.ranks == [0, 1]
 
 
-def test_same_inputs_same_plan() -> None:
-    plans = [
-        hot_cold_planner(topology(), stats(), hot_rows={"a": 1}, batch_size=64).plan(
-            Model(sequence=True), SHARDERS
-        )
-        for _ in range(2)
-    ]
-    assert str(plans[0]) == str(plans[1])
-    assert hot_rows_of(plans[0]) == hot_rows_of(plans[1])
-
-
 def test_replicas_that_do_not_fit_are_refused_by_the_planner() -> None:
     # each rank has room for all rows of the model once: its half of b and its batch fit, but not
     # with a replica of all of b beside them
@@ -139,12 +128,6 @@ def test_arguments_that_cannot_be_used(arguments: dict[str, Any], message: str) 
         hot_cold_planner(topology(), **arguments)
 
 
-def test_the_enumerator_is_ours_in_torchrecs_planner() -> None:
-    planner = hot_cold_planner(topology(), hot_rows=0, batch_size=33)
-    assert isinstance(planner._enumerator, HotColdEnumerator)
-    assert planner._batch_size == planner._enumerator._batch_size == 33
-
-
 def plan_together(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any], str]:
     model = Model(sequence=True)
     planner = hot_cold_planner(topology(), stats() if rank == 0 else None, hot_rows=3)
@@ -163,3 +146,9 @@ def test_every_rank_gets_the_plan_or_the_error() -> None:
     assert (hot, placed) == other[:2]
     assert error.startswith("hot_rows names table 'z'")
     assert other[2] == f"planning failed on rank 0: PlanError: {error}"
+
+
+def test_the_enumerator_is_ours_in_torchrecs_planner() -> None:
+    planner = hot_cold_planner(topology(), hot_rows=0, batch_size=33)
+    assert isinstance(planner._enumerator, HotColdEnumerator)
+    assert planner._batch_size == planner._enumerator._batch_size == 33

@@ -19,10 +19,10 @@ from torchrec_picasso import (
     HotColdFeatureProcessedEmbeddingBagCollectionSharder,
 )
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.decision.explain import summarize
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
+from torchrec_picasso.planner.explain import summarize
 from torchrec_picasso.planner.planner import HotColdPlanner
 
 SLOW = CommCurves.assumed(2, gbytes_per_s=0.001, latency_ms=0.1)

@@ -8,15 +8,13 @@ describe the link to a reader. The fit minimizes relative errors, because sizes 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import numpy as np
 
-from torchrec_picasso.cost.read_numbers import read_dataclass, read_numbers, shown_shortly
 from torchrec_picasso.errors import PicassoError
 
 __all__ = ["Curve"]
@@ -44,13 +42,16 @@ class Curve:
     median_error: float
     worst_error: float
 
+    def __post_init__(self) -> None:
+        if not _are_points(self.sent_bytes, self.ms):
+            raise PicassoError(
+                f"a curve has {len(self.ms)} times for sizes {str(self.sent_bytes)[:60]}, expected "
+                "ascending sizes with one time each"
+            )
+
     @staticmethod
     def fit(sent_bytes: Sequence[int], ms: Sequence[float]) -> Curve:
         """Fits the line to measured points.
-
-        Args:
-            sent_bytes: Sizes, ascending.
-            ms: Time of each size, above 0.
 
         Raises:
             PicassoError: If sizes do not ascend, or times are missing or not above 0.
@@ -71,28 +72,6 @@ class Curve:
             median_error=float(median(errors)),
             worst_error=float(errors.max()),
         )
-
-    @staticmethod
-    def from_dict(document: Mapping[str, Any], name: str) -> Curve:
-        """Reads a curve from the output of ``dataclasses.asdict``.
-
-        Args:
-            document: Values by field name.
-            name: Name of the curve, for messages.
-
-        Raises:
-            PicassoError: If a value is no number of at least 0, sizes do not ascend, or times are
-                missing.
-        """
-        sent_bytes, ms = tuple(document["sent_bytes"]), tuple(document["ms"])
-        read_numbers((f"{name}.sent_bytes", number) for number in sent_bytes)
-        read_numbers((f"{name}.ms", number) for number in ms)
-        if not _are_points(sent_bytes, ms):
-            raise PicassoError(
-                f"{name} has {len(ms)} times for sizes {shown_shortly(sent_bytes)}, expected "
-                "ascending sizes with one time each"
-            )
-        return read_dataclass(Curve, document, name, sent_bytes=sent_bytes, ms=ms)
 
     @staticmethod
     def line(latency_ms: float, gbytes_per_s: float) -> Curve:

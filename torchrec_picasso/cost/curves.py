@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrec_picasso.cost.collective_calls import COLLECTIVES
 from torchrec_picasso.cost.curve import Curve
 from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.local import LocalCosts
-from torchrec_picasso.cost.measure import measure_curves
-from torchrec_picasso.cost.read_numbers import read_numbers, shown_shortly
+from torchrec_picasso.cost.measure import COLLECTIVES, measure_curves
+from torchrec_picasso.cost.read import read, shown_shortly
 from torchrec_picasso.errors import PicassoError, PlanError
 
 if TYPE_CHECKING:
@@ -67,6 +66,9 @@ class CommCurves:
         missing = [name for name in COLLECTIVES if name not in self.collectives]
         if missing:
             raise PicassoError(f"curves of {', '.join(missing)} are missing; {_HINT}")
+        for name in ("world_size", "ranks_per_host"):
+            if not 1 <= getattr(self, name) < 2**31:
+                raise PicassoError(f"{name} is {getattr(self, name)}, expected a number of ranks")
 
     @property
     def core_ns_per_byte(self) -> float:
@@ -221,36 +223,11 @@ class CommCurves:
                     f"format version {shown_shortly(version)}, expected {_FORMAT_VERSION}; "
                     "measure again with this release"
                 )
-            return _read_curves(document)
+            document.pop("levels", None)  # a field of earlier files without any use
+            curves: CommCurves = read(CommCurves, document, "curves")
+            return curves
         except PicassoError as error:
             raise PicassoError(f"{source} does not contain curves: {error}; {_HINT}") from error
-        except (
-            *(ValueError, KeyError, TypeError, AttributeError),
-            *(RecursionError, ArithmeticError, IndexError),
-        ) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {shown_shortly(str(error))}"
             raise PicassoError(f"{source} does not contain curves ({reason}); {_HINT}") from error
-
-
-def _read_curves(document: dict[str, Any]) -> CommCurves:
-    """Reads curves from the output of ``dataclasses.asdict``."""
-    document["collectives"] = {
-        name: Curve.from_dict(values, shown_shortly(name))
-        for name, values in document["collectives"].items()
-    }
-    document.pop("levels", None)  # a field of earlier files without any use
-    document["local"] = LocalCosts.from_dict(document["local"])
-    if document.get("dense") is not None:
-        document["dense"] = DenseTimes.from_dict(document["dense"])
-    for name in ("world_size", "ranks_per_host"):
-        number = document.get(name, 1)
-        if type(number) is not int or not 1 <= number < 2**31:
-            raise PicassoError(f"{name} is {shown_shortly(number)}, expected a number of ranks")
-    for name in ("backend", "device"):
-        if not isinstance(document[name], str):
-            raise PicassoError(f"{name} is {shown_shortly(document[name])}, expected a name")
-    if document.get("wire_core_ns") is not None:
-        read_numbers([("wire_core_ns", document["wire_core_ns"])])
-    if not isinstance(document.get("measured_on", {}), dict):
-        raise PicassoError("measured_on is no mapping")
-    return CommCurves(**document)

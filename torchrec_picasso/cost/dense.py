@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
-from torchrec_picasso.cost.read_numbers import read_dataclass, read_numbers, shown_shortly
 from torchrec_picasso.errors import PicassoError
 
 __all__ = ["DenseTimes"]
@@ -40,6 +37,14 @@ class DenseTimes:
     batch_size: int = 0
     in_parts: tuple[tuple[int, float, float], ...] = ()
 
+    def __post_init__(self) -> None:
+        counts = [1, *(count for count, _, _ in self.in_parts)]
+        if any(a >= b for a, b in pairwise(counts)):
+            raise PicassoError(
+                f"dense.in_parts is {str(self.in_parts)[:60]}, expected ascending numbers of "
+                "micro-batches from 2, each with two times"
+            )
+
     @staticmethod
     def from_total(total_ms: float, parameter_bytes: float = 0.0) -> DenseTimes:
         """Splits a known total time of forward and backward."""
@@ -49,24 +54,6 @@ class DenseTimes:
             backward_ms=total_ms - forward_ms,
             parameter_bytes=parameter_bytes,
         )
-
-    @staticmethod
-    def from_dict(document: Mapping[str, Any]) -> DenseTimes:
-        """Reads times from the output of ``dataclasses.asdict``.
-
-        Raises:
-            PicassoError: If a time is no number of at least 0, or numbers of micro-batches do not
-                ascend from 2.
-        """
-        in_parts = tuple(tuple(times) for times in document.get("in_parts", ()))
-        read_numbers(("dense.in_parts", number) for times in in_parts for number in times)
-        counts = [1, *(times[0] for times in in_parts)]
-        if any(len(times) != 3 for times in in_parts) or any(a >= b for a, b in pairwise(counts)):
-            raise PicassoError(
-                f"dense.in_parts is {shown_shortly(in_parts)}, expected ascending numbers of "
-                "micro-batches, each with two times"
-            )
-        return read_dataclass(DenseTimes, document, "dense", in_parts=in_parts)
 
     @property
     def total_ms(self) -> float:

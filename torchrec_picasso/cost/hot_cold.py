@@ -2,30 +2,32 @@
 
 All tables of a module share five collectives per step: header, ids, rows, gradients, and the
 all-reduce of hot rows' gradients.
+
+Shape letters: S first shares of a batch.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from torchrec_picasso.cost.curves import CommCurves
-from torchrec_picasso.cost.exchange_totals import HotColdTotals
 from torchrec_picasso.cost.local import LocalCosts, LocalWork
-from torchrec_picasso.cost.step_cost import StepCost
-from torchrec_picasso.cost.table_work import TableWork
+from torchrec_picasso.cost.step_cost import StepCost, sum_fields
+from torchrec_picasso.cost.table_work import BATCH_SHARES, TableWork
+from torchrec_picasso.placement import Form
 
 __all__ = [
-    "ExchangeWork",
-    "bag_costs_ms",
+    "ExchangeTimes",
+    "HotColdTotals",
     "exchange_bytes",
-    "exchange_work",
+    "exchange_times",
     "hot_cold_cost",
     "hot_cold_memory_bytes",
-    "ids_cost_ms",
-    "packs_cost_ms",
+    "sum_hot_cold",
 ]
 
 _WORD_BYTES = 8
@@ -42,69 +44,143 @@ _COPY_NS = 2.4
 _PACK_MS = 0.5  # per pack, in forward and again in backward
 
 
-def hot_cold_cost(
-    totals: HotColdTotals,
-    curves: CommCurves,
-    world_size: int,
-    *,
-    num_packs: int = 1,
-) -> StepCost:
-    """Predicts the cost of one step of hot/cold tables, without any overlap.
+def _zeros() -> np.ndarray:
+    return np.zeros(len(BATCH_SHARES))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HotColdTotals:
+    """Expected work of one step on one rank, summed over the tables of one exchange.
+
+    An owner-pooled table counts only in ``features``, ``updated``, ``rows`` and the fields of bags.
+    Fields named ``*_elements`` are numbers of rows, lookups or bags times dim.
 
     Args:
-        totals: Work of the tables.
-        curves: Measured communication and local work.
-        world_size: Number of ranks.
-        num_packs: Number of packs of the tables.
-
-    Returns:
-        The cost; 0 without tables.
+        features: Number of features.
+        lookups: Lookups of the rank's batch.
+        lookup_elements: Elements of the lookups.
+        unique: Distinct rows of the rank's batch.
+        unique_elements: Elements of the distinct rows.
+        cold: Distinct cold rows of the rank's batch.
+        updated: Home rows that the rank updates: distinct rows over all ranks' batches.
+        touched: Hot rows in any rank's batch.
+        touched_elements: Elements of the touched hot rows.
+        hot: Hot rows of the tables.
+        rows: Rows of the tables.
+        bags: Bags of the rank's batch in owner-pooled tables.
+        bag_elements: Elements of the bags.
+        bag_lookups: Lookups of the bags.
+        bag_lookup_elements: Elements of the lookups of the bags.
+        cold_elements_S: Elements of the cold rows in each of
+            :data:`torchrec_picasso.cost.table_work.BATCH_SHARES` of the batch.
+        dirty_elements_S: Elements of the cold rows that the batch before updates, by share.
     """
-    if not totals.features:
-        return StepCost()
-    wire = exchange_bytes(totals, world_size, num_packs)
 
-    def ms(collective: str, name: str) -> float:
-        return curves.ms(collective, wire[name], world_size)
+    features: float = 0.0
+    lookups: float = 0.0
+    lookup_elements: float = 0.0
+    unique: float = 0.0
+    unique_elements: float = 0.0
+    cold: float = 0.0
+    updated: float = 0.0
+    touched: float = 0.0
+    touched_elements: float = 0.0
+    hot: float = 0.0
+    rows: float = 0.0
+    bags: float = 0.0
+    bag_elements: float = 0.0
+    bag_lookups: float = 0.0
+    bag_lookup_elements: float = 0.0
+    cold_elements_S: np.ndarray = field(default_factory=_zeros)
+    dirty_elements_S: np.ndarray = field(default_factory=_zeros)
 
-    header_and_ids_ms = ms("row_exchange", "header") + ms("row_exchange", "ids")
-    hot_ms = ms("all_reduce", "hot") if wire["hot"] else 0.0
-    work = exchange_work(totals)
-    costs = curves.local.hot_cold
-    packs_ms = packs_cost_ms(totals, num_packs)
-    bags_forward_ms, bags_backward_ms = bag_costs_ms(totals, curves.local)
-    return StepCost(
-        input_dist_ms=ids_cost_ms(totals, curves.local) + header_and_ids_ms,
-        forward_compute_ms=costs.forward.ms(work.fetched) + packs_ms + bags_forward_ms,
-        forward_comms_ms=ms("row_exchange", "rows"),
-        backward_compute_ms=costs.backward.ms(work.updated) + packs_ms + bags_backward_ms,
-        backward_comms_ms=ms("row_exchange", "gradients") + hot_ms,
-        input_dist_wire_ms=header_and_ids_ms,
-        sent_bytes=wire,
-    )
+    @property
+    def cold_elements(self) -> float:
+        """Elements of the cold rows of the rank's batch."""
+        return float(self.cold_elements_S[-1])
+
+    @staticmethod
+    def from_table(work: TableWork, num_hot: float, form: Form = "rows") -> HotColdTotals:
+        """Computes the work of one table.
+
+        Args:
+            work: Expected rows of the table.
+            num_hot: Number of hot rows, the most frequent rows; not used if owner-pooled.
+            form: ``"rows"`` = row-exchanged, ``"bags"`` = owner-pooled.
+        """
+        load = work.load
+        if form == "bags":
+            # The lookups of all ranks spread over the home ranks: on average as many as one batch.
+            return HotColdTotals(
+                features=load.num_features,
+                updated=work.unique_anywhere / work.world_size,
+                rows=load.num_embeddings,
+                bags=load.bags,
+                bag_elements=load.bags * load.dim,
+                bag_lookups=load.lookups,
+                bag_lookup_elements=load.lookups * load.dim,
+            )
+        split = work.split(num_hot)
+        return HotColdTotals(
+            features=load.num_features,
+            lookups=load.lookups,
+            lookup_elements=load.lookups * load.dim,
+            unique=work.unique,
+            unique_elements=work.unique * load.dim,
+            cold=split.cold_used,
+            updated=split.cold_touched / work.world_size,
+            touched=split.hot_touched,
+            touched_elements=split.hot_touched * load.dim,
+            hot=num_hot,
+            rows=load.num_embeddings,
+            cold_elements_S=split.cold_S * load.dim,
+            dirty_elements_S=split.dirty_S * load.dim,
+        )
+
+
+def sum_hot_cold(tables: Iterable[HotColdTotals]) -> HotColdTotals:
+    """Sums the work of tables."""
+    return sum_fields(HotColdTotals(), tables)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeWork:
-    """Local work of a rank in one step, for its own batch and as home rank of others' rows.
+class ExchangeTimes:
+    """Local work of one step on one rank, milliseconds.
 
     Args:
-        fetched: Forward: home rows are gathered, received rows are stored, lookups are pooled.
-        updated: Backward: gradients are summed by row, and rows are updated.
+        ids_ms: Deduplication and layout of ids.
+        call_ms: Fixed cost of forward.
+        pool_ms: Pooling of fetched rows.
+        bag_pool_ms: Pooling at the home ranks of owner-pooled tables.
+        gather_ms: Copies of rows at the home rank and at the rank of the batch.
+        backward_call_ms: Fixed cost of backward.
+        sum_ms: Sums of gradients by row.
+        update_ms: Sums of received gradients, and the update.
     """
 
-    fetched: LocalWork
-    updated: LocalWork
+    ids_ms: float
+    call_ms: float
+    pool_ms: float
+    bag_pool_ms: float
+    gather_ms: float
+    backward_call_ms: float
+    sum_ms: float
+    update_ms: float
 
 
-def exchange_work(totals: HotColdTotals, num_parts: int = 1) -> ExchangeWork:
-    """Computes the local work of one step.
+def exchange_times(
+    totals: HotColdTotals, costs: LocalCosts, *, num_packs: int = 1, num_parts: int = 1
+) -> ExchangeTimes:
+    """Predicts the local work of one step.
 
-    A received bag is copied like a row. The work of home ranks on the lookups of bags is in
-    :func:`bag_costs_ms`.
+    A received bag is copied like a row. A home rank pools the lookups of bags and sums their
+    gradients by row with the operators of row-exchanged tables, and sorts these lookups by row in
+    backward. On average it has as many of them as one rank's batch. Their ids are only sent.
 
     Args:
         totals: Work of the tables.
+        costs: Local costs.
+        num_packs: Number of packs of the tables.
         num_parts: Number of micro-batches; only one at a time has buffers of its lookups.
     """
     row_elements = totals.unique_elements + totals.bag_elements
@@ -118,80 +194,68 @@ def exchange_work(totals: HotColdTotals, num_parts: int = 1) -> ExchangeWork:
         buffer_elements=totals.lookup_elements / num_parts + 2 * row_elements,
     )
     # every rank updates all touched replicas and its own home rows
-    updated = dataclasses.replace(
+    updated = replace(
         fetched,
         rows=totals.cold + totals.touched + totals.bags,
         row_elements=totals.cold_elements + totals.touched_elements + totals.bag_elements,
         updated=totals.updated + totals.touched,
     )
-    return ExchangeWork(fetched=fetched, updated=updated)
-
-
-def bag_costs_ms(totals: HotColdTotals, costs: LocalCosts) -> tuple[float, float]:
-    """Predicts the work of a home rank on the lookups of bags: pooling and gradient sums by row.
-
-    The operators are those of row-exchanged tables, except that lookups are sorted by row in
-    backward. The lookups of all ranks spread over the home ranks, so on average a home rank has as
-    many lookups as one rank's batch.
-
-    Args:
-        totals: Work of the tables.
-        costs: Local costs.
-
-    Returns:
-        Milliseconds in forward, and in backward.
-    """
-    work = LocalWork(lookups=totals.bag_lookups, lookup_elements=totals.bag_lookup_elements)
-    _, pool_ms, _ = costs.hot_cold.forward.split_ms(work)
-    _, sum_ms, _ = costs.hot_cold.backward.split_ms(work)
-    sort_ms = costs.hot_cold.input_dist.lookup_ns * totals.bag_lookups * 1e-6
-    return pool_ms, sum_ms + sort_ms
-
-
-def ids_cost_ms(totals: HotColdTotals, costs: LocalCosts) -> float:
-    """Predicts the local work on ids, in milliseconds.
-
-    Ids of row-exchanged tables are deduplicated; ids of owner-pooled tables are only sent, like
-    those of stock tables.
-
-    Args:
-        totals: Work of the tables.
-        costs: Local costs.
-    """
-    unique = LocalWork(
-        features=totals.features,
-        lookups=totals.lookups,
+    unique = replace(
+        fetched,
         rows=totals.unique,
-        lookup_elements=totals.lookup_elements,
         row_elements=totals.unique_elements,
+        buffer_elements=0.0,
         updated=totals.updated,
     )
-    return costs.hot_cold.input_dist.ms(unique) + (
-        costs.stock.input_dist.lookup_ns * totals.bag_lookups * 1e-6
+    bag_work = LocalWork(lookups=totals.bag_lookups, lookup_elements=totals.bag_lookup_elements)
+    ours, million_bag_lookups = costs.hot_cold, totals.bag_lookups * 1e-6
+    packs_ms = 0.0
+    if num_packs > 1:  # two copies of each element in forward, two in backward
+        packs_ms = _PACK_MS * (num_packs - 1) + 2 * totals.cold_elements * _COPY_NS * 1e-6
+    call_ms, pool_ms, gather_ms = ours.forward.split_ms(fetched)
+    backward_call_ms, sum_ms, update_ms = ours.backward.split_ms(updated)
+    bag_sum_ms = ours.backward.split_ms(bag_work)[1]
+    bag_sort_ms = ours.input_dist.lookup_ns * million_bag_lookups
+    return ExchangeTimes(
+        ids_ms=ours.input_dist.ms(unique) + costs.stock.input_dist.lookup_ns * million_bag_lookups,
+        call_ms=call_ms,
+        pool_ms=pool_ms,
+        bag_pool_ms=ours.forward.split_ms(bag_work)[1],
+        gather_ms=gather_ms + packs_ms,
+        backward_call_ms=backward_call_ms,
+        sum_ms=sum_ms,
+        update_ms=update_ms + packs_ms + bag_sum_ms + bag_sort_ms,
     )
 
 
-def packs_cost_ms(totals: HotColdTotals, num_packs: int) -> float:
-    """Predicts the overhead of several packs over one pack: milliseconds in forward or backward.
+def hot_cold_cost(
+    totals: HotColdTotals, curves: CommCurves, world_size: int, *, num_packs: int = 1
+) -> StepCost:
+    """Predicts the cost of one step of hot/cold tables, without any overlap.
 
-    Args:
-        totals: Work of the tables.
-        num_packs: Number of packs.
+    Returns:
+        The cost; 0 without tables.
     """
-    if num_packs == 1:
-        return 0.0
-    # two copies of each element in forward, two in backward
-    return _PACK_MS * (num_packs - 1) + 2 * totals.cold_elements * _COPY_NS * 1e-6
+    if not totals.features:
+        return StepCost()
+    wire = exchange_bytes(totals, world_size, num_packs)
+    wire_ms = {name: curves.ms("row_exchange", wire[name], world_size) for name in wire}
+    hot_ms = curves.ms("all_reduce", wire["hot"], world_size) if wire["hot"] else 0.0
+    header_and_ids_ms = wire_ms["header"] + wire_ms["ids"]
+    local = exchange_times(totals, curves.local, num_packs=num_packs)
+    return StepCost(
+        input_dist_ms=local.ids_ms + header_and_ids_ms,
+        forward_compute_ms=local.call_ms + local.pool_ms + local.bag_pool_ms + local.gather_ms,
+        forward_comms_ms=wire_ms["rows"],
+        backward_compute_ms=local.backward_call_ms + local.sum_ms + local.update_ms,
+        backward_comms_ms=wire_ms["gradients"] + hot_ms,
+        input_dist_wire_ms=header_and_ids_ms,
+        sent_bytes=wire,
+    )
 
 
 def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> dict[str, float]:
-    """Predicts the bytes that a rank sends, by purpose: mean over ranks.
-
-    Args:
-        totals: Work of the tables.
-        world_size: Number of ranks.
-        num_packs: Number of packs of the tables.
-    """
+    """Predicts the bytes that a rank sends, by purpose: mean over ranks."""
     to_others = (world_size - 1) / world_size  # rows with their home on this rank are not sent
     hot_words = math.ceil(totals.hot / _WORD_BITS)
     id_bytes = 4 if totals.rows <= _LARGEST_INT32 else 8
@@ -209,10 +273,6 @@ def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> di
 def hot_cold_memory_bytes(works: Sequence[TableWork], num_hot: Sequence[float]) -> dict[str, float]:
     """Predicts the memory of hot/cold tables per rank, in bytes.
 
-    Args:
-        works: The tables.
-        num_hot: Number of hot rows of each table.
-
     Returns:
         ``home`` and ``replica``: weights and optimizer state; ``optimizer``: the optimizer state in
         both; ``buffers``: outgoing rows, fetched rows, gradients of both, and the pooled output
@@ -224,9 +284,8 @@ def hot_cold_memory_bytes(works: Sequence[TableWork], num_hot: Sequence[float]) 
         at_home = load.num_embeddings / work.world_size
         home += at_home * load.row_bytes
         replica += hot * load.row_bytes
-        optimizer += (
-            (at_home + hot) * load.row_bytes * (load.optimizer_share / (1 + load.optimizer_share))
-        )
+        state_bytes = load.row_bytes * (load.optimizer_share / (1 + load.optimizer_share))
+        optimizer += (at_home + hot) * state_bytes
         # 4: fetched and outgoing rows with gradients; 2: output and gradient
         buffers += (4 * work.unique + 2 * load.bags) * load.dim * _WIRE_BYTES
     return {"home": home, "replica": replica, "optimizer": optimizer, "buffers": buffers}

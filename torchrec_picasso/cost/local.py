@@ -10,13 +10,12 @@ Shape letters: M measurements, X terms.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import combinations
 
 import numpy as np
 
-from torchrec_picasso.cost.read_numbers import read_dataclass
 from torchrec_picasso.errors import PicassoError
 
 __all__ = ["PHASES", "LocalCosts", "LocalWork", "PhaseCost", "SideCosts"]
@@ -124,10 +123,6 @@ class PhaseCost:
     def fit(works: Sequence[LocalWork], ms: Sequence[float]) -> PhaseCost:
         """Fits non-negative coefficients to measurements, minimizing relative errors.
 
-        Args:
-            works: Work of each measurement.
-            ms: Time of each measurement.
-
         Raises:
             PicassoError: If there are no measurements, or a time is not above 0.
         """
@@ -201,58 +196,20 @@ class LocalCosts:
     stock: SideCosts = _ASSUMED_STOCK
     measured: bool = False
 
-    @staticmethod
-    def from_dict(document: Mapping[str, Any]) -> LocalCosts:
-        """Reads costs from the output of ``dataclasses.asdict``.
-
-        Raises:
-            PicassoError: If a cost is no number of at least 0.
-        """
-        sides = {
-            name: SideCosts(
-                **{
-                    phase: read_dataclass(PhaseCost, document[name][phase], f"local.{name}.{phase}")
-                    for phase in PHASES
-                }
-            )
-            for name in ("hot_cold", "stock")
-        }
-        return LocalCosts(**sides, measured=bool(document["measured"]))
-
 
 def _non_negative_least_squares(a_MX: np.ndarray, b_M: np.ndarray) -> np.ndarray:
-    """Minimises ``|a x - b|`` over ``x >= 0``.
-
-    Source:
-        Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: active sets.
-    """
+    """Minimises ``|a x - b|`` over ``x >= 0``: the best set of terms, of all 2^X sets."""
     num_terms = a_MX.shape[1]
     # columns are scaled to length 1, because terms differ by orders of magnitude
     scale_X = np.linalg.norm(a_MX, axis=0)
     scale_X[scale_X == 0] = 1.0
     a_MX = a_MX / scale_X
-    free_X = np.zeros(num_terms, dtype=bool)
-    x = np.zeros(num_terms)
-    tolerance = 1e-10 * len(b_M)
-    while True:
-        # free the term that reduces the residual fastest, until none does
-        gradient_X = a_MX.T @ (b_M - a_MX @ x)
-        gradient_X[free_X] = -np.inf
-        best = int(gradient_X.argmax())
-        if gradient_X[best] <= tolerance:
-            return x / scale_X
-        free_X[best] = True
-        while True:
-            trial = np.zeros(num_terms)
-            trial[free_X] = np.linalg.lstsq(a_MX[:, free_X], b_M, rcond=None)[0]
-            blocked = free_X & (trial <= 0)
-            if not blocked.any():
-                break
-            # go towards the trial until the first term reaches 0, and fix that term at 0
-            steps = x[blocked] / np.maximum(x[blocked] - trial[blocked], 1e-300)
-            x = x + steps.min() * (trial - x)
-            free_X &= x > 1e-14
-            x[~free_X] = 0.0
-            if not free_X.any():
-                return x / scale_X
-        x = trial
+    best_X, least = np.zeros(num_terms), float(np.linalg.norm(b_M))
+    for size in range(1, num_terms + 1):
+        for terms in map(list, combinations(range(num_terms), size)):
+            x = np.zeros(num_terms)
+            x[terms] = np.linalg.lstsq(a_MX[:, terms], b_M, rcond=None)[0]
+            distance = float(np.linalg.norm(a_MX @ x - b_M))
+            if (x >= 0).all() and distance < least:
+                best_X, least = x, distance
+    return best_X / scale_X

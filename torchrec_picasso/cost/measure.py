@@ -9,22 +9,29 @@ long.
 
 from __future__ import annotations
 
+import datetime
 import os
+import platform
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchrec_picasso.cost.collective_calls import BYTES_PER_FLOAT, CALLS, COLLECTIVES
 from torchrec_picasso.cost.curve import Curve
-from torchrec_picasso.cost.hardware import describe_hardware
 from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.exchange.all_to_all import start_all_to_all
 
-__all__ = ["measure_curves", "num_points"]
+__all__ = ["COLLECTIVES", "measure_curves", "num_points"]
 
+COLLECTIVES = ("all_to_all", "row_exchange", "all_reduce", "reduce_scatter", "all_gather")
+"""Names of the measured collectives. ``row_exchange`` is this package's all-to-all, see
+:mod:`torchrec_picasso.exchange.all_to_all`."""
+
+_BYTES_PER_FLOAT = 4
 _MIN_BYTES, _GROWTH = 4 << 10, 4
 _MIN_SIZES = 2  # a slope needs two points
 _WARMUPS, _MIN_REPEATS, _MAX_REPEATS = 2, 5, 40
@@ -58,7 +65,7 @@ def measure_curves(
         "device": device.type,
         "collectives": curves,
         "wire_core_ns": core_ns,
-        "measured_on": _from_first_rank(describe_hardware(device), pg),
+        "measured_on": _hardware(device, pg),
     }
 
 
@@ -74,35 +81,9 @@ def _sizes(max_bytes: int) -> list[int]:
     return sizes
 
 
-class _Timer:
-    """Measures times of the slowest rank, equal on all ranks. All methods are collective."""
-
-    def __init__(self, pg: dist.ProcessGroup) -> None:
-        self._pg = pg
-        dist.barrier(group=pg)
-        self._start_s = _now_s()
-
-    def elapsed_s(self) -> float:
-        """Returns the seconds since the start."""
-        return self.slowest([_now_s() - self._start_s])[0]
-
-    def slowest(self, times: list[float]) -> list[float]:
-        """Returns the maximum of each time over ranks."""
-        times_by_rank: list[list[float]] = [[] for _ in range(self._pg.size())]
-        dist.all_gather_object(times_by_rank, times, group=self._pg)
-        return [max(times) for times in zip(*times_by_rank)]
-
-
 class _Measurement:
-    """One measurement of the curves of a process group.
-
-    Args:
-        group: Process group.
-        device: Device of the tensors.
-        seconds_per_point: Approximate maximum duration of the repetitions of one size.
-        budget_s: Maximum duration, seconds.
-        advance: Called with a label after each point, measured or left out.
-    """
+    """One measurement within a budget; arguments as for ``CommCurves.measure``. Methods are
+    collective, and their results equal on all ranks."""
 
     def __init__(
         self,
@@ -112,12 +93,23 @@ class _Measurement:
         budget_s: float,
         advance: Callable[[str], None],
     ) -> None:
-        self._group, self._device, self._timer = group, device, _Timer(group)
+        self._group, self._device, self._advance = group, device, advance
         self._seconds_per_point, self._budget_s = seconds_per_point, budget_s
-        self._advance = advance
+        dist.barrier(group=group)
+        self._start_s = _now_s()
+
+    def _slowest(self, times: list[float]) -> list[float]:
+        """Returns the maximum of each time over ranks."""
+        times_by_rank: list[list[float]] = [[] for _ in range(self._group.size())]
+        dist.all_gather_object(times_by_rank, times, group=self._group)
+        return [max(times) for times in zip(*times_by_rank)]
+
+    def _left_s(self) -> float:
+        """Returns the seconds that are left of the budget."""
+        return self._budget_s - self._slowest([_now_s() - self._start_s])[0]
 
     def curves(self, sizes: list[int]) -> dict[str, Curve]:
-        """Measures every collective. Collective."""
+        """Measures every collective."""
         if self._group.size() == 1:
             return {name: Curve.line(0.0, float("inf")) for name in COLLECTIVES}
         points: dict[str, list[tuple[int, float]]] = {name: [] for name in COLLECTIVES}
@@ -125,7 +117,7 @@ class _Measurement:
         for index, size in enumerate(sizes):
             is_over = is_over or (index >= _MIN_SIZES and not self._has_time_for_next(points))
             for name in COLLECTIVES:
-                left_s = 0.0 if is_over else self._budget_s - self._timer.elapsed_s()
+                left_s = 0.0 if is_over else self._left_s()
                 is_over = is_over or (index >= _MIN_SIZES and left_s <= 0)
                 if not is_over:
                     # an equal share of the remaining time for each remaining point
@@ -138,23 +130,18 @@ class _Measurement:
     def core_ns_per_byte(self, row_exchange: Curve) -> float | None:
         """Measures the CPU time per byte of a row exchange, nanoseconds, on the busiest rank.
 
-        Collective.
-
-        Args:
-            row_exchange: Measured curve; the largest size that fits into the budget is repeated.
-
-        Returns:
-            ``None`` for one rank, for other devices than the CPU, and if no time is left.
+        The largest size of the measured curve that fits into the budget is repeated. ``None`` for
+        one rank, for other devices than the CPU, and if no time is left.
         """
         if self._device.type != "cpu" or self._group.size() == 1:
             return None
-        left_ms = (self._budget_s - self._timer.elapsed_s()) * 1e3
+        left_ms = self._left_s() * 1e3
         points = zip(row_exchange.sent_bytes, row_exchange.ms)
         fitting = [sent for sent, ms in points if ms * (1 + _MIN_REPEATS) <= left_ms]
         if not fitting:
             return None
-        numel = fitting[-1] // BYTES_PER_FLOAT
-        sent, call = CALLS["row_exchange"](self._group, numel, self._device)
+        numel = fitting[-1] // _BYTES_PER_FLOAT
+        sent, call = _prepare("row_exchange", self._group, numel, self._device)
         call()
         dist.barrier(group=self._group)
         # process_time includes gloo's threads, which do most of the sending
@@ -162,21 +149,21 @@ class _Measurement:
         for _ in range(_MIN_REPEATS):
             call()
         core_ns = (time.process_time() - start_s) * 1e9 / _MIN_REPEATS
-        (most_ns,) = self._timer.slowest([core_ns])
+        (most_ns,) = self._slowest([core_ns])
         return most_ns / max(1, sent)
 
     def _has_time_for_next(self, points: dict[str, list[tuple[int, float]]]) -> bool:
-        """Whether the next size fits into the budget, if time grows like size. Collective."""
+        """Whether the next size fits into the budget, if time grows like size."""
         last_ms = sum(found[-1][1] for found in points.values())
         expected_s = last_ms * _GROWTH * (_WARMUPS + _MIN_REPEATS) / 1e3
-        return self._timer.elapsed_s() + expected_s <= self._budget_s
+        return expected_s <= self._left_s()
 
     def _point(self, name: str, size: int, seconds: float) -> tuple[int, float]:
         """Measures one size: bytes of the busiest rank, and the median time in milliseconds."""
-        num_bytes, call = CALLS[name](self._group, size // BYTES_PER_FLOAT, self._device)
+        num_bytes, call = _prepare(name, self._group, size // _BYTES_PER_FLOAT, self._device)
         # Two warm-up calls: the first connects, the second determines the number of repetitions.
         self._time_ms(call)
-        (first_ms,) = self._timer.slowest([self._time_ms(call)])
+        (first_ms,) = self._slowest([self._time_ms(call)])
         repeats = int(max(_MIN_REPEATS, min(_MAX_REPEATS, seconds * 1e3 / max(first_ms, 1e-3))))
         times = []
         for repeat in range(repeats):
@@ -186,7 +173,7 @@ class _Measurement:
                 times.append(self._time_ms(call))
             else:  # the other ranks' time counts from the start of the late rank
                 times.append(max(0.0, self._time_ms(call) - _LATE_MS))
-        return num_bytes, median(self._timer.slowest(times))
+        return num_bytes, median(self._slowest(times))
 
     def _time_ms(self, call: Callable[[], object]) -> float:
         if self._device.type == "cuda":
@@ -198,11 +185,51 @@ class _Measurement:
         return (_now_s() - start_s) * 1e3
 
 
+def _prepare(
+    name: str, pg: dist.ProcessGroup, numel: int, device: torch.device
+) -> tuple[int, Callable[[], object]]:
+    """Prepares a collective on a float32 buffer with about ``numel`` elements per rank.
+
+    Returns:
+        Bytes that the busiest rank sends or receives with a bandwidth-optimal algorithm, so that
+        curves of different world sizes can be compared; and the function to time.
+    """
+    world_size = pg.size()
+    share = max(1, numel // world_size)  # one of W equal shares stays on the rank
+    whole, other = (torch.zeros(share * world_size, device=device) for _ in range(2))
+    part, block_W = torch.zeros(share, device=device), [share] * world_size
+    calls: dict[str, Callable[[], object]] = {
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=pg),
+        "row_exchange": lambda: start_all_to_all(pg, other, whole, block_W, block_W).wait(),
+        "all_reduce": lambda: dist.all_reduce(whole, group=pg),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=pg),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=pg),
+    }
+    sent = (world_size - 1) * share * _BYTES_PER_FLOAT
+    # an all-reduce is a reduce-scatter and an all-gather
+    return 2 * sent if name == "all_reduce" else sent, calls[name]
+
+
 def _now_s() -> float:
     return time.perf_counter()
 
 
-def _from_first_rank(value: dict[str, str | int], pg: dist.ProcessGroup) -> dict[str, str | int]:
-    values = [value]
+def _hardware(device: torch.device, pg: dist.ProcessGroup) -> dict[str, str | int]:
+    """Returns date (UTC), processor or accelerator, and version of torch, of the first rank."""
+    name = platform.processor() or "unknown"
+    cpuinfo = Path("/proc/cpuinfo")
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif cpuinfo.is_file():
+        lines = cpuinfo.read_text().splitlines()
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = models[0] if models else name
+    found: dict[str, str | int] = {
+        "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "hardware": name,
+        "num_cpus": os.cpu_count() or 0,
+        "torch": torch.__version__,
+    }
+    values = [found]
     dist.broadcast_object_list(values, group_src=0, group=pg)
     return values[0]

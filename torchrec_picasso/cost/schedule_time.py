@@ -17,7 +17,7 @@ from torchrec_picasso.errors import PlanError
 from torchrec_picasso.schedule.kinds import KINDS, Op
 from torchrec_picasso.schedule.schedule import Setting, training_schedule
 
-__all__ = ["Message", "OpTime", "StepLength", "step_length"]
+__all__ = ["Message", "OpTime", "StepPrice", "step_price"]
 
 _STEPS = 4
 """Number of simulated steps; the duration is the mean of the last two."""
@@ -76,25 +76,27 @@ class OpTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepLength:
-    """Duration of a step, and two lower bounds that hold for any order of operations.
+class StepPrice:
+    """A predicted step.
 
     Args:
-        ms: Time between the ends of two steps.
-        wire_ms: Sum of all messages of a step.
-        compute_ms: Sum of all computations of a step, without the core's share of messages.
+        num_micro_batches: Number of micro-batches; 1 if nothing is interleaved.
+        step_ms: Duration of the whole step, including the dense part.
+        wire_ms: Sum of all messages, a lower bound of the duration.
+        compute_ms: Sum of all computations, without the core's share of messages: a lower bound.
     """
 
-    ms: float
+    num_micro_batches: int = 1
+    step_ms: float
     wire_ms: float
     compute_ms: float
 
 
-def step_length(
+def step_price(
     setting: Setting,
     times: Mapping[tuple[str, int | None], OpTime],
     shares_of_waves: tuple[float, ...] = (1.0,),
-) -> StepLength:
+) -> StepPrice:
     """Simulates steps of the training schedule.
 
     Args:
@@ -131,8 +133,9 @@ def step_length(
                 slot = (op.kind, op.index or 0, op.wave)
                 machine.arrival_ms[slot, batch] = machine.send(time.message)
         ends_ms.append(machine.now_ms)
-    return StepLength(
-        ms=(ends_ms[-1] - ends_ms[-3]) / 2,
+    return StepPrice(
+        num_micro_batches=setting.num_micro_batches,
+        step_ms=(ends_ms[-1] - ends_ms[-3]) / 2,
         wire_ms=sum(_wire_ms(time) for _, time, _ in timed),
         compute_ms=sum(t.compute_ms + sum(ms for _, ms in t.exposed) for _, t, _ in timed),
     )

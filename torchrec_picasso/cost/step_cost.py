@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
-import numpy as np
+__all__ = ["StepCost", "sum_fields"]
 
-__all__ = ["StepCost", "sum_columns"]
-
-_MILLISECONDS = (
-    "input_dist_ms",
-    "forward_compute_ms",
-    "forward_comms_ms",
-    "backward_compute_ms",
-    "backward_comms_ms",
-    "input_dist_wire_ms",
-)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +55,7 @@ class StepCost:
 
     @property
     def exposed_ms(self) -> float:
-        """The total without the communication that TorchRec's pipelines hide: the input dist of
-        the next batch."""
+        """The total without the input dist of the next batch, which TorchRec's pipelines hide."""
         return self.total_ms - self.input_dist_wire_ms
 
     @property
@@ -74,27 +65,22 @@ class StepCost:
 
     def plus(self, other: StepCost, times: float = 1.0) -> StepCost:
         """Adds ``times`` another cost; ``times=-1`` subtracts it."""
-        names = {**self.sent_bytes, **other.sent_bytes}
-        return StepCost(
-            **{name: getattr(self, name) + times * getattr(other, name) for name in _MILLISECONDS},
-            sent_bytes={
-                name: self.sent_bytes.get(name, 0.0) + times * other.sent_bytes.get(name, 0.0)
-                for name in names
-            },
-        )
+        changed: dict[str, Any] = {
+            name: getattr(self, name) + times * getattr(other, name)
+            for name in vars(self)
+            if name != "sent_bytes"
+        }
+        sent = dict(self.sent_bytes)
+        for name, num_bytes in other.sent_bytes.items():
+            sent[name] = sent.get(name, 0.0) + times * num_bytes
+        return StepCost(**changed, sent_bytes=sent)
 
 
-def sum_columns(rows: Iterable[Sequence[float]], num_columns: int) -> list[float]:
-    """Sums each column, adding rows in the given order.
-
-    Args:
-        rows: Rows of ``num_columns`` numbers.
-        num_columns: Number of columns.
-
-    Returns:
-        One sum per column; 0 without rows.
-    """
-    zeros = [0.0] * num_columns
-    # np.sum adds pairwise, which rounds differently; cumsum adds one row after another
-    last: list[float] = np.cumsum([zeros, *rows], axis=0, dtype=float)[-1].tolist()
-    return last
+def sum_fields(zero: _T, items: Iterable[_T]) -> _T:
+    """Sums dataclasses of numbers field by field, in the given order, starting at ``zero``."""
+    found = list(items)
+    names = [field.name for field in fields(zero)]  # type: ignore[arg-type]
+    sums: dict[str, Any] = {
+        name: sum((getattr(item, name) for item in found), getattr(zero, name)) for name in names
+    }
+    return replace(zero, **sums)  # type: ignore[type-var]

@@ -10,15 +10,13 @@ Source: TorchRec ``distributed/sharding/{tw,rw,cw,dp}_sharding.py``, ``distribut
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalWork
-from torchrec_picasso.cost.step_cost import StepCost, sum_columns
+from torchrec_picasso.cost.step_cost import StepCost, sum_fields
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 
 __all__ = [
@@ -67,17 +65,11 @@ class StockTotals:
 
     def minus(self, other: StockTotals) -> StockTotals:
         """Subtracts other totals, field by field."""
-        differences = (a - b for a, b in zip(_values(self), _values(other)))
-        return StockTotals(**dict(zip(_FIELDS, differences)))
+        return StockTotals(**{name: n - getattr(other, name) for name, n in vars(self).items()})
 
     @staticmethod
     def from_table(sharding_type: str, work: TableWork) -> StockTotals:
-        """Computes the work of one table.
-
-        Args:
-            sharding_type: One of :data:`STOCK_TYPES`.
-            work: Expected rows of the table.
-        """
+        """Computes the work of one table."""
         load, world_size = work.load, work.world_size
         # every column shard gets all ids
         copies = _column_shards(load, world_size) if sharding_type == "column_wise" else 1
@@ -97,19 +89,11 @@ class StockTotals:
         )
 
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(StockTotals))
-_values = attrgetter(*_FIELDS)
-
-
 def stock_totals(sharding_type: str, works: Iterable[TableWork]) -> StockTotals:
-    """Sums the work of tables of one sharding type.
-
-    Args:
-        sharding_type: One of :data:`STOCK_TYPES`.
-        works: Expected rows of the tables.
-    """
-    tables = (_values(StockTotals.from_table(sharding_type, work)) for work in works)
-    return StockTotals(**dict(zip(_FIELDS, sum_columns(tables, len(_FIELDS)))))
+    """Sums the work of tables of one sharding type."""
+    return sum_fields(
+        StockTotals(), (StockTotals.from_table(sharding_type, work) for work in works)
+    )
 
 
 def stock_cost(
@@ -122,12 +106,7 @@ def stock_cost(
 ) -> StepCost:
     """Predicts the cost of one step of tables of one stock sharding type, without overlap.
 
-    Args:
-        sharding_type: One of :data:`STOCK_TYPES`.
-        totals: Work of the tables.
-        curves: Measured communication and local work.
-        world_size: Number of ranks.
-        uneven: Load of the busiest rank divided by the mean, see :func:`max_over_mean`.
+    ``uneven`` is the load of the busiest rank divided by the mean, see :func:`max_over_mean`.
 
     Returns:
         The cost; 0 without tables.
@@ -179,12 +158,6 @@ def marginal_stock_costs(
 ) -> list[StepCost]:
     """Predicts what each table adds to a step in which all tables have one stock sharding type.
 
-    Args:
-        sharding_type: One of :data:`STOCK_TYPES`.
-        works: Expected rows of the tables.
-        curves: Measured communication and local work.
-        world_size: Number of ranks.
-
     Returns:
         Cost of all tables minus the cost without the table, for each table.
     """
@@ -226,13 +199,7 @@ def _data_parallel(totals: StockTotals, curves: CommCurves, world_size: int) -> 
 
 
 def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: int) -> float:
-    """Estimates the load of the busiest rank divided by the mean, largest shards placed first.
-
-    Args:
-        sharding_type: One of :data:`STOCK_TYPES`; row-wise and data-parallel tables are even.
-        loads: Loads of the tables.
-        world_size: Number of ranks.
-    """
+    """Estimates the load of the busiest rank divided by the mean, largest shards placed first."""
     if sharding_type not in ("table_wise", "column_wise"):
         return 1.0
     weights: list[float] = []
@@ -247,13 +214,7 @@ def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: in
 
 
 def placed_over_mean(loads: Sequence[TableLoad], homes: Sequence[int], world_size: int) -> float:
-    """Computes the load of the busiest rank divided by the mean for placed whole tables.
-
-    Args:
-        loads: Loads of the tables.
-        homes: Rank of each table.
-        world_size: Number of ranks.
-    """
+    """Computes the load of the busiest rank divided by the mean for placed whole tables."""
     rank_loads = [0.0] * world_size
     for load, home in zip(loads, homes):
         rank_loads[home] += load.bags * load.dim

@@ -16,11 +16,11 @@ import numpy as np
 
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
-__all__ = ["EARLY_SHARES", "HotSplit", "TableLoad", "TableWork"]
+__all__ = ["BATCH_SHARES", "HotSplit", "TableLoad", "TableWork"]
 
-EARLY_SHARES = (1 / 46, 1 / 10, 1 / 3)
+BATCH_SHARES = (1 / 46, 1 / 10, 1 / 3, 1.0)
 """First shares of a batch with a known number of rows: the first micro-batch of 16 micro-batches,
-of 4, and a larger share."""
+of 4, a larger share, and the whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,23 +61,22 @@ class HotSplit:
 
     Args:
         coverage: Share of lookups of hot rows.
-        hot_used: Hot rows in one rank's batch.
         hot_touched: Hot rows in any rank's batch.
-        cold_used: Cold rows in one rank's batch.
         cold_touched: Cold rows in any rank's batch.
-        cold_early: Cold rows in each of :data:`EARLY_SHARES` of one rank's batch.
-        dirty: Cold rows in one rank's batch that are also in any rank's batch before.
-        dirty_early: Dirty rows in each of :data:`EARLY_SHARES` of the batch.
+        cold_S: Cold rows in each of :data:`BATCH_SHARES` of one rank's batch.
+        dirty_S: Cold rows that are also in any rank's batch before, by the same shares.
     """
 
     coverage: float
-    hot_used: float
     hot_touched: float
-    cold_used: float
     cold_touched: float
-    cold_early: tuple[float, ...]
-    dirty: float
-    dirty_early: tuple[float, ...]
+    cold_S: np.ndarray
+    dirty_S: np.ndarray
+
+    @property
+    def cold_used(self) -> float:
+        """Cold rows in one rank's batch."""
+        return float(self.cold_S[-1])
 
 
 class TableWork:
@@ -89,33 +88,31 @@ class TableWork:
     """
 
     def __init__(self, load: TableLoad, world_size: int) -> None:
-        self.load = load
-        self.world_size = world_size
+        self.load, self.world_size = load, world_size
+        spectrum, rows = load.spectrum, float(load.num_embeddings)
         all_lookups = load.lookups * world_size
-        early = [share * load.lookups for share in EARLY_SHARES]
-        # probabilities that a row is in one rank's batch (used), in any rank's batch (touched), and
-        # in the first shares of one rank's batch (early)
-        if load.spectrum is None or not load.spectrum.num_lookups:
-            rows = float(load.num_embeddings)
-            self.rows_K = np.array([rows])
-            share_K = np.array([1.0])
-            self.used_K = np.array([_chance_of_row(rows, load.lookups)])
-            self.touched_K = np.array([_chance_of_row(rows, all_lookups)])
-            early_SK = [np.array([_chance_of_row(rows, lookups)]) for lookups in early]
-            self._unseen_used = self._unseen_touched = 0.0
+        self._unseen_used = self._unseen_touched = 0.0
+        if spectrum is None or not spectrum.num_lookups:
+            self.rows_K, share_K = np.array([rows]), np.array([1.0])
         else:
-            spectrum = load.spectrum
             self.rows_K = spectrum.rows_K.numpy()
             share_K = (spectrum.counts_K * spectrum.rows_K / spectrum.num_lookups).numpy()
-            self.used_K = spectrum.presence(load.lookups).numpy()
-            self.touched_K = spectrum.presence(all_lookups).numpy()
-            early_SK = [spectrum.presence(lookups).numpy() for lookups in early]
             self._unseen_used = spectrum.expected_unseen(load.lookups)
             self._unseen_touched = spectrum.expected_unseen(all_lookups)
-        # quantities per row: share of lookups, used, touched, early, dirty, early dirty
-        by_rows_QK = [share_K / self.rows_K, self.used_K, self.touched_K, *early_SK]
-        # a row is dirty if this batch uses it and, independently, any rank's batch before uses it
-        by_rows_QK += [used_K * self.touched_K for used_K in (self.used_K, *early_SK)]
+
+        def chances(num_lookups: float) -> np.ndarray:
+            """Returns the probability that a row is among some lookups, shape ``(K,)``."""
+            if spectrum is None or not spectrum.num_lookups:
+                return np.array([_chance_of_row(rows, num_lookups)])
+            return spectrum.presence(num_lookups).numpy()
+
+        # a row is used if it is in a rank's batch, touched if it is in any rank's batch, and dirty
+        # if this batch uses it and, independently, the batch before touched it
+        touched_K = chances(all_lookups)
+        used_SK = [chances(share * load.lookups) for share in BATCH_SHARES]
+        self.used_K = used_SK[-1]
+        dirty_SK = [used_K * touched_K for used_K in used_SK]
+        by_rows_QK = [share_K / self.rows_K, touched_K, *used_SK, *dirty_SK]
         # sums over the most frequent rows: a row of zeros, then one row of sums per distinct count
         self._end_K = np.concatenate([[0.0], self.rows_K.cumsum()])
         self._sums_KQ = np.zeros((self._end_K.size, len(by_rows_QK)))
@@ -124,12 +121,12 @@ class TableWork:
     @property
     def unique(self) -> float:
         """Expected distinct rows of one rank's batch."""
-        return float(self._sums_KQ[-1, 1]) + self._unseen_used
+        return float(self._sums_KQ[-1, 1 + len(BATCH_SHARES)]) + self._unseen_used
 
     @property
     def unique_anywhere(self) -> float:
         """Expected distinct rows of all ranks' batches together."""
-        return float(self._sums_KQ[-1, 2]) + self._unseen_touched
+        return float(self._sums_KQ[-1, 1]) + self._unseen_touched
 
     def split(self, num_hot: float) -> HotSplit:
         """Computes the expected hot and cold rows of a step.
@@ -137,33 +134,25 @@ class TableWork:
         Args:
             num_hot: Number of hot rows, the most frequent rows.
         """
-        coverage, hot_used, hot_touched, *hot_rest = self._sums_of_first(num_hot)
-        # the other quantities of cold rows are those of all rows minus those of hot rows
-        total_rest = self._sums_KQ[-1, 3:].tolist()
-        cold = [max(0.0, total - hot) for total, hot in zip(total_rest, hot_rest)]
-        num_early = len(EARLY_SHARES)
-        unseen = [share * self._unseen_used for share in EARLY_SHARES]
+        hot_Q = self._sums_of_first(num_hot)
+        cold_Q = np.maximum(self._sums_KQ[-1] - hot_Q, 0.0)
+        cold_S, dirty_S = np.split(cold_Q[2:], 2)
         return HotSplit(
-            coverage=coverage,
-            hot_used=hot_used,
-            hot_touched=hot_touched,
-            cold_used=max(0.0, self.unique - hot_used),
-            cold_touched=max(0.0, self.unique_anywhere - hot_touched),
-            cold_early=tuple(seen + new for seen, new in zip(cold[:num_early], unseen)),
-            dirty=cold[num_early],
-            dirty_early=tuple(cold[num_early + 1 :]),
+            coverage=float(hot_Q[0]),
+            hot_touched=float(hot_Q[1]),
+            cold_touched=float(cold_Q[1]) + self._unseen_touched,
+            cold_S=cold_S + np.array(BATCH_SHARES) * self._unseen_used,
+            dirty_S=dirty_S,
         )
 
-    def _sums_of_first(self, num_hot: float) -> list[float]:
+    def _sums_of_first(self, num_hot: float) -> np.ndarray:
         """Sums the quantities over the most frequent rows; rows of equal count are interpolated."""
-        if num_hot <= 0:
-            return [0.0] * self._sums_KQ.shape[1]
-        right = int(np.searchsorted(self._end_K, num_hot, side="left"))
-        if right >= self._end_K.size:
-            return self._sums_KQ[-1].tolist()
+        right = int(np.searchsorted(self._end_K, max(0.0, num_hot), side="left"))
+        if right == 0 or right >= self._end_K.size:
+            return self._sums_KQ[-1 if right else 0]
         start, end = self._end_K[right - 1], self._end_K[right]
         low, high = self._sums_KQ[right - 1], self._sums_KQ[right]
-        sums: list[float] = (low + (high - low) * ((num_hot - start) / (end - start))).tolist()
+        sums: np.ndarray = low + (high - low) * ((num_hot - start) / (end - start))
         return sums
 
 

@@ -3,7 +3,7 @@
 A small table has a dense vector, one count per row: no sort, 2 to 15 ns per lookup. For a large
 table the seen rows are kept sorted; ids are buffered, so that the cost of sorting stays
 proportional to the lookups. Both are exact. When the sorted rows exceed their budget, only the most
-frequent rows are kept (:func:`.sparse_counts.keep_heaviest`).
+frequent rows are kept (:func:`.counts.keep_heaviest`).
 
 Shape letters: N lookups, R rows of the table, U rows counted.
 """
@@ -15,8 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_picasso.frequency.counts import ModelTable, TableCounts
-from torchrec_picasso.frequency.sparse_counts import add_counts, count_rows, keep_heaviest
+from torchrec_picasso.frequency.counts import (
+    ModelTable,
+    TableCounts,
+    add_counts,
+    count_rows,
+    keep_heaviest,
+)
 
 __all__ = ["MAX_ROWS_COUNTED", "CountAccumulator"]
 

@@ -19,8 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import InputError, PlanError
 from torchrec_picasso.frequency.accumulate import CountAccumulator
-from torchrec_picasso.frequency.counts import ModelTable, TableCounts
-from torchrec_picasso.frequency.sparse_counts import count_rows
+from torchrec_picasso.frequency.counts import ModelTable, TableCounts, count_rows
 
 __all__ = ["count_lookups", "model_tables"]
 
@@ -74,20 +73,10 @@ def count_lookups(
     num_batches: int | None,
     max_rows_counted: int,
 ) -> tuple[dict[str, TableCounts], int, int]:
-    """Counts the lookups of each table.
-
-    Args:
-        batches: KeyedJaggedTensors, or objects with a KeyedJaggedTensor ``sparse_features``.
-        tables: Tables to count; features of a batch that no table uses are ignored.
-        num_batches: Maximum number of batches to read; ``None`` = all.
-        max_rows_counted: Maximum number of sorted rows, see :class:`.CountAccumulator`.
+    """Counts the lookups of each table; arguments and errors as for ``FrequencyStats.collect``.
 
     Returns:
         Counts by table name, number of batches read, number of samples read.
-
-    Raises:
-        InputError: If a batch is of another type, lacks a feature, or contains an id outside its
-            table.
     """
     counters = [CountAccumulator(table, max_rows_counted) for table in tables]
     # sums over the first batches: distinct rows of each batch, and lookups

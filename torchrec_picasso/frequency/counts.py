@@ -4,7 +4,12 @@ Counts are exact while the seen rows fit into the budget of :class:`.accumulate.
 Beyond that, only the most frequent rows (heavy hitters) have counts, and each count may be too low
 by at most ``max_undercount`` lookups.
 
-Shape letters: N lookups, U counted rows.
+NumPy sorts ids, because its SIMD sort takes 4 to 10 ns per id; torch's sort takes 40 ns.
+
+Source: Misra and Gries 1982; Agarwal et al. 2012, Mergeable Summaries, section 3.1
+(:func:`keep_heaviest`).
+
+Shape letters: N lookups, U and V counted rows.
 """
 
 from __future__ import annotations
@@ -12,13 +17,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_picasso.frequency.sparse_counts import add_counts
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
-__all__ = ["ModelTable", "TableCounts"]
+__all__ = ["ModelTable", "TableCounts", "add_counts", "count_rows", "keep_heaviest"]
+
+_Vector = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +49,7 @@ class ModelTable:
         return "0 and up" if self.num_embeddings is None else f"0..{self.num_embeddings - 1}"
 
     def id_outside(self, ids_N: Tensor) -> int | None:
-        """Returns an id that is no row of the table, or ``None`` if all are rows.
-
-        Args:
-            ids_N: Ids, int64, shape ``(N,)``; may be empty.
-        """
+        """Returns an id that is no row of the table, or ``None`` if all are rows."""
         if not ids_N.numel():
             return None
         smallest, largest = (int(x) for x in torch.aminmax(ids_N))
@@ -113,19 +117,13 @@ class TableCounts:
         return self.rows_U[order_U], counts_U
 
     def merge(self, other: TableCounts) -> TableCounts:
-        """Adds the counts of two samples of the same table; exact if both are exact.
-
-        Args:
-            other: Counts of the same table, with the same features.
-        """
+        """Adds the counts of two samples of the same table; exact if both are exact."""
         # add_counts is faster with the larger vector first
         small, large = sorted((self, other), key=lambda counts: counts.rows_U.numel())
-        rows, counts = add_counts(
-            large.rows_U.numpy(),
-            large.counts_U.numpy(),
-            small.rows_U.numpy(),
-            small.counts_U.numpy(),
+        vectors = (
+            vector.numpy() for table in (large, small) for vector in (table.rows_U, table.counts_U)
         )
+        rows, counts = add_counts(*vectors)
         max_undercount = self.max_undercount + other.max_undercount
         num_lookups = self.num_lookups + other.num_lookups
         weight = self.num_lookups / num_lookups if num_lookups else 1.0
@@ -152,3 +150,79 @@ class TableCounts:
             and self.num_lookups == other.num_lookups
             and self.effective_share == other.effective_share
         )
+
+
+def count_rows(ids_N: _Vector) -> tuple[_Vector, _Vector]:
+    """Counts the occurrences of each id.
+
+    Returns:
+        Distinct ids, ascending, and their counts, both ``(U,)``.
+
+    Cost:
+        O(N log N) time, about 10 ns per id.
+    """
+    sorted_N = np.sort(ids_N)
+    is_first_N = np.ones(sorted_N.size, dtype=bool)
+    np.not_equal(sorted_N[1:], sorted_N[:-1], out=is_first_N[1:])
+    starts_U = np.flatnonzero(is_first_N)
+    return sorted_N[starts_U], np.diff(starts_U, append=sorted_N.size)
+
+
+def add_counts(
+    rows_U: _Vector, counts_U: _Vector, other_rows_V: _Vector, other_counts_V: _Vector
+) -> tuple[_Vector, _Vector]:
+    """Adds two sparse count vectors.
+
+    Args:
+        rows_U: Distinct rows, ascending, shape ``(U,)``.
+        counts_U: Count of each row, shape ``(U,)``.
+        other_rows_V: Distinct rows of the other vector, ascending, shape ``(V,)``.
+        other_counts_V: Count of each row of the other vector, shape ``(V,)``.
+
+    Returns:
+        The union of the rows, ascending, and the summed counts.
+
+    Cost:
+        O(U + V log U) time: pass the larger vector first.
+    """
+    # place_V: index of each other row in rows_U, or the index to insert it at
+    place_V = np.searchsorted(rows_U, other_rows_V)
+    is_known_V = np.zeros(other_rows_V.size, dtype=bool)
+    if rows_U.size:
+        is_known_V = rows_U[np.minimum(place_V, rows_U.size - 1)] == other_rows_V
+    counts_U = counts_U.copy()
+    counts_U[place_V[is_known_V]] += other_counts_V[is_known_V]
+    is_new_V = ~is_known_V
+    return (
+        np.insert(rows_U, place_V[is_new_V], other_rows_V[is_new_V]),
+        np.insert(counts_U, place_V[is_new_V], other_counts_V[is_new_V]),
+    )
+
+
+def keep_heaviest(
+    rows_U: _Vector, counts_U: _Vector, max_rows: int
+) -> tuple[_Vector, _Vector, int]:
+    """Keeps the most frequent rows and bounds the error of their counts.
+
+    The largest count that does not fit is subtracted from all counts, and rows at 0 or below are
+    dropped. Repeated over a stream, no count is too high, and none is too low by more than the sum
+    of the subtracted numbers, which is at most the lookups divided by ``max_rows + 1``.
+
+    Args:
+        rows_U: Distinct rows, ascending, shape ``(U,)``.
+        counts_U: Count of each row, above 0, shape ``(U,)``.
+        max_rows: Maximum number of rows to keep.
+
+    Returns:
+        The kept rows, ascending; their counts after subtraction; the subtracted number.
+
+    Cost:
+        O(U) time.
+    """
+    if rows_U.size <= max_rows:
+        return rows_U, counts_U, 0
+    # the (max_rows + 1)-th largest count, by a selection in O(U)
+    place = rows_U.size - max_rows - 1
+    subtracted = int(np.partition(counts_U, place)[place])
+    is_kept_U = counts_U > subtracted
+    return rows_U[is_kept_U], counts_U[is_kept_U] - subtracted, subtracted

@@ -38,13 +38,10 @@ def count_files(
     max_rows_counted: int,
     progress: Callable[[int], None] | None,
 ) -> tuple[dict[str, TableCounts], int]:
-    """Counts the lookups in files; arguments as for ``FrequencyStats.from_files``.
+    """Counts the lookups in files; arguments and errors as for ``FrequencyStats.from_files``.
 
     Returns:
         Counts by table name, number of samples read.
-
-    Raises:
-        InputError: If a file cannot be read, lacks a column or contains an id outside its table.
     """
     files = [Path(paths)] if isinstance(paths, (str, PathLike)) else [Path(path) for path in paths]
     if not files:

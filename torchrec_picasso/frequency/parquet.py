@@ -37,17 +37,7 @@ def write_tables(
     num_batches: int,
     num_samples: int,
 ) -> None:
-    """Writes the file under a temporary name, then renames it.
-
-    Args:
-        path: File to write or to replace, in an existing folder.
-        tables: Counts by table name.
-        num_batches: Number of batches in the sample.
-        num_samples: Number of samples in these batches.
-
-    Raises:
-        InputError: If the folder does not exist.
-    """
+    """Writes the file under a temporary name, then renames it."""
     target = Path(path)
     if not target.parent.is_dir():
         raise InputError(
@@ -86,17 +76,7 @@ def write_tables(
 
 
 def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, TableCounts], int, int]:
-    """Reads the file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Counts by table name, number of batches and number of samples.
-
-    Raises:
-        InputError: If the file is missing, is not Parquet, or contains no valid statistics.
-    """
+    """Reads the file: counts by table name, number of batches and number of samples."""
     if not Path(path).is_file():
         raise InputError(f"there is no statistics file {path}")
     try:

@@ -25,8 +25,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchrec_picasso.frequency.sparse_counts import count_rows
-
 __all__ = ["CountSpectrum"]
 
 _EXACT_UP_TO = 1e6
@@ -67,7 +65,7 @@ class CountSpectrum:
                 lookup of its row, if the table has that many rows.
         """
         # counts of counts: distinct values of counts_U and the number of rows with each value
-        counts, rows = (torch.from_numpy(part).double() for part in count_rows(counts_U.numpy()))
+        counts, rows = (part.double() for part in counts_U.unique(return_counts=True))
         if num_uncounted:
             num_rare = max(1, min(num_uncounted, num_embeddings - counts_U.numel()))
             counts = torch.cat([counts, counts.new_tensor([num_uncounted / num_rare])])
@@ -140,10 +138,6 @@ class CountSpectrum:
 
         The estimate is too low, because hot rows are evaluated on the sample that they were
         selected from: by 8 % of the cold rows on real Criteo ids with 20,000 hot rows.
-
-        Args:
-            num_lookups: Number of lookups of the table.
-            num_hot: Number of hot rows, the most frequent rows.
         """
         hot = float((self._taken(num_hot) * self.presence(num_lookups)).sum())
         return max(0.0, self.expected_unique(num_lookups) - hot)

@@ -19,15 +19,7 @@ RESERVED_SHARE = 0.15
 def replica_budget_bytes(
     options_by_table: Sequence[Sequence[ShardingOption]], topology: Topology
 ) -> float:
-    """Computes the memory per rank that is free for replicas if tables are spread evenly.
-
-    Args:
-        options_by_table: All options of each table, with estimated storage.
-        topology: Devices to plan for.
-
-    Returns:
-        Bytes, at least 0.
-    """
+    """Computes the bytes per rank that are free for replicas if tables are spread evenly."""
     # each table in its smallest option
     used = sum(
         min(_bytes(option.total_storage, topology) for option in options) / topology.world_size
@@ -37,12 +29,7 @@ def replica_budget_bytes(
 
 
 def explain_shortage(options: Sequence[ShardingOption], topology: Topology) -> PlanError | None:
-    """Returns the error for a plan that does not fit; ``None`` if memory is sufficient.
-
-    Args:
-        options: Search space of the failed plan.
-        topology: Devices of the plan.
-    """
+    """Returns the error for a plan that does not fit; ``None`` if memory is sufficient."""
     # smallest option of each table
     least: dict[tuple[str, str], ShardingOption] = {}
     for option in options:

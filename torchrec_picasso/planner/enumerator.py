@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, Topology
@@ -22,21 +22,24 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.dense import DenseTimes
-from torchrec_picasso.decision.choice import TableInfo
-from torchrec_picasso.decision.decision import Decision, decide, given_hot_sets
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.planner.candidates import hot_cold_candidates
 from torchrec_picasso.planner.capacity import replica_budget_bytes
+from torchrec_picasso.planner.decision import Decision, decide, given_hot_sets
 from torchrec_picasso.planner.hot_options import (
     add_replica_storage,
     copy_options,
     cut_home_blocks,
     hot_cold_options,
+    price_options,
 )
-from torchrec_picasso.planner.prices import price_options
-from torchrec_picasso.planner.refusals import TableRefusals, refusals_of, required_form
+from torchrec_picasso.planner.refusals import (
+    TableRefusals,
+    hot_cold_candidates,
+    refusals_of,
+    required_form,
+)
 from torchrec_picasso.planner.table_info import (
     assumed_curves,
     config_of,
@@ -143,7 +146,9 @@ class HotColdEnumerator(EmbeddingEnumerator):
         for key, options in options_by_path.items():
             table, is_able = key[1], key in self._refusals and self._refusals[key].hot_cold is None
             if is_able and table in hot_sets:
-                hot_set = self._hot_set(options[0], hot_sets[table])
+                hot_set, fixed = hot_sets[table], options[0].cache_params
+                if self._hot_rows is None and isinstance(fixed, HotColdParams):
+                    hot_set = fixed.hot_rows  # of the user's constraints
                 options = hot_cold_options(
                     options,
                     hot_set,
@@ -200,8 +205,11 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self._estimate(sharding_options, only_memory=True)
         add_replica_storage(sharding_options, self._compute_device)
         unpriced = sharding_options
-        if self._decision is not None and self._has_prices:
-            unpriced = price_options(sharding_options, self._decision)
+        decision = self._decision
+        if decision is not None and self._has_prices:
+            unpriced = price_options(
+                sharding_options, decision.works, decision.curves, decision.world_size
+            )
         self._estimate(unpriced, only_memory=False)
 
     def _list_options(
@@ -252,41 +260,33 @@ class HotColdEnumerator(EmbeddingEnumerator):
         has_no_input = not self._has_prices and self._frequency_stats is None
         if self._hot_rows is not None and has_no_input and self._num_waves == 1:
             return None
+        dense = dataclasses.replace(self._curves.dense or DenseTimes(), parameter_bytes=dense_bytes)
+        if self._dense_ms is not None:
+            dense = DenseTimes.from_total(self._dense_ms, dense_bytes)
+        budget_bytes = float("inf")
+        if self._hot_rows is None:  # the cost model chooses: memory that is free for replicas
+            all_options = list(options_by_path.values())
+            self._estimate([o for options in all_options for o in options], only_memory=True)
+            budget_bytes = replica_budget_bytes(all_options, self._topology)
         return decide(
-            [self._table_info(options) for options in candidates],
+            [
+                table_info(
+                    options,
+                    self._frequency_stats,
+                    batch_size=self._batch_size,
+                    refusals=self._refusals[options[0].path, options[0].name],
+                    constrained_types=self._constrained_types(options[0].name),
+                )
+                for options in candidates
+            ],
             self._frequency_stats,
             self._curves,
             world_size=self._topology.world_size,
             batch_size=self._batch_size,
             hot_rows=self._hot_rows,
-            replica_budget_bytes=self._replica_budget_bytes(options_by_path),
+            replica_budget_bytes=budget_bytes,
             num_waves=self._num_waves,
-            dense=self._dense(dense_bytes),
-        )
-
-    def _dense(self, dense_bytes: int) -> DenseTimes:
-        if self._dense_ms is not None:
-            return DenseTimes.from_total(self._dense_ms, dense_bytes)
-        known = self._curves.dense or DenseTimes()
-        return dataclasses.replace(known, parameter_bytes=dense_bytes)
-
-    def _replica_budget_bytes(self, options_by_path: OptionsByPath) -> float:
-        """Computes the memory that is free for replicas; needed only if the cost model chooses."""
-        if self._hot_rows is not None:
-            return float("inf")
-        self._estimate(
-            [option for options in options_by_path.values() for option in options],
-            only_memory=True,
-        )
-        return replica_budget_bytes(list(options_by_path.values()), self._topology)
-
-    def _table_info(self, options: list[ShardingOption]) -> TableInfo:
-        return table_info(
-            options,
-            self._frequency_stats,
-            batch_size=self._batch_size,
-            refusals=self._refusals[options[0].path, options[0].name],
-            constrained_types=self._constrained_types(options[0].name),
+            dense=dense,
         )
 
     def _constrained_types(self, table: str) -> list[str] | None:
@@ -313,12 +313,6 @@ class HotColdEnumerator(EmbeddingEnumerator):
             return options
         kept = stock_types_of(options, self._constrained_types(options[0].name))
         return [option for option in options if option.sharding_type in kept] or options
-
-    def _hot_set(self, option: ShardingOption, chosen: Tensor) -> Tensor:
-        """Returns the hot rows of the user's constraints, else the chosen ones."""
-        if self._hot_rows is None and isinstance(option.cache_params, HotColdParams):
-            return option.cache_params.hot_rows
-        return chosen
 
     def _can_be_hot_cold(self, option: ShardingOption) -> bool:
         sharder = self.sharder_map[option.module_type_key]

@@ -1,4 +1,4 @@
-"""Converts TorchRec's sharding options of a table to hot/cold options, and adds their memory.
+"""Converts TorchRec's sharding options to hot/cold options, with their memory and times.
 
 A hot/cold option is a row-wise option (row-exchanged) or a table-wise option (owner-pooled) with
 ``HotColdParams`` as ``cache_params``, so TorchRec's validation, statistics and broadcast work on
@@ -17,13 +17,16 @@ from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
-from torchrec.distributed.planner.types import ShardingOption, Storage
+from torchrec.distributed.planner.types import Perf, ShardingOption, Storage
 from torchrec.distributed.types import CacheParams
 
 from torchrec_picasso._torchrec import optimizer_multiplier
-from torchrec_picasso.decision.home_blocks import filled_blocks
+from torchrec_picasso.cost.curves import CommCurves
+from torchrec_picasso.cost.stock import STOCK_TYPES, marginal_stock_costs
+from torchrec_picasso.cost.table_work import TableWork
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import SHARDING_TYPE_OF, Form, HotColdParams
+from torchrec_picasso.planner.home_blocks import filled_blocks
 from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "cut_home_blocks",
     "hot_cold_options",
     "optimizer_class",
+    "price_options",
     "replica_bytes",
 ]
 
@@ -132,9 +136,6 @@ def optimizer_class(option: ShardingOption) -> type | None:
 def replica_bytes(option: ShardingOption) -> int:
     """Computes the bytes of one rank's replicas, with optimizer state as TorchRec estimates it.
 
-    Args:
-        option: A sharding option; 0 without hot rows.
-
     Source:
         TorchRec ``planner/shard_estimators.py``, ``_calculate_optimizer_sizes``.
     """
@@ -164,6 +165,46 @@ def add_replica_storage(options: list[ShardingOption], compute_device: str) -> N
         extra = Storage(hbm=0 if on_cpu else num_bytes, ddr=num_bytes if on_cpu else 0)
         for shard in option.shards:
             shard.storage = shard.storage + extra
+
+
+def price_options(
+    options: Sequence[ShardingOption],
+    works: Sequence[TableWork],
+    curves: CommCurves,
+    world_size: int,
+) -> list[ShardingOption]:
+    """Sets ``Perf`` of options to what the table adds to a step of tables of that sharding type.
+
+    TorchRec's partitioner sums the ``Perf`` of the shards on a rank and compares ranks.
+    ``Perf.total`` excludes the input dist, so its cost is added to the forward exchange. An
+    owner-pooled table has the cost of a table-wise one, on its home rank; a row-exchanged table
+    that of a row-wise one, on all ranks.
+
+    Returns:
+        The options without a predicted cost, which TorchRec estimates.
+    """
+    costs = {
+        (work.load.name, kind): cost
+        for kind in STOCK_TYPES
+        for work, cost in zip(works, marginal_stock_costs(kind, works, curves, world_size))
+    }
+    unpriced = []
+    for option in options:
+        cost = costs.get((option.name, option.sharding_type))
+        if cost is None:
+            unpriced.append(option)
+            continue
+        # costs are means over ranks: a single shard has the work of all W ranks
+        share = world_size / len(option.shards)
+        perf = Perf(
+            fwd_compute=cost.forward_compute_ms * share,
+            fwd_comms=(cost.forward_comms_ms + cost.input_dist_ms) * share,
+            bwd_compute=cost.backward_compute_ms * share,
+            bwd_comms=cost.backward_comms_ms * share,
+        )
+        for shard in option.shards:
+            shard.perf = perf
+    return unpriced
 
 
 def _cache_settings(constrained: CacheParams | None) -> dict[str, Any]:

@@ -30,13 +30,13 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.decision.decision import Decision
-from torchrec_picasso.decision.explain import explain, summarize, why_nothing_is_hot_cold
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.planner.capacity import explain_shortage
 from torchrec_picasso.planner.decided_plan import DecidedPlan
+from torchrec_picasso.planner.decision import Decision
 from torchrec_picasso.planner.enumerator import HotColdEnumerator
+from torchrec_picasso.planner.explain import explain, summarize, why_nothing_is_hot_cold
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -177,7 +177,7 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         """Returns the placement of each table, and the reason.
 
         Returns:
-            One line per table; columns as in :func:`torchrec_picasso.decision.explain.explain`.
+            One line per table; columns as in :func:`torchrec_picasso.planner.explain.explain`.
 
         Raises:
             PlanError: If there is no plan yet, or nothing was decided.

@@ -14,9 +14,9 @@ from torchrec_picasso._torchrec import optimizer_multiplier
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.cost.table_work import TableLoad
-from torchrec_picasso.decision.choice import TableInfo
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.planner.choice import TableInfo
 from torchrec_picasso.planner.hot_options import optimizer_class
 from torchrec_picasso.planner.refusals import TableRefusals, required_form, why_no_bags
 
@@ -40,29 +40,33 @@ def table_info(
     refusals: TableRefusals,
     constrained_types: Collection[str] | None,
 ) -> TableInfo:
-    """Builds the information about one table whose sharder supports hot/cold tables.
-
-    Args:
-        options: All of TorchRec's options of the table.
-        stats: Lookup counts, or ``None``.
-        batch_size: Samples per rank and step.
-        refusals: Refused placements of the table.
-        constrained_types: Sharding types in the user's constraints, or ``None``.
-    """
+    """Builds the information about one table whose sharder supports hot/cold tables."""
     first = options[0]
     config = config_of(first)
+    num_features = len(config.feature_names)
     # without statistics: pooling factors of the constraints, 1 by default, for each feature
-    per_feature = sum(first.input_lengths) / max(1, len(first.input_lengths))
+    lookups_per_sample = sum(first.input_lengths) / max(1, len(first.input_lengths)) * num_features
+    spectrum = None
+    if stats is not None:
+        spectrum = stats.table(config.name).spectrum()
+        if stats.num_samples:
+            lookups_per_sample = spectrum.num_lookups / stats.num_samples
+    # stock sequence sharding returns one row per lookup, like a bag of one lookup
+    is_pooled = isinstance(config, EmbeddingBagConfig)
+    load = TableLoad(
+        name=config.name,
+        num_embeddings=config.num_embeddings,
+        dim=config.embedding_dim,
+        lookups=batch_size * lookups_per_sample,
+        bags=batch_size * (num_features if is_pooled else lookups_per_sample),
+        num_features=num_features,
+        spectrum=spectrum,
+        element_bytes=first.tensor.element_size(),
+        optimizer_share=optimizer_multiplier(optimizer_class(first), first.tensor.shape),
+    )
     is_fixed = isinstance(first.cache_params, HotColdParams)
     return TableInfo(
-        load=_load(
-            config,
-            stats,
-            batch_size,
-            lookups_per_sample=per_feature * len(config.feature_names),
-            element_bytes=first.tensor.element_size(),
-            optimizer_share=optimizer_multiplier(optimizer_class(first), first.tensor.shape),
-        ),
+        load=load,
         not_hot_cold=refusals.hot_cold.what if refusals.hot_cold else None,
         no_hot_rows=refusals.hot_rows.what if refusals.hot_rows else None,
         no_bags=why_no_bags(options),
@@ -84,10 +88,6 @@ def stock_types_of(
     data-parallel sharding, which needs an optimizer in the dense part. Row-wise sharding that
     leaves a rank without rows is excluded if there is another type, because FBGEMM assumes that
     tables without rows are in GPU memory.
-
-    Args:
-        options: All of TorchRec's options of the table.
-        constrained_types: Sharding types in the user's constraints, or ``None``.
     """
     found = [t for t in STOCK_TYPES if any(o.sharding_type == t for o in options)]
     if len(found) > 1 and _leaves_a_rank_without_rows(options):
@@ -136,48 +136,14 @@ def assumed_curves(topology: Topology) -> CommCurves:
     )
 
 
-def _load(
-    config: BaseEmbeddingConfig,
-    stats: FrequencyStats | None,
-    batch_size: int,
-    *,
-    lookups_per_sample: float,
-    element_bytes: int,
-    optimizer_share: float,
-) -> TableLoad:
-    spectrum = None
-    if stats is not None:
-        spectrum = stats.table(config.name).spectrum()
-        if stats.num_samples:
-            lookups_per_sample = spectrum.num_lookups / stats.num_samples
-    # stock sequence sharding returns one row per lookup, like a bag of one lookup
-    outputs_per_sample = lookups_per_sample
-    if isinstance(config, EmbeddingBagConfig):
-        outputs_per_sample = float(len(config.feature_names))
-    return TableLoad(
-        name=config.name,
-        num_embeddings=config.num_embeddings,
-        dim=config.embedding_dim,
-        lookups=batch_size * lookups_per_sample,
-        bags=batch_size * outputs_per_sample,
-        num_features=len(config.feature_names),
-        spectrum=spectrum,
-        element_bytes=element_bytes,
-        optimizer_share=optimizer_share,
-    )
-
-
 def config_of(option: ShardingOption) -> BaseEmbeddingConfig:
-    """Returns the configuration of an option's table."""
-    (config,) = (c for c in _configs(option.module[1]) if c.name == option.name)
+    """Returns the configuration of an option's table, whose module may wrap a collection."""
+    for module in option.module[1].modules():
+        if isinstance(module, EmbeddingBagCollection):
+            configs: Sequence[BaseEmbeddingConfig] = module.embedding_bag_configs()
+            break
+        if isinstance(module, EmbeddingCollection):
+            configs = module.embedding_configs()
+            break
+    (config,) = (config for config in configs if config.name == option.name)
     return config
-
-
-def _configs(module: nn.Module) -> Sequence[BaseEmbeddingConfig]:
-    """Lists the table configurations of an unsharded embedding module or a wrapper of one."""
-    for inner in module.modules():
-        if isinstance(inner, EmbeddingBagCollection):
-            return inner.embedding_bag_configs()
-        if isinstance(inner, EmbeddingCollection):
-            return inner.embedding_configs()
-    return ()

@@ -73,7 +73,7 @@ def _measure_and_plan(ranks: int) -> None:
     from torchrec_picasso.app.runs.placements import hot_cold_sharders
     from torchrec_picasso.app.runs.trainer import unsharded_model
     from torchrec_picasso.app.zoo.registry import make_source
-    from torchrec_picasso.decision.explain import summarize
+    from torchrec_picasso.planner.explain import summarize
     from torchrec_picasso.planner.planner import hot_cold_planner
 
     measuring = (_MAX_BYTES, _SECONDS_PER_SIZE, False, _LINK_BUDGET_S)

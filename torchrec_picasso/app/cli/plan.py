@@ -19,9 +19,9 @@ from torchrec_picasso.app.runs.placements import hot_cold_sharders
 from torchrec_picasso.app.runs.trainer import unsharded_model
 from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.decision.explain import explain, summarize
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.frequency import FrequencyStats
+from torchrec_picasso.planner.explain import explain, summarize
 from torchrec_picasso.planner.planner import hot_cold_planner
 
 if TYPE_CHECKING:

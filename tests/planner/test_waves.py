@@ -10,58 +10,41 @@ from torchrec.distributed.planner.types import ParameterConstraints
 
 from tests.planner.samples import AbleSharder, Model, stats, topology
 from torchrec_picasso.cost.table_work import TableLoad
-from torchrec_picasso.decision.choice import TableInfo
-from torchrec_picasso.decision.decision import decide
-from torchrec_picasso.decision.waves import TableVolume, balance_waves
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
+from torchrec_picasso.planner.choice import TableInfo
+from torchrec_picasso.planner.decision import balance_waves, decide
 from torchrec_picasso.planner.table_info import assumed_curves
 
-VOLUMES = st.lists(
-    st.builds(TableVolume, group=st.integers(0, 3), elements=st.floats(0, 1e6)), max_size=30
-)
-
-
-def _filled(tables: list[TableVolume], waves: list[int], num_waves: int) -> list[float]:
-    return [
-        sum(table.elements for table, of in zip(tables, waves) if of == wave)
-        for wave in range(num_waves)
-    ]
+Volumes = list[tuple[int, float]]
+"""Pack and elements of each table."""
+VOLUMES = st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1e6)), max_size=30)
 
 
 @given(VOLUMES, st.integers(1, 6))
-def test_no_wave_is_fuller_than_longest_first_allows(
-    tables: list[TableVolume], num_waves: int
+def test_waves_are_about_equal_and_a_pack_that_fits_one_is_kept_whole(
+    tables: Volumes, num_waves: int
 ) -> None:
     waves = balance_waves(tables, num_waves)
     assert set(waves) <= set(range(num_waves))
-    total = sum(table.elements for table in tables)
-    largest = max((table.elements for table in tables), default=0.0)
-    groups = {table.group for table in tables}
-    whole = [sum(t.elements for t in tables if t.group == group) for group in groups]
-    # a group kept whole is no larger than a fair share, a table may be
-    fair = total / num_waves
-    largest_unit = max([largest, *(volume for volume in whole if volume <= fair)])
-    filled = _filled(tables, waves, num_waves)
-    assert max(filled) <= (fair + largest_unit) * (1 + 1e-9)
-    assert waves == balance_waves(tables, num_waves)
-
-
-@given(VOLUMES, st.integers(1, 6))
-def test_a_group_that_fits_a_wave_is_kept_whole(tables: list[TableVolume], num_waves: int) -> None:
-    waves = balance_waves(tables, num_waves)
-    fair = sum(table.elements for table in tables) / num_waves
-    for group in {table.group for table in tables}:
-        places = [i for i, table in enumerate(tables) if table.group == group]
-        if sum(tables[i].elements for i in places) <= fair:
+    fair = sum(elements for _, elements in tables) / num_waves
+    largest_unit = max((elements for _, elements in tables), default=0.0)
+    for pack in {pack for pack, _ in tables}:
+        places = [i for i, (of, _) in enumerate(tables) if of == pack]
+        if (whole := sum(tables[i][1] for i in places)) <= fair:
             assert len({waves[i] for i in places}) == 1
+            largest_unit = max(largest_unit, whole)
+    filled = [0.0] * num_waves
+    for wave, (_, elements) in zip(waves, tables):
+        filled[wave] += elements
+    # no wave is fuller than longest-first allows
+    assert max(filled) <= (fair + largest_unit) * (1 + 1e-9)
 
 
-def test_a_large_group_is_cut_and_the_small_ones_fill_up() -> None:
-    large = [TableVolume(group="large", elements=n) for n in (40, 30, 20, 10)]
-    small = [TableVolume(group="small", elements=n) for n in (6, 6)]
-    assert balance_waves([*large, *small], 2) == [0, 1, 1, 1, 0, 0]
+def test_a_large_pack_is_cut_and_the_small_ones_fill_up() -> None:
+    large = [("large", n) for n in (40.0, 30.0, 20.0, 10.0)]
+    assert balance_waves([*large, ("small", 6.0), ("small", 6.0)], 2) == [0, 1, 1, 1, 0, 0]
 
 
 def test_the_planner_gives_every_hot_cold_table_its_wave() -> None:
@@ -77,16 +60,6 @@ def test_the_planner_gives_every_hot_cold_table_its_wave() -> None:
     assert frame["wave"].to_dict() == waves
     by_wave = frame.groupby("wave").size()
     assert by_wave.sum() == len(frame)
-
-
-def test_waves_need_no_statistics() -> None:
-    planner = hot_cold_planner(topology(), hot_rows=0, batch_size=4, num_waves=3)
-    plan = planner.plan(Model(), [AbleSharder()])
-    assert {
-        sharding.cache_params.wave
-        for module_plan in plan.plan.values()
-        for sharding in module_plan.values()
-    } == {0, 1, 2}
 
 
 def test_every_module_has_waves_of_its_own() -> None:
@@ -129,3 +102,13 @@ def test_waves_of_constraints_are_not_kept() -> None:
 def test_no_waves_are_refused() -> None:
     with pytest.raises(PlanError, match="num_waves is 0, expected at least 1"):
         hot_cold_planner(topology(), num_waves=0)
+
+
+def test_waves_need_no_statistics() -> None:
+    planner = hot_cold_planner(topology(), hot_rows=0, batch_size=4, num_waves=3)
+    plan = planner.plan(Model(), [AbleSharder()])
+    assert {
+        sharding.cache_params.wave
+        for module_plan in plan.plan.values()
+        for sharding in module_plan.values()
+    } == {0, 1, 2}

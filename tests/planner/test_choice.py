@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from torchrec_picasso.cost.curve import Curve
 from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
-from torchrec_picasso.decision.choice import TableInfo, choose
-from torchrec_picasso.decision.priced_plan import price_plan
 from torchrec_picasso.frequency.spectrum import CountSpectrum
+from torchrec_picasso.planner.choice import TableInfo, choose
+from torchrec_picasso.planner.priced_plan import price_plan
 
 ROWS = 20_000
 BATCH = 1024
@@ -140,16 +139,15 @@ def test_uniform_ids_stay_stock_where_nothing_is_saved() -> None:
     choice = choose(tables, pricer(curves(gbytes_per_s=100.0, latency_ms=0.01)))
     assert choice.hot_cold == (False,) * 4
     assert choice.num_hot == (0,) * 4
-    assert choice.stock_cost is not None
-    assert choice.cost == choice.stock_cost
-    assert choice.step == choice.stock_step
+    assert choice.stock is not None
+    assert (choice.cost, choice.step) == (choice.stock.cost, choice.stock.step)
 
 
 def test_skewed_ids_take_the_exchange() -> None:
     choice = choose(ask([work("a", 1.2), work("b", 1.1)]), pricer(curves()))
     assert choice.hot_cold == (True, True)
-    assert choice.stock_step is not None
-    assert choice.step.step_ms < choice.stock_step.step_ms
+    assert choice.stock is not None
+    assert choice.step.step_ms < choice.stock.step.step_ms
 
 
 def test_work_to_hide_under_lets_even_distinct_rows_travel() -> None:
@@ -159,8 +157,8 @@ def test_work_to_hide_under_lets_even_distinct_rows_travel() -> None:
     busy = choose(tables, pricer(network, dense_ms=200.0))
     assert busy.hot_cold == (True,) * 8
     assert busy.step.num_micro_batches > 1
-    assert busy.stock_step is not None
-    assert busy.step.step_ms < 0.9 * busy.stock_step.step_ms
+    assert busy.stock is not None
+    assert busy.step.step_ms < 0.9 * busy.stock.step.step_ms
 
 
 def test_what_is_not_allowed_is_not_chosen() -> None:
@@ -172,15 +170,7 @@ def test_what_is_not_allowed_is_not_chosen() -> None:
     choice = choose(tables, pricer(curves(gbytes_per_s=100.0)))
     assert choice.hot_cold == (False, True)
     assert choice.stock_types == ("row_wise", None)
-    assert choice.stock_cost is choice.stock_step is None
-
-
-def test_many_tables_are_chosen_in_seconds() -> None:
-    works = [work(str(i), 1.1 if i % 2 else None, rows=500) for i in range(300)]
-    start_s = time.process_time()
-    choice = choose(ask(works), pricer(curves()))
-    assert len(choice.hot_cold) == 300
-    assert time.process_time() - start_s < 10  # some tenths
+    assert choice.stock is None
 
 
 # -- bags ------------------------------------------------------------------------------------------

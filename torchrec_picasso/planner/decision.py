@@ -9,7 +9,7 @@ Shape letters: U counted rows, H hot rows, W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +19,13 @@ from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableWork
-from torchrec_picasso.decision.choice import Choice, TableInfo, choose, given_choice
-from torchrec_picasso.decision.home_blocks import HomeBlocks, RowLoads, balance_homes
-from torchrec_picasso.decision.waves import TableVolume, balance_waves
 from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
 from torchrec_picasso.placement import Form, pack_key
+from torchrec_picasso.planner.choice import Choice, TableInfo, choose, given_choice
+from torchrec_picasso.planner.home_blocks import HomeBlocks, RowLoads, balance_homes
 from torchrec_picasso.schedule.setting_choice import pieces_for
 
-__all__ = ["Decision", "decide", "given_hot_sets"]
+__all__ = ["Decision", "balance_waves", "decide", "given_hot_sets"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +34,6 @@ class Decision:
 
     Args:
         tables: The tables.
-        works: Expected rows of each table.
         choice: The chosen plan and its predicted step.
         hot_sets: Hot rows of each hot/cold table by name, ascending, int64, shape ``(H,)``.
         forms: Exchange of each hot/cold table by name.
@@ -49,7 +47,6 @@ class Decision:
     """
 
     tables: tuple[TableInfo, ...]
-    works: tuple[TableWork, ...]
     choice: Choice
     hot_sets: Mapping[str, Tensor]
     forms: Mapping[str, Form]
@@ -59,6 +56,11 @@ class Decision:
     world_size: int
     batch_size: int
     dense: DenseTimes
+
+    @property
+    def works(self) -> tuple[TableWork, ...]:
+        """Expected rows of each table."""
+        return self.choice.works
 
     @property
     def num_micro_batches(self) -> int | None:
@@ -72,11 +74,6 @@ class Decision:
             return {}
         names = (name for name in self.hot_sets if self.forms[name] == "rows")
         return dict(zip(names, self.homes.block_rows_TW))
-
-    @property
-    def home_max_over_mean(self) -> float:
-        """Expected requests to the busiest home rank divided by the mean over ranks."""
-        return self.homes.max_over_mean if self.homes is not None else 1.0
 
 
 def decide(
@@ -136,7 +133,6 @@ def decide(
     row_hot_sets = {name: hot_H for name, hot_H in hot_sets.items() if forms[name] == "rows"}
     return Decision(
         tables=tuple(tables),
-        works=choice.works,
         choice=choice,
         hot_sets=hot_sets,
         forms=forms,
@@ -199,22 +195,61 @@ def _waves(
     num_waves: int,
 ) -> dict[str, int]:
     """Assigns each hot/cold table to a wave of its module, by volume."""
-    volumes: dict[str, dict[str, TableVolume]] = {}
+    volumes: dict[str, dict[str, tuple[Hashable, float]]] = {}
     for table, work in zip(tables, works):
         load = table.load
         if load.name in hot_sets:
-            split = work.split(hot_sets[load.name].numel())
+            split, form = work.split(hot_sets[load.name].numel()), forms[load.name]
             # cold rows are fetched, gradients of touched hot rows are reduced
             rows = split.cold_used + split.hot_touched
-            volumes.setdefault(table.module, {})[load.name] = TableVolume(
-                group=pack_key(forms[load.name], 0, load.dim, load.element_bytes),
-                elements=(rows if forms[load.name] == "rows" else load.bags) * load.dim,
+            volumes.setdefault(table.module, {})[load.name] = (
+                pack_key(form, 0, load.dim, load.element_bytes),
+                (rows if form == "rows" else load.bags) * load.dim,
             )
     return {
         name: wave
         for by_name in volumes.values()
         for name, wave in zip(by_name, balance_waves(list(by_name.values()), num_waves))
     }
+
+
+def balance_waves(tables: Sequence[tuple[Hashable, float]], num_waves: int) -> list[int]:
+    """Distributes tables over waves of about equal volume; an interleaved pipeline staggers waves.
+
+    Tables that can share a pack stay together unless they exceed the mean volume of a wave, because
+    each additional pack costs an update and some copies. Descending units go to the wave with the
+    smallest volume; the largest wave is at most 4/3 of that of an optimal assignment (Graham 1969).
+
+    Args:
+        tables: Key that is equal for tables that can share a pack, and expected elements that a
+            rank sends per step, of each table of one exchange.
+        num_waves: Number of waves, at least 1.
+
+    Returns:
+        The wave of each table; a wave may be empty.
+
+    Source:
+        PICASSO (arXiv 2204.04903), K-Interleaving: packs in groups of balanced volume.
+    """
+    elements = [number for _, number in tables]
+    members: dict[Hashable, list[int]] = {}
+    for position, (key, _) in enumerate(tables):
+        members.setdefault(key, []).append(position)
+
+    def volume(unit: list[int]) -> float:
+        return sum(elements[i] for i in unit)
+
+    # a unit is assigned as a whole: tables that share a pack, or one table of a large pack
+    units: list[list[int]] = []
+    for unit in members.values():
+        units += [[i] for i in unit] if volume(unit) > sum(elements) / num_waves else [unit]
+    filled, waves = [0.0] * num_waves, [0] * len(tables)
+    for unit in sorted(units, key=volume, reverse=True):
+        wave = filled.index(min(filled))
+        filled[wave] += volume(unit)
+        for position in unit:
+            waves[position] = wave
+    return waves
 
 
 def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoads:
@@ -233,7 +268,7 @@ def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoad
     used = torch.from_numpy(work.used_K[::-1].copy())
     place_U = torch.searchsorted(ascending, counts_U.double()).clamp(max=used.numel() - 1)
     load_U = used[place_U] if used.numel() else counts_U.double()
-    load_U = load_U.masked_fill(_are_among(rows_U, hot_H), 0.0)  # hot rows are not requested
+    load_U = load_U.masked_fill(torch.isin(rows_U, hot_H), 0.0)  # hot rows are not requested
     cold = work.split(hot_H.numel()).cold_used
     dim = float(work.load.dim)
     return RowLoads(
@@ -242,11 +277,3 @@ def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoad
         load_U=load_U.numpy() * dim,
         spread_load=max(0.0, cold - float(load_U.sum())) * dim,
     )
-
-
-def _are_among(rows_U: Tensor, others_H: Tensor) -> Tensor:
-    """Marks the rows that are in a second list, both ascending: bool, shape ``(U,)``."""
-    if not others_H.numel():
-        return torch.zeros_like(rows_U, dtype=torch.bool)
-    place_U = torch.searchsorted(others_H, rows_U).clamp_(max=others_H.numel() - 1)
-    return others_H.index_select(0, place_U) == rows_U

@@ -17,14 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchrec_picasso.cost.exchange_totals import HotColdTotals
-from torchrec_picasso.cost.hot_cold import exchange_bytes
-from torchrec_picasso.cost.step_cost import StepCost
-from torchrec_picasso.cost.step_price import StepPrice, StepPricer
+from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes
+from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.stock import marginal_stock_costs
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
-from torchrec_picasso.decision.priced_plan import Forms, PricedPlan, price_plan
 from torchrec_picasso.placement import Form
+from torchrec_picasso.planner.priced_plan import Forms, PricedPlan, price_plan
 
 __all__ = ["Choice", "TableInfo", "choose", "given_choice"]
 
@@ -82,37 +80,19 @@ class TableInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The chosen plan; sequences have one entry per table.
+class Choice(PricedPlan):
+    """The chosen plan.
 
     Args:
         works: Expected rows of each table.
-        forms: Exchange of each hot/cold table; ``None`` = stock.
-        num_hot: Number of hot rows of each table; 0 for stock tables.
-        stock_types: Best stock sharding type of each table; ``None`` if none is allowed.
-        cost: Predicted embedding part of the plan, without overlap.
-        stock_cost: Predicted embedding part with all tables stock; ``None`` if a table has no stock
-            type.
-        step: Predicted step of the plan under the schedule that runs it.
-        stock_step: Predicted step with all tables stock, under TorchRec's pipeline; ``None`` if a
-            table has no stock type.
+        stock: The plan with all tables stock, under TorchRec's pipeline; ``None`` if a table has no
+            stock type.
         priced_ms: Predicted step of each priced plan with its best hot rows, in milliseconds.
     """
 
     works: tuple[TableWork, ...]
-    forms: tuple[Form | None, ...]
-    num_hot: tuple[int, ...]
-    stock_types: tuple[str | None, ...]
-    cost: StepCost
-    stock_cost: StepCost | None
-    step: StepPrice
-    stock_step: StepPrice | None
+    stock: PricedPlan | None
     priced_ms: Mapping[str, float]
-
-    @property
-    def hot_cold(self) -> tuple[bool, ...]:
-        """Whether each table is hot/cold."""
-        return tuple(form is not None for form in self.forms)
 
 
 def choose(
@@ -120,13 +100,7 @@ def choose(
     pricer: StepPricer,
     replica_budget_bytes: float = float("inf"),
 ) -> Choice:
-    """Chooses the plan with the shortest predicted step.
-
-    Args:
-        tables: All tables of the model.
-        pricer: Predicts a step from network, local work and dense part.
-        replica_budget_bytes: Maximum memory of replicas per rank.
-    """
+    """Chooses the plan with the shortest predicted step."""
     works = _works(tables, pricer)
     all_stock_types = _best_stock_types(tables, works, pricer)
 
@@ -217,17 +191,7 @@ def _answer(
     stock = None
     if None not in all_stock_types:
         stock = price_plan(works, {}, {}, all_stock_types, pricer)
-    return Choice(
-        works=works,
-        forms=tuple(plan.forms.get(i) for i in range(len(works))),
-        num_hot=tuple(plan.num_hot.get(i, 0) for i in range(len(works))),
-        stock_types=tuple(plan.stock_types),
-        cost=plan.cost,
-        stock_cost=stock.cost if stock is not None else None,
-        step=plan.step,
-        stock_step=stock.step if stock is not None else None,
-        priced_ms=priced_ms,
-    )
+    return Choice(**vars(plan), works=works, stock=stock, priced_ms=priced_ms)
 
 
 def _frequent_rows(

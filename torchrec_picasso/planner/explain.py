@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchrec_picasso.cost.hot_cold import hot_cold_memory_bytes
-from torchrec_picasso.decision.decision import Decision
+from torchrec_picasso.planner.decision import Decision
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -15,9 +15,6 @@ __all__ = ["explain", "summarize", "why_nothing_is_hot_cold"]
 
 def explain(decision: Decision) -> pd.DataFrame:
     """Returns the placement of each table, and the reason.
-
-    Args:
-        decision: The decision.
 
     Returns:
         One line per table, in model order: ``table, rows, dim, placement, form`` (``rows`` or
@@ -34,9 +31,6 @@ def explain(decision: Decision) -> pd.DataFrame:
 def summarize(decision: Decision) -> dict[str, Any]:
     """Returns the predicted step of a decision: milliseconds, bytes, memory and balance.
 
-    Args:
-        decision: The decision.
-
     Returns:
         Numbers and strings for JSON. ``step_ms``: duration of the whole step under the schedule
         that runs it, with ``num_micro_batches`` (``None`` = nothing is interleaved). ``wire_ms``
@@ -48,7 +42,7 @@ def summarize(decision: Decision) -> dict[str, Any]:
     choice, homes = decision.choice, decision.homes
     chosen = [work for work, form in zip(decision.works, choice.forms) if form]
     hot_counts = [count for count, form in zip(choice.num_hot, choice.forms) if form]
-    stock = choice.stock_step
+    stock = choice.stock
     return {
         "world_size": decision.world_size,
         "batch_size": decision.batch_size,
@@ -64,9 +58,9 @@ def summarize(decision: Decision) -> dict[str, Any]:
         "embedding_ms": choice.cost.total_ms,
         "sent_bytes": choice.cost.total_bytes,
         "priced_ms": dict(choice.priced_ms),
-        "stock_ms": stock.step_ms if stock is not None else None,
-        "stock_sent_bytes": choice.stock_cost.total_bytes if choice.stock_cost else None,
-        "speedup": stock.step_ms / choice.step.step_ms
+        "stock_ms": stock.step.step_ms if stock is not None else None,
+        "stock_sent_bytes": stock.cost.total_bytes if stock is not None else None,
+        "speedup": stock.step.step_ms / choice.step.step_ms
         if stock is not None and choice.step.step_ms
         else None,
         "memory_bytes": hot_cold_memory_bytes(chosen, hot_counts),
@@ -80,11 +74,7 @@ def summarize(decision: Decision) -> dict[str, Any]:
 
 
 def why_nothing_is_hot_cold(decision: Decision) -> str | None:
-    """Explains a plan without hot/cold tables; ``None`` if a table is hot/cold.
-
-    Args:
-        decision: The decision.
-    """
+    """Explains a plan without hot/cold tables; ``None`` if a table is hot/cold."""
     if any(decision.choice.hot_cold):
         return None
     reasons = {table.not_hot_cold for table in decision.tables}

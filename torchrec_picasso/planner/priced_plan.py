@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchrec_picasso.cost.exchange_totals import HotColdTotals, sum_hot_cold
-from torchrec_picasso.cost.hot_cold import hot_cold_cost
+from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost, sum_hot_cold
+from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_cost import StepCost
-from torchrec_picasso.cost.step_price import StepPrice, StepPricer
+from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.stock import max_over_mean, placed_over_mean, stock_cost, stock_totals
 from torchrec_picasso.cost.table_work import TableWork
 from torchrec_picasso.placement import Form, owner_pooled_waves, pack_key
@@ -21,21 +21,26 @@ Forms = Mapping[int, Form]
 
 @dataclass(frozen=True, kw_only=True)
 class PricedPlan:
-    """A plan and its predicted step.
+    """A plan and its predicted step; sequences have one entry per table.
 
     Args:
-        forms: Exchange of each hot/cold table.
-        num_hot: Number of hot rows by position; 0 for tables without an entry.
+        forms: Exchange of each hot/cold table; ``None`` = stock.
+        num_hot: Number of hot rows of each table.
         stock_types: Stock type of each table; not used for hot/cold tables.
         step: Predicted step under the schedule that runs it.
         cost: Predicted embedding part of the step, without overlap.
     """
 
-    forms: Forms
-    num_hot: Mapping[int, int]
-    stock_types: Sequence[str | None]
+    forms: tuple[Form | None, ...]
+    num_hot: tuple[int, ...]
+    stock_types: tuple[str | None, ...]
     step: StepPrice
     cost: StepCost
+
+    @property
+    def hot_cold(self) -> tuple[bool, ...]:
+        """Whether each table is hot/cold."""
+        return tuple(form is not None for form in self.forms)
 
 
 def price_plan(
@@ -87,9 +92,9 @@ def price_plan(
         for tables in (hot_cold, bags)
     )
     return PricedPlan(
-        forms=forms,
-        num_hot=num_hot,
-        stock_types=stock_types,
+        forms=tuple(forms.get(i) for i in range(len(works))),
+        num_hot=tuple(num_hot.get(i, 0) for i in range(len(works))),
+        stock_types=tuple(stock_types),
         step=pricer.price(
             totals,
             stock,

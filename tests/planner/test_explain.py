@@ -14,14 +14,14 @@ import torch
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
 
-from tests.planner.samples import ROWS, AbleSharder, Model, stats, topology
+from tests.planner.samples import ROWS, AbleSharder, Model, topology
 from torchrec_picasso.cost import CommCurves, LocalCosts
 from torchrec_picasso.cost.local import PhaseCost, SideCosts
-from torchrec_picasso.decision.explain import summarize
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
+from torchrec_picasso.planner.explain import summarize
 from torchrec_picasso.planner.planner import HotColdPlanner
 
 SLOW = CommCurves.assumed(2, gbytes_per_s=0.001, latency_ms=0.1)
@@ -151,7 +151,7 @@ def test_homes_follow_the_load() -> None:
 
 def test_the_same_input_gives_the_same_plan_in_another_process() -> None:
     program = (
-        "from tests.decision.test_explain import SLOW, planned, skewed\n"
+        "from tests.planner.test_explain import SLOW, planned, skewed\n"
         "print(repr(planned(stats=skewed(), curves=SLOW)[1]))"
     )
     texts = {
@@ -194,7 +194,3 @@ def test_statistics_of_another_model_are_refused() -> None:
     )
     with pytest.raises(PlanError, match="table 'c' has 5 rows in the model, but 7 in the stat"):
         planned(stats=FrequencyStats(tables={**tables, "c": other}, num_samples=1), curves=SLOW)
-
-
-def test_old_samples_without_counts_of_samples_still_plan() -> None:
-    assert set(placed(planned(stats=stats(), curves=SLOW, hot_rows=3)[1])) == set(ROWS)

@@ -9,7 +9,7 @@ imbalance of earlier tables.
 Blocks are contiguous and in rank order, like TorchRec's row-wise shards, so checkpoints are those
 of stock TorchRec. A checkpoint identifies blocks by their first row, so an empty block must not
 precede a non-empty one: each rank gets a row if there are enough rows, and empty blocks come last.
-``evenness`` limits the memory of a rank, which grows with its rows.
+A small load of every row limits the rows, and so the memory, of a rank.
 
 Shape letters: U rows with a load of their own, T tables, W ranks.
 """
@@ -17,12 +17,16 @@ Shape letters: U rows with a load of their own, T tables, W ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 __all__ = ["HomeBlocks", "RowLoads", "balance_homes", "even_blocks", "filled_blocks"]
+
+_EVENNESS = 0.02
+"""Additional load of all rows of a table, relative to its load: no rank gets more than about 51
+times the mean of a table's rows."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,16 +89,8 @@ def filled_blocks(num_embeddings: int, world_size: int) -> tuple[int, ...]:
     return tuple(size + (rank < larger) for rank in range(world_size))
 
 
-def balance_homes(
-    tables: Sequence[RowLoads], world_size: int, evenness: float = 0.02
-) -> HomeBlocks:
+def balance_homes(tables: Sequence[RowLoads], world_size: int) -> HomeBlocks:
     """Splits tables into home blocks so that all ranks have the same expected load.
-
-    Args:
-        tables: Loads of each table.
-        world_size: Number of ranks.
-        evenness: Additional load of all rows of a table, relative to its load, at least 0: no rank
-            gets more than about ``(1 + evenness) / evenness`` times the mean of a table's rows.
 
     Returns:
         The blocks and their balance; those of :func:`filled_blocks` if their balance is at least as
@@ -108,7 +104,11 @@ def balance_homes(
     filled = [filled_blocks(table.num_embeddings, world_size) for table in tables]
     even_balance = _max_over_mean(tables, even, world_size)
     filled_balance = _max_over_mean(tables, filled, world_size)
-    weighted = [_with_rows(table, evenness) for table in tables]
+    # a load of every row limits the number of rows per rank
+    weighted = [
+        replace(table, spread_load=table.spread_load + _EVENNESS * table.total + 1e-9)
+        for table in tables
+    ]
     # heaviest rows first: tables of lighter rows can compensate their imbalance
     order = sorted(
         range(len(tables)),
@@ -136,16 +136,6 @@ def balance_homes(
     )
 
 
-def _with_rows(table: RowLoads, evenness: float) -> RowLoads:
-    """Adds a load to every row, so that the number of rows per rank is limited."""
-    return RowLoads(
-        num_embeddings=table.num_embeddings,
-        rows_U=table.rows_U,
-        load_U=table.load_U,
-        spread_load=table.spread_load + evenness * table.total + 1e-9,
-    )
-
-
 def _cut(table: RowLoads, targets: np.ndarray) -> np.ndarray:
     """Finds ascending rows for which the load of all lower rows is nearest to the targets.
 
@@ -158,18 +148,12 @@ def _cut(table: RowLoads, targets: np.ndarray) -> np.ndarray:
     after_U = below_U + table.load_U
     # start at the last loaded row whose load is below the target, and continue along the slope
     index = np.searchsorted(after_U, targets, side="right")
-    start = (
-        np.where(index > 0, table.rows_U[index - 1], 0) if after_U.size else np.zeros_like(index)
-    )
-    load_at_start = np.where(index > 0, after_U[index - 1], 0.0) if after_U.size else 0.0
+    start, load_at_start = (np.append(0.0, x_U)[index] for x_U in (table.rows_U, after_U))
     row = start + (targets - load_at_start) / slope
-    if after_U.size:
-        # if the next loaded row would cross the target, cut before or after it
-        inside = index < after_U.size
-        following = np.minimum(index, after_U.size - 1)
-        blocked = inside & (row >= table.rows_U[following])
-        closer_behind = after_U[following] - targets < targets - below_U[following]
-        row = np.where(blocked, table.rows_U[following] + closer_behind, row)
+    # if the next loaded row would cross the target, cut before or after it
+    following = np.append(table.rows_U, table.num_embeddings)[index]
+    below, after = (np.append(x_U, np.inf)[index] for x_U in (below_U, after_U))
+    row = np.where(row >= following, following + (after - targets < targets - below), row)
     cut = np.clip(np.rint(row), 0, table.num_embeddings).astype(np.int64)
     result: np.ndarray = np.maximum.accumulate(cut)
     return result
