@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
-from torchrec.streamable import Pipelineable
 
 from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
 from tests.train_pipeline.runs import (
@@ -178,41 +177,6 @@ def test_knowing_of_the_end_costs_no_collective_of_its_own() -> None:
     for counts in run_ranks(_reductions_per_step, 2, timeout_s=60):
         # of what was written, hot rows and dense gradients; the question in place of hot rows; all
         assert counts == {"hot_cold": 3, "stock": 3, "stop": 4}
-
-
-class _Sealed(Pipelineable):
-    """A batch that only its owner can cut."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.sparse_features = batch.sparse_features
-        self.labels = batch.labels
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> _Sealed:
-        return self
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        pass
-
-    def pin_memory(self) -> _Sealed:
-        return self
-
-
-def _sealed(rank: int, world_size: int) -> tuple[int, str]:
-    """Even numbers of such batches are no trouble; a missing one at the start is, on all ranks."""
-    job = JOBS["hot_cold"]
-    pipeline = pipeline_of(build(job, rank, world_size))
-    batches = [_Sealed(batch) for batch in batches_of(job, rank, range(3))]
-    steps = len(run_to_the_end(pipeline, iter(batches)))
-    with pytest.raises(CompatError) as refused:
-        pipeline.progress(iter(batches[rank:] if rank == 0 else []))
-    return steps, str(refused.value)
-
-
-def test_batches_that_cannot_be_cut_are_refused_only_where_an_empty_one_is_needed() -> None:
-    for steps, told in run_ranks(_sealed, 2, timeout_s=60):
-        assert steps == 3
-        assert "type _Sealed could not be cut to 0 samples" in told
-        assert "split_batch=" in told
 
 
 def test_an_empty_batch_is_like_the_other() -> None:

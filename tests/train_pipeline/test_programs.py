@@ -39,7 +39,7 @@ from tests.train_pipeline.programs import (
     assert_as_stock,
     cases_of,
 )
-from tests.train_pipeline.stock_models import Stock, batch_of, dense_optimizer
+from tests.train_pipeline.stock_models import batch_of, dense_optimizer
 from torchrec_picasso.batches.split import split_batch
 
 
@@ -389,16 +389,14 @@ PROGRAMS = {
     ),
     "a loss of weights, no samples on a rank": Program(head=Regular, batch=_empty_on_one),
     "warm-up": Program(before_step=_warm_up),
-    "warm-up of stock tables": Program(
-        before_step=_warm_up, stock=[Stock("ebc", frozenset({"t_f"}))]
-    ),
+    "warm-up of stock tables": Program(before_step=_warm_up, stock=["t_f"]),
     "autocast": Program(
         within=lambda: torch.autocast("cpu", dtype=torch.bfloat16), tolerance=BFLOAT16
     ),
     "metric in evaluation": Program(head=Metric, before_step=_evaluated(2, 3)),
     "metric in evaluation first": Program(head=Metric, before_step=_evaluated(0, 1), planned=4),
     "small last batch": Program(head=Squeezed, batch=_small_last),
-    "dropout": Program(head=Dropping, prepare=lambda model: torch.manual_seed(5), numbers=(1,)),
+    "dropout": Program(head=Dropping, prepare=lambda model: torch.manual_seed(5), only=(1,)),
     "default of double": Program(head=Double, within=_default_of_double),
     "detached after each step": Program(
         head=Normed, pipeline=_detached, refusal="head.norm is a BatchNorm1d"

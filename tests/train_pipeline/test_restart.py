@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 
 from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
+from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import (
     Run,
     assert_same_runs,
@@ -206,20 +206,9 @@ def _run(rank: int, world_size: int) -> dict[str, tuple[Run, Run]]:
     return results
 
 
-@cache
-def _by_rank() -> list[dict[str, tuple[Run, Run]]] | RankError:
-    try:
-        return run_ranks(_run, 2, timeout_s=100)
-    except RankError as error:  # remembered: the tests that share the run must not repeat it
-        return error
-
-
 @pytest.mark.parametrize("name", list(CASES))
 def test_training_goes_on_as_the_plain_loop_over_the_same_batches(name: str) -> None:
-    by_rank = _by_rank()
-    if isinstance(by_rank, RankError):
-        raise by_rank
-    mine, plain = zip(*(results[name] for results in by_rank))
+    mine, plain = zip(*(results[name] for results in run_once(_run, 2)))
     assert_same_runs(list(mine), list(plain))
 
 
