@@ -44,8 +44,6 @@ from torchrec_picasso import (
     InterleavedTrainPipeline,
 )
 
-__all__ = ["Case", "run_case"]
-
 
 @dataclass(frozen=True)
 class Case:

@@ -19,8 +19,6 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv,
 
 from torchrec_picasso import HotColdParams
 
-__all__ = ["CPU", "distribute", "place", "world_env", "wire_codecs"]
-
 CPU = torch.device("cpu")
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
-__all__ = ["run_once"]
-
 
 def run_once(function: Callable[..., Any], world_size: int, *args: Hashable) -> list[Any]:
     """What each rank gives: of one run, whoever asks for it and how often; also its error."""

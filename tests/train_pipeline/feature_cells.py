@@ -66,14 +66,6 @@ TABLES = (
 MODULES = ("tables", "more_tables")
 
 
-def _some(rank: int, step: int) -> int:
-    return 48
-
-
-def _unchanged(batch: Batch, step: int) -> Batch:
-    return batch
-
-
 @dataclass(frozen=True)
 class Feature:
     """One line of the table of features."""
@@ -104,9 +96,9 @@ class Feature:
     processors: str | None = None
     """``by_feature`` or ``together``: two ways to write position weights."""
     need_indices: bool = False
-    num_samples: Callable[[int, int], int] = _some
+    num_samples: Callable[[int, int], int] = lambda rank, step: 48
     """Of a rank and step."""
-    change_batch: Callable[[Batch, int], Batch] = _unchanged
+    change_batch: Callable[[Batch, int], Batch] = lambda batch, step: batch
     change_of_witness: Callable[[Batch, int], Batch] | None = None
     """What TorchRec gets instead, where it has no backward for what ours gets."""
     model: Callable[..., nn.Module] | None = None

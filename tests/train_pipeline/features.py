@@ -59,14 +59,6 @@ MIXED_DIMS = (
 )
 
 
-def _none_on_rank_1(rank: int, step: int) -> int:
-    return 0 if rank == 1 and step in (1, 3) else 48
-
-
-def _few_on_rank_1(rank: int, step: int) -> int:
-    return 41 if rank == 1 else 55
-
-
 class Two(Model):
     """Two collections, each with some of the tables, of one feature each."""
 
@@ -227,10 +219,6 @@ def managed_collision_sharders(
     }
 
 
-def _fused_sharders() -> dict[type, Any]:
-    return {FusedEmbeddingBagCollection: FusedEmbeddingBagCollectionSharder()}
-
-
 def _raw_ids(batch: Batch, step: int) -> Batch:
     """Ids of the last feature far beyond its table's rows, others in each step."""
     features = batch.sparse_features
@@ -299,10 +287,10 @@ FEATURES: Sequence[Feature] = (
     ),
     _together("variable batch per feature, feature processors", **OWN_ROWS),
     Feature("need_indices", ("sequences",), need_indices=True),
-    Feature("ranks with batches of different size", num_samples=_few_on_rank_1),
+    Feature("ranks with batches of different size", num_samples=lambda rank, step: 55 - 14 * rank),
     Feature(
         "a batch of no samples on a rank",
-        num_samples=_none_on_rank_1,
+        num_samples=lambda rank, step: 0 if rank == 1 and step in (1, 3) else 48,
         change_of_witness=one_that_counts_nothing,
     ),
     Feature("fp16 on the wire", wire="fp16", **_ROUNDED),
@@ -370,6 +358,6 @@ FEATURES: Sequence[Feature] = (
         ("bags",),
         hot_rows={"*": 2, "t_c": None},
         model=_Fused,
-        more_sharders=_fused_sharders,
+        more_sharders=lambda: {FusedEmbeddingBagCollection: FusedEmbeddingBagCollectionSharder()},
     ),
 )
