@@ -83,30 +83,28 @@ def test_training_goes_on_after_a_refused_batch() -> None:
             assert alone.startswith(own if rank == 1 else "rank 1 holds 1 ids outside their tables")
 
 
-ROWS_OF_A, BAGS_OF_A = {"*": 2}, {"*": 2, "a": "bags"}
-BAD_ID = "feature 'f0' looks up row {} of table 'a', whose rows are 0..59"
-BAD_WEIGHT = "feature 'f0' of table 'a' has per-sample weight {}"
-BAD_VALUES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
-    **{
-        f"{name} {bad}": ({"placement": placement}, {"id": bad}, BAD_ID.format(bad))
-        for name, placement, ids in (
-            ("rows", ROWS_OF_A, (60, -1, 2**40)),
-            ("bags", BAGS_OF_A, (60, -1)),
-        )
-        for bad in ids
-    },
-    **{
-        f"{name} {bad}": (
-            {"placement": placement, "weighted": True},
-            {"weight": bad},
-            BAD_WEIGHT.format(bad),
-        )
-        for name, placement, bad in (
-            ("rows", {"*": 2}, float("nan")),
-            ("bags", {"*": "bags"}, float("inf")),
-        )
-    },
-    "beside an empty batch": ({"batch_sizes": (0, 6)}, {"id": -7}, BAD_ID.format(-7)),
+BadValue = tuple[dict[str, Any], dict[str, float], str]
+
+
+def _bad_id(row: int, place: int | str = 2, **changes: Any) -> BadValue:
+    told = f"feature 'f0' looks up row {row} of table 'a', whose rows are 0..59"
+    return {"placement": {"*": 2, "a": place}, **changes}, {"id": row}, told
+
+
+def _bad_weight(weight: float, place: int | str) -> BadValue:
+    told = f"feature 'f0' of table 'a' has per-sample weight {weight}"
+    return {"placement": {"*": place}, "weighted": True}, {"weight": weight}, told
+
+
+BAD_VALUES: dict[str, BadValue] = {
+    "just outside": _bad_id(60),
+    "negative": _bad_id(-1),
+    "huge": _bad_id(2**40),
+    "just outside, bags": _bad_id(60, "bags"),
+    "negative, bags": _bad_id(-1, "bags"),
+    "beside an empty batch": _bad_id(-7, batch_sizes=(0, 6)),
+    "no number": _bad_weight(float("nan"), 2),
+    "endless, bags": _bad_weight(float("inf"), "bags"),
 }
 """Changes of the job, what rank 1 holds, and what it says."""
 

@@ -104,8 +104,8 @@ class Program:
     """Of an error; none = it trains in any number of micro-batches."""
     refused: Sequence[int | None] = (4,)
     """Numbers of micro-batches that are refused so."""
-    only: Sequence[int | None] = ()
-    """Numbers of micro-batches that it is trained in, if not :attr:`numbers`."""
+    numbers: Sequence[int | None] = (None, 4)
+    """Of micro-batches, to train in; by default the first steps are in one."""
     fails: bool = False
     """Whether stock raises; then ours raises the same."""
     planned: int | None = None
@@ -113,15 +113,9 @@ class Program:
     optimizer: Callable[[Any], torch.optim.Optimizer] = dense_optimizer
     options: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def numbers(self) -> Sequence[int | None]:
-        """By default what is refused is trained in one, so that needs no run of its own."""
-        is_whole_by_default = self.refusal and None not in self.refused
-        return self.only or ((None, 4) if is_whole_by_default else (None, 1, 4))
-
 
 def cases_of(programs: Mapping[str, Program]) -> Any:
-    """Parametrizes a test with every program, by default and in one and four micro-batches."""
+    """Parametrizes a test with every program and its numbers of micro-batches."""
     cases = [(name, number) for name, program in programs.items() for number in program.numbers]
     return pytest.mark.parametrize(("name", "num_micro_batches"), cases)
 

@@ -12,6 +12,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 
 from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
+from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import (
     Run,
     assert_same_runs,
@@ -34,22 +35,23 @@ JOBS = {
     "mean": Job(placement={"*": 2}, tables=PLAIN),
     "stock_mean": Job(placement={"*": 2, "c": "row_wise"}, tables=PLAIN),
 }
-COUNTS = {2: [(5, 3), (0, 3), (2, 2)], 3: [(1, 4, 0)]}
-"""Batches of each rank; a rank that has none is told by the others what an empty batch is."""
-
 CASES = [
-    (world_size, name, counts, num_micro_batches)
-    for world_size, name, counts in [
-        *((2, "hot_cold", counts) for counts in COUNTS[2]),
-        (2, "waves", (2, 4)),
-        (2, "mixed", (2, 5)),
-        (2, "stock", (4, 2)),
-        (2, "mean", (2, 4)),
-        (2, "stock_mean", (3, 3)),  # TorchRec has no means of no samples, so no rank may need any
-        (3, "hot_cold", COUNTS[3][0]),
+    (name, counts, num_micro_batches)
+    for name, counts in [
+        ("hot_cold", (5, 3)),
+        ("hot_cold", (0, 3)),
+        ("hot_cold", (2, 2)),
+        ("hot_cold", (1, 4, 0)),
+        ("waves", (2, 4)),
+        ("mixed", (2, 5)),
+        ("stock", (4, 2)),
+        ("mean", (2, 4)),
+        ("stock_mean", (3, 3)),  # TorchRec has no means of no samples, so no rank may need any
     ]
     for num_micro_batches in (1, 4)
 ]
+"""Job, batches of each rank and micro-batches; a rank that has no batch is told by the others what
+an empty one is."""
 
 
 def _build(name: str, rank: int, world_size: int) -> DistributedModelParallel:
@@ -74,8 +76,7 @@ def _padded(job: Job, rank: int, counts: tuple[int, ...]) -> list[Batch]:
 
 def _uneven(rank: int, world_size: int) -> dict[Any, Run]:
     results: dict[Any, Run] = {}
-    for case in CASES:
-        _, name, counts, num_micro_batches = case
+    for name, counts, num_micro_batches in CASES:
         job = JOBS[name]
         if len(counts) != world_size:
             continue
@@ -90,22 +91,17 @@ def _uneven(rank: int, world_size: int) -> dict[Any, Run]:
         for _ in range(2):  # still over, and nobody waits for anybody
             with pytest.raises(StopIteration):
                 pipeline.progress(iter([]))
-        results[case] = result_of(model, []), outputs
+        results[name, counts, num_micro_batches] = result_of(model, []), outputs
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_whose_data_has_ended_goes_on_with_empty_batches(world_size: int) -> None:
-    by_rank = run_ranks(_uneven, world_size, timeout_s=100)
-    seen = 0
-    for case in CASES:
-        _, name, counts, _ = case
-        if len(counts) == world_size:
-            mine = [results[case] for results in by_rank]
-            assert [len(outputs) for _, outputs in mine] == [max(counts)] * world_size
-            assert_same_runs(mine, [results[name, counts] for results in by_rank])
-            seen += 1
-    assert seen >= 2
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_rank_whose_data_has_ended_goes_on_with_empty_batches(case: Any) -> None:
+    name, counts, _ = case
+    by_rank = run_once(_uneven, len(counts))
+    mine, plain = ([results[key] for results in by_rank] for key in (case, (name, counts)))
+    assert [len(outputs) for _, outputs in mine] == [max(counts)] * len(counts)
+    assert_same_runs(mine, plain)
 
 
 def _epochs(rank: int, world_size: int) -> dict[str, Run]:
