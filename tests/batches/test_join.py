@@ -13,7 +13,6 @@ from torchrec import JaggedTensor, KeyedTensor
 from torchrec.distributed.types import NoWait
 
 from tests.train_pipeline.batches import (
-    Frozen,
     Open,
     Pair,
     assert_same,
@@ -58,11 +57,6 @@ def test_a_mean_loss_and_its_gradients_are_those_of_the_whole_batch(
     torch.testing.assert_close(gradients, expected)
 
 
-def test_losses_are_averaged_by_size() -> None:
-    outputs = [torch.tensor(1.0), torch.tensor(5.0)]
-    assert_same(join_outputs(outputs, [3, 1]), torch.tensor(2.0))
-
-
 def test_half_precision_losses_are_averaged_in_float32() -> None:
     outputs = [torch.tensor(value, dtype=torch.float16) for value in (1000, 1001, 1003)]
     # 1001.33 rounds to 1001.5; terms rounded to float16 first would sum to 1001.25, that is 1001
@@ -105,15 +99,6 @@ def test_a_tensor_that_all_parts_share_stays() -> None:
     joined = join_outputs(outputs, [1, 2])
     assert joined[0] is temperature
     assert joined[1] is bias
-
-
-def test_containers_are_joined_member_by_member() -> None:
-    outputs = [
-        Frozen(Pair([torch.full((size,), size)], None), {"name": "y", "x": torch.zeros(size, 2)})
-        for size in (1, 2)
-    ]
-    expected = Frozen(Pair([torch.tensor([1, 2, 2])], None), {"name": "y", "x": torch.zeros(3, 2)})
-    assert_same(join_outputs(outputs, [1, 2]), expected)
 
 
 @pytest.mark.parametrize(

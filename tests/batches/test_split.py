@@ -266,18 +266,6 @@ def test_keyed_tensors_are_cut_by_samples() -> None:
     assert_same(second["y"], torch.tensor([[7, 8]]))
 
 
-def test_fields_that_a_dataclass_derives_are_derived_again() -> None:
-    @dataclasses.dataclass
-    class Counted:
-        ids: torch.Tensor
-        count: int = dataclasses.field(init=False)
-
-        def __post_init__(self) -> None:
-            self.count = len(self.ids)
-
-    assert [part.count for part in split_batch(Counted(torch.arange(3)), [1, 2])] == [1, 2]
-
-
 def test_one_micro_batch_is_the_batch_itself() -> None:
     for batch in (torch.arange(3), variable_batch(), object()):
         (part,) = split_batch(batch, [3])

@@ -30,23 +30,19 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.fbgemm_qcomm_codec import (
-    CommType,
-    QCommsConfig,
-    get_qcomm_codecs_registry,
-)
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
+from tests.sharding.jobs import keys_of, shards_of
+from tests.support.placing import CPU, wire_codecs
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
     HotColdEmbeddingCollectionSharder,
     HotColdParams,
     InterleavedTrainPipeline,
 )
-
-__all__ = ["Case", "run_case"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ def run_case(rank: int, world_size: int, case: Case) -> bool:
         wire = QCommsConfig(forward_precision=precision, backward_precision=precision)
     sharder = sharder_class(
         fused_params={"optimizer": optim, "learning_rate": 0.1},
-        qcomm_codecs_registry=wire and get_qcomm_codecs_registry(wire, device=torch.device("cpu")),
+        qcomm_codecs_registry=wire_codecs(case.wire),
     )
     sharders: list[Any] = [sharder]
     model_class = test_model.TestSparseNN
@@ -102,11 +98,11 @@ def run_case(rank: int, world_size: int, case: Case) -> bool:
     with mock.patch.object(test_sharding, "gen_full_pred_after_one_step", step):
         test_sharding.sharding_single_rank_test_single_process(
             pg=dist.group.WORLD,
-            device=torch.device("cpu"),
+            device=CPU,
             rank=rank,
             world_size=world_size,
             model_class=model_class,
-            embedding_groups={"group_0": _output_keys(tables)},
+            embedding_groups={"group_0": keys_of(tables)},
             tables=tables,
             weighted_tables=weighted_tables or None,
             sharders=sharders,
@@ -144,7 +140,7 @@ class _Step:
         pipeline = InterleavedTrainPipeline(
             model,
             opt,
-            torch.device("cpu"),
+            CPU,
             num_micro_batches=self._case.num_micro_batches,
             lookahead=self._case.lookahead,
         )
@@ -168,10 +164,9 @@ def _compare_state(sharded: DistributedModelParallel, unsharded: nn.Module, loos
             torch.testing.assert_close(value.detach(), expected[name], **tolerance)
             continue
         assert value.metadata().size == expected[name].size(), name
-        for shard in value.local_shards():
-            places = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes)
-            cut = tuple(slice(start, start + size) for start, size in places)
-            torch.testing.assert_close(shard.tensor.detach(), expected[name][cut], **tolerance)
+        for offsets, shard in shards_of(value):
+            cut = tuple(slice(o, o + size) for o, size in zip(offsets, shard.shape))
+            torch.testing.assert_close(shard.detach(), expected[name][cut], **tolerance)
 
 
 def _constraints(case: Case, table: EmbeddingBagConfig) -> ParameterConstraints:
@@ -185,16 +180,6 @@ def _constraints(case: Case, table: EmbeddingBagConfig) -> ParameterConstraints:
         compute_kernels=["fused"],
         cache_params=HotColdParams(hot_rows=range(min(hot_rows, table.num_embeddings))),
     )
-
-
-def _output_keys(tables: list[EmbeddingBagConfig]) -> list[str]:
-    """Keys of the pooled output; a feature of two tables has one per table."""
-    features = [feature for table in tables for feature in table.feature_names]
-    return [
-        feature if features.count(feature) == 1 else f"{feature}@{table.name}"
-        for table in tables
-        for feature in table.feature_names
-    ]
 
 
 def _tables(case: Case) -> tuple[list[EmbeddingBagConfig], list[EmbeddingBagConfig]]:

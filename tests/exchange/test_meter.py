@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives
 
+from tests.support.shared_run import run_once
 from torchrec_picasso.app.launch.loopback import loopback_sent_bytes
-from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.exchange.meter import WireCount, WireMeter
 
 FLOAT_BYTES = 4
 N = 12  # elements of each test tensor
+
+
+def _run(rank: int, world_size: int) -> tuple[Any, Any, Any]:
+    """Everything that is metered, and what is refused."""
+    with (
+        WireMeter(),
+        pytest.raises(NotImplementedError, match="does not see into functional collectives"),
+    ):
+        _functional_collectives.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+    each, ddp = count_each_collective(rank, world_size), count_ddp(rank, world_size)
+    return each, ddp, send_megabytes(rank, world_size)
 
 
 def count_each_collective(rank: int, world_size: int) -> dict[str, WireCount]:
@@ -55,7 +69,7 @@ def test_bytes_follow_the_formula_of_each_collective() -> None:
         "broadcast": (N, 0),
         "barrier": (0, 0),
     }
-    ranks = run_ranks(count_each_collective, 2, timeout_s=60)
+    ranks = [found for found, _, _ in run_once(_run, 2)]
     for name, elements in expected_elements.items():
         sent = tuple(counts[name].sent_bytes for counts in ranks)
         assert sent == tuple(count * FLOAT_BYTES for count in elements), name
@@ -73,7 +87,7 @@ def count_ddp(rank: int, world_size: int) -> tuple[int, int]:
 
 def test_collectives_of_ddps_reducer_are_seen() -> None:
     num_weights = 50 * 20 + 20
-    for num_collectives, sent_bytes in run_ranks(count_ddp, 2, timeout_s=60):
+    for num_collectives, sent_bytes in (found for _, found, _ in run_once(_run, 2)):
         assert num_collectives == 1
         assert sent_bytes == num_weights * FLOAT_BYTES
 
@@ -93,24 +107,10 @@ def send_megabytes(rank: int, world_size: int) -> tuple[int, int | None]:
 
 
 def test_meter_agrees_with_the_kernels_counter() -> None:
-    results = run_ranks(send_megabytes, 2, timeout_s=60)
+    results = [found for _, _, found in run_once(_run, 2)]
     if results[0][1] is None:
         pytest.skip("this system has no /proc/net/dev")
     metered = sum(sent for sent, _ in results)
     assert metered == (2 * 4 + 2 * 2 + 4) * 1_000_000
     # TCP headers and acknowledgements add a few percent; other processes may use lo meanwhile.
     assert metered <= results[0][1] <= 1.5 * metered
-
-
-def test_unknown_collectives_are_refused() -> None:
-    run_ranks(refuse_functional, 2, timeout_s=60)
-
-
-def refuse_functional(rank: int, world_size: int) -> None:
-    from torch.distributed import _functional_collectives
-
-    with (
-        WireMeter(),
-        pytest.raises(NotImplementedError, match="does not see into functional collectives"),
-    ):
-        _functional_collectives.all_reduce(torch.ones(2), "sum", dist.group.WORLD)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.id_spaces import Laid, lay_out_tables
 from torchrec_picasso.ops.bags import bag_order, reorder_bags
 from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange, find_fetch_order
+from torchrec_picasso.ops.hot_slots import HotSlots
 from torchrec_picasso.ops.ids import IdSpace, PackedTable
 from torchrec_picasso.ops.places import (
     LocatedRows,
@@ -21,6 +24,15 @@ from torchrec_picasso.ops.unique import UniqueRows, unique_rows
 
 CPU = torch.device("cpu")
 PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Tables, and the values that a row group knows them by."""
+
+    tables: Sequence[PackedTable]
+    space: IdSpace
+    hot: HotSlots
 
 
 @st.composite
@@ -44,7 +56,7 @@ def spaces(draw: st.DrawFn) -> Laid:
                 feature_names=tuple(f"t{i}f{j}" for j in range(draw(st.integers(1, 2)))),
             )
         )
-    return lay_out_tables(tables)
+    return Laid(tables, IdSpace.build(tables, CPU), HotSlots.build(tables, CPU))
 
 
 @st.composite

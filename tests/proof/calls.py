@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["ONE", "TWO", "WRITING", "Call"]
-
 Call = Callable[..., Any]
 Make = Callable[[Random, Sequence[Tensor]], Call]
 """Draws a call for tensors without data; the same call then runs on all of them."""

@@ -14,8 +14,6 @@ from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.batches.split import children_of, split_batch
 from torchrec_picasso.proof.proof import Given, Losses
 
-__all__ = ["assert_cut_is_whole"]
-
 _RTOL, _ATOL = 1e-4, 1e-6
 """Float32 sums in another order, after a few layers."""
 

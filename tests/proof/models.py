@@ -17,8 +17,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from tests.proof.tables import given_tables
 from torchrec_picasso.proof.proof import Losses, Proof, prove
 
-__all__ = ["Head", "Model", "with_loss", "make_batch", "prove_head"]
-
 FEATURES = ("f", "g")
 DIM, NUM_DENSE, HIDDEN = 8, 4, 8
 

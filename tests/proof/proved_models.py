@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["NUM_OPERATORS", "table"]
-
 _HISTORY = {"dien_taobao": 946}
 """Operators of a configuration's own history of 20 clicks, where a recurrent layer has a step for
 each."""

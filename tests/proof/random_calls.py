@@ -28,8 +28,6 @@ from torchrec_picasso.proof.follow import Follower
 from torchrec_picasso.proof.inputs import Inputs
 from torchrec_picasso.proof.values import SAMPLES, Kind, Sizes, UnprovedError, Value
 
-__all__ = ["run_programs"]
-
 FEATURES, DIM, STEPS = ("f", "g"), 4, 3
 SIZES_K = (2, 5, 4)
 

@@ -13,8 +13,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_picasso.proof.proof import Given
 
-__all__ = ["given_tables"]
-
 
 def given_tables(model: nn.Module, kjt: KeyedJaggedTensor) -> list[Given]:
     """Every collection of a model with an output for the batch; a call gives what was given."""

@@ -295,6 +295,10 @@ def _with(name: str, value: Callable[[], Any], use: Callable[[Any, Tensor], Tens
     return type("With", (Head,), {"__init__": init, "logits": logits})
 
 
+def _with_meter(meter: Callable[[], Any]) -> type[Head]:
+    return _with("meter", meter, lambda head, out: out * head.meter.tick())
+
+
 def _with_layer(layer: Callable[[], nn.Module]) -> type[Head]:
     def logits(head: Any, x: Tensor) -> Tensor:
         hidden = head.hidden(x)
@@ -361,23 +365,11 @@ def _clamped_linear() -> nn.Module:
 
 
 _HEADS: dict[str, tuple[type[Head], str]] = {
-    "counting object": (
-        _with("meter", _Counter, lambda head, out: out * head.meter.tick()),
-        "head.meter",
-    ),
+    "counting object": (_with_meter(_Counter), "head.meter"),
     "counting callable": (_with("meter", _Counter, lambda head, out: head.meter(out)), "meter"),
-    "class of an object": (
-        _with("meter", _OfClass, lambda head, out: out * head.meter.tick()),
-        "writes .num_calls of another object",
-    ),
-    "object that forgets": (
-        _with("meter", _Forgets, lambda head, out: out * head.meter.tick()),
-        "head.meter.num_calls",
-    ),
-    "object that is its copy": (
-        _with("meter", _Itself, lambda head, out: out * head.meter.tick()),
-        "head.meter.num_calls",
-    ),
+    "class of an object": (_with_meter(_OfClass), "writes .num_calls of another object"),
+    "object that forgets": (_with_meter(_Forgets), "head.meter.num_calls"),
+    "object that is its copy": (_with_meter(_Itself), "head.meter.num_calls"),
     "weak reference": (
         _with(
             "meter",

@@ -23,16 +23,6 @@ from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_storage import RowStorage
 
-__all__ = [
-    "LEARNING_RATE",
-    "TABLES",
-    "World",
-    "features_of",
-    "fill_replicas",
-    "make_world",
-    "whole_tables",
-]
-
 CPU = torch.device("cpu")
 LEARNING_RATE = 0.5
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torchrec
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -22,27 +21,19 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.fbgemm_qcomm_codec import (
-    CommType,
-    QCommsConfig,
-    get_qcomm_codecs_registry,
-)
-from torchrec.distributed.sharding_plan import (
-    construct_module_sharding_plan,
-    data_parallel,
-    row_wise,
-    table_wise,
-)
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.sharding_plan import data_parallel, row_wise, table_wise
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.optim import optimizers
 
 from tests.support.layouts import layout_in_tables
+from tests.support.placing import CPU, distribute, place, wire_codecs
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
 from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenceLookup
 from torchrec_picasso.storage.row_storage import RowStorage
 
-CPU = torch.device("cpu")
+RTOL, ATOL = 1e-4, 2e-5
+"""Sums of float32 in another order, amplified by a few steps of training."""
+
 OPTIMIZERS: Mapping[str, Any] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
@@ -119,15 +110,16 @@ class Job:
     def features(self) -> list[str]:
         return sorted({f for table in self.tables for f in table.features})
 
-    @property
-    def output_keys(self) -> list[str]:
-        """Keys of the pooled output, in a fixed order."""
-        owners = [f for table in self.tables for f in table.features]
-        return [
-            f"{f}@{table.name}" if owners.count(f) > 1 else f
-            for table in self.tables
-            for f in table.features
-        ]
+
+def keys_of(tables: Sequence[Any]) -> list[str]:
+    """Keys of a collection's output, in a fixed order; a feature of two tables has one of each."""
+    pairs = [
+        (name, table.name)
+        for table in tables
+        for name in getattr(table, "feature_names", None) or table.features
+    ]
+    owners = [name for name, _ in pairs]
+    return [f"{f}@{table}" if owners.count(f) > 1 else f for f, table in pairs]
 
 
 @dataclass
@@ -160,7 +152,7 @@ class Model(nn.Module):
                 for table in job.tables
             ],
         )
-        self.keys = job.output_keys
+        self.keys = keys_of(job.tables)
         self.regroup: KTRegroupAsDict | None = None
         if job.regrouped:
             self.regroup = KTRegroupAsDict([self.keys[-1:], self.keys[:-1]], ["last", "first"])
@@ -217,55 +209,43 @@ def build(job: Job, rank: int, world_size: int) -> DistributedModelParallel:
         kwargs = {**job.optimizer_kwargs, **job.kwargs_of_table.get(table.name, {})}
         parameters = model.ebc.embedding_bags[table.name].parameters()
         apply_optimizer_in_backward(OPTIMIZERS[job.optimizer], parameters, kwargs)
-    registry = None
-    if job.wire is not None:
-        comm_type = CommType(job.wire)
-        config = QCommsConfig(forward_precision=comm_type, backward_precision=comm_type)
-        registry = get_qcomm_codecs_registry(config, device=CPU)
-    places = {t.name: job.placement.get(t.name, job.placement.get("*")) for t in job.tables}
-    ours = any(isinstance(place, int) or place == "bags" for place in places.values())
-    sharder_class = HotColdEmbeddingBagCollectionSharder if ours else RowWiseOnCpuSharder
-    sharder = sharder_class(qcomm_codecs_registry=registry)
-    generators = {
-        name: row_wise()
-        if place == "row_wise" or isinstance(place, int)
-        else data_parallel()
-        if place == "data_parallel"
-        else table_wise(rank=i % world_size)
-        for i, (name, place) in enumerate(places.items())
+    rows_of = {table.name: table.rows for table in job.tables}
+    places = {name: job.placement.get(name, job.placement.get("*")) for name in rows_of}
+    hot_cold = {
+        name: params
+        for name, where in places.items()
+        if (params := params_of(where, rows_of[name], job.waves.get(name, 0))) is not None
     }
-    plan = construct_module_sharding_plan(
-        model.ebc,
-        generators,
-        sharder=sharder,
-        local_size=world_size,
-        world_size=world_size,
-        device_type="cpu",
-    )
-    for table in job.tables:
-        place = places[table.name]
-        if table.name in job.kernel_of_table:
-            plan[table.name].compute_kernel = job.kernel_of_table[table.name]
-        if isinstance(place, int):
-            # every third row, so that hot rows are spread over the homes
-            by_thirds = sorted(range(table.rows), key=lambda row: (row % 3, row))
-            plan[table.name].cache_params = HotColdParams(
-                hot_rows=by_thirds[:place], wave=job.waves.get(table.name, 0)
-            )
-            if job.lopsided:
-                _cut_lopsided(plan[table.name], table.rows)
-        if place == "bags":
-            plan[table.name].cache_params = HotColdParams(form="bags")
+    sharder_class = HotColdEmbeddingBagCollectionSharder if hot_cold else RowWiseOnCpuSharder
+    sharder = sharder_class(qcomm_codecs_registry=wire_codecs(job.wire))
+    ways = {name: way_of(where, i % world_size) for i, (name, where) in enumerate(places.items())}
+    plan = place(model.ebc, sharder, ways, hot_cold)
+    for name, kernel in job.kernel_of_table.items():
+        plan[name].compute_kernel = kernel
+    for name, where in places.items() if job.lopsided else ():
+        if isinstance(where, int):
+            _cut_lopsided(plan[name], rows_of[name])
     with layout_in_tables(2 if job.two_tables else 1):
-        sharded = DistributedModelParallel(
-            model,
-            env=ShardingEnv.from_process_group(dist.group.WORLD),
-            device=CPU,
-            plan=ShardingPlan(plan={"ebc": plan}),
-            sharders=[sharder],
-        )
+        sharded = distribute(model, {"ebc": plan}, [sharder])
     load_whole(sharded, start)
     return sharded
+
+
+def way_of(where: str | int | None, owner: int) -> Any:
+    """How TorchRec places a table; ``owner`` is the rank of one that is placed table-wise."""
+    if where == "data_parallel":
+        return data_parallel()
+    return row_wise() if where == "row_wise" or isinstance(where, int) else table_wise(rank=owner)
+
+
+def params_of(where: str | int | None, rows: int, wave: int) -> HotColdParams | None:
+    """Of a hot/cold table: hot is every third row, so that homes share hot rows."""
+    if where == "bags":
+        return HotColdParams(form="bags")
+    if not isinstance(where, int):
+        return None
+    by_thirds = sorted(range(rows), key=lambda row: (row % 3, row))
+    return HotColdParams(hot_rows=by_thirds[:where], wave=wave)
 
 
 def _cut_lopsided(sharding: Any, rows: int) -> None:
@@ -284,12 +264,12 @@ def load_whole(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if not isinstance(value, ShardedTensor | DTensor):
             value.detach().copy_(state[name])
             continue
-        for offsets, shard in _shards(value):
+        for offsets, shard in shards_of(value):
             cut = tuple(slice(start, start + size) for start, size in zip(offsets, shard.shape))
             shard.detach().copy_(state[name][cut])
 
 
-def _shards(value: ShardedTensor | DTensor) -> list[tuple[tuple[int, ...], Tensor]]:
+def shards_of(value: ShardedTensor | DTensor) -> list[tuple[tuple[int, ...], Tensor]]:
     if isinstance(value, ShardedTensor):
         shards = value.local_shards()
         return [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in shards]
@@ -330,7 +310,7 @@ def train(
 
 def local_shards(value: Any) -> list[tuple[tuple[int, ...], Tensor]]:
     if isinstance(value, ShardedTensor | DTensor):
-        return [(offsets, shard.detach().clone()) for offsets, shard in _shards(value)]
+        return [(offsets, shard.detach().clone()) for offsets, shard in shards_of(value)]
     return [((0,) * value.dim(), value.detach().clone())]
 
 
@@ -349,7 +329,7 @@ def result_of_module(
 
     state = model.state_dict()
     optimizer_state = model.fused_optimizer.state_dict()["state"]
-    result = Result(
+    return Result(
         losses=losses,
         weights={name: local_shards(v) for name, v in state.items() if is_table(name)},
         states={
@@ -361,7 +341,11 @@ def result_of_module(
         dense={name: v.detach().clone() for name, v in state.items() if not is_table(name)},
         replicas=replicas_of(model),
     )
-    return result
+
+
+def checkpoint_of(model: DistributedModelParallel) -> dict[str, Any]:
+    """What a checkpoint of a model has."""
+    return {"model": model.state_dict(), "optim": model.fused_optimizer.state_dict()}
 
 
 def replicas_of(model: nn.Module) -> list[Tensor]:
@@ -391,7 +375,7 @@ def run_jobs(rank: int, world_size: int, jobs: Mapping[str, Job]) -> dict[str, R
     return results
 
 
-def whole(results: list[Result], kind: str) -> dict[str, Tensor]:
+def whole(results: Sequence[Result], kind: str) -> dict[str, Tensor]:
     """Joins all ranks' shards of ``weights`` or ``states`` to whole tensors by name."""
     shards: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
     for result in results:
@@ -408,3 +392,15 @@ def whole(results: list[Result], kind: str) -> dict[str, Tensor]:
             cut = tuple(slice(o, o + s) for o, s in zip(offset, part.shape))
             joined[name][cut] = part
     return joined
+
+
+def assert_same_results(
+    mine: Sequence[Result], its: Sequence[Result], rtol: float = RTOL, atol: float = ATOL
+) -> None:
+    """Compares what all ranks left behind; replicas of ours are the same bits on all ranks."""
+    for kind in ("weights", "states"):
+        torch.testing.assert_close(whole(mine, kind), whole(its, kind), rtol=rtol, atol=atol)
+    for my, other in zip(mine, its, strict=True):
+        torch.testing.assert_close(my.dense, other.dense, rtol=rtol, atol=atol)
+        torch.testing.assert_close(my.losses, other.losses, rtol=rtol, atol=atol)
+        torch.testing.assert_close(my.replicas, mine[0].replicas, rtol=0, atol=0)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import (
@@ -26,30 +25,20 @@ from torchrec import (
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.fbgemm_qcomm_codec import (
-    CommType,
-    QCommsConfig,
-    get_qcomm_codecs_registry,
-)
-from torchrec.distributed.sharding_plan import (
-    construct_module_sharding_plan,
-    row_wise,
-    table_wise,
-)
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from tests.sharding.jobs import (
-    CPU,
     OPTIMIZERS,
     Result,
     RowWiseOnCpuSharder,
     load_whole,
+    params_of,
     result_of_module,
+    way_of,
 )
+from tests.support.placing import CPU, distribute, place, wire_codecs
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
     HotColdEmbeddingCollectionSharder,
-    HotColdParams,
 )
 
 DIM = 8
@@ -200,63 +189,34 @@ def build_sequences(job: SequenceJob, world_size: int) -> DistributedModelParall
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
     tables = {**SEQUENCE_TABLES, **POOLED_TABLES, **MEAN_TABLES}
     places = {name: job.placement.get(name, job.placement.get("*")) for name in tables}
-    is_ours = any(isinstance(place, int) or place == "bags" for place in places.values())
-    registry = None
-    if job.wire is not None:
-        precision = CommType(job.wire)
-        config = QCommsConfig(forward_precision=precision, backward_precision=precision)
-        registry = get_qcomm_codecs_registry(config, device=CPU)
-    sharders: dict[str, Any] = {
-        "ec": EmbeddingCollectionSharder(qcomm_codecs_registry=registry),
-        "ebc": RowWiseOnCpuSharder(qcomm_codecs_registry=registry),
+    hot_cold = {
+        name: params
+        for name, (rows, _) in tables.items()
+        if (params := params_of(places[name], rows, job.waves.get(name, 0))) is not None
     }
-    if is_ours:
-        sharders = {
-            "ec": HotColdEmbeddingCollectionSharder(qcomm_codecs_registry=registry),
-            "ebc": HotColdEmbeddingBagCollectionSharder(qcomm_codecs_registry=registry),
-        }
-    sharder_of = {**sharders, "means": sharders["ebc"]}
+    sequences, bags = (
+        (HotColdEmbeddingCollectionSharder, HotColdEmbeddingBagCollectionSharder)
+        if hot_cold
+        else (EmbeddingCollectionSharder, RowWiseOnCpuSharder)
+    )
+    of_sequences, of_bags = (
+        kind(qcomm_codecs_registry=wire_codecs(job.wire)) for kind in (sequences, bags)
+    )
     plans = {}
     for path, own in TABLES_OF.items():
-        module, sharder = model.get_submodule(path), sharder_of[path]
+        module = model.get_submodule(path)
         apply_optimizer_in_backward(
             OPTIMIZERS[job.optimizer], module.parameters(), dict(job.optimizer_kwargs)
         )
-        plan = construct_module_sharding_plan(
+        plans[path] = place(
             module,
-            {
-                name: table_wise(rank=i % world_size)
-                if places[name] in ("table_wise", "bags")
-                else row_wise()
-                for i, name in enumerate(own)
-            },
-            sharder=sharder,
-            local_size=world_size,
-            world_size=world_size,
-            device_type="cpu",
+            of_sequences if path == "ec" else of_bags,
+            {name: way_of(places[name], i % world_size) for i, name in enumerate(own)},
+            {name: hot_cold[name] for name in own if name in hot_cold},
         )
-        for name, (rows, _) in own.items():
-            place = places[name]
-            if isinstance(place, int):
-                hot = sorted(range(rows), key=lambda row: (row % 3, row))[:place]
-                plan[name].cache_params = HotColdParams(hot_rows=hot, wave=job.waves.get(name, 0))
-            elif place == "bags":
-                plan[name].cache_params = HotColdParams(form="bags")
-        plans[path] = plan
-    sharded = DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=CPU,
-        plan=ShardingPlan(plan=plans),
-        sharders=list(sharders.values()),
-    )
+    sharded = distribute(model, plans, [of_sequences, of_bags])
     load_whole(sharded, start)
     return sharded
-
-
-def dense_of(model: DistributedModelParallel) -> torch.optim.Optimizer:
-    parameters = [p for name, p in model.named_parameters() if "over" in name]
-    return torch.optim.SGD(parameters, lr=0.05)
 
 
 def train_sequences(

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-from torchrec.distributed.fbgemm_qcomm_codec import (
-    CommType,
-    QCommsConfig,
-    get_qcomm_codecs_registry,
-)
-from torchrec.distributed.sharding_plan import (
-    construct_module_sharding_plan,
-    row_wise,
-    table_wise,
-)
+from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.sharding.jobs import CPU, Job, build, dense_optimizer, make_batch, replicas_of, train
+from tests.sharding.jobs import Job, build, dense_optimizer, make_batch, replicas_of, train
+from tests.support.placing import CPU, place, wire_codecs, world_env
 from tests.train_pipeline.feature_cells import Feature, batch_of, own_rows
 from tests.train_pipeline.feature_cells import build as build_cell
 from tests.train_pipeline.runs import pipeline_of
@@ -43,41 +32,50 @@ ROWS = {"f0": 60, "f1": 12, "f2": 12, "f3": 6}
 """Rows of the table that each feature of ``JOB`` looks up."""
 
 
-def _with_id(features: KeyedJaggedTensor, feature: str, row: int) -> KeyedJaggedTensor:
-    """The same batch, in which the last lookup of ``feature`` is ``row``."""
-    ids = features.values().clone()
-    end = features.offset_per_key()[features.keys().index(feature) + 1]
-    ids[end - 1] = row
-    return KeyedJaggedTensor(keys=features.keys(), values=ids, lengths=features.lengths())
+def _with(features: KeyedJaggedTensor, place: int, **changed: float) -> KeyedJaggedTensor:
+    """The same features with another ``id`` or ``weight`` at a place."""
+    ids, weights = features.values().clone(), features.weights_or_none()
+    if "id" in changed:
+        ids[place] = int(changed["id"])
+    if "weight" in changed:
+        weights = features.weights().clone()
+        weights[place] = changed["weight"]
+    return KeyedJaggedTensor(
+        keys=features.keys(), values=ids, weights=weights, lengths=features.lengths()
+    )
 
 
-def _refused_batches(rank: int, world_size: int) -> tuple[list[str], list[float], list[Any]]:
+def _last_of(features: KeyedJaggedTensor, feature: str) -> int:
+    return features.offset_per_key()[features.keys().index(feature) + 1] - 1
+
+
+def _told(model: Any, batch: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        model(batch)
+    return str(caught.value)
+
+
+def _refused_batches(rank: int, world_size: int) -> tuple[list[str], Any, Any]:
     """Every feature in turn has a bad id on rank 1, then on all ranks; good steps in between."""
-    model = build(JOB, rank, world_size)
-    told, losses = [], []
+    model, told, losses = build(JOB, rank, world_size), [], []
     for step, (feature, rows) in enumerate(ROWS.items()):
         losses += train(model, JOB, rank, [step])
         for bad_ranks in ([1], range(world_size)):
             batch = make_batch(JOB, rank, step)
             if rank in bad_ranks:
-                batch.sparse_features = _with_id(batch.sparse_features, feature, rows + rank)
-            with pytest.raises(InputError) as caught:
-                model(batch)
-            told.append(str(caught.value))
-    return told, losses, replicas_of(model)
-
-
-def _undisturbed(rank: int, world_size: int) -> tuple[list[float], list[Any]]:
-    model = build(JOB, rank, world_size)
-    return train(model, JOB, rank, range(len(ROWS))), replicas_of(model)
+                last = _last_of(batch.sparse_features, feature)
+                batch.sparse_features = _with(batch.sparse_features, last, id=rows + rank)
+            told.append(_told(model, batch))
+    undisturbed = build(JOB, rank, world_size)
+    expected = train(undisturbed, JOB, rank, range(len(ROWS))), replicas_of(undisturbed)
+    return told, (losses, replicas_of(model)), expected
 
 
 def test_training_goes_on_after_a_refused_batch() -> None:
-    disturbed = run_ranks(_refused_batches, 2, timeout_s=60)
-    undisturbed = run_ranks(_undisturbed, 2, timeout_s=60)
-    for rank, ((told, losses, replicas), expected) in enumerate(zip(disturbed, undisturbed)):
-        assert losses == expected[0]
-        assert all(map(torch.equal, replicas, expected[1]))
+    for rank, (told, disturbed, undisturbed) in enumerate(
+        run_ranks(_refused_batches, 2, timeout_s=60)
+    ):
+        torch.testing.assert_close(disturbed, undisturbed, rtol=0, atol=0)
         for (feature, rows), alone, together in zip(ROWS.items(), told[::2], told[1::2]):
             own = f"feature {feature!r} looks up row {rows + rank} of table "
             assert together.startswith(own)
@@ -85,21 +83,56 @@ def test_training_goes_on_after_a_refused_batch() -> None:
             assert alone.startswith(own if rank == 1 else "rank 1 holds 1 ids outside their tables")
 
 
-def _bad_id_beside_an_empty_batch(rank: int, world_size: int) -> str:
-    job = dataclasses.replace(JOB, batch_sizes=(0, 6))
-    model = build(job, rank, world_size)
-    batch = make_batch(job, rank, 0)
-    if rank == 1:
-        batch.sparse_features = _with_id(batch.sparse_features, "f3", -7)
-    with pytest.raises(InputError) as caught:
-        model(batch)
-    return str(caught.value)
+BadValue = tuple[dict[str, Any], dict[str, float], str]
 
 
-def test_a_rank_without_data_hears_of_it_too() -> None:
-    told_0, told_1 = run_ranks(_bad_id_beside_an_empty_batch, 2, timeout_s=60)
-    assert "feature 'f3' looks up row -7 of table 'c', whose rows are 0..5" in told_1
-    assert "rank 1 holds 1 ids outside their tables" in told_0
+def _bad_id(row: int, place: int | str = 2, **changes: Any) -> BadValue:
+    told = f"feature 'f0' looks up row {row} of table 'a', whose rows are 0..59"
+    return {"placement": {"*": 2, "a": place}, **changes}, {"id": row}, told
+
+
+def _bad_weight(weight: float, place: int | str) -> BadValue:
+    told = f"feature 'f0' of table 'a' has per-sample weight {weight}"
+    return {"placement": {"*": place}, "weighted": True}, {"weight": weight}, told
+
+
+BAD_VALUES: dict[str, BadValue] = {
+    "just outside": _bad_id(60),
+    "negative": _bad_id(-1),
+    "huge": _bad_id(2**40),
+    "just outside, bags": _bad_id(60, "bags"),
+    "negative, bags": _bad_id(-1, "bags"),
+    "beside an empty batch": _bad_id(-7, batch_sizes=(0, 6)),
+    "no number": _bad_weight(float("nan"), 2),
+    "endless, bags": _bad_weight(float("inf"), "bags"),
+}
+"""Changes of the job, what rank 1 holds, and what it says."""
+
+
+def _bad_values(rank: int, world_size: int) -> dict[str, str]:
+    """A good step first, then one in which rank 1 holds a bad id or weight."""
+    told = {}
+    for name, (changes, values, _) in BAD_VALUES.items():
+        job = dataclasses.replace(JOB, **changes)
+        model = build(job, rank, world_size)
+        train(model, job, rank, [0])
+        batch = make_batch(job, rank, 1)
+        if rank == 1:
+            batch.sparse_features = _with(batch.sparse_features, 3, **values)
+        told[name] = _told(model, batch)
+    return told
+
+
+def test_a_bad_id_or_weight_is_named_on_all_ranks() -> None:
+    told_0, told_1 = run_ranks(_bad_values, 2, timeout_s=100)
+    for name, (_, values, own) in BAD_VALUES.items():
+        assert own in told_1[name], name
+        kind = (
+            "ids outside their tables"
+            if "id" in values
+            else "per-sample weights that are not finite"
+        )
+        assert f"rank 1 holds 1 {kind}" in told_0[name], name
 
 
 def _bad_lengths_beside_a_stock_table(rank: int, world_size: int) -> list[str]:
@@ -171,51 +204,35 @@ def test_lengths_are_looked_at_before_anybody_changes_features() -> None:
     assert all(told.startswith("rank 1 holds lengths that do not") for told in told_0.values())
 
 
-def _plan(
-    generator: Any, compute_kernel: str = "fused", **params: Any
-) -> EmbeddingModuleShardingPlan:
-    """A plan of one marked table ``t``."""
-    plan = construct_module_sharding_plan(
-        _collection(8),
-        {"t": generator},
-        sharder=HotColdEmbeddingBagCollectionSharder(),
-        local_size=1,
-        world_size=1,
-        device_type="cpu",
-    )
-    plan["t"].cache_params = HotColdParams(**(params or {"hot_rows": [0]}))
-    plan["t"].compute_kernel = compute_kernel
-    return plan
-
-
-def _collection(dim: int) -> EmbeddingBagCollection:
-    table = EmbeddingBagConfig(name="t", embedding_dim=dim, num_embeddings=10, feature_names=["f"])
-    return EmbeddingBagCollection(tables=[table], device=torch.device("cpu"))
-
-
 def _shard(
-    plan: EmbeddingModuleShardingPlan, dim: int = 8, wire: CommType | None = None
-) -> Callable[[], object]:
-    registry = None
-    if wire is not None:
-        config = QCommsConfig(forward_precision=wire, backward_precision=CommType.FP32)
-        registry = get_qcomm_codecs_registry(config, device=torch.device("cpu"))
-    sharder = HotColdEmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return lambda: sharder.shard(_collection(dim), plan, env, torch.device("cpu"), "tables")
+    way: Any,
+    dim: int = 8,
+    wire: str | None = None,
+    kernel: str = "fused",
+    params: HotColdParams | None = None,
+) -> object:
+    """Shards a collection of one marked table ``t``."""
+    table = EmbeddingBagConfig(name="t", embedding_dim=dim, num_embeddings=10, feature_names=["f"])
+    module = EmbeddingBagCollection(tables=[table], device=CPU)
+    sharder = HotColdEmbeddingBagCollectionSharder(qcomm_codecs_registry=wire_codecs(wire))
+    plan = place(module, sharder, {"t": way}, {"t": params or HotColdParams(hot_rows=[0])})
+    plan["t"].compute_kernel = kernel
+    return sharder.shard(module, plan, world_env(), CPU, "tables")
 
 
 def _refusals(rank: int, world_size: int) -> dict[str, str]:
     told = {}
-    for name, shard in {
-        "table-wise": _shard(_plan(table_wise(rank=0))),
-        "bags row-wise": _shard(_plan(row_wise(), form="bags")),
-        "kernel": _shard(_plan(row_wise(), "fused_uvm_caching")),
-        "dim": _shard(_plan(row_wise()), dim=6),
-        "wire": _shard(_plan(row_wise()), wire=CommType.INT8),
+    for name, how in {
+        "table-wise": {"way": table_wise(rank=0)},
+        "bags row-wise": {"way": row_wise(), "params": HotColdParams(form="bags")},
+        "too many": {"way": row_wise(), "params": HotColdParams(hot_rows=range(11))},
+        "outside": {"way": row_wise(), "params": HotColdParams(hot_rows=[100])},
+        "kernel": {"way": row_wise(), "kernel": "fused_uvm_caching"},
+        "dim": {"way": row_wise(), "dim": 6},
+        "wire": {"way": row_wise(), "wire": "int8"},
     }.items():
         with pytest.raises((PlanError, CompatError)) as caught:
-            shard()
+            _shard(**how)
         told[name] = f"{type(caught.value).__name__}: {caught.value}"
     return told
 
@@ -227,6 +244,10 @@ def test_refused_placements() -> None:
         "'table_wise'; hot/cold tables of this form are placed 'row_wise'",
         "bags row-wise": "PlanError: table 't' carries HotColdParams(form='bags') but is placed "
         "'row_wise'; hot/cold tables of this form are placed 'table_wise'",
+        "too many": "PlanError: table 't' has 10 rows, but 11 hot rows were requested; request at "
+        "most 10",
+        "outside": "PlanError: hot row 100 lies outside table 't', whose rows are 0..9; choose hot "
+        "rows for this model",
         "kernel": "CompatError: hot/cold table 't' has compute kernel 'fused_uvm_caching'; use "
         "one of 'fused', 'fused_uvm'",
         "dim": "CompatError: hot/cold table 't' has embedding_dim 6; FBGEMM needs a multiple of 4",

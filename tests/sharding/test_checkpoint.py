@@ -20,8 +20,11 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from tests.sharding.jobs import (
     PLAIN,
     Job,
+    Model,
     Result,
+    assert_same_results,
     build,
+    checkpoint_of,
     dense_optimizer,
     load_whole,
     make_batch,
@@ -29,11 +32,9 @@ from tests.sharding.jobs import (
     result_of,
     run_jobs,
     train,
-    whole,
 )
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
-RTOL, ATOL = 1e-4, 2e-5
 FIRST, SECOND = range(5), range(5, 10)
 STOCK = Job(placement={"*": "row_wise"}, optimizer="adagrad")
 OURS = Job(placement={"*": 4}, optimizer="adagrad")
@@ -84,102 +85,77 @@ def test_keys_types_and_shapes_are_those_of_the_stock_placement(world_size: int)
         assert rank["bags"] == rank["table_wise"]
 
 
-def _state(model: Any) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optim": model.fused_optimizer.state_dict()}
-
-
-def _cut_in_two(
-    rank: int, world_size: int, first: Job, second: Job, folder: str, load_strictly: bool
-) -> Result:
-    """Trains half, saves, loads under another placement, and trains the other half."""
-    model = build(first, rank, world_size)
-    losses = train(model, first, rank, FIRST)
-    dcp.save(_state(model), checkpoint_id=folder)
-    resumed = build(second, rank, world_size)
-    # train a step first: replicas are filled and wrong, and must notice what is loaded
-    train(resumed, second, rank, [99])
-    state = _state(resumed)
-    dcp.load(state, checkpoint_id=folder)
-    if load_strictly:
-        resumed.load_state_dict(state["model"])
-        resumed.fused_optimizer.load_state_dict(state["optim"])
-    losses += train(resumed, second, rank, SECOND)
-    return result_of(resumed, losses)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("ours", "stock"),
-        ("stock", "ours"),
-        ("ours", "other_hot"),
-        ("other_hot", "ours"),
-        ("lopsided", "stock"),
-        ("stock", "lopsided"),
-        ("two_tables", "stock"),
-        ("stock", "two_tables"),
-        ("two_tables", "other_hot"),
-        ("bags", "stock"),
-        ("table_wise", "bags"),
-        ("ours", "rows_and_bags"),
-        ("rows_and_bags", "other_hot"),
-    ],
+PAIRS = (
+    ("ours", "stock"),
+    ("stock", "ours"),
+    ("ours", "other_hot"),
+    ("other_hot", "ours"),
+    ("lopsided", "stock"),
+    ("stock", "lopsided"),
+    ("two_tables", "stock"),
+    ("stock", "two_tables"),
+    ("two_tables", "other_hot"),
+    ("bags", "stock"),
+    ("table_wise", "bags"),
+    ("ours", "rows_and_bags"),
+    ("rows_and_bags", "other_hot"),
 )
+"""Placements of the first half and of the second."""
+
+
+def _cut_in_two(rank: int, world_size: int, folder: Path) -> dict[Any, Result]:
+    """Trains and saves half under each placement; the other half under another that loads it.
+
+    Either with ``load_state_dict`` or by what ``dcp.load`` writes into tensors.
+    """
+    losses, found = {}, {}
+    for first in dict.fromkeys(first for first, _ in PAIRS):
+        model = build(PLACED[first], rank, world_size)
+        losses[first] = train(model, PLACED[first], rank, FIRST)
+        dcp.save(checkpoint_of(model), checkpoint_id=folder / first)
+    for first, second in PAIRS:
+        for load_strictly in (True, False):
+            job = PLACED[second]
+            resumed = build(job, rank, world_size)
+            # train a step first: replicas are filled and wrong, and must notice what is loaded
+            train(resumed, job, rank, [99])
+            state = checkpoint_of(resumed)
+            dcp.load(state, checkpoint_id=folder / first)
+            if load_strictly:
+                resumed.load_state_dict(state["model"])
+                resumed.fused_optimizer.load_state_dict(state["optim"])
+            both = losses[first] + train(resumed, job, rank, SECOND)
+            found[first, second, load_strictly] = result_of(resumed, both)
+    return {**found, "uncut": run_jobs(rank, world_size, {"stock": STOCK})["stock"]}
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Result]]:
+    return run_ranks(_cut_in_two, 2, tmp_path_factory.mktemp("halves"), timeout_s=200)
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
 @pytest.mark.parametrize("load_strictly", [True, False])
 def test_training_continues_under_another_placement(
-    tmp_path: Path, first: str, second: str, load_strictly: bool
+    cut: list[dict[Any, Result]], first: str, second: str, load_strictly: bool
 ) -> None:
-    uncut = _uncut()
-    cut = run_ranks(
-        _cut_in_two,
-        2,
-        PLACED[first],
-        PLACED[second],
-        str(tmp_path),
-        load_strictly,
-        timeout_s=100,
+    resumed, uncut = (
+        [found[key] for found in cut] for key in ((first, second, load_strictly), "uncut")
     )
-    for actual, expected in zip(cut, uncut):
-        torch.testing.assert_close(actual.losses, expected.losses, rtol=RTOL, atol=ATOL)
-    for kind in ("weights", "states"):
-        torch.testing.assert_close(whole(cut, kind), whole(uncut, kind), rtol=RTOL, atol=ATOL)
-
-
-_UNCUT: list[list[Result]] = []
-
-
-def _uncut() -> list[Result]:
-    if not _UNCUT:
-        by_rank = run_ranks(run_jobs, 2, {"stock": STOCK}, timeout_s=100)
-        _UNCUT.append([rank["stock"] for rank in by_rank])
-    return _UNCUT[0]
+    assert_same_results(resumed, uncut)
 
 
 def _write_in_flight(rank: int, world_size: int, job: Job) -> tuple[float, float, list[Tensor]]:
     """Writes weights while a batch's ids are already exchanged; its forward must see them."""
     model = build(job, rank, world_size)
     train(model, job, rank, range(2))
-    ebc = model.module.ebc
-    batch = make_batch(job, rank, 7)
+    ebc, features = model.module.ebc, make_batch(job, rank, 7).sparse_features
     ctx = ebc.create_context()
-    exchanged = ebc.input_dist(ctx, batch.sparse_features).wait().wait()
-    fresh = {
-        k: v.clone()
-        for k, v in build(job, rank, world_size).state_dict().items()
-        if not isinstance(v, ShardedTensor)
-    }
-    start = _unsharded_start(job)
-    load_whole(model, {**start, **fresh})
+    exchanged = ebc.input_dist(ctx, features).wait().wait()
+    load_whole(model, Model(job).state_dict())
     in_flight = ebc.compute_and_output_dist(ctx, exchanged).wait().values().sum().item()
-    anew = build(job, rank, world_size)
-    expected = anew.module.ebc(batch.sparse_features).wait().values().sum().item()
-    return in_flight, expected, replicas_of(model)
-
-
-def _unsharded_start(job: Job) -> dict[str, Tensor]:
-    from tests.sharding.jobs import Model
-
-    return dict(Model(job).state_dict())
+    anew = build(job, rank, world_size).module.ebc
+    return in_flight, anew(features).wait().values().sum().item(), replicas_of(model)
 
 
 @pytest.mark.parametrize("two_tables", [False, True])

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -22,10 +21,22 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from tests.sharding.jobs import ODD, PLAIN, Job, Result, Table, build, run_jobs, train, whole
-from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
+from tests.sharding.jobs import (
+    ATOL,
+    ODD,
+    PLAIN,
+    RTOL,
+    Job,
+    Result,
+    Table,
+    assert_same_results,
+    build,
+    run_jobs,
+    train,
+)
+from tests.support.shared_run import run_once
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 
-RTOL, ATOL = 1e-4, 2e-5
 WIRE_RTOL, WIRE_ATOL = 2e-2, 2e-2
 """Rows and gradients rounded to 16 bits on the wire, against an unrounded run."""
 
@@ -93,13 +104,13 @@ PLACEMENTS_OF = {
     ),
 }
 """By number of ranks."""
-FEW_VARIANTS = ("sgd", "rowwise_adagrad", "odd", "odd_sgd_uneven", "odd_weighted")
-"""On three ranks: a third one changes who is at home where, and nothing of an optimizer."""
-OURS = (
-    *("no_hot", "some_hot", "all_hot", "mixed", "in_waves", "beside_row_wise", "lopsided_homes"),
-    *("bags", "rows_and_bags", "rows_bags_and_stock"),
-    *IN_TWO_TABLES,
+FEW_VARIANTS = ("rowwise_adagrad", "odd", "odd_sgd_uneven", "odd_weighted")
+OF_LAYOUT = (
+    *("in_waves", "beside_row_wise", "lopsided_homes", "rows_bags_and_stock", *IN_TWO_TABLES),
 )
+"""These differ from others in who holds which row, as one rank and three do from two; that changes
+nothing of an optimizer, so they train few variants."""
+OURS = tuple(name for name in PLACEMENTS if name not in ("table_wise", "row_wise"))
 
 
 def _placed(variant: str, placement: str) -> Job | None:
@@ -121,8 +132,8 @@ def _placed(variant: str, placement: str) -> Job | None:
     )
 
 
-def _variants_of(world_size: int) -> list[str]:
-    return list(_variants() if world_size < 3 else FEW_VARIANTS)
+def _variants_of(world_size: int, placement: str) -> list[str]:
+    return list(FEW_VARIANTS if world_size != 2 or placement in OF_LAYOUT else _variants())
 
 
 def _cases(
@@ -133,62 +144,32 @@ def _cases(
         for world_size, trained in PLACEMENTS_OF.items()
         for placement in placements
         if placement in trained
-        for variant in _variants_of(world_size)
-        if variants is None or variant in variants
+        for variant in _variants_of(world_size, placement)
+        if (variants is None or variant in variants) and _placed(variant, placement) is not None
     ]
 
 
-Results = dict[tuple[str, str], list[Result]]
-
-
-def _results(world_size: int) -> Results:
-    results = _trained(world_size)
-    if isinstance(results, RankError):
-        raise results
-    return results
-
-
-@cache
-def _trained(world_size: int) -> Results | RankError:
+def _run(rank: int, world_size: int) -> dict[str, Result]:
     jobs = {
         f"{variant}/{placement}": job
-        for variant in _variants_of(world_size)
         for placement in PLACEMENTS_OF[world_size]
+        for variant in _variants_of(world_size, placement)
         if (job := _placed(variant, placement)) is not None
     }
-    try:
-        by_rank = run_ranks(run_jobs, world_size, jobs, timeout_s=280)
-    except RankError as error:  # remembered: the tests that share the run must not repeat it
-        return error
-    return {tuple(name.split("/")): [rank[name] for rank in by_rank] for name in jobs}
+    return run_jobs(rank, world_size, jobs)
+
+
+def _trained(world_size: int, variant: str, placement: str) -> list[Result]:
+    return [found[f"{variant}/{placement}"] for found in run_once(_run, world_size)]
 
 
 @pytest.mark.parametrize(
     ("world_size", "placement", "variant"), _cases(OURS, set(_variants()) - set(ROW_WISE_ONLY))
 )
 def test_equals_stock_table_wise(world_size: int, placement: str, variant: str) -> None:
-    results = _results(world_size)
-    if (variant, placement) not in results:
-        pytest.skip("stock TorchRec cannot train its part of this placement, see _placed")
-    stock, ours = results[variant, "table_wise"], results[variant, placement]
-    for rank in range(world_size):
-        assert all(map(math.isfinite, stock[rank].losses))
-        torch.testing.assert_close(
-            ours[rank].losses, stock[rank].losses, rtol=RTOL, atol=ATOL, msg=f"losses, rank {rank}"
-        )
-    for kind in ("weights", "states"):
-        actual, expected = whole(ours, kind), whole(stock, kind)
-        assert actual.keys() == expected.keys()
-        for name in expected:
-            torch.testing.assert_close(
-                actual[name],
-                expected[name],
-                rtol=RTOL,
-                atol=ATOL,
-                msg=lambda m, name=name: f"{name}: {m}",
-            )
-    for name, expected in stock[0].dense.items():
-        torch.testing.assert_close(ours[0].dense[name], expected, rtol=RTOL, atol=ATOL)
+    stock = _trained(world_size, variant, "table_wise")
+    assert all(math.isfinite(loss) for of_rank in stock for loss in of_rank.losses)
+    assert_same_results(_trained(world_size, variant, placement), stock)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +182,8 @@ def test_equals_stock_table_wise(world_size: int, placement: str, variant: str) 
 def test_equals_stock_row_wise_shard_by_shard(
     world_size: int, placement: str, variant: str
 ) -> None:
-    results = _results(world_size)
-    for stock, ours in zip(results[variant, "row_wise"], results[variant, placement]):
+    both = (_trained(world_size, variant, where) for where in ("row_wise", placement))
+    for stock, ours in zip(*both):
         torch.testing.assert_close(ours.losses, stock.losses, rtol=RTOL, atol=ATOL)
         for kind in ("weights", "states"):
             actual, expected = getattr(ours, kind), getattr(stock, kind)
@@ -210,63 +191,108 @@ def test_equals_stock_row_wise_shard_by_shard(
             torch.testing.assert_close(actual, expected, rtol=RTOL, atol=ATOL)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "variant"),
-    [(world_size, variant) for world_size in (2, 3) for variant in _variants_of(world_size)],
-)
-def test_replicas_are_bit_equal_across_ranks(world_size: int, variant: str) -> None:
-    for placement in ("some_hot", "all_hot"):
-        first, *others = [r.replicas for r in _results(world_size)[variant, placement]]
-        assert first
-        assert all(tensor.numel() for tensor in first)
-        for other in others:
-            assert all(torch.equal(mine, its) for mine, its in zip(first, other))
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("placement", ["some_hot", "all_hot"])
+def test_there_are_replicas(world_size: int, placement: str) -> None:
+    """Guards the comparison of their bits on all ranks."""
+    for variant in _variants_of(world_size, placement):
+        replicas = _trained(world_size, variant, placement)[0].replicas
+        assert replicas
+        assert all(tensor.numel() for tensor in replicas)
 
 
 @pytest.mark.parametrize(("world_size", "placement", "variant"), _cases(tuple(IN_TWO_TABLES)))
 def test_replicas_in_a_table_of_their_own_change_no_bit(
     world_size: int, placement: str, variant: str
 ) -> None:
-    results = _results(world_size)
-    for mine, its in zip(results[variant, placement], results[variant, IN_TWO_TABLES[placement]]):
-        assert mine.losses == its.losses
-        for kind in ("weights", "states", "dense", "replicas"):
-            torch.testing.assert_close(getattr(mine, kind), getattr(its, kind), rtol=0, atol=0)
+    apart = _trained(world_size, variant, placement)
+    together = _trained(world_size, variant, IN_TWO_TABLES[placement])
+    assert_same_results(apart, together, rtol=0, atol=0)
+    for mine, its in zip(apart, together):
+        torch.testing.assert_close(mine.replicas, its.replicas, rtol=0, atol=0)
 
 
 def test_losses_fall() -> None:
     """Guards the comparison: a job that learns nothing would compare anything as equal."""
-    losses = _results(2)["rowwise_adagrad", "some_hot"][0].losses
+    losses = _trained(2, "rowwise_adagrad", "some_hot")[0].losses
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
-def _packs(rank: int, world_size: int, job: Job) -> list[tuple[list[str], str]]:
-    (lookup,) = build(job, rank, world_size).module.ebc._lookups
-    return [
-        (
-            [table.name for table in kernel.config.embedding_tables],
-            kernel.config.embedding_tables[0].compute_kernel.value,
-        )
-        for kernel in lookup._emb_modules
-    ]
+# -- beside those ----------------------------------------------------------------------------------
+
+
+def _packs(rank: int, world_size: int) -> list[list[tuple[list[str], str]]]:
+    """Of tables of one memory and of two: which tables are a pack, and their kernel."""
+    found = []
+    for name in ("one memory", "two memories"):
+        (lookup,) = build(MORE_JOBS[name], rank, world_size).module.ebc._lookups
+        tables = [kernel.config.embedding_tables for kernel in lookup._emb_modules]
+        found.append([([t.name for t in of], of[0].compute_kernel.value) for of in tables])
+    return found
+
+
+BAGS = Job(
+    placement={"*": "bags"},
+    tables=(Table("a", 8, 60, ("f0",)), Table("b", 16, 40, ("f1", "f2"), mean=True)),
+    batch_sizes=(20, 12),
+    num_steps=4,
+)
+ONE_MEMORY = Job(placement={"*": 2}, num_steps=NUM_STEPS)
+MORE_JOBS = {
+    "one memory": ONE_MEMORY,
+    "two memories": dataclasses.replace(ONE_MEMORY, kernel_of_table={"b": "fused_uvm"}),
+    **{
+        f"{name}, {wire}": dataclasses.replace(job, wire=wire)
+        for name, job in {
+            "rows": dataclasses.replace(ONE_MEMORY, num_steps=10),
+            "bags": BAGS,
+        }.items()
+        for wire in (None, "fp16", "bf16")
+    },
+}
+
+
+def _more(rank: int, world_size: int) -> dict[str, Result]:
+    return run_jobs(rank, world_size, MORE_JOBS)
+
+
+def _of_more(name: str) -> list[Result]:
+    return [found[name] for found in run_once(_more, 2)]
 
 
 def test_tables_of_two_memories_share_no_pack_and_train_alike() -> None:
-    one = Job(placement={"*": 2}, num_steps=4)
-    two = dataclasses.replace(one, kernel_of_table={"b": "fused_uvm"})
-    assert run_ranks(_packs, 1, one, timeout_s=60) == [[(["a", "b", "c"], "fused")]]
-    packs = [(["a", "c"], "fused"), (["b"], "fused_uvm")]
-    assert run_ranks(_packs, 1, two, timeout_s=60) == [packs]
-    for rank in run_ranks(run_jobs, 2, {"one": one, "two": two}, timeout_s=60):
-        mine, its = dataclasses.asdict(rank["two"]), dataclasses.asdict(rank["one"])
-        for kind in ("losses", "weights", "states", "dense"):
-            torch.testing.assert_close(mine[kind], its[kind], rtol=RTOL, atol=ATOL)
+    ((one, two),) = run_ranks(_packs, 1, timeout_s=60)
+    assert one == [(["a", "b", "c"], "fused")]
+    assert two == [(["a", "c"], "fused"), (["b"], "fused_uvm")]
+    assert_same_results(_of_more("two memories"), _of_more("one memory"))
 
 
-def _steps_counted(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str, set[int]]:
+@pytest.mark.parametrize("wire", ["fp16", "bf16"])
+@pytest.mark.parametrize("what", ["rows", "bags"])
+def test_wire_precision(what: str, wire: str) -> None:
+    exact, rounded = _of_more(f"{what}, None"), _of_more(f"{what}, {wire}")
+    assert rounded[0].losses != exact[0].losses
+    assert rounded[1].losses != exact[1].losses
+    assert_same_results(rounded, exact, WIRE_RTOL, WIRE_ATOL)
+
+
+STEPLESS: dict[str, Job] = {
+    f"{where}, {two_tables=}, samples {sizes}": Job(
+        placement={"*": where},
+        tables=_summed(PLAIN),  # stock cannot form a mean over no samples
+        batch_sizes=sizes,
+        num_steps=4,
+        two_tables=two_tables,
+    )
+    for where, two_tables in (("table_wise", False), (0, False), (2, False), (2, True))
+    for sizes in ((0, 0), (6, 0), (1, 1))
+}
+
+
+def _steps_counted(rank: int, world_size: int) -> dict[str, set[int]]:
     """What the kernels of every job count as steps, for the bias correction of Adam's like."""
     counted = {}
-    for name, job in jobs.items():
+    for name, job in STEPLESS.items():
         model = build(job, rank, world_size)
         train(model, job, rank, range(job.num_steps))
         modules = [module for lookup in model.module.ebc._lookups for module in lookup.modules()]
@@ -275,30 +301,6 @@ def _steps_counted(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str
     return counted
 
 
-@pytest.mark.parametrize("batch_sizes", [(0, 0), (6, 0), (1, 1)])
-def test_steps_without_rows_count_as_in_stock(batch_sizes: tuple[int, ...]) -> None:
-    places: dict[str, Any] = {"stock": "table_wise", "no_hot": 0, "hot": 2}
-    jobs = {
-        name: Job(
-            placement={"*": place},
-            tables=_summed(PLAIN),  # stock cannot form a mean over no samples
-            batch_sizes=batch_sizes,
-            num_steps=4,
-        )
-        for name, place in places.items()
-    }
-    jobs["two_tables"] = dataclasses.replace(jobs["hot"], two_tables=True)
-    for counted in run_ranks(_steps_counted, 2, jobs, timeout_s=60):
-        assert counted == {name: {4} for name in jobs}
-
-
-@pytest.mark.parametrize("wire", ["fp16", "bf16"])
-def test_wire_precision(wire: str) -> None:
-    exact = Job(placement={"*": 2})
-    jobs = {"exact": exact, "rounded": dataclasses.replace(exact, wire=wire)}
-    by_rank = run_ranks(run_jobs, 2, jobs, timeout_s=120)
-    for rank in by_rank:
-        assert rank["rounded"].losses != rank["exact"].losses
-        torch.testing.assert_close(
-            rank["rounded"].losses, rank["exact"].losses, rtol=WIRE_RTOL, atol=WIRE_ATOL
-        )
+def test_steps_without_rows_count_as_in_stock() -> None:
+    for counted in run_ranks(_steps_counted, 2, timeout_s=60):
+        assert counted == {name: {4} for name in STEPLESS}

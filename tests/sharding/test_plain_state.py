@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torch.distributed.tensor import DTensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
     column_wise,
-    construct_module_sharding_plan,
     data_parallel,
     row_wise,
     table_wise,
@@ -31,6 +32,8 @@ from torchrec.quant.embedding_modules import EmbeddingCollection as QuantizedEmb
 from benchmarks.reliability.small_model import SmallModel, rank_batch
 from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.whole_state import differences, join_state
+from tests.sharding.jobs import shards_of
+from tests.support.placing import CPU, place
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams, export_plain
 from torchrec_picasso.app.checkpoints.plain_file import read_plain
 from torchrec_picasso.app.checkpoints.write import save_checkpoint
@@ -57,12 +60,7 @@ def export_every_plan(rank: int, world_size: int, folder: str) -> dict[str, Any]
                 differ += differences(export_plain(trainer.model), whole)
         path = save_checkpoint(Path(folder, plan), 3, trainer.state())
         trainer.model.eval()
-        found[plan] = (
-            plain,
-            differ,
-            path,
-            trainer.model(BATCH)[1],
-        )
+        found[plan] = plain, differ, path, trainer.model(BATCH)[1]
     return found
 
 
@@ -105,7 +103,7 @@ def _quantized(model: nn.Module) -> nn.Module:
 def _tables(dtype: DataType = DataType.FP32) -> EmbeddingBagCollection:
     torch.manual_seed(3)
     return EmbeddingBagCollection(
-        device=torch.device("cpu"),
+        device=CPU,
         tables=[
             EmbeddingBagConfig(
                 name=name,
@@ -121,39 +119,32 @@ def _tables(dtype: DataType = DataType.FP32) -> EmbeddingBagCollection:
 
 def export_mixed_tables(rank: int, world_size: int, kind: str) -> dict[str, Tensor] | str:
     """Tables of five placements in one module, every one filled with its own numbers."""
-    pg = dist.group.WORLD
-    assert pg is not None
     tables = _tables(DataType.FP16 if kind == "fp16" else DataType.FP32)
     for name, parameter in tables.named_parameters():
         if ".same." not in name:
             apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1})
     sharder = HotColdEmbeddingBagCollectionSharder()
-    plan = construct_module_sharding_plan(
-        tables,
-        {
-            "ours": row_wise(),
-            "bags": table_wise(rank=1),
-            "cut": column_wise(ranks=[1, 0]),
-            "one": table_wise(rank=0),
-            "same": table_wise(rank=1) if kind == "dtensor" else data_parallel(),
-        },
-        sharder=sharder,
-        local_size=world_size,
-        world_size=world_size,
-        device_type="cpu",
-    )
-    hot_rows = [] if kind == "fp16" else [0, 39]
-    plan["ours"].cache_params = HotColdParams(hot_rows=hot_rows)
-    plan["bags"].cache_params = HotColdParams(form="bags")
+    ways = {
+        "ours": row_wise(),
+        "bags": table_wise(rank=1),
+        "cut": column_wise(ranks=[1, 0]),
+        "one": table_wise(rank=0),
+        "same": table_wise(rank=1) if kind == "dtensor" else data_parallel(),
+    }
+    hot_cold = {
+        "ours": HotColdParams(hot_rows=[] if kind == "fp16" else [0, 39]),
+        "bags": HotColdParams(form="bags"),
+    }
     model = DistributedModelParallel(
         nn.ModuleDict({"tables": tables}),
-        env=ShardingEnv(world_size, rank, pg, output_dtensor=kind == "dtensor"),
-        device=torch.device("cpu"),
-        plan=ShardingPlan(plan={"tables": plan}),
+        env=ShardingEnv(world_size, rank, dist.group.WORLD, output_dtensor=kind == "dtensor"),
+        device=CPU,
+        plan=ShardingPlan(plan={"tables": place(tables, sharder, ways, hot_cold)}),
         sharders=[sharder],
     )
     for name, value in model.state_dict().items():
-        for shard, (top, left) in _shards(value):
+        is_sharded = isinstance(value, ShardedTensor | DTensor)
+        for (top, left), shard in shards_of(value) if is_sharded else [((0, 0), value)]:
             rows, columns = (torch.arange(n) for n in shard.shape)
             numbers = 100.0 * len(name) + (top + rows).unsqueeze(1) + (left + columns) / 16
             with torch.no_grad():
@@ -166,15 +157,6 @@ def export_mixed_tables(rank: int, world_size: int, kind: str) -> dict[str, Tens
             export_plain(model)
         return str(caught.value)
     return export_plain(model)
-
-
-def _shards(value: Any) -> list[tuple[Tensor, tuple[int, ...]]]:
-    if hasattr(value, "to_local"):
-        local = value.to_local()
-        return list(zip(local.local_shards(), local.local_offsets()))
-    if hasattr(value, "local_shards"):
-        return [(of.tensor, tuple(of.metadata.shard_offsets)) for of in value.local_shards()]
-    return [(value, (0, 0))]
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "dtensor"])

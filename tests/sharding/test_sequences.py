@@ -8,7 +8,6 @@ interleaved pipeline in 1, 2 and 4 micro-batches, looking ahead or not. Toleranc
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
 from typing import Any
 
 import pytest
@@ -19,10 +18,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimi
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv
 
-from tests.sharding.jobs import CPU, Result, whole
+from tests.sharding.jobs import ATOL, RTOL, Result, assert_same_results, whole
 from tests.sharding.sequence_jobs import (
     FEATURES,
     TABLES_OF,
@@ -30,32 +27,25 @@ from tests.sharding.sequence_jobs import (
     SequenceJob,
     SequenceModel,
     build_sequences,
-    dense_of,
     make_sequence_batch,
     train_sequences,
 )
-from tests.train_pipeline.runs import plain_steps, run_to_the_end
+from tests.support.placing import distribute
+from tests.support.shared_run import run_once
+from tests.train_pipeline.drivers import make_driver
+from tests.train_pipeline.runs import pipeline_of, plain_steps, run_to_the_end
 from torchrec_picasso import (
     FrequencyStats,
     HotColdEmbeddingBagCollectionSharder,
     HotColdEmbeddingCollectionSharder,
-    InterleavedTrainPipeline,
     hot_cold_planner,
 )
-from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import InputError
 
-RTOL, ATOL = 1e-4, 2e-5
 WIRE_RTOL, WIRE_ATOL = 2e-2, 2e-2
-WORLD_SIZES = (1, 2, 3)
 SETTINGS = [(1, False), (1, True), (2, True), (4, False), (4, True)]
-SOME_SETTINGS = {
-    1: [(2, True)],
-    2: [(1, False), (4, True)],
-    3: [(2, True)],
-}
-"""Micro-batches and lookahead, by number of ranks; on 2 ranks some jobs run with all of them."""
-PLAIN_DRIVERS = {1: ("_plain",), 2: ("_plain", "_sparse_dist"), 3: ("_sparse_dist",)}
+"""Micro-batches and lookahead."""
 UNEVEN = (16, 9, 1)
 """None without samples: stock cannot look up sequences for a rank that has none."""
 
@@ -70,7 +60,7 @@ JOBS: dict[str, SequenceJob] = {
     "all_hot": dataclasses.replace(BASE, placement={"item": 40, "shop": 3, "*": 5}, **SGD),
     "indices": dataclasses.replace(BASE, need_indices=True, batch_sizes=UNEVEN),
     "weights": dataclasses.replace(BASE, weighted=True, **SGD),
-    "in_waves": dataclasses.replace(BASE, waves={"shop": 1, "tag": 2}),
+    "in_waves": dataclasses.replace(BASE, waves={"shop": 1, "tag": 7}),
     "bags": dataclasses.replace(
         BASE,
         placement={"user": "bags", "genre": "bags", "*": 2},
@@ -95,105 +85,79 @@ NO_SAMPLES = dataclasses.replace(BASE, batch_sizes=(16, 0), **SGD)
 """Compared with an unsharded model."""
 
 
-def _plain(model: DistributedModelParallel, batches: list[Batch]) -> list[Tensor]:
-    return plain_steps(model, batches, dense_of(model))
-
-
 def _sparse_dist(model: DistributedModelParallel, batches: list[Batch]) -> list[Tensor]:
-    pipeline = TrainPipelineSparseDist(model, dense_of(model), CPU)
-    return run_to_the_end(pipeline, iter(batches))
+    return run_to_the_end(make_driver(None, model), iter(batches))
 
 
 def _interleaved(k: int, lookahead: bool) -> Driver:
     def drive(model: DistributedModelParallel, batches: list[Batch]) -> list[Tensor]:
-        pipeline = InterleavedTrainPipeline(
-            model,
-            dense_of(model),
-            CPU,
-            num_micro_batches=k,
-            lookahead=lookahead,
-            loss_reduction="sum",
-        )
+        pipeline = pipeline_of(model, num_micro_batches=k, lookahead=lookahead)
         outputs = run_to_the_end(pipeline, iter(batches))
-        lines = pipeline.summary().splitlines()
-        interleaved = {line.split(" in ")[0] for line in lines}
+        interleaved = {line.split(" in ")[0] for line in pipeline.summary().splitlines()}
         assert interleaved >= {f"{path}: interleaved" for path in TABLES_OF}
         return outputs
 
     return drive
 
 
-JOBS_OF = {1: tuple(JOBS), 2: tuple(JOBS), 3: ("no_hot", "some_hot", "bags", "all_bags")}
-"""By number of ranks."""
+DRIVERS: dict[str, Driver] = {
+    "plain": plain_steps,
+    "SparseDist": _sparse_dist,
+    **{f"K={k}, {ahead=}": _interleaved(k, ahead) for k, ahead in SETTINGS},
+}
+EXTREMES = ("SparseDist", "K=1, ahead=False", "K=4, ahead=True")
+DRIVERS_OF = {
+    1: dict.fromkeys(("some_hot", "all_hot", "bags"), ("plain", "K=2, ahead=True")),
+    2: {
+        **dict.fromkeys(JOBS, EXTREMES),
+        "weights": ("plain", *EXTREMES),
+        **dict.fromkeys(("some_hot", "bags"), tuple(DRIVERS)),
+    },
+    3: dict.fromkeys(("no_hot", "some_hot", "bags", "all_bags"), ("SparseDist", "K=2, ahead=True")),
+}
+"""By number of ranks and job."""
+CASES = [
+    (world_size, name, driver)
+    for world_size, of_jobs in DRIVERS_OF.items()
+    for name, drivers in of_jobs.items()
+    for driver in drivers
+]
 
 
-def _settings(world_size: int, name: str) -> list[tuple[int, bool, bool]]:
-    has_all = world_size == 2 and name in ("some_hot", "bags")
-    return SETTINGS if has_all else SOME_SETTINGS[world_size]
+def _train(job: SequenceJob, rank: int, world_size: int, driver: Driver) -> Result:
+    return train_sequences(build_sequences(job, world_size), job, rank, driver)
 
 
 def _run(rank: int, world_size: int) -> dict[Any, Result]:
     results: dict[Any, Result] = {}
-    for name in JOBS_OF[world_size]:
-        job = JOBS[name]
-        stock = dataclasses.replace(job, placement={"*": "table_wise"})
-        model = build_sequences(stock, world_size)
-        results[name, "stock"] = train_sequences(model, stock, rank, _sparse_dist)
-        for driver in PLAIN_DRIVERS[world_size]:
-            model = build_sequences(job, world_size)
-            results[name, driver] = train_sequences(model, job, rank, globals()[driver])
-        for setting in _settings(world_size, name):
-            model = build_sequences(job, world_size)
-            results[name, setting] = train_sequences(model, job, rank, _interleaved(*setting))
+    for name, drivers in DRIVERS_OF[world_size].items():
+        stock = dataclasses.replace(JOBS[name], placement={"*": "table_wise"})
+        results[name, "stock"] = _train(stock, rank, world_size, _sparse_dist)
+        for driver in drivers:
+            results[name, driver] = _train(JOBS[name], rank, world_size, DRIVERS[driver])
     return results
 
 
-@cache
-def _once(world_size: int) -> list[dict[Any, Result]] | RankError:
-    try:
-        return run_ranks(_run, world_size, timeout_s=200)
-    except RankError as error:  # remembered: the tests that share the run must not repeat it
-        return error
+@pytest.mark.parametrize(("world_size", "name", "driver"), CASES)
+def test_sequences_train_as_stock(world_size: int, name: str, driver: str) -> None:
+    ours, stock = (
+        [found[name, of] for found in run_once(_run, world_size)] for of in (driver, "stock")
+    )
+    assert len(stock[0].losses) == JOBS[name].num_steps
+    assert bool(ours[0].replicas) == (name != "no_hot")
+    assert_same_results(ours, stock)
 
 
-def _cases() -> list[tuple[int, str, Any]]:
-    return [
-        (world_size, name, driver)
-        for world_size in WORLD_SIZES
-        for name in JOBS_OF[world_size]
-        for driver in (*PLAIN_DRIVERS[world_size], *_settings(world_size, name))
-    ]
-
-
-@pytest.mark.parametrize(("world_size", "name", "driver"), _cases())
-def test_sequences_train_as_stock(world_size: int, name: str, driver: Any) -> None:
-    by_rank = _once(world_size)
-    if isinstance(by_rank, RankError):
-        raise by_rank
-    ours = [of_rank[name, driver] for of_rank in by_rank]
-    stock = [of_rank[name, "stock"] for of_rank in by_rank]
-    for mine, its in zip(ours, stock, strict=True):
-        assert len(its.losses) == JOBS[name].num_steps
-        assert mine.losses == pytest.approx(its.losses, rel=RTOL, abs=ATOL)
-        torch.testing.assert_close(mine.dense, its.dense, rtol=RTOL, atol=ATOL)
-        assert bool(mine.replicas) == (name != "no_hot")
-        for replica, first in zip(mine.replicas, ours[0].replicas):
-            torch.testing.assert_close(replica, first, rtol=0, atol=0)
-    for kind in ("weights", "states"):
-        actual, expected = whole(ours, kind), whole(stock, kind)
-        assert actual.keys() == expected.keys()
-        torch.testing.assert_close(actual, expected, rtol=RTOL, atol=ATOL)
-
-
-def _without_samples(rank: int, world_size: int) -> dict[Any, Result]:
-    return {
-        setting: train_sequences(
-            build_sequences(NO_SAMPLES, world_size), NO_SAMPLES, rank, _interleaved(*setting)
-        )
-        for setting in SETTINGS
-    } | {
-        "plain": train_sequences(build_sequences(NO_SAMPLES, world_size), NO_SAMPLES, rank, _plain)
+def _beside(rank: int, world_size: int) -> dict[Any, Any]:
+    """What stock cannot be a witness of: no samples, rounding on the wire, bad input."""
+    found: dict[Any, Any] = {
+        driver: _train(NO_SAMPLES, rank, world_size, drive) for driver, drive in DRIVERS.items()
     }
+    for wire in (None, "fp16", "bf16"):
+        job = dataclasses.replace(BASE, wire=wire, **SGD)
+        found["wire", wire] = _train(job, rank, world_size, _interleaved(2, True))
+    found["bad input"] = _bad_input(rank, world_size)
+    return found
 
 
 def test_a_rank_without_samples_trains_along() -> None:
@@ -211,8 +175,8 @@ def test_a_rank_without_samples_trains_along() -> None:
         optimizer.zero_grad()
         (loss / 2).backward()
         optimizer.step()
-    by_rank = run_ranks(_without_samples, 2, timeout_s=100)
-    for driver in ("plain", *SETTINGS):
+    by_rank = run_once(_beside, 2)
+    for driver in DRIVERS:
         ours = [of_rank[driver] for of_rank in by_rank]
         assert ours[0].losses == pytest.approx(losses, rel=RTOL, abs=ATOL)
         for name, weights in whole(ours, "weights").items():
@@ -220,15 +184,12 @@ def test_a_rank_without_samples_trains_along() -> None:
             torch.testing.assert_close(weights, expected, rtol=RTOL, atol=ATOL)
 
 
-def _on_the_wire(rank: int, world_size: int, wire: str | None) -> Result:
-    job = dataclasses.replace(BASE, wire=wire, **SGD)
-    return train_sequences(build_sequences(job, world_size), job, rank, _interleaved(2, True))
-
-
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])
 def test_rows_and_gradients_may_be_rounded_on_the_wire(wire: str) -> None:
-    rounded = whole(run_ranks(_on_the_wire, 2, wire, timeout_s=100), "weights")
-    exact = whole(run_ranks(_on_the_wire, 2, None, timeout_s=100), "weights")
+    rounded, exact = (
+        whole([found["wire", of] for found in run_once(_beside, 2)], "weights")
+        for of in (wire, None)
+    )
     torch.testing.assert_close(rounded, exact, rtol=WIRE_RTOL, atol=WIRE_ATOL)
     assert any(not torch.equal(rounded[name], exact[name]) for name in exact)
 
@@ -250,10 +211,8 @@ def _plan(rank: int, world_size: int) -> tuple[dict[str, str], list[float]]:
         for module in plan.plan.values()
         for table, sharding in module.items()
     }
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    sharded = DistributedModelParallel(model, env=env, device=CPU, plan=plan, sharders=sharders)
-    pipeline = InterleavedTrainPipeline(sharded, dense_of(sharded), CPU, loss_reduction="sum")
-    outputs = run_to_the_end(pipeline, iter(batches))
+    sharded = distribute(model, plan.plan, sharders)
+    outputs = run_to_the_end(pipeline_of(sharded), iter(batches))
     return placed, [float(output.sum()) for output in outputs]
 
 
@@ -271,8 +230,7 @@ def _bad_input(rank: int, world_size: int) -> str:
     if rank == 1:
         first_of_history = kjt.offsets()[FEATURES.index("history") * BASE.batch_size(rank)]
         kjt.values()[first_of_history] = 40
-    model = build_sequences(BASE, world_size)
-    pipeline = InterleavedTrainPipeline(model, dense_of(model), CPU, loss_reduction="sum")
+    pipeline = pipeline_of(build_sequences(BASE, world_size))
     try:
         pipeline.progress(iter([batch]))
     except InputError as error:
@@ -281,6 +239,6 @@ def _bad_input(rank: int, world_size: int) -> str:
 
 
 def test_a_bad_id_in_a_sequence_stops_all_ranks_by_name() -> None:
-    other, at_fault = run_ranks(_bad_input, 2, timeout_s=60)
+    other, at_fault = (found["bad input"] for found in run_once(_beside, 2))
     assert other.startswith("rank 1 holds 1 ids outside their tables")
     assert at_fault.startswith("feature 'history' looks up row 40 of table 'item', whose rows")

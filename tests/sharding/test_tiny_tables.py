@@ -17,19 +17,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torchrec
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.types import ShardingEnv
 
-from tests.sharding.jobs import Result, local_shards, whole
+from tests.sharding.jobs import Result, checkpoint_of, result_of, whole
+from tests.support.placing import CPU, distribute
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
 
-CPU = torch.device("cpu")
 KINDS = ("none", "some", "all")
 ROWS = {f"{kind}_{rows}": rows for rows in range(1, 10) for kind in KINDS}
 BATCH = 3
@@ -110,27 +107,6 @@ def _batch(rank: int) -> KeyedJaggedTensor:
     )
 
 
-def _state(model: Any) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optim": model.fused_optimizer.state_dict()}
-
-
-def _read(model: Any) -> Result:
-    """Weights and optimizer states of this rank."""
-    states = model.fused_optimizer.state_dict()["state"]
-    return Result(
-        losses=[],
-        weights={name: local_shards(value) for name, value in model.state_dict().items()},
-        states={
-            f"{name}/{key}": local_shards(value)
-            for name, of in states.items()
-            for key, value in of.items()
-            if isinstance(value, ShardedTensor)
-        },
-        dense={},
-        replicas=[],
-    )
-
-
 def _step(model: Any, rank: int) -> None:
     model.module.ebc(_batch(rank)).wait().values().square().sum().backward()
 
@@ -149,24 +125,22 @@ def _load_train_save(
         batch_size=BATCH,
         debug=False,
     ).collective_plan(model, [sharder], pg)
-    sharded = DistributedModelParallel(
-        model, ShardingEnv.from_process_group(pg), CPU, plan, sharders=[sharder]
-    )
+    sharded = distribute(model, plan.plan, [sharder])
     _step(sharded, rank)  # so that replicas are filled, and must notice what is loaded
     loaded = None
     if source is not None:
-        state = _state(sharded)
+        state = checkpoint_of(sharded)
         dcp.load(state, checkpoint_id=source)
         sharded.load_state_dict(state["model"])
         sharded.fused_optimizer.load_state_dict(state["optim"])
-        loaded = _read(sharded)
+        loaded = result_of(sharded, [])
     _step(sharded, rank)
-    dcp.save(_state(sharded), checkpoint_id=target)
+    dcp.save(checkpoint_of(sharded), checkpoint_id=target)
     blocks = [
         [shard.shard_sizes[0] for shard in plan.plan["ebc"][name].sharding_spec.shards]
         for name in ROWS
     ]
-    return blocks, loaded, _read(sharded)
+    return blocks, loaded, result_of(sharded, [])
 
 
 def test_tiny_tables_are_saved_and_loaded_on_any_number_of_ranks(tmp_path: Path) -> None:

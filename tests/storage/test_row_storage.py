@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.sharding.jobs import OPTIMIZERS, Job, Table, build
-from torchrec_picasso.app.launch.run_ranks import run_ranks
+from tests.support.shared_run import run_once
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.storage.row_storage import RowStorage
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
@@ -28,7 +29,6 @@ JOB = Job(
     optimizer_kwargs={"lr": 0.5, "eps": 1e-8},
 )
 NUM_HOME, NUM_HOT = 9, 4
-LAYOUTS = pytest.mark.parametrize("two_tables", [False, True], ids=["one_table", "two_tables"])
 
 UPDATES: Mapping[str, Mapping[str, Any]] = {
     "sgd": {"lr": 0.5},
@@ -55,9 +55,8 @@ def _all_rows(storage: RowStorage) -> Tensor:
     return torch.cat([storage._homes, storage._replicas])
 
 
-def _update(rank: int, world_size: int, two_tables: bool) -> dict[str, list[Tensor]]:
-    """Rows before, after two steps, and after the same two steps of PyTorch's optimizer."""
-    results = {}
+def one_update_per_row(two_tables: bool) -> None:
+    """Two steps, beside the same two steps of PyTorch's optimizer."""
     for name, settings in UPDATES.items():
         job = dataclasses.replace(
             JOB, optimizer=name, optimizer_kwargs=settings, two_tables=two_tables
@@ -79,11 +78,13 @@ def _update(rank: int, world_size: int, two_tables: bool) -> dict[str, list[Tens
             for row, grad_D in summed.items():
                 by_row[row].grad = grad_D.unsqueeze(0)
             reference.step()
-        results[name] = [before, _all_rows(storage), torch.cat(by_row).detach()]
-    return results
+        after = _all_rows(storage)
+        torch.testing.assert_close(after, torch.cat(by_row).detach())
+        moved = (after != before).any(1).nonzero().flatten().tolist()
+        assert moved == [1, 6, 7, 8, NUM_HOME + 2]
 
 
-def _life_of_a_replica(rank: int, world_size: int, two_tables: bool) -> None:
+def life_of_a_replica(two_tables: bool) -> None:
     kernel = _kernel(dataclasses.replace(JOB, two_tables=two_tables))
     storage = kernel.rows
     own = storage._hot_homes.own_rows_h
@@ -127,7 +128,7 @@ def _life_of_a_replica(rank: int, world_size: int, two_tables: bool) -> None:
     assert torch.equal(storage.gather(torch.tensor([5, 5, 0])), homes[[5, 5, 0]])
 
 
-def _cold_rows(rank: int, world_size: int, two_tables: bool) -> None:
+def cold_rows_are_updated_though_they_were_written(two_tables: bool) -> None:
     """Where no row is hot an update goes on, and makes no write unseen."""
     kernel = _kernel(dataclasses.replace(JOB, placement={"*": 0}))
     storage = kernel.rows
@@ -147,7 +148,7 @@ VIEWS: Mapping[str, Callable[[HotColdKernel], Tensor]] = {
 }
 
 
-def _written_through_data(rank: int, world_size: int, two_tables: bool) -> None:
+def a_write_through_data_shows(two_tables: bool) -> None:
     """``.data`` of whatever is handed out, taken before or kept, counts as the rows themselves."""
     kernel = _kernel(dataclasses.replace(JOB, two_tables=two_tables))
     storage = kernel.rows
@@ -175,7 +176,7 @@ def _written_through_data(rank: int, world_size: int, two_tables: bool) -> None:
         assert torch.equal(copied, storage._homes[6:])
 
 
-def _slices_of_homes(rank: int, world_size: int, two_tables: bool) -> None:
+def a_table_is_seen_without_its_replicas(two_tables: bool) -> None:
     """TorchRec's views of a table reach its home rows, and those of no other."""
     kernel = _kernel(dataclasses.replace(JOB, two_tables=two_tables))
     storage = kernel.rows
@@ -191,7 +192,7 @@ def _slices_of_homes(rank: int, world_size: int, two_tables: bool) -> None:
     assert shapes == [(6, 4), (3, 4)]
 
 
-def _steps_counted(rank: int, world_size: int, two_tables: bool) -> list[int]:
+def a_step_without_rows_counts(two_tables: bool) -> None:
     """Steps by the TBE's own count after each update; the second has no row at all."""
     storage = _storage(dataclasses.replace(JOB, optimizer="rowwise_adagrad", two_tables=two_tables))
     counts, none = [], torch.empty(0, dtype=torch.int64)
@@ -202,38 +203,33 @@ def _steps_counted(rank: int, world_size: int, two_tables: bool) -> list[int]:
         num_moved = num_rows + len(slots_h)  # a hot row moves at home too
         assert int((_all_rows(storage) != before).any(1).sum()) == num_moved
         counts.append(int(storage._tables.tbe.iter))
-    return counts
+    assert counts == [1, 2, 3]
 
 
-@LAYOUTS
-def test_one_update_per_row(two_tables: bool) -> None:
-    (results,) = run_ranks(_update, 1, two_tables, timeout_s=60)
-    assert results.keys() == UPDATES.keys()
-    for before, after, expected in results.values():
-        torch.testing.assert_close(after, expected)
-        moved = (after != before).any(1).nonzero().flatten().tolist()
-        assert moved == [1, 6, 7, 8, NUM_HOME + 2]
+CHECKS = (
+    one_update_per_row,
+    life_of_a_replica,
+    cold_rows_are_updated_though_they_were_written,
+    a_write_through_data_shows,
+    a_table_is_seen_without_its_replicas,
+    a_step_without_rows_counts,
+)
 
 
-@LAYOUTS
-def test_life_of_a_replica(two_tables: bool) -> None:
-    assert run_ranks(_life_of_a_replica, 1, two_tables, timeout_s=60) == [None]
+def _run(rank: int, world_size: int) -> dict[tuple[str, bool], str]:
+    """Every check in both layouts, and how it failed."""
+    found = {}
+    for check in CHECKS:
+        for two_tables in (False, True):
+            try:
+                check(two_tables)
+            except Exception:
+                found[check.__name__, two_tables] = traceback.format_exc()
+    return found
 
 
-def test_cold_rows_are_updated_though_they_were_written() -> None:
-    assert run_ranks(_cold_rows, 1, False, timeout_s=60) == [None]
-
-
-@LAYOUTS
-def test_a_write_through_data_shows(two_tables: bool) -> None:
-    assert run_ranks(_written_through_data, 1, two_tables, timeout_s=60) == [None]
-
-
-@LAYOUTS
-def test_a_table_is_seen_without_its_replicas(two_tables: bool) -> None:
-    assert run_ranks(_slices_of_homes, 1, two_tables, timeout_s=60) == [None]
-
-
-@LAYOUTS
-def test_a_step_without_rows_counts(two_tables: bool) -> None:
-    assert run_ranks(_steps_counted, 1, two_tables, timeout_s=60) == [[1, 2, 3]]
+@pytest.mark.parametrize("two_tables", [False, True], ids=["one_table", "two_tables"])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_rows(check: Callable[[bool], None], two_tables: bool) -> None:
+    (failures,) = run_once(_run, 1)
+    assert (check.__name__, two_tables) not in failures, failures[check.__name__, two_tables]

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FakeRanks", "fake_ranks"]
-
 
 class _Started:
     """One collective, as far as its ranks have come to it."""

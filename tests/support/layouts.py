@@ -17,8 +17,6 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec_picasso.storage import row_storage
 from torchrec_picasso.storage.memory_layout import MemoryLayout, choose_memory
 
-__all__ = ["layout_in_tables"]
-
 
 @contextmanager
 def layout_in_tables(num_tables: int) -> Iterator[None]:

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["PretendedDevice", "on_device"]
-
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 _READS = {
     *(Tensor.tolist, Tensor.item, Tensor.cpu, Tensor.__bool__, Tensor.__int__, Tensor.__float__),

@@ -22,17 +22,6 @@ from typing import Any
 
 import torchrec_picasso
 
-__all__ = [
-    "Use",
-    "defined_names",
-    "foreign_uses",
-    "inherited_uses",
-    "our_classes",
-    "our_modules",
-    "overrides",
-    "parameters_of",
-]
-
 PACKAGE = "torchrec_picasso"
 ROOT = Path(torchrec_picasso.__file__).parent
 THEIRS = ("torchrec.", "torch.", "fbgemm_gpu.")

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Message", "MessageRecorder", "all_to_alls", "elements"]
-
 
 @dataclass(frozen=True)
 class Message:

@@ -10,8 +10,6 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from tests.sharding.jobs import CPU, dense_optimizer
 from tests.train_pipeline.runs import pipeline_of
 
-__all__ = ["DRIVERS", "DRIVERS_OF", "Driver", "SETTINGS_OF", "make_driver"]
-
 Driver = tuple[int, bool] | None
 """Micro-batches and lookahead of ours; ``None`` = ``TrainPipelineSparseDist``."""
 

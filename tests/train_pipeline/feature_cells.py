@@ -6,7 +6,6 @@ equal batches through a pipeline, then evaluate. What is compared is all that it
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,11 +36,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 )
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DMPCollection
-from torchrec.distributed.sharding_plan import (
-    construct_module_sharding_plan,
-    row_wise,
-    table_wise,
-)
+from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import CommOp, ShardingEnv, ShardingPlan
 from torchrec.modules.feature_processor_ import (
@@ -50,7 +45,8 @@ from torchrec.modules.feature_processor_ import (
 )
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from tests.sharding.jobs import CPU, Result, Table, load_whole, result_of_module
+from tests.sharding.jobs import Result, Table, keys_of, load_whole, result_of_module
+from tests.support.placing import CPU, place
 from tests.train_pipeline.runs import run_to_the_end
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
@@ -68,14 +64,6 @@ TABLES = (
     Table("t_c", 8, 6, ("h",)),
 )
 MODULES = ("tables", "more_tables")
-
-
-def _some(rank: int, step: int) -> int:
-    return 48
-
-
-def _unchanged(batch: Batch, step: int) -> Batch:
-    return batch
 
 
 @dataclass(frozen=True)
@@ -108,9 +96,9 @@ class Feature:
     processors: str | None = None
     """``by_feature`` or ``together``: two ways to write position weights."""
     need_indices: bool = False
-    num_samples: Callable[[int, int], int] = _some
+    num_samples: Callable[[int, int], int] = lambda rank, step: 48
     """Of a rank and step."""
-    change_batch: Callable[[Batch, int], Batch] = _unchanged
+    change_batch: Callable[[Batch, int], Batch] = lambda batch, step: batch
     change_of_witness: Callable[[Batch, int], Batch] | None = None
     """What TorchRec gets instead, where it has no backward for what ours gets."""
     model: Callable[..., nn.Module] | None = None
@@ -173,44 +161,30 @@ def pooled_by(output: Any, keys: Sequence[str], with_ids: bool = False) -> list[
     return summed
 
 
-def keys_of(tables: Sequence[Table]) -> list[str]:
-    owners = [feature for table in tables for feature in table.features]
-    return [
-        f"{feature}@{table.name}" if owners.count(feature) > 1 else feature
-        for table in tables
-        for feature in table.features
-    ]
-
-
 def collection(feature: Feature, kind: str, tables: Sequence[Table]) -> nn.Module:
     """An unsharded collection; its processors start at different weights."""
-    shared = {"device": CPU}
-    if kind == "sequences":
-        configs = [
-            EmbeddingConfig(
+
+    def configs(config: type) -> list[Any]:
+        return [
+            config(
                 name=t.name,
                 embedding_dim=t.dim,
                 num_embeddings=t.rows,
                 feature_names=list(t.features),
                 data_type=feature.data_type,
+                **({"pooling": PoolingType.MEAN} if t.mean else {}),
             )
             for t in tables
         ]
-        return EmbeddingCollection(tables=configs, need_indices=feature.need_indices, **shared)
+
+    if kind == "sequences":
+        return EmbeddingCollection(
+            tables=configs(EmbeddingConfig), need_indices=feature.need_indices, device=CPU
+        )
     bags = EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=t.name,
-                embedding_dim=t.dim,
-                num_embeddings=t.rows,
-                feature_names=list(t.features),
-                pooling=PoolingType.MEAN if t.mean else PoolingType.SUM,
-                data_type=feature.data_type,
-            )
-            for t in tables
-        ],
+        tables=configs(EmbeddingBagConfig),
         is_weighted=feature.weighted or feature.processors is not None,
-        **shared,
+        device=CPU,
     )
     if feature.processors is None:
         return bags
@@ -254,109 +228,103 @@ def batch_of(feature: Feature, rank: int, step: int, is_ours: bool) -> Batch:
 
 def build(feature: Feature, kind: str, is_ours: bool) -> DistributedModelParallel:
     """Shards a feature's model; stock tables are placed ``table_wise``."""
-    world_size = dist.get_world_size()
-    registry = None
-    if feature.wire is not None:
-        wire = feature.wire if isinstance(feature.wire, tuple) else (feature.wire,) * 2
-        forward, backward = map(CommType, wire)
-        config = QCommsConfig(forward_precision=forward, backward_precision=backward)
-        # not get_qcomm_codecs_registry, which takes FP16 for BF16 on the CPU
-        registry = {
-            operation.name: get_qcomm_codecs(config)
-            for operation in (
-                CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
-                CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,
-            )
-        }
-    kwargs: dict[str, Any] = {"qcomm_codecs_registry": registry}
-    if feature.fused_params:
-        kwargs["fused_params"] = dict(feature.fused_params)
-    bags = (HotColdEmbeddingBagCollectionSharder if is_ours else EmbeddingBagCollectionSharder)(
-        **kwargs
-    )
-    sequences = (HotColdEmbeddingCollectionSharder if is_ours else EmbeddingCollectionSharder)(
-        **kwargs
-    )
-    processed = (
-        HotColdFeatureProcessedEmbeddingBagCollectionSharder(bags)
-        if is_ours
-        else FeatureProcessedEmbeddingBagCollectionSharder(bags)
-    )
-    sharders: dict[type, Any] = {
-        EmbeddingBagCollection: bags,
-        EmbeddingCollection: sequences,
-        FeatureProcessedEmbeddingBagCollection: processed,
-        **feature.more_sharders(),
-    }
+    sharders = {**_sharders(feature, is_ours), **feature.more_sharders()}
     model = (feature.model or Model)(feature, kind)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    asked = {
-        t.name: feature.hot_rows.get(t.name, feature.hot_rows.get("*")) for t in feature.tables
+    plans = {
+        path: _place(feature, module, sharders[type(module)], is_ours)
+        for path, module in model.named_children()
+        if type(module) in sharders
     }
-    hot = asked if is_ours else dict.fromkeys(asked)
-    placed = asked if feature.is_placed_alike else hot
-    by_rows = {t for t, place in placed.items() if isinstance(place, int)}
-    by_rows |= {t for t, place in asked.items() if place == "row_wise"}
-    plans: dict[str, Any] = {}
-    for path, module in model.named_children():
-        if type(module) not in sharders:
-            continue
-        named = list(module.named_parameters())
-        names = [n.split(".")[-2] for n, _ in named if ".t_" in n]
-        if feature.optimizer is not None:
-            for name, parameter in zip(names, (p for n, p in named if ".t_" in n)):
-                kwargs = {**feature.optimizer_kwargs, **feature.kwargs_of_table.get(name, {})}
-                if not hasattr(parameter, "_optimizer_classes"):
-                    apply_optimizer_in_backward(feature.optimizer, [parameter], kwargs)
-        plans[path] = construct_module_sharding_plan(
-            module,
-            {
-                name: row_wise() if name in by_rows else table_wise(rank=i % world_size)
-                for i, name in enumerate(names)
-            },
-            sharder=sharders[type(module)],
-            local_size=world_size,
-            world_size=world_size,
-            device_type="cpu",
-        )
-        for name in names:
-            num_hot = hot[name]
-            if isinstance(num_hot, int):
-                plans[path][name].cache_params = HotColdParams(
-                    hot_rows=range(num_hot), wave=feature.waves.get(name, 0)
-                )
-            elif num_hot == "bags":
-                plans[path][name].cache_params = HotColdParams(form="bags")
-    wrap: Any = DistributedModelParallel
-    device, meshes = CPU, contextlib.nullcontext()
-    env = ShardingEnv(
-        world_size, dist.get_rank(), dist.group.WORLD, output_dtensor=feature.output_dtensor
+    wrap = _distribute_2d if feature.is_2d else _distribute
+    sharded = wrap(
+        feature, module=model, plan=ShardingPlan(plan=plans), sharders=list(sharders.values())
     )
-    how: dict[str, Any] = {"env": env}
-    if feature.is_2d:
-        wrap = DMPCollection
-        # it takes GPUs alone; hot/cold tables are refused before anything is placed there
-        device, meshes = (
-            torch.device("cuda"),
-            mock.patch.object(
-                model_parallel, "DeviceMesh", lambda device_type, **of: DeviceMesh("cpu", **of)
-            ),
-        )
-        how = {
-            "world_size": world_size,
-            "sharding_group_size": world_size // 2,
-            "global_pg": dist.group.WORLD,
-        }
-    with meshes:
-        sharded = wrap(
-            module=model,
-            device=device,
-            plan=ShardingPlan(plan=plans),
-            sharders=list(sharders.values()),
-            **how,
-        )
     load_whole(sharded, start)
     return sharded
+
+
+def _sharders(feature: Feature, is_ours: bool) -> dict[type, Any]:
+    kwargs: dict[str, Any] = {"qcomm_codecs_registry": _codecs(feature)}
+    if feature.fused_params:
+        kwargs["fused_params"] = dict(feature.fused_params)
+    bags, sequences, processed = (
+        (
+            HotColdEmbeddingBagCollectionSharder,
+            HotColdEmbeddingCollectionSharder,
+            HotColdFeatureProcessedEmbeddingBagCollectionSharder,
+        )
+        if is_ours
+        else (
+            EmbeddingBagCollectionSharder,
+            EmbeddingCollectionSharder,
+            FeatureProcessedEmbeddingBagCollectionSharder,
+        )
+    )
+    of_bags = bags(**kwargs)
+    return {
+        EmbeddingBagCollection: of_bags,
+        EmbeddingCollection: sequences(**kwargs),
+        FeatureProcessedEmbeddingBagCollection: processed(of_bags),
+    }
+
+
+def _codecs(feature: Feature) -> dict[str, Any] | None:
+    if feature.wire is None:
+        return None
+    wire = feature.wire if isinstance(feature.wire, tuple) else (feature.wire,) * 2
+    forward, backward = map(CommType, wire)
+    config = QCommsConfig(forward_precision=forward, backward_precision=backward)
+    operations = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL)
+    # not get_qcomm_codecs_registry, which takes FP16 for BF16 on the CPU
+    return {operation.name: get_qcomm_codecs(config) for operation in operations}
+
+
+def _place(feature: Feature, module: nn.Module, sharder: Any, is_ours: bool) -> Any:
+    """Gives the tables of a collection their optimizers and places."""
+    weights = {n.split(".")[-2]: p for n, p in module.named_parameters() if ".t_" in n}
+    ways, hot_cold = {}, {}
+    for i, (name, weight) in enumerate(weights.items()):
+        kwargs = {**feature.optimizer_kwargs, **feature.kwargs_of_table.get(name, {})}
+        if feature.optimizer is not None and not hasattr(weight, "_optimizer_classes"):
+            apply_optimizer_in_backward(feature.optimizer, [weight], kwargs)
+        asked = feature.hot_rows.get(name, feature.hot_rows.get("*"))
+        hot = asked if is_ours else None
+        is_row_wise = isinstance(asked if feature.is_placed_alike else hot, int)
+        is_row_wise |= asked == "row_wise"
+        ways[name] = row_wise() if is_row_wise else table_wise(rank=i % dist.get_world_size())
+        if isinstance(hot, int):
+            wave = feature.waves.get(name, 0)
+            hot_cold[name] = HotColdParams(hot_rows=range(hot), wave=wave)
+        elif hot == "bags":
+            hot_cold[name] = HotColdParams(form="bags")
+    return place(module, sharder, ways, hot_cold)
+
+
+def _distribute(feature: Feature, **what: Any) -> DistributedModelParallel:
+    env = ShardingEnv(
+        dist.get_world_size(),
+        dist.get_rank(),
+        dist.group.WORLD,
+        output_dtensor=feature.output_dtensor,
+    )
+    return DistributedModelParallel(device=CPU, env=env, **what)
+
+
+def _distribute_2d(feature: Feature, **what: Any) -> DistributedModelParallel:
+    """It takes GPUs alone; hot/cold tables are refused before anything is placed there."""
+
+    def mesh(device_type: str, **of: Any) -> DeviceMesh:
+        return DeviceMesh("cpu", **of)
+
+    with mock.patch.object(model_parallel, "DeviceMesh", mesh):
+        return DMPCollection(
+            device=torch.device("cuda"),
+            world_size=dist.get_world_size(),
+            sharding_group_size=dist.get_world_size() // 2,
+            global_pg=dist.group.WORLD,
+            **what,
+        )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.proof.proved_models import table
-from tests.sharding.jobs import whole
+from tests.sharding.jobs import assert_same_results
 from tests.train_pipeline.feature_cells import Feature, Outcome, run_cell
 from tests.train_pipeline.features import FEATURES
 from tests.train_pipeline.surface import SURFACE, Entry, idle_streams
@@ -63,13 +63,10 @@ REFUSALS = ("CompatError: ", "PlanError: ", "ConfigError: ", "InputError: ")
 """How an error of this package begins."""
 
 
-def run_features(
-    rank: int, world_size: int, features: Sequence[Feature]
-) -> dict[Key, list[Outcome]]:
-    """Runs cells on this rank: TorchRec's, ours under SparseDist, ours interleaved; for the
-    launcher."""
+def _run_features(rank: int) -> dict[Key, list[Outcome]]:
+    """Runs cells on this rank: TorchRec's, ours under SparseDist, ours interleaved."""
     found: dict[Key, list[Outcome]] = {}
-    for feature in features:
+    for feature in FEATURES:
         for kind in feature.kinds:
             ours = [
                 run_cell(feature, kind, rank, True, number)
@@ -98,7 +95,7 @@ def words(feature: Feature, by_rank: Sequence[Sequence[Outcome]]) -> dict[tuple[
 
     Args:
         feature: Which.
-        by_rank: Outcomes as :func:`run_features` gives them, of each rank.
+        by_rank: TorchRec's outcome, ours under SparseDist and interleaved, of each rank.
 
     Raises:
         DiffersError: If something trained that TorchRec trains otherwise.
@@ -155,21 +152,13 @@ def _compare(
     feature: Feature, phase: str, runs: Sequence[Outcome], stock: Sequence[Outcome]
 ) -> None:
     how = {"rtol": feature.rtol, "atol": feature.atol}
+    given = "evaluated" if phase == "eval" else "trained"
     try:
-        for mine, its in zip(runs, stock):
-            assert mine.result is not None
-            assert its.result is not None
-            if phase == "eval":
-                torch.testing.assert_close(list(mine.evaluated), list(its.evaluated), **how)
-                continue
-            torch.testing.assert_close(list(mine.trained), list(its.trained), **how)
-            torch.testing.assert_close(mine.result.dense, its.result.dense, **how)
+        mine, its = ([list(getattr(of, given)) for of in outcomes] for outcomes in (runs, stock))
+        torch.testing.assert_close(mine, its, **how)
         if phase == "train":
-            for kind in ("weights", "states"):
-                torch.testing.assert_close(
-                    *(whole([o.result for o in of], kind) for of in (runs, stock)),  # type: ignore[misc]
-                    **how,
-                )
+            left, expected = ([of.result for of in outcomes] for outcomes in (runs, stock))
+            assert_same_results(left, expected, **how)
     except AssertionError as error:
         raise DiffersError(f"{feature.name}, {phase}: {error}") from error
 
@@ -182,8 +171,8 @@ class Ran:
     error: str = ""
 
 
-def run_surface(rank: int, world_size: int) -> dict[str, list[Ran]]:
-    """Runs every entry on this rank; for the launcher.
+def _run_surface(rank: int) -> dict[str, list[Ran]]:
+    """Runs every entry on this rank.
 
     Returns:
         Of each entry TorchRec's run, where there is one, and ours; on idle streams, where these are
@@ -241,25 +230,23 @@ def _stock_word(ran: Sequence[Ran]) -> str:
     return f"fails: {_first_sentence(ran[0].error)}" if ran[0].error else "works"
 
 
-def run_all_surface() -> dict[str, tuple[str, str]]:
-    """Runs every entry and puts it into words."""
-    by_rank = run_ranks(run_surface, NUM_RANKS, timeout_s=300)
-    return {
-        entry.name: surface_words(entry, [found[entry.name] for found in by_rank])
+def _run(rank: int, world_size: int) -> tuple[dict[Key, list[Outcome]], dict[str, list[Ran]]]:
+    return _run_features(rank), _run_surface(rank)
+
+
+def run_all() -> tuple[dict[Key, dict[tuple[str, str], str]], dict[str, tuple[str, str]]]:
+    """Runs every cell and every entry of the surface and puts them into words."""
+    features, surface = zip(*run_ranks(_run, NUM_RANKS, timeout_s=280))
+    cells = {
+        (feature.name, kind): words(feature, [found[feature.name, kind] for found in features])
+        for feature in FEATURES
+        for kind in feature.kinds
+    }
+    entries = {
+        entry.name: surface_words(entry, [found[entry.name] for found in surface])
         for entry in SURFACE
     }
-
-
-def run_all(features: Sequence[Feature] = FEATURES) -> dict[Key, dict[tuple[str, str], str]]:
-    """Runs every cell and puts it into words."""
-    by_rank = run_ranks(run_features, NUM_RANKS, list(features), timeout_s=300)
-    cells: dict[Key, dict[tuple[str, str], str]] = {}
-    for feature in features:
-        for kind in feature.kinds:
-            cells[feature.name, kind] = words(
-                feature, [found[feature.name, kind] for found in by_rank]
-            )
-    return cells
+    return cells, entries
 
 
 def page_of(
@@ -312,4 +299,4 @@ def _short(text: str, notes: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_of(run_all(), run_all_surface()))
+    PAGE.write_text(page_of(*run_all()))

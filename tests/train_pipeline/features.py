@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,38 +59,38 @@ MIXED_DIMS = (
 )
 
 
-def _none_on_rank_1(rank: int, step: int) -> int:
-    return 0 if rank == 1 and step in (1, 3) else 48
+class Two(Model):
+    """Two collections, each with some of the tables, of one feature each."""
 
-
-def _few_on_rank_1(rank: int, step: int) -> int:
-    return 41 if rank == 1 else 55
-
-
-class _Two(Model):
-    """Two collections, each with some of the tables."""
+    num_first = 1
+    """Tables of the first; -1 = all but the last."""
 
     def make(self, feature: Feature) -> None:
-        self.tables = collection(feature, self.kind, feature.tables[:1])
-        self.more_tables = collection(feature, self.kind, feature.tables[1:])
+        self.tables = collection(feature, self.kind, feature.tables[: self.num_first])
+        self.more_tables = self.make_more(feature, feature.tables[self.num_first :])
+
+    def make_more(self, feature: Feature, tables: Sequence[Table]) -> nn.Module:
+        return collection(feature, self.kind, tables)
 
     def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        first, more = self.keys[: self.num_first], self.keys[self.num_first :]
         return [
-            *pooled_by(self.tables(features), self.keys[:1]),
-            *pooled_by(self.more_tables(features), self.keys[1:]),
+            *pooled_by(self.tables(features), first),
+            *pooled_by(self.look_up_more(features), more),
         ]
 
-
-class _ProcessedFirst(_Two):
-    """Tables without weights beside processed ones, which share a batch's features."""
-
-    def make(self, feature: Feature) -> None:
-        self.tables = collection(feature, self.kind, feature.tables[:1])
-        without = dataclasses.replace(feature, processors=None)
-        self.more_tables = collection(without, self.kind, feature.tables[1:])
+    def look_up_more(self, features: KeyedJaggedTensor) -> Any:
+        return self.more_tables(features)
 
 
-class _Tied(_Two):
+class ProcessedFirst(Two):
+    """Processed tables beside others without weights, which share a batch's features."""
+
+    def make_more(self, feature: Feature, tables: Sequence[Table]) -> nn.Module:
+        return collection(dataclasses.replace(feature, processors=None), self.kind, tables)
+
+
+class _Tied(Two):
     """Two collections with one table in common."""
 
     def make(self, feature: Feature) -> None:
@@ -161,14 +161,13 @@ class _Regrouped(Model):
         return [groups["first"], groups["last"]]
 
 
-class _ManagedCollision(Model):
+class _ManagedCollision(Two):
     """Raw ids of a table beside hot/cold ones become its rows, which others take over in time."""
 
-    def make(self, feature: Feature) -> None:
-        *tables, managed = feature.tables
-        self.tables = collection(feature, self.kind, tables)
-        kind = MANAGED[self.kind]
-        inner = collection(feature, self.kind, [managed])
+    num_first = -1
+
+    def make_more(self, feature: Feature, tables: Sequence[Table]) -> nn.Module:
+        inner, (managed,) = collection(feature, self.kind, tables), tables
         configs = getattr(inner, f"embedding_{'bag_' * (self.kind == 'bags')}configs")()
         configs[0].init_fn = torch.nn.init.ones_  # of rows that are taken over; else it draws
         module = MCHManagedCollisionModule(
@@ -178,34 +177,26 @@ class _ManagedCollision(Model):
             eviction_interval=2,
             input_hash_size=1000,
         )
-        self.more_tables = kind(inner, ManagedCollisionCollection({managed.name: module}, configs))
+        collisions = ManagedCollisionCollection({managed.name: module}, configs)
+        return MANAGED[self.kind](inner, collisions)
 
-    def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        managed, _ = self.more_tables(features)
-        return [
-            *pooled_by(self.tables(features), self.keys[:-1]),
-            *pooled_by(managed, self.keys[-1:]),
-        ]
+    def look_up_more(self, features: KeyedJaggedTensor) -> Any:
+        found, _ = self.more_tables(features)
+        return found
 
 
-class _Fused(Model):
+class _Fused(Two):
     """A FusedEmbeddingBagCollection, with its own way to an optimizer, beside hot/cold tables."""
 
-    def make(self, feature: Feature) -> None:
-        *tables, last = feature.tables
-        self.tables = collection(feature, self.kind, tables)
-        self.more_tables = FusedEmbeddingBagCollection(
-            collection(feature, self.kind, [last]).embedding_bag_configs(),
+    num_first = -1
+
+    def make_more(self, feature: Feature, tables: Sequence[Table]) -> nn.Module:
+        return FusedEmbeddingBagCollection(
+            collection(feature, self.kind, tables).embedding_bag_configs(),
             optimizer_type=torchrec.optim.RowWiseAdagrad,
             optimizer_kwargs=dict(feature.optimizer_kwargs),
             device=CPU,
         )
-
-    def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        return [
-            *pooled_by(self.tables(features), self.keys[:-1]),
-            *pooled_by(self.more_tables(features), self.keys[-1:]),
-        ]
 
 
 MANAGED: dict[str, Any] = {
@@ -226,10 +217,6 @@ def managed_collision_sharders(
             sequences or EmbeddingCollectionSharder()
         ),
     }
-
-
-def _fused_sharders() -> dict[type, Any]:
-    return {FusedEmbeddingBagCollection: FusedEmbeddingBagCollectionSharder()}
 
 
 def _raw_ids(batch: Batch, step: int) -> Batch:
@@ -270,52 +257,40 @@ ONLY_OURS = {
 _ROUNDED: Any = {"rtol": 5e-2, "atol": 2e-2}
 """What a wire of 11 or 8 bits may differ by after a few steps: it rounds rows here, bags there."""
 
+OWN_ROWS: Any = {"change_batch": own_rows, "change_of_witness": own_rows_by_sample}
+"""TorchRec has no backward for rows of their own: it gets them written out."""
+BAGS: Mapping[str, int | str | None] = {"*": "bags"}
+
+
+def _together(name: str, **more: Any) -> Feature:
+    return Feature(name, ("bags",), processors="together", **more)
+
+
 FEATURES: Sequence[Feature] = (
     Feature("sum pooling", ("bags",)),
     Feature("mean pooling", ("bags",), tables=MEAN),
     Feature("sequences", ("sequences",)),
     Feature("per-sample weights", weighted=True),
     Feature("feature processors, one a feature", ("bags",), processors="by_feature"),
-    Feature("feature processors, one for all", ("bags",), processors="together"),
-    Feature(
-        "feature processors, some tables stock",
-        ("bags",),
-        processors="together",
-        hot_rows={"*": 2, "t_b": None},
-    ),
-    Feature(
-        "feature processors beside tables without weights",
-        ("bags",),
-        processors="together",
-        model=_ProcessedFirst,
-    ),
+    _together("feature processors, one for all"),
+    _together("feature processors, some tables stock", hot_rows={"*": 2, "t_b": None}),
+    _together("feature processors beside tables without weights", model=ProcessedFirst),
     Feature("several features on a table, a feature on several tables", tables=SHARED),
     Feature("mixed dims", tables=MIXED_DIMS),
-    Feature(
-        "variable batch per feature",
-        change_batch=own_rows,
-        change_of_witness=own_rows_by_sample,
-    ),
+    Feature("variable batch per feature", **OWN_ROWS),
     Feature("variable batch per feature, mean pooling", ("bags",), MEAN, change_batch=own_rows),
     Feature("variable batch per feature, weights", ("bags",), weighted=True, change_batch=own_rows),
     Feature(
         "variable batch per feature, some tables stock",
         hot_rows={"*": 2, "t_a": None},
-        change_batch=own_rows,
-        change_of_witness=own_rows_by_sample,
+        **OWN_ROWS,
     ),
-    Feature(
-        "variable batch per feature, feature processors",
-        ("bags",),
-        processors="together",
-        change_batch=own_rows,
-        change_of_witness=own_rows_by_sample,
-    ),
+    _together("variable batch per feature, feature processors", **OWN_ROWS),
     Feature("need_indices", ("sequences",), need_indices=True),
-    Feature("ranks with batches of different size", num_samples=_few_on_rank_1),
+    Feature("ranks with batches of different size", num_samples=lambda rank, step: 55 - 14 * rank),
     Feature(
         "a batch of no samples on a rank",
-        num_samples=_none_on_rank_1,
+        num_samples=lambda rank, step: 0 if rank == 1 and step in (1, 3) else 48,
         change_of_witness=one_that_counts_nothing,
     ),
     Feature("fp16 on the wire", wire="fp16", **_ROUNDED),
@@ -339,26 +314,21 @@ FEATURES: Sequence[Feature] = (
     Feature("gradient clipping in the tables", fused_params={"gradient_clipping": True}),
     Feature("no hot rows", hot_rows={"*": 0}),
     Feature("all rows hot", hot_rows={"t_a": 30, "t_b": 12, "t_c": 6}),
-    Feature("bags travel", hot_rows={"*": "bags"}),
-    Feature("bags travel, mean pooling", ("bags",), MEAN, hot_rows={"*": "bags"}),
-    Feature("bags travel, weights", ("bags",), weighted=True, hot_rows={"*": "bags"}),
-    Feature(
-        "bags travel, feature processors",
-        ("bags",),
-        processors="together",
-        hot_rows={"*": "bags"},
-    ),
+    Feature("bags travel", hot_rows=BAGS),
+    Feature("bags travel, mean pooling", ("bags",), MEAN, hot_rows=BAGS),
+    Feature("bags travel, weights", ("bags",), weighted=True, hot_rows=BAGS),
+    _together("bags travel, feature processors", hot_rows=BAGS),
     Feature(
         "bags travel, variable batch per feature",
         ("bags",),
-        hot_rows={"*": "bags"},
+        hot_rows=BAGS,
         change_batch=own_rows,
     ),
     Feature("rows beside bags", ("bags",), hot_rows={"*": "bags", "t_b": 2}),
     Feature("rows beside bags beside stock tables", ("bags",), hot_rows={"t_a": "bags", "t_b": 2}),
     Feature("stock tables beside hot/cold ones", hot_rows={"*": 2, "t_b": None}),
     Feature("stock tables only", hot_rows={"*": None}),
-    Feature("two collections", model=_Two),
+    Feature("two collections", model=Two),
     Feature("a table in two collections", model=_Tied),
     Feature("tables called by keyword", model=_Keyword),
     Feature("BatchNorm in the model", model=_Normed),
@@ -388,6 +358,6 @@ FEATURES: Sequence[Feature] = (
         ("bags",),
         hot_rows={"*": 2, "t_c": None},
         model=_Fused,
-        more_sharders=_fused_sharders,
+        more_sharders=lambda: {FusedEmbeddingBagCollection: FusedEmbeddingBagCollectionSharder()},
     ),
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -24,19 +23,18 @@ from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from tests.sharding.jobs import Result, local_shards, whole
+from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import ATOL, RTOL
 from tests.train_pipeline.stock_models import (
     CPU,
     DIM,
     FEATURES,
-    Stock,
     batch_of,
     build,
     dense_optimizer,
     ebc,
 )
 from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import CompatError
 
 SAMPLES, STEPS, WIDTH = 256, 5, 8
@@ -96,7 +94,8 @@ class Program:
     pipeline: Callable[[type], type] = lambda base: base
     before_step: Callable[[Any, int], None] = lambda model, step: None
     batch: Callable[[int, int], Batch] = lambda rank, step: batch_of(rank, step, SAMPLES)
-    stock: Sequence[Stock] = ()
+    stock: Sequence[str] = ()
+    """Tables that are not hot/cold."""
     is_wrapped: bool = True
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Around each step."""
@@ -105,7 +104,8 @@ class Program:
     """Of an error; none = it trains in any number of micro-batches."""
     refused: Sequence[int | None] = (4,)
     """Numbers of micro-batches that are refused so."""
-    numbers: Sequence[int | None] = (None, 1, 4)
+    numbers: Sequence[int | None] = (None, 4)
+    """Of micro-batches, to train in; by default the first steps are in one."""
     fails: bool = False
     """Whether stock raises; then ours raises the same."""
     planned: int | None = None
@@ -115,16 +115,14 @@ class Program:
 
 
 def cases_of(programs: Mapping[str, Program]) -> Any:
-    """Parametrizes a test with every program, by default and in one and four micro-batches."""
+    """Parametrizes a test with every program and its numbers of micro-batches."""
     cases = [(name, number) for name, program in programs.items() for number in program.numbers]
     return pytest.mark.parametrize(("name", "num_micro_batches"), cases)
 
 
 def assert_as_stock(module: str, name: str, num_micro_batches: int | None) -> None:
     """A program of a module trains as under TorchRec, or is refused as it says, on all ranks."""
-    by_rank, program = _by_rank(module), import_module(module).PROGRAMS[name]
-    if isinstance(by_rank, RankError):
-        raise by_rank
+    by_rank, program = run_once(_train_all, 2, module), import_module(module).PROGRAMS[name]
     for results in by_rank:
         found, expected = results[name, num_micro_batches], results[name, "stock"]
         assert isinstance(expected, str) == program.fails
@@ -135,14 +133,6 @@ def assert_as_stock(module: str, name: str, num_micro_batches: int | None) -> No
             assert found == expected
         else:
             torch.testing.assert_close(found, expected, **program.tolerance)
-
-
-@cache
-def _by_rank(module: str) -> list[dict[Any, Any]] | RankError:
-    try:
-        return run_ranks(_train_all, 2, module, timeout_s=280)
-    except RankError as error:  # remembered: the tests that share the run must not repeat it
-        return error
 
 
 def _train_all(rank: int, world_size: int, module: str) -> dict[Any, Any]:

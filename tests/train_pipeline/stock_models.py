@@ -3,14 +3,13 @@ weights on equal batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torchrec
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import (
     EmbeddingBagCollection,
@@ -25,17 +24,13 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DataParallelWrapper
-from torchrec.distributed.sharding_plan import (
-    construct_module_sharding_plan,
-    row_wise,
-    table_wise,
-)
+from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from tests.sharding.jobs import CPU, load_whole, local_shards
+from tests.sharding.jobs import load_whole, local_shards
+from tests.support.placing import CPU, distribute, place
 from tests.train_pipeline.runs import run_to_the_end
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
@@ -47,27 +42,16 @@ DIM, ROWS, MAX_LENGTH = 4, 30, 4
 FEATURES = ("f", "g", "h")
 SAMPLES = 6
 
-Make = Callable[[], nn.Module]
 
-
-@dataclass(frozen=True)
-class Stock:
-    """A module's name in the model, and which tables are not hot/cold; ``None`` = all of them."""
-
-    name: str
-    tables: frozenset[str] | None = None
+def _tables(config: type, features: Sequence[str]) -> list[Any]:
+    """A table for each feature."""
+    shape = {"embedding_dim": DIM, "num_embeddings": ROWS}
+    return [config(name=f"t_{name}", feature_names=[name], **shape) for name in features]
 
 
 def ebc(*features: str, weighted: bool = False) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(
-        device=CPU,
-        is_weighted=weighted,
-        tables=[
-            EmbeddingBagConfig(
-                name=f"t_{name}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[name]
-            )
-            for name in features
-        ],
+        device=CPU, is_weighted=weighted, tables=_tables(EmbeddingBagConfig, features)
     )
 
 
@@ -79,20 +63,12 @@ def processed(*features: str) -> FeatureProcessedEmbeddingBagCollection:
 
 
 def sequences(*features: str) -> EmbeddingCollection:
-    return EmbeddingCollection(
-        device=CPU,
-        tables=[
-            EmbeddingConfig(
-                name=f"t_{name}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[name]
-            )
-            for name in features
-        ],
-    )
+    return EmbeddingCollection(device=CPU, tables=_tables(EmbeddingConfig, features))
 
 
 def build(
     model: nn.Module,
-    stock: Sequence[Stock] | None,
+    stock: Collection[str] | None,
     optimizer: Any = torchrec.optim.RowWiseAdagrad,
     optimizer_kwargs: Any = None,
     is_wrapped: bool = True,
@@ -100,58 +76,37 @@ def build(
     stock_is_row_wise: bool = True,
     planned: int | None = None,
 ) -> DistributedModelParallel:
-    """Shards a model, with what is listed as TorchRec does it; ``None`` = all of it.
+    """Shards a model; bags are hot/cold but for the listed tables, or all TorchRec's (``None``).
 
     ``planned``: micro-batches that the plan was priced for.
     """
-    world_size = dist.get_world_size()
     hot_cold = HotColdEmbeddingBagCollectionSharder()
     sharders = {
         EmbeddingBagCollection: EmbeddingBagCollectionSharder() if stock is None else hot_cold,
         FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollectionSharder(),
         EmbeddingCollection: EmbeddingCollectionSharder(),
     }
+    params = HotColdParams(hot_rows=[0, 3], num_micro_batches=planned)
     start = {name: value.clone() for name, value in model.state_dict().items()}
     plans: dict[str, Any] = {}
-    listed = {each.name: each.tables for each in stock or ()}
     for name, module in model.named_children():
         if type(module) not in sharders:
             continue
-        tables = [
-            parts[-2]
-            for parts in (p.split(".") for p, _ in module.named_parameters())
-            if parts[-2].startswith("t_")
-        ]
-        apply_optimizer_in_backward(
-            optimizer,
-            [p for n, p in module.named_parameters() if "t_" in n],
-            optimizer_kwargs or {"lr": 0.1},
-        )
+        named = {n: p for n, p in module.named_parameters() if ".t_" in n}
+        tables = [n.split(".")[-2] for n in named]
+        apply_optimizer_in_backward(optimizer, named.values(), optimizer_kwargs or {"lr": 0.1})
         may_be_hot = type(module) is EmbeddingBagCollection
         is_row_wise = may_be_hot and (stock_is_row_wise or stock is not None)
-        plans[name] = construct_module_sharding_plan(
+        plans[name] = place(
             module,
+            hot_cold if may_be_hot else sharders[type(module)],
             {t: row_wise() if is_row_wise else table_wise(rank=0) for t in tables},
-            sharder=HotColdEmbeddingBagCollectionSharder()
-            if may_be_hot
-            else sharders[type(module)],
-            local_size=world_size,
-            world_size=world_size,
-            device_type="cpu",
+            {t: params for t in tables if stock is not None and may_be_hot and t not in stock},
         )
-        of_stock = listed.get(name, frozenset()) if name in listed else frozenset()
-        for table in tables:
-            is_stock = stock is None or not may_be_hot or of_stock is None or table in of_stock
-            if not is_stock:
-                plans[name][table].cache_params = HotColdParams(
-                    hot_rows=[0, 3], num_micro_batches=planned
-                )
-    sharded = DistributedModelParallel(
+    sharded = distribute(
         model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=CPU,
-        plan=ShardingPlan(plan=plans),
-        sharders=list(sharders.values()),
+        plans,
+        sharders.values(),
         init_data_parallel=is_wrapped,
         data_parallel_wrapper=wrapper,
     )
@@ -188,16 +143,16 @@ def left_behind(model: nn.Module) -> dict[str, Any]:
     return {
         name: [tensor for _, tensor in local_shards(value) if tensor.numel()]
         for name, value in values.items()
-        if isinstance(value, (Tensor, torch.distributed._shard.sharded_tensor.ShardedTensor))
+        if isinstance(value, (Tensor, ShardedTensor))
     }
 
 
 def train_stock(
-    model: DistributedModelParallel, batches: Sequence[Any], inside: bool = False, **options: Any
+    model: DistributedModelParallel, batches: Sequence[Any], inside: bool = False
 ) -> list[Any]:
     """By TorchRec's own pipeline."""
     trained = model.module if inside else model
-    pipeline = TrainPipelineSparseDist(trained, dense_optimizer(model), CPU, **options)
+    pipeline = TrainPipelineSparseDist(trained, dense_optimizer(model), CPU)
     return run_to_the_end(pipeline, iter(batches))
 
 

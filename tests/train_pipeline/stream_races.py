@@ -27,8 +27,6 @@ from torch.utils._pytree import tree_leaves
 from torchrec_picasso.exchange import kept_memory, ranks
 from torchrec_picasso.exchange.all_to_all import Pending, start_all_to_all
 
-__all__ = ["RaceDetector"]
-
 _CUDA = 1
 _WIRE = 3
 """Writes what an exchange receives; nobody knows of it before the exchange was waited for."""

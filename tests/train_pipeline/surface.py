@@ -10,15 +10,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
-from torchrec import distributed as trec_dist
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
 from torchrec.distributed import train_pipeline as pipelines
 from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
 from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
@@ -28,11 +32,10 @@ from torchrec.distributed.model_tracker.types import DeltaTrackerConfig, Trackin
 from torchrec.distributed.pec_embedding import PECEmbeddingCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.shard import shard, shard_modules
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.sharding_plan import row_wise
 from torchrec.distributed.train_pipeline import experimental_pipelines as experimental
 from torchrec.distributed.train_pipeline import train_pipelines
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
@@ -45,7 +48,8 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
 
-from tests.sharding.jobs import CPU, RowWiseOnCpuSharder, local_shards, result_of_module
+from tests.sharding.jobs import RowWiseOnCpuSharder, load_whole, local_shards, result_of_module
+from tests.support.placing import CPU, distribute, place, world_env
 from tests.train_pipeline import feature_cells
 from tests.train_pipeline.feature_cells import MODULES, Feature, batch_of, build
 from tests.train_pipeline.features import managed_collision_sharders
@@ -152,10 +156,6 @@ def _prefetching(model: nn.Module, dense: Any, device: torch.device) -> Any:
     return pipeline
 
 
-def _semi_sync(model: nn.Module, dense: Any, device: torch.device) -> Any:
-    return train_pipelines.TrainPipelineSemiSync(model, dense, device, start_batch=0)
-
-
 def _compiled(rank: int, is_ours: bool) -> Any:
     """Ours compiled from the second batch on; TorchRec's not at all, it takes half a minute."""
 
@@ -180,14 +180,6 @@ def _compiled_autograd(rank: int, is_ours: bool) -> Any:
         mock.patch.object(logs, "set_logs"),  # the pipeline turns all of them on
     ):
         return _pipeline(make)(rank, is_ours)
-
-
-def _stashing(cls: Any) -> Callable[..., Any]:
-    return lambda model, dense, device: cls(model, dense, device, site_fqn="tables")
-
-
-def _cpu_sparse(model: nn.Module, dense: Any, device: torch.device) -> Any:
-    return experimental.EvalPipelineCPUSparse(model, dense, device)
 
 
 class _Staged:
@@ -270,9 +262,11 @@ def _tracked(kind: str, mode: TrackingMode) -> Run:
 # -- modules, kernels and flags --------------------------------------------------------------------
 
 
-def _config(**flags: Any) -> EmbeddingBagConfig:
-    given = {"name": "t_a", "embedding_dim": 8, "num_embeddings": 30, "feature_names": ["f"]}
-    return EmbeddingBagConfig(**{**given, **flags})
+TABLE = {"name": "t_a", "embedding_dim": 8, "num_embeddings": 30, "feature_names": ["f"]}
+OURS, OURS_OF_SEQUENCES = HotColdEmbeddingBagCollectionSharder, HotColdEmbeddingCollectionSharder
+HOT = {"t_a": HotColdParams(hot_rows=[0])}
+
+Make = Callable[[], Any]
 
 
 class _One(nn.Module):
@@ -286,55 +280,31 @@ class _One(nn.Module):
         return self.tables(features)
 
 
-def _as_placed(
-    make: Callable[[], nn.Module], sharder: Any, kernel: str = "fused", inner: str = ""
-) -> Run:
+def _as_placed(make: Make, sharder: Make, kernel: str = "fused") -> Run:
     """Shards a module whose table a plan made by hand marks."""
 
     def run(rank: int, is_ours: bool) -> Any:
         module = make()
-        plan = construct_module_sharding_plan(
-            module,
-            {"t_a": row_wise()},
-            sharder=sharder(),
-            local_size=dist.get_world_size(),
-            world_size=dist.get_world_size(),
-            device_type="cpu",
-        )
+        plan = place(module, sharder(), {"t_a": row_wise()}, HOT)
         plan["t_a"].compute_kernel = kernel
-        plan["t_a"].cache_params = HotColdParams(hot_rows=[0])
-        trec_dist.DistributedModelParallel(
-            _One(module),
-            env=ShardingEnv.from_process_group(dist.group.WORLD),
-            device=CPU,
-            plan=ShardingPlan(plan={"tables": plan}),
-            sharders=[sharder()],
-        )
+        distribute(_One(module), {"tables": plan}, [sharder()])
 
     return run
 
 
-def _as_planned(make: Callable[[], nn.Module], sharder: Any) -> Run:
+def _as_planned(make: Make, sharder: Make) -> Run:
     """Plans a module whose table is named in ``hot_rows``."""
 
     def run(rank: int, is_ours: bool) -> Any:
-        planner = hot_cold_planner(
-            Topology(world_size=2, compute_device="cpu"),
-            hot_rows={"t_a": 1},
-            batch_size=8,
-        )
+        topology = Topology(world_size=2, compute_device="cpu")
+        planner = hot_cold_planner(topology, hot_rows={"t_a": 1}, batch_size=8)
         planner.plan(_One(make()), [sharder()])
 
     return run
 
 
-def _bags(**flags: Any) -> Callable[[], nn.Module]:
-    return lambda: EmbeddingBagCollection(tables=[_config(**flags)], device=CPU)
-
-
-def _sequences() -> EmbeddingCollection:
-    config = EmbeddingConfig(name="t_a", embedding_dim=8, num_embeddings=30, feature_names=["f"])
-    return EmbeddingCollection(tables=[config], device=CPU)
+def _bags(**flags: Any) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(tables=[EmbeddingBagConfig(**TABLE, **flags)], device=CPU)
 
 
 def _managed() -> nn.Module:
@@ -346,69 +316,57 @@ def _managed() -> nn.Module:
         input_hash_size=1000,
         buckets=2,
     )
-    bags: Any = _bags()()
+    bags = _bags()
     managed = ManagedCollisionCollection({"t_a": module}, bags.embedding_bag_configs())
     return ManagedCollisionEmbeddingBagCollection(bags, managed)
 
 
+def _managed_sharder() -> Any:
+    return managed_collision_sharders(OURS())[ManagedCollisionEmbeddingBagCollection]
+
+
+def _pec() -> nn.Module:
+    tables = [EmbeddingConfig(**TABLE)]
+    return PECEmbeddingCollection(EmbeddingCollection(tables=tables, device=CPU))
+
+
 def _pruned() -> nn.Module:
     itep = GenericITEPModule({"t_a": 60}, lookups=[])
-    return ITEPEmbeddingBagCollection(_bags()(), itep)
+    return ITEPEmbeddingBagCollection(_bags(), itep)
 
 
 def _fused() -> nn.Module:
     return FusedEmbeddingBagCollection(
-        [_config()], optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 0.1}, device=CPU
+        [EmbeddingBagConfig(**TABLE)],
+        optimizer_type=torch.optim.SGD,
+        optimizer_kwargs={"lr": 0.1},
+        device=CPU,
     )
 
 
 def _by_shard_modules(rank: int, is_ours: bool) -> Any:
     """Without DistributedModelParallel; a step of SGD in the tables."""
-    sharder = (HotColdEmbeddingBagCollectionSharder if is_ours else RowWiseOnCpuSharder)()
+    sharder = (OURS if is_ours else RowWiseOnCpuSharder)()
     torch.manual_seed(0)
-    model = _One(_bags()())
+    model = _One(_bags())
     apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    start = model.tables.embedding_bags["t_a"].weight.detach().clone()
-    plan = construct_module_sharding_plan(
-        model.tables,
-        {"t_a": row_wise()},
-        sharder=sharder,
-        local_size=2,
-        world_size=2,
-        device_type="cpu",
-    )
-    if is_ours:
-        plan["t_a"].cache_params = HotColdParams(hot_rows=[0])
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    sharded: Any = shard_modules(
-        model, env, CPU, plan=ShardingPlan(plan={"tables": plan}), sharders=[sharder]
-    )
-    name = "tables.embedding_bags.t_a.weight"
-    (piece,) = sharded.state_dict()[name].local_shards()
-    first = piece.metadata.shard_offsets[0]
-    piece.tensor.detach().copy_(start[first : first + len(piece.tensor)])
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    plan = place(model.tables, sharder, {"t_a": row_wise()}, HOT if is_ours else None)
+    plans = ShardingPlan(plan={"tables": plan})
+    sharded: Any = shard_modules(model, world_env(), CPU, plan=plans, sharders=[sharder])
+    load_whole(sharded, start)
     outputs = []
     for step in range(2):
         features = batch_of(replace(ALIKE, tables=ALIKE.tables[:1]), rank, step, True)
         pooled = sharded(features.sparse_features)["f"]
         pooled.square().sum().backward()
         outputs.append(pooled.detach())
-    return outputs, local_shards(sharded.state_dict()[name])
+    return outputs, [local_shards(value) for value in sharded.state_dict().values()]
 
 
 def _by_shard(rank: int, is_ours: bool) -> Any:
-    sharder = HotColdEmbeddingBagCollectionSharder()
-    module = _bags()()
-    plan = construct_module_sharding_plan(
-        module,
-        {"t_a": row_wise()},
-        sharder=sharder,
-        local_size=2,
-        world_size=2,
-        device_type="cpu",
-    )
-    plan["t_a"].cache_params = HotColdParams(hot_rows=[0])
-    shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), CPU, sharder)
+    module, sharder = _bags(), OURS()
+    shard(module, place(module, sharder, {"t_a": row_wise()}, HOT), world_env(), CPU, sharder)
 
 
 def _reshard(rank: int, is_ours: bool) -> Any:
@@ -416,58 +374,50 @@ def _reshard(rank: int, is_ours: bool) -> Any:
     model.reshard({"tables": (0.0, {"t_a": model.plan.plan["tables"]["t_a"]})}, "tables")
 
 
-def _unlike(what: str) -> tuple[Callable[[], nn.Module], Any]:
-    """A module of TorchRec's around tables of ours, and its sharder with a sharder of ours."""
-    bags, sequences = HotColdEmbeddingBagCollectionSharder, HotColdEmbeddingCollectionSharder
-    found: Mapping[str, tuple[Callable[[], nn.Module], Any]] = {
-        "managed collision": (
-            _managed,
-            lambda: managed_collision_sharders(bags())[ManagedCollisionEmbeddingBagCollection],
-        ),
-        "ITEP": (_pruned, lambda: ITEPEmbeddingBagCollectionSharder(bags())),
-        "PEC": (
-            lambda: PECEmbeddingCollection(_sequences()),
-            lambda: PECEmbeddingCollectionSharder(sequences()),
-        ),
-        "FusedEmbeddingBagCollection": (_fused, FusedEmbeddingBagCollectionSharder),
-        "EmbeddingTower": (
-            lambda: EmbeddingTower(_bags()(), nn.Linear(8, 8)),
-            EmbeddingTowerSharder,
-        ),
-    }
-    return found[what]
+MODULES_AROUND: Mapping[str, tuple[Make, Make]] = {
+    "managed collision": (_managed, _managed_sharder),
+    "ITEP": (_pruned, lambda: ITEPEmbeddingBagCollectionSharder(OURS())),
+    "PEC": (_pec, lambda: PECEmbeddingCollectionSharder(OURS_OF_SEQUENCES())),
+}
+"""Modules of TorchRec's around tables of ours, and their sharders with a sharder of ours."""
+
+MODULES_OF_THEIR_OWN: Mapping[str, tuple[Make, Make]] = {
+    "FusedEmbeddingBagCollection": (_fused, FusedEmbeddingBagCollectionSharder),
+    "EmbeddingTower": (lambda: EmbeddingTower(_bags(), nn.Linear(8, 8)), EmbeddingTowerSharder),
+}
 
 
-OURS = HotColdEmbeddingBagCollectionSharder
 SURFACE: Sequence[Entry] = (
     Entry("TrainPipelineBase", _pipeline(pipelines.TrainPipelineBase)),
     Entry("TrainPipelineSparseDistLite", _pipeline(train_pipelines.TrainPipelineSparseDistLite)),
     Entry("TrainPipelineSparseDistT", _pipeline(experimental.TrainPipelineSparseDistT)),
     Entry("TrainEvalHybridPipelineBase", _pipeline(experimental.TrainEvalHybridPipelineBase)),
     Entry("EvalPipelineSparseDist", _pipeline(pipelines.EvalPipelineSparseDist, evaluates=True)),
-    Entry(
-        "TrainPipelineFusedSparseDist",
-        _pipeline(pipelines.TrainPipelineFusedSparseDist),
-        on_idle_streams=True,
+    *(
+        Entry(name, run, on_idle_streams=True)
+        for name, run in (
+            ("TrainPipelineFusedSparseDist", _pipeline(pipelines.TrainPipelineFusedSparseDist)),
+            (
+                "TrainPipelineSemiSync",
+                _pipeline(partial(train_pipelines.TrainPipelineSemiSync, start_batch=0)),
+            ),
+            ("PrefetchTrainPipelineSparseDist", _pipeline(_prefetching)),
+            ("StagedTrainPipeline", _pipeline(_Staged)),
+            (
+                "EvalPipelineFusedSparseDist",
+                _pipeline(train_pipelines.EvalPipelineFusedSparseDist, evaluates=True),
+            ),
+        )
     ),
-    Entry("TrainPipelineSemiSync", _pipeline(_semi_sync), on_idle_streams=True),
-    Entry("PrefetchTrainPipelineSparseDist", _pipeline(_prefetching), on_idle_streams=True),
-    Entry("StagedTrainPipeline", _pipeline(_Staged), on_idle_streams=True),
-    Entry(
-        "EvalPipelineFusedSparseDist",
-        _pipeline(train_pipelines.EvalPipelineFusedSparseDist, evaluates=True),
-        on_idle_streams=True,
+    Entry("EvalPipelineCPUSparse", _pipeline(experimental.EvalPipelineCPUSparse, evaluates=True)),
+    *(
+        Entry(name, _pipeline(partial(getattr(experimental, name), site_fqn="tables")))
+        for name in (
+            "TrainPipelineSparseDistEmbStash",
+            "TrainPipelineSparseDistOptStash",
+            "TrainPipelinePrefetchEMS",
+        )
     ),
-    Entry("EvalPipelineCPUSparse", _pipeline(_cpu_sparse, evaluates=True)),
-    Entry(
-        "TrainPipelineSparseDistEmbStash",
-        _pipeline(_stashing(experimental.TrainPipelineSparseDistEmbStash)),
-    ),
-    Entry(
-        "TrainPipelineSparseDistOptStash",
-        _pipeline(_stashing(experimental.TrainPipelineSparseDistOptStash)),
-    ),
-    Entry("TrainPipelinePrefetchEMS", _pipeline(_stashing(experimental.TrainPipelinePrefetchEMS))),
     Entry("GradientAccumulationWrapper, SparseDist", _accumulating(False)),
     Entry("GradientAccumulationWrapper, 1 micro-batch", _accumulating(True, 1)),
     Entry("GradientAccumulationWrapper, 3 micro-batches", _accumulating(True, 3)),
@@ -483,22 +433,22 @@ SURFACE: Sequence[Entry] = (
     Entry("shard", _by_shard, is_ours_alone=True),
     Entry("DistributedModelParallel.reshard", _reshard, is_ours_alone=True),
     *(
-        Entry(f"{flag}, {how}", run(_bags(**{flag: True}), OURS), is_ours_alone=True)
+        Entry(f"{flag}, {how}", run(partial(_bags, **{flag: True}), OURS), is_ours_alone=True)
         for flag in ("use_virtual_table", "enable_embedding_update", "stash_weights")
         for how, run in (("planned", _as_planned), ("placed", _as_placed))
     ),
     *(
-        Entry(f"kernel {kernel}", _as_placed(_bags(), OURS, kernel), is_ours_alone=True)
+        Entry(f"kernel {kernel}", _as_placed(_bags, OURS, kernel), is_ours_alone=True)
         for kernel in ("fused_uvm_caching", "dram_virtual_table", "key_value", "fused_triton")
     ),
     *(
-        Entry(f"{what}, {how}", run(*_unlike(what)), is_ours_alone=True)
-        for what in ("managed collision", "ITEP", "PEC")
+        Entry(f"{what}, {how}", run(*module), is_ours_alone=True)
+        for what, module in MODULES_AROUND.items()
         for how, run in (("planned", _as_planned), ("placed", _as_placed))
     ),
     *(
-        Entry(f"{what}, planned", _as_planned(*_unlike(what)), is_ours_alone=True)
-        for what in ("FusedEmbeddingBagCollection", "EmbeddingTower")
+        Entry(f"{what}, planned", _as_planned(*module), is_ours_alone=True)
+        for what, module in MODULES_OF_THEIR_OWN.items()
     ),
     Entry("TrainPipelinePT2", _compiled),
     Entry("TrainPipelineSparseDistCompAutograd", _compiled_autograd, is_ours_alone=True),

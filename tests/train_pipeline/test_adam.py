@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 
-from tests.sharding.jobs import ODD, Job, build, replicas_of, result_of
+from tests.sharding.jobs import ODD, Job, build, checkpoint_of, replicas_of, result_of
 from tests.train_pipeline import stock_models
 from tests.train_pipeline.runs import (
     Run,
@@ -44,22 +44,18 @@ def _train(model: DistributedModelParallel, rank: int, steps: Sequence[int]) -> 
     return run_to_the_end(pipeline, iter(batches_of(JOB, rank, steps)))
 
 
-def _states(model: DistributedModelParallel) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optim": model.fused_optimizer.state_dict()}
-
-
 def _save_and_resume(rank: int, world_size: int, folder: Path, names: Sequence[str]) -> Any:
     found: dict[str, dict[str, Run]] = {}
     for name in names:
         job = dataclasses.replace(JOB, optimizer=name)
         model = build(job, rank, world_size)
         _train(model, rank, range(SAVED_AT))
-        dcp.save(_states(model), checkpoint_id=folder / name)
+        dcp.save(checkpoint_of(model), checkpoint_id=folder / name)
         rest = range(SAVED_AT, NUM_STEPS)
         runs = {"went on": (_train(model, rank, rest), model)}
         for how in ("resumed", "from step 0"):
             model = build(job, rank, world_size)
-            states = _states(model)
+            states = checkpoint_of(model)
             dcp.load(states, checkpoint_id=folder / name)
             model.load_state_dict(states["model"])
             model.fused_optimizer.load_state_dict(states["optim"])
@@ -95,10 +91,8 @@ class _Towers(nn.Module):
         self.is_frozen, self.num_calls = is_frozen, 0
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        first, second = (
-            self.first(batch.sparse_features)["f"],
-            self.second(batch.sparse_features)["g"],
-        )
+        first = self.first(batch.sparse_features)["f"]
+        second = self.second(batch.sparse_features)["g"]
         is_odd = not self.is_frozen and self.num_calls % 2
         pooled = first.detach() + second if is_odd else first + second.detach()
         self.num_calls += 1

@@ -11,7 +11,7 @@ of the state as PyTorch does, so nothing else differs.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -22,14 +22,24 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 
-from tests.sharding.jobs import Job, Model, Result, Table, build, make_batch, result_of, whole
+from tests.sharding.jobs import (
+    ATOL,
+    RTOL,
+    Job,
+    Model,
+    Result,
+    Table,
+    build,
+    make_batch,
+    result_of,
+    whole,
+)
 from tests.support.dense_updates import OPTIMIZERS as DENSE
 from tests.support.dense_updates import DenseUpdate
+from tests.support.shared_run import run_once
 from tests.train_pipeline.drivers import DRIVERS_OF, Driver, make_driver
-from tests.train_pipeline.runs import batches_of, run_to_the_end
-from torchrec_picasso.app.launch.run_ranks import run_ranks
+from tests.train_pipeline.runs import batches_of, losses_of, run_to_the_end
 
-RTOL, ATOL = 1e-4, 2e-5
 NUM_STEPS = 5
 EPS = 1e-2  # with 1e-8 a gradient that cancels to nearly zero would move by its rounding's share
 WORLD_SIZES = (2, 3)
@@ -39,54 +49,32 @@ TABLES = (
     Table("b", 16, 4, ("f1", "f2"), mean=True),
     Table("c", 16, 20, ("f0", "f3")),
 )
-HOT: dict[str, Any] = {"*": 2}
+BASE = Job(
+    placement={"*": 2},
+    tables=TABLES,
+    optimizer="adagrad",
+    optimizer_kwargs={"lr": 0.1, "eps": EPS},
+    num_steps=NUM_STEPS,
+)
 JOBS = {
-    "sgd": Job(
-        placement=HOT,
-        tables=TABLES,
-        optimizer="sgd",
-        optimizer_kwargs={"lr": 0.5},
-        batch_sizes=(16, 9, 0),
-        num_steps=NUM_STEPS,
+    "sgd": replace(BASE, optimizer="sgd", optimizer_kwargs={"lr": 0.5}, batch_sizes=(16, 9, 0)),
+    "adagrad": BASE,
+    "rowwise_adagrad": replace(BASE, optimizer="rowwise_adagrad", batch_sizes=(5, 8)),
+    "weighted": replace(
+        BASE, tables=tuple(replace(table, mean=False) for table in TABLES), weighted=True
     ),
-    "adagrad": Job(
-        placement=HOT,
-        tables=TABLES,
-        optimizer="adagrad",
-        optimizer_kwargs={"lr": 0.1, "eps": EPS},
-        num_steps=NUM_STEPS,
-    ),
-    "rowwise_adagrad": Job(
-        placement=HOT,
-        tables=TABLES,
-        optimizer="rowwise_adagrad",
-        optimizer_kwargs={"lr": 0.1, "eps": EPS},
-        batch_sizes=(5, 8),
-        num_steps=NUM_STEPS,
-    ),
-    "weighted": Job(
-        placement=HOT,
-        tables=tuple(dataclasses.replace(table, mean=False) for table in TABLES),
-        optimizer="adagrad",
-        optimizer_kwargs={"lr": 0.1, "eps": EPS},
-        weighted=True,
-        num_steps=NUM_STEPS,
-    ),
-    "adam": Job(
-        placement=HOT,
-        tables=TABLES,
+    "adam": replace(
+        BASE,
         optimizer="adam",
         optimizer_kwargs={"lr": 0.1, "eps": EPS, "beta1": 0.8, "weight_decay": 0.1},
         batch_sizes=(16, 9, 0),
-        num_steps=NUM_STEPS,
     ),
-    "partial_rowwise_lamb": Job(
+    "partial_rowwise_lamb": replace(
+        BASE,
         placement={"a": 2, "b": "bags", "c": 0},
-        tables=TABLES,
         optimizer="partial_rowwise_lamb",
         optimizer_kwargs={"lr": 0.05, "eps": EPS, "beta2": 0.9},
         batch_sizes=(5, 8),
-        num_steps=NUM_STEPS,
     ),
 }
 STATE_OF = {"adagrad": "sum", "rowwise_adagrad": "sum"}
@@ -135,7 +123,7 @@ def concatenated(batches: list[Batch]) -> Batch:
     )
 
 
-@dataclasses.dataclass
+@dataclass
 class Reference:
     """What the unsharded training leaves behind."""
 
@@ -146,7 +134,10 @@ class Reference:
     dense: dict[str, Tensor]
 
 
-def _unsharded(rank: int, world_size: int, job: Job, num_ranks: int) -> Reference:
+@cache
+def _reference(name: str, num_ranks: int) -> Reference:
+    """In this process."""
+    job = JOBS[name]
     model = Model(job)
     bags = model.ebc.embedding_bags
     lr, eps = job.optimizer_kwargs["lr"], job.optimizer_kwargs.get("eps", 0.0)
@@ -190,30 +181,15 @@ def _unsharded(rank: int, world_size: int, job: Job, num_ranks: int) -> Referenc
     )
 
 
-def _sharded(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[Any, Result]:
+def _sharded(rank: int, world_size: int) -> dict[Any, Result]:
     found = {}
-    for name, job in jobs.items():
+    for name, job in JOBS.items():
         for driver in DRIVERS_OF[world_size]:
             model = build(job, rank, world_size)
             batches = batches_of(job, rank, range(job.num_steps))
             outputs = run_to_the_end(make_driver(driver, model), iter(batches))
-            losses = [
-                float(((output - batch.labels) ** 2).sum() / 6)
-                for output, batch in zip(outputs, batches, strict=True)
-            ]
-            found[name, driver] = result_of(model, losses)
+            found[name, driver] = result_of(model, losses_of(outputs, batches))
     return found
-
-
-@cache
-def _results(world_size: int) -> list[dict[Any, Result]]:
-    return run_ranks(_sharded, world_size, JOBS, timeout_s=200)
-
-
-@cache
-def _reference(name: str, world_size: int) -> Reference:
-    (reference,) = run_ranks(_unsharded, 1, JOBS[name], world_size, timeout_s=60)
-    return reference
 
 
 @pytest.mark.parametrize("name", list(JOBS))
@@ -224,7 +200,7 @@ def _reference(name: str, world_size: int) -> Reference:
 )
 def test_trains_as_one_process(world_size: int, name: str, driver: Driver) -> None:
     expected = _reference(name, world_size)
-    ours = [by_case[name, driver] for by_case in _results(world_size)]
+    ours = [by_case[name, driver] for by_case in run_once(_sharded, world_size)]
     losses = torch.tensor([result.losses for result in ours]).sum(0)
     torch.testing.assert_close(losses, torch.tensor(expected.losses), rtol=RTOL, atol=ATOL)
     torch.testing.assert_close(whole(ours, "weights"), expected.weights, rtol=RTOL, atol=ATOL)

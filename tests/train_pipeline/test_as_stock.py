@@ -1,5 +1,7 @@
 """What ``TrainPipelineSparseDist`` trains, ours trains: to the same weights, state and outputs.
 
+Modules of TorchRec's own beside ours, and models that use them in part; tables of both kinds in one
+module are lines of ``docs/features.md``, which ``test_feature_table.py`` runs.
 The witness is TorchRec itself: its sharders, its exchange, its pipeline. Summation order differs,
 hence the tolerance.
 """
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 
+from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import ATOL, RTOL
 from tests.train_pipeline.stock_models import (
     DIM,
     FEATURES,
-    Stock,
     batch_of,
     build,
     ebc,
@@ -31,7 +32,6 @@ from tests.train_pipeline.stock_models import (
     train_ours,
     train_stock,
 )
-from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 NUM_STEPS = 5
 
@@ -115,59 +115,18 @@ class _Quiet(_Model):
         return (loss if self.training else None), out
 
 
-class _Ahead(_Model):
-    """A module without parameters between batch and tables, which the model uses once more."""
-
-    def make(self) -> None:
-        self.shift, self.ebc = _Shift(), ebc(*FEATURES)
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        features = self.shift(batch.sparse_features)
-        pooled = self.look_up(features)
-        lengths = features.lengths().view(len(FEATURES), -1).sum(0)
-        out = self.over(torch.cat([batch.dense_features, *pooled], dim=1)).squeeze(1)
-        return ((out - batch.labels - lengths) ** 2).mean(), out.detach()
-
-
-class _Shift(nn.Module):
-    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        values = (features.values() + 1) % 30
-        return KeyedJaggedTensor(features.keys(), values, lengths=features.lengths())
-
-
 @dataclass(frozen=True)
 class _Case:
-    """A model, which of its tables are not hot/cold, and how it is trained."""
+    """A model, and how it is trained."""
 
     make: Callable[[], nn.Module] = _Model
-    stock: Sequence[Stock] = ()
     told: Sequence[str] = ()
     """Of the summary."""
     settings: Sequence[int | None] = (1, 3, None)
-    batch: Callable[[int, int], Batch] = batch_of
     build: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
     inside: bool = False
     """Whether the pipeline gets the model without its wrapper."""
     evaluates: bool = False
-
-
-def _variable(rank: int, step: int) -> Batch:
-    """A batch size per feature; the model pools to the samples by inverse indices."""
-    batch = batch_of(rank, step)
-    features = batch.sparse_features
-    lengths = [2, 3, 6]
-    generator = torch.Generator().manual_seed(step)
-    counts = torch.randint(0, 3, (sum(lengths),), generator=generator)
-    inverse = torch.stack([torch.randint(0, size, (6,), generator=generator) for size in lengths])
-    batch.sparse_features = KeyedJaggedTensor(
-        keys=features.keys(),
-        values=torch.randint(0, 30, (int(counts.sum()),), generator=generator),
-        lengths=counts,
-        stride_per_key_per_rank=[[size] for size in lengths],
-        inverse_indices=(features.keys(), inverse),
-    )
-    return batch
 
 
 ONCE = "computed once per batch, of its exchange only that of ids is hidden: "
@@ -185,14 +144,6 @@ CASES = {
         told=[f"ec: {ONCE}it is a ShardedEmbeddingCollection, with TorchRec's exchange"],
     ),
     "frozen": _Case(_Frozen, told=["still: interleaved", "off: interleaved"]),
-    "mixed": _Case(
-        stock=[Stock("ebc", frozenset({"t_f"}))],
-        told=[
-            "ebc: interleaved",
-            f"ebc (stock tables): {ONCE}1 of its 3 tables are not hot/cold",
-        ],
-    ),
-    "stock": _Case(stock=[Stock("ebc")], told=[f"ebc: {ONCE}none of its tables is hot/cold"]),
     "changed": _Case(
         _Changed,
         settings=(1, None),
@@ -203,71 +154,46 @@ CASES = {
     ),
     "without_wrapper": _Case(inside=True, told=["ebc: interleaved"]),
     "not_data_parallel": _Case(build={"is_wrapped": False}, told=["ebc: interleaved"]),
-    "variable_batch": _Case(
-        batch=_variable,
-        settings=(1, None),
-        told=["ebc: interleaved"],
-    ),
     "quiet": _Case(_Quiet, evaluates=True),
-    "ahead": _Case(_Ahead, options={"pipeline_postproc": True}, told=["ebc: interleaved"]),
-    "ahead_not_taken": _Case(
-        _Ahead, settings=(1, None), told=["ebc: not pipelined: its input is not read off the batch"]
-    ),
 }
 
 
 def _train(case: _Case, rank: int, is_ours: bool, **settings: Any) -> tuple[Any, str]:
-    model = build(case.make(), case.stock if is_ours else None, **case.build)
-    batches = [case.batch(rank, step) for step in range(NUM_STEPS)]
+    model = build(case.make(), () if is_ours else None, **case.build)
+    batches = [batch_of(rank, step) for step in range(NUM_STEPS)]
     outputs: list[Any] = []
     summary = ""
     for part in (batches[:4], batches[4:]) if case.evaluates else (batches,):
         if is_ours:
-            found, summary = train_ours(model, part, inside=case.inside, **case.options, **settings)
+            found, summary = train_ours(model, part, inside=case.inside, **settings)
         else:
-            found = train_stock(model, part, inside=case.inside, **case.options)
+            found = train_stock(model, part, inside=case.inside)
         outputs += found
         model.eval()
     model.train()
     return (left_behind(model), outputs), summary
 
 
-def _run(rank: int, world_size: int, names: Sequence[str]) -> dict[Any, Any]:
+def _run(rank: int, world_size: int) -> dict[Any, Any]:
     results: dict[Any, Any] = {}
-    for name in names:
-        case = CASES[name]
+    for name, case in CASES.items():
         results[name] = _train(case, rank, is_ours=False)[0]
         for num_micro_batches in case.settings:
             try:
-                found = _train(
-                    case,
-                    rank,
-                    is_ours=True,
-                    num_micro_batches=num_micro_batches,
+                results[name, num_micro_batches] = _train(
+                    case, rank, is_ours=True, num_micro_batches=num_micro_batches
                 )
             except Exception as error:
                 error.add_note(f"{name}, {num_micro_batches} micro-batches")
                 raise
-            results[name, num_micro_batches] = found
     return results
-
-
-@cache
-def _by_rank() -> list[dict[Any, Any]] | RankError:
-    try:
-        return run_ranks(_run, 2, list(CASES), timeout_s=200)
-    except RankError as error:  # remembered: the tests that share the run must not repeat it
-        return error
 
 
 @pytest.mark.parametrize(
     ("name", "num_micro_batches"), [(n, k) for n, case in CASES.items() for k in case.settings]
 )
 def test_trains_as_torchrec_does(name: str, num_micro_batches: int | None) -> None:
-    by_rank = _by_rank()
-    if isinstance(by_rank, RankError):
-        raise by_rank
-    for results in by_rank:
+    for results in run_once(_run, 2):
         (mine, outputs), summary = results[name, num_micro_batches]
         stock, expected = results[name]
         assert len(stock) > 4

@@ -7,92 +7,51 @@ import dataclasses
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from tests.sharding.jobs import CPU, ODD, Job, build, dense_optimizer, make_batch, result_of, whole
-from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.app.launch.run_ranks import run_ranks
+from tests.sharding.jobs import ODD, Job, build, result_of
+from tests.support.shared_run import run_once
+from tests.train_pipeline.runs import Run, assert_same_runs, batches_of, pipeline_of, plain_steps
 
 IN_ONE = Job(placement={"*": 2, "one_row": 0}, tables=ODD, num_steps=9)
 JOBS = {"one wave": IN_ONE, "waves": dataclasses.replace(IN_ONE, waves={"a": 1, "d": 1})}
-EVALUATED = (5, 6)  # these batches are evaluated, not trained on
+LOADED_BEFORE, EVALUATED = 3, (5, 6)
 
 
-def _plain(job: Job, rank: int, world_size: int) -> tuple[Any, list[Tensor]]:
-    model = build(job, rank, world_size)
-    optimizer, outputs = dense_optimizer(model), []
-    start = copy.deepcopy(model.state_dict())
-    for step in range(job.num_steps):
-        if step == 3:
-            model.load_state_dict(start)
-        batch = make_batch(job, rank, step)
-        if step in EVALUATED:
-            model.eval()
-            with torch.no_grad():
-                outputs.append(model(batch)[1])
-            model.train()
-            continue
-        model.fused_optimizer.zero_grad()
-        optimizer.zero_grad()
-        loss, output = model(batch)
-        loss.backward()
-        optimizer.step()
-        outputs.append(output)
-    return result_of(model, []), outputs
-
-
-def _interleaved(
-    job: Job, rank: int, world_size: int, num_micro_batches: int
-) -> tuple[Any, list[Tensor]]:
-    model = build(job, rank, world_size)
-    pipeline = InterleavedTrainPipeline(
-        model,
-        dense_optimizer(model),
-        CPU,
-        num_micro_batches=num_micro_batches,
-        loss_reduction="sum",
-    )
+def _train(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
+    """By the plain loop where there are no micro-batches."""
+    model, batches = build(job, rank, world_size), batches_of(job, rank, range(job.num_steps))
+    start, left = copy.deepcopy(model.state_dict()), iter(batches)
+    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches or 1)
     outputs = []
-    start = copy.deepcopy(model.state_dict())
-    batches = iter([make_batch(job, rank, step) for step in range(job.num_steps)])
-    for step in range(job.num_steps):
+    for step, batch in enumerate(batches):
         model.state_dict()  # as a checkpoint does
-        if step == 3:
+        if step == LOADED_BEFORE:
             model.load_state_dict(start)
-        if step in EVALUATED:
-            model.eval()
-            with torch.no_grad():
-                outputs.append(pipeline.progress(batches))
-            model.train()
+        model.train(step not in EVALUATED)
+        if num_micro_batches:
+            outputs.append(pipeline.progress(left))
         else:
-            outputs.append(pipeline.progress(batches))
-    with pytest.raises(StopIteration):
-        pipeline.progress(batches)
-    in_waves = " in 2 waves" if job.waves else ""
-    assert pipeline.summary().startswith(f"ebc: interleaved{in_waves}\n")
+            outputs += plain_steps(model, [batch])
+    if num_micro_batches:
+        with pytest.raises(StopIteration):
+            pipeline.progress(left)
+        in_waves = " in 2 waves" if job.waves else ""
+        assert pipeline.summary().startswith(f"ebc: interleaved{in_waves}\n")
     return result_of(model, []), outputs
 
 
-def _run(rank: int, world_size: int, job: Job) -> dict[Any, Any]:
-    results: dict[Any, Any] = {"plain": _plain(job, rank, world_size)}
-    for num_micro_batches in (1, 3):
-        results[num_micro_batches] = _interleaved(job, rank, world_size, num_micro_batches)
-    return results
+def _run(rank: int, world_size: int) -> dict[Any, Run]:
+    return {
+        (name, number): _train(job, rank, world_size, number)
+        for name, job in JOBS.items()
+        for number in (0, 1, 3)
+    }
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("name", list(JOBS))
-def test_saved_loaded_and_evaluated_between_steps(name: str) -> None:
-    by_rank = run_ranks(_run, 2, JOBS[name], timeout_s=100)
-    plain = [rank["plain"] for rank in by_rank]
-    for num_micro_batches in (1, 3):
-        mine = [rank[num_micro_batches] for rank in by_rank]
-        for kind in ("weights", "states"):
-            torch.testing.assert_close(
-                whole([result for result, _ in mine], kind),
-                whole([result for result, _ in plain], kind),
-                rtol=1e-4,
-                atol=2e-5,
-            )
-        for (_, outputs), (_, expected) in zip(mine, plain):
-            torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=2e-5)
+def test_saved_loaded_and_evaluated_between_steps(name: str, num_micro_batches: int) -> None:
+    mine, plain = (
+        [found[name, number] for found in run_once(_run, 2)] for number in (num_micro_batches, 0)
+    )
+    assert_same_runs(mine, plain)

@@ -19,12 +19,10 @@ from tests.sharding.jobs import Job, Table, build, make_batch
 from tests.sharding.sequence_jobs import (
     SequenceJob,
     build_sequences,
-    dense_of,
     make_sequence_batch,
 )
 from tests.support.wire import MessageRecorder, all_to_alls
 from tests.train_pipeline.drivers import Driver, make_driver
-from tests.train_pipeline.runs import pipeline_of
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 PER_STEP: dict[Driver, dict[str, int]] = {
@@ -96,13 +94,7 @@ def _count_two_modules(rank: int, world_size: int) -> dict[Driver, dict[str, flo
     for driver in PER_STEP:
         if driver is not None:
             model = build_sequences(job, world_size)
-            num_micro_batches, lookahead = driver
-            pipeline = pipeline_of(
-                model,
-                optimizer=dense_of(model),
-                num_micro_batches=num_micro_batches,
-                lookahead=lookahead,
-            )
+            pipeline = make_driver(driver, model)
             batches = (make_sequence_batch(job, rank, step) for step in itertools.count())
             for _ in range(NUM_WARM):
                 pipeline.progress(batches)

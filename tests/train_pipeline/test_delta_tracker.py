@@ -7,6 +7,7 @@ Where stock is right only for TBEs of one table, each table has a learning rate 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from torch import Tensor
 from torchrec.distributed.model_tracker.types import DeltaTrackerConfig, TrackingMode
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from tests.support.shared_run import run_once
 from tests.train_pipeline.feature_cells import CPU, TABLES, Feature, batch_of, build
 from tests.train_pipeline.features import SHARED
-from torchrec_picasso import InterleavedTrainPipeline
+from tests.train_pipeline.runs import pipeline_of
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import CompatError
 
@@ -25,47 +27,27 @@ NUM_STEPS = 5
 READ_AFTER = (0, 1, 3, 4)
 
 
-def _twelve(rank: int, step: int) -> int:
-    return 12  # of more, a sum of losses lets states grow to 1e8
-
-
 APART: Mapping[str, Any] = {
-    "num_samples": _twelve,
+    # of more, a sum of losses lets states grow to 1e8
+    "num_samples": lambda rank, step: 12,
     "is_placed_alike": True,
     "kwargs_of_table": {t.name: {"lr": 0.1 + i} for i, t in enumerate(TABLES)},
 }
+ROWS = {"*": 2}
 MIXED = {"t_a": 2, "t_b": None, "t_c": "bags"}
-
-CASES: dict[str, tuple[Feature, str, TrackingMode, dict[str, Any]]] = {
-    "bags": (Feature("ids", **APART), "bags", TrackingMode.ID_ONLY, {}),
-    "bags, states": (Feature("states", **APART), "bags", TrackingMode.ROWWISE_ADAGRAD, {}),
-    "bags, compacted": (
-        Feature("mixed", hot_rows=MIXED, **APART),
-        "bags",
-        TrackingMode.ID_ONLY,
-        {"auto_compact": True},
-    ),
-    "bags, mixed, states": (
-        Feature("mixed", hot_rows=MIXED, **APART),
-        "bags",
-        TrackingMode.MOMENTUM_DIFF,
-        {},
-    ),
-    "sequences": (Feature("ids", **APART), "sequences", TrackingMode.ID_ONLY, {}),
-    "sequences, mixed": (
-        Feature("mixed", hot_rows={"*": 2, "t_b": None}, **APART),
-        "sequences",
-        TrackingMode.ID_ONLY,
-        {"auto_compact": True},
-    ),
-    "sequences, rows": (Feature("rows", **APART), "sequences", TrackingMode.EMBEDDING, {}),
-    "sequences, states": (
-        Feature("states", **APART),
-        "sequences",
-        TrackingMode.ROWWISE_ADAGRAD,
-        {},
-    ),
+BESIDE_STOCK = {"*": 2, "t_b": None}
+IDS, ADAGRAD = TrackingMode.ID_ONLY, TrackingMode.ROWWISE_ADAGRAD
+CASES: dict[str, tuple[str, Mapping[str, Any], TrackingMode, dict[str, Any]]] = {
+    "bags": ("bags", ROWS, IDS, {}),
+    "bags, states": ("bags", ROWS, ADAGRAD, {}),
+    "bags, compacted": ("bags", MIXED, IDS, {"auto_compact": True}),
+    "bags, mixed, states": ("bags", MIXED, TrackingMode.MOMENTUM_DIFF, {}),
+    "sequences": ("sequences", ROWS, IDS, {}),
+    "sequences, mixed": ("sequences", BESIDE_STOCK, IDS, {"auto_compact": True}),
+    "sequences, rows": ("sequences", ROWS, TrackingMode.EMBEDDING, {}),
+    "sequences, states": ("sequences", ROWS, ADAGRAD, {}),
 }
+"""Kind of collection, hot rows, what is tracked, and options of the tracker."""
 DRIVERS = ("stock", "SparseDist", "K=1", "K=3", "late")
 """``late``: the tracker comes when the pipeline has the model already; then nothing is read of the
 first step."""
@@ -83,16 +65,15 @@ def _read(tracker: Any) -> Read:
 
 
 def _run(rank: int, case: str, driver: str) -> list[Read]:
-    feature, kind, mode, options = CASES[case]
+    kind, hot_rows, mode, options = CASES[case]
+    feature = Feature(case, hot_rows=hot_rows, **APART)
     model = build(feature, kind, driver != "stock")
     dense = torch.optim.SGD([p for n, p in model.named_parameters() if ".t_" not in n], lr=0.05)
     config = DeltaTrackerConfig(tracking_mode=mode, **options)
     pipeline: Any = TrainPipelineSparseDist(model, dense, CPU)
     if driver not in ("stock", "SparseDist"):
-        num = 1 if driver == "K=1" else 3
-        pipeline = InterleavedTrainPipeline(
-            model, dense, CPU, num_micro_batches=num, loss_reduction="sum"
-        )
+        number = 1 if driver == "K=1" else 3
+        pipeline = pipeline_of(model, optimizer=dense, num_micro_batches=number)
     batches = iter([batch_of(feature, rank, step, True) for step in range(NUM_STEPS)])
     tracker: Any = None if driver == "late" else model.init_torchrec_delta_tracker(config)
     reads = []
@@ -108,14 +89,9 @@ def _runs(rank: int, world_size: int) -> dict[tuple[str, str], list[Read]]:
     return {(case, driver): _run(rank, case, driver) for case in CASES for driver in DRIVERS}
 
 
-@pytest.fixture(scope="module")
-def runs() -> list[dict[tuple[str, str], list[Read]]]:
-    return run_ranks(_runs, 2, timeout_s=200)
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_rows_and_states_are_those_of_stock(runs: Any, case: str) -> None:
-    for of_rank in runs:
+def test_rows_and_states_are_those_of_stock(case: str) -> None:
+    for of_rank in run_once(_runs, 2):
         expected = of_rank[case, "stock"]
         num_rows = [len(ids) for read in expected for ids, _ in read.values()]
         assert max(num_rows) > min(num_rows) > 0  # not all rows each time
@@ -159,27 +135,22 @@ def test_the_state_before_a_step_where_stock_reads_none() -> None:
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
-    def error_of(feature: Feature, kind: str, mode: TrackingMode) -> str:
+    told = []
+    for feature, kind, mode in (
+        (Feature("shared", tables=SHARED), "bags", IDS),
+        (Feature("row-wise"), "sequences", TrackingMode.MOMENTUM_LAST),
+        (Feature("bags", hot_rows={"*": "bags"}), "bags", TrackingMode.MOMENTUM_LAST),
+        (Feature("own"), "bags", None),
+    ):
         model = build(feature, kind, True)
-        try:
-            model.init_torchrec_delta_tracker(DeltaTrackerConfig(tracking_mode=mode))
-        except CompatError as error:
-            return str(error)
-        return "nothing"
-
-    own = build(Feature("own"), "bags", True)
-    try:
-        own.module.tables.register_post_lookup_tracker_fn(print)
-        found = "nothing"
-    except CompatError as error:
-        found = str(error)
-    one_home = Feature("bags", hot_rows={"*": "bags"})
-    return [
-        error_of(Feature("shared", tables=SHARED), "bags", TrackingMode.ID_ONLY),
-        error_of(Feature("row-wise"), "sequences", TrackingMode.MOMENTUM_LAST),
-        error_of(one_home, "bags", TrackingMode.MOMENTUM_LAST),
-        found,
-    ]
+        ask = partial(model.module.tables.register_post_lookup_tracker_fn, print)
+        if mode is not None:
+            config = DeltaTrackerConfig(tracking_mode=mode)
+            ask = partial(model.init_torchrec_delta_tracker, config)
+        with pytest.raises(CompatError) as refused:
+            ask()
+        told.append(str(refused.value))
+    return told
 
 
 def test_what_it_cannot_say_is_refused_where_it_is_asked_for() -> None:

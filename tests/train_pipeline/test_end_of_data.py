@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
-from torchrec.streamable import Pipelineable
 
 from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
+from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import (
     Run,
     assert_same_runs,
@@ -35,22 +35,23 @@ JOBS = {
     "mean": Job(placement={"*": 2}, tables=PLAIN),
     "stock_mean": Job(placement={"*": 2, "c": "row_wise"}, tables=PLAIN),
 }
-COUNTS = {2: [(5, 3), (0, 3), (2, 2)], 3: [(1, 4, 0)]}
-"""Batches of each rank; a rank that has none is told by the others what an empty batch is."""
-
 CASES = [
-    (world_size, name, counts, num_micro_batches)
-    for world_size, name, counts in [
-        *((2, "hot_cold", counts) for counts in COUNTS[2]),
-        (2, "waves", (2, 4)),
-        (2, "mixed", (2, 5)),
-        (2, "stock", (4, 2)),
-        (2, "mean", (2, 4)),
-        (2, "stock_mean", (3, 3)),  # TorchRec has no means of no samples, so no rank may need any
-        (3, "hot_cold", COUNTS[3][0]),
+    (name, counts, num_micro_batches)
+    for name, counts in [
+        ("hot_cold", (5, 3)),
+        ("hot_cold", (0, 3)),
+        ("hot_cold", (2, 2)),
+        ("hot_cold", (1, 4, 0)),
+        ("waves", (2, 4)),
+        ("mixed", (2, 5)),
+        ("stock", (4, 2)),
+        ("mean", (2, 4)),
+        ("stock_mean", (3, 3)),  # TorchRec has no means of no samples, so no rank may need any
     ]
     for num_micro_batches in (1, 4)
 ]
+"""Job, batches of each rank and micro-batches; a rank that has no batch is told by the others what
+an empty one is."""
 
 
 def _build(name: str, rank: int, world_size: int) -> DistributedModelParallel:
@@ -75,8 +76,7 @@ def _padded(job: Job, rank: int, counts: tuple[int, ...]) -> list[Batch]:
 
 def _uneven(rank: int, world_size: int) -> dict[Any, Run]:
     results: dict[Any, Run] = {}
-    for case in CASES:
-        _, name, counts, num_micro_batches = case
+    for name, counts, num_micro_batches in CASES:
         job = JOBS[name]
         if len(counts) != world_size:
             continue
@@ -91,22 +91,17 @@ def _uneven(rank: int, world_size: int) -> dict[Any, Run]:
         for _ in range(2):  # still over, and nobody waits for anybody
             with pytest.raises(StopIteration):
                 pipeline.progress(iter([]))
-        results[case] = result_of(model, []), outputs
+        results[name, counts, num_micro_batches] = result_of(model, []), outputs
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_whose_data_has_ended_goes_on_with_empty_batches(world_size: int) -> None:
-    by_rank = run_ranks(_uneven, world_size, timeout_s=100)
-    seen = 0
-    for case in CASES:
-        _, name, counts, _ = case
-        if len(counts) == world_size:
-            mine = [results[case] for results in by_rank]
-            assert [len(outputs) for _, outputs in mine] == [max(counts)] * world_size
-            assert_same_runs(mine, [results[name, counts] for results in by_rank])
-            seen += 1
-    assert seen >= 2
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_rank_whose_data_has_ended_goes_on_with_empty_batches(case: Any) -> None:
+    name, counts, _ = case
+    by_rank = run_once(_uneven, len(counts))
+    mine, plain = ([results[key] for results in by_rank] for key in (case, (name, counts)))
+    assert [len(outputs) for _, outputs in mine] == [max(counts)] * len(counts)
+    assert_same_runs(mine, plain)
 
 
 def _epochs(rank: int, world_size: int) -> dict[str, Run]:
@@ -178,41 +173,6 @@ def test_knowing_of_the_end_costs_no_collective_of_its_own() -> None:
     for counts in run_ranks(_reductions_per_step, 2, timeout_s=60):
         # of what was written, hot rows and dense gradients; the question in place of hot rows; all
         assert counts == {"hot_cold": 3, "stock": 3, "stop": 4}
-
-
-class _Sealed(Pipelineable):
-    """A batch that only its owner can cut."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.sparse_features = batch.sparse_features
-        self.labels = batch.labels
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> _Sealed:
-        return self
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        pass
-
-    def pin_memory(self) -> _Sealed:
-        return self
-
-
-def _sealed(rank: int, world_size: int) -> tuple[int, str]:
-    """Even numbers of such batches are no trouble; a missing one at the start is, on all ranks."""
-    job = JOBS["hot_cold"]
-    pipeline = pipeline_of(build(job, rank, world_size))
-    batches = [_Sealed(batch) for batch in batches_of(job, rank, range(3))]
-    steps = len(run_to_the_end(pipeline, iter(batches)))
-    with pytest.raises(CompatError) as refused:
-        pipeline.progress(iter(batches[rank:] if rank == 0 else []))
-    return steps, str(refused.value)
-
-
-def test_batches_that_cannot_be_cut_are_refused_only_where_an_empty_one_is_needed() -> None:
-    for steps, told in run_ranks(_sealed, 2, timeout_s=60):
-        assert steps == 3
-        assert "type _Sealed could not be cut to 0 samples" in told
-        assert "split_batch=" in told
 
 
 def test_an_empty_batch_is_like_the_other() -> None:

@@ -1,220 +1,110 @@
 """Interleaved training against the plain loop: losses, weights, state; K 1, 2, 4; 2 and 3 ranks.
 
-The plain loop is the same model step by step, whose own equality with stock TorchRec is
-``tests/sharding/test_exactness.py``. Micro-batches sum gradients in another order, hence the
-tolerance; looking ahead changes no bit.
+Of what ``test_against_stock.py`` leaves out: waves, stock tables beside, other precisions on the
+wire, replicas in a table of their own; and of what is the same to the bit. The plain loop's own
+equality with stock TorchRec is ``tests/sharding/test_exactness.py``. Micro-batches sum gradients in
+another order, hence the tolerance; looking ahead changes no bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torchrec.datasets.utils import Batch
 
 from tests.sharding.jobs import (
-    CPU,
+    ATOL,
     ODD,
     PLAIN,
+    RTOL,
     Job,
     Result,
+    assert_same_results,
     build,
-    dense_optimizer,
-    make_batch,
     result_of,
-    train,
-    whole,
 )
-from tests.train_pipeline.drivers import SETTINGS_OF
-from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
+from tests.support.shared_run import run_once
+from tests.train_pipeline.drivers import SETTINGS_OF, make_driver
+from tests.train_pipeline.runs import batches_of, losses_of, plain_steps, run_to_the_end
 
-RTOL, ATOL = 1e-4, 2e-5
-NUM_STEPS = 5
+ODD_ROWS = Job(placement={"*": 2, "one_row": 1}, tables=ODD, num_steps=5)
 JOBS = {
-    "rowwise_adagrad": Job(placement={"*": 2, "one_row": 1}, tables=ODD, num_steps=NUM_STEPS),
-    "sgd": Job(
-        placement={"*": 0},
-        tables=PLAIN,
-        optimizer="sgd",
-        optimizer_kwargs={"lr": 0.01},
-        num_steps=NUM_STEPS,
-    ),
-    "uneven": Job(
-        placement={"*": 3, "one_row": 0, "two_rows": 2},
-        tables=ODD,
-        batch_sizes=(16, 9, 0),
-        num_steps=NUM_STEPS,
-    ),
-    "mixed": Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN, num_steps=NUM_STEPS),
-    "weighted": Job(
-        placement={"*": 4},
-        tables=tuple(dataclasses.replace(table, mean=False) for table in PLAIN),
-        weighted=True,
-        num_steps=NUM_STEPS,
-    ),
-    "waves": Job(
-        placement={"*": 2, "one_row": 1},
-        tables=ODD,
-        waves={"a": 1, "b": 2, "two_rows": 2, "d": 1},
-        num_steps=NUM_STEPS,
-    ),
+    "rows": ODD_ROWS,
+    "two_tables": dataclasses.replace(ODD_ROWS, two_tables=True),
+    "mixed": Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN, num_steps=5),
+    "waves": dataclasses.replace(ODD_ROWS, waves={"a": 1, "b": 2, "two_rows": 2, "d": 1}),
     "waves_weighted_uneven": Job(
         placement={"*": 2, "one_row": 0},
         tables=tuple(dataclasses.replace(table, mean=False) for table in ODD),
         waves={"b": 1, "d": 3},
         weighted=True,
         batch_sizes=(16, 9, 0),
-        num_steps=NUM_STEPS,
+        num_steps=5,
     ),
     "waves_half_wire": Job(
-        placement={"*": 2}, tables=PLAIN, waves={"b": 1}, wire="fp16", num_steps=NUM_STEPS
+        placement={"*": 2}, tables=ODD[:2], waves={"b": 1}, wire="fp16", num_steps=5
     ),
-    "half_wire": Job(placement={"*": 2}, tables=ODD[:2], wire="fp16", num_steps=NUM_STEPS),
 }
-JOBS["two_tables"] = dataclasses.replace(JOBS["rowwise_adagrad"], two_tables=True)
-JOBS_OF = {2: tuple(JOBS), 3: ("rowwise_adagrad", "uneven", "waves", "waves_weighted_uneven")}
+JOBS_OF = {2: tuple(JOBS), 3: ("rows", "waves_weighted_uneven")}
 """By number of ranks."""
-CASES = [(world_size, name) for world_size, names in JOBS_OF.items() for name in names]
-HALF = (5e-3, 1e-3)  # a sum may round to the next of 11 bits
-TOLERANCES = {"half_wire": HALF, "waves_half_wire": HALF}
-SETTINGS = [(world_size, *setting) for world_size in JOBS_OF for setting in SETTINGS_OF[world_size]]
-CASES_AND_SETTINGS = [
-    (world_size, name, *setting)
-    for world_size, name in CASES
+TOLERANCES = {"waves_half_wire": (5e-3, 1e-3)}  # a sum may round to the next of 11 bits
+CASES = [
+    (world_size, name, setting)
+    for world_size, names in JOBS_OF.items()
+    for name in names
     for setting in SETTINGS_OF[world_size]
 ]
 
 
-def _batches(job: Job, rank: int) -> Iterator[Batch]:
-    return iter([make_batch(job, rank, step) for step in range(job.num_steps)])
+def _train(job: Job, rank: int, world_size: int, setting: tuple[int, bool] | None) -> Result:
+    """By the pipeline, or by the plain loop."""
+    model, batches = build(job, rank, world_size), batches_of(job, rank, range(job.num_steps))
+    if setting is None:
+        outputs = plain_steps(model, batches)
+    else:
+        outputs = run_to_the_end(make_driver(setting, model), iter(batches))
+    return result_of(model, losses_of(outputs, batches))
 
 
-def _interleaved(
-    job: Job, rank: int, world_size: int, num_micro_batches: int, lookahead: bool
-) -> Result:
-    model = build(job, rank, world_size)
-    pipeline = InterleavedTrainPipeline(
-        model,
-        dense_optimizer(model),
-        CPU,
-        num_micro_batches=num_micro_batches,
-        lookahead=lookahead,
-        loss_reduction="sum",
-    )
-    batches, outputs = _batches(job, rank), []
-    while True:
-        try:
-            outputs.append(pipeline.progress(batches))
-        except StopIteration:
-            break
-    assert len(outputs) == job.num_steps
-    losses = [
-        float(((output - batch.labels) ** 2).sum() / 6)
-        for output, batch in zip(outputs, _batches(job, rank))
-    ]
-    return result_of(model, losses)
+def _run(rank: int, world_size: int) -> dict[Any, Result]:
+    found = {
+        (name, setting): _train(JOBS[name], rank, world_size, setting)
+        for name in JOBS_OF[world_size]
+        for setting in (None, *SETTINGS_OF[world_size])
+    }
+    return {**found, "again": _train(ODD_ROWS, rank, world_size, (4, True))}
 
 
-def _run(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[Any, Result]:
-    results: dict[Any, Result] = {}
-    for name, job in jobs.items():
-        model = build(job, rank, world_size)
-        results[name, "plain"] = result_of(model, train(model, job, rank, range(job.num_steps)))
-        for num_micro_batches, lookahead in SETTINGS_OF[world_size]:
-            results[name, num_micro_batches, lookahead] = _interleaved(
-                job, rank, world_size, num_micro_batches, lookahead
-            )
-    results["again"] = _interleaved(jobs["rowwise_adagrad"], rank, world_size, 4, True)
-    return results
+def _of_ranks(world_size: int, *keys: Any) -> list[list[Result]]:
+    return [[found[key] for found in run_once(_run, world_size)] for key in keys]
 
 
-def _trained(world_size: int) -> list[dict[Any, Result]]:
-    results = _once(world_size)
-    if isinstance(results, RankError):
-        raise results
-    return results
-
-
-@cache
-def _once(world_size: int) -> list[dict[Any, Result]] | RankError:
-    try:
-        return run_ranks(
-            _run, world_size, {name: JOBS[name] for name in JOBS_OF[world_size]}, timeout_s=280
-        )
-    except RankError as error:  # remembered: the tests that share the run must not repeat it
-        return error
-
-
-def _assert_close(mine: list[Result], its: list[Result], rtol: float, atol: float) -> None:
-    for kind in ("weights", "states"):
-        torch.testing.assert_close(whole(mine, kind), whole(its, kind), rtol=rtol, atol=atol)
-    for my, other in zip(mine, its):
-        torch.testing.assert_close(my.dense, other.dense, rtol=rtol, atol=atol)
-        torch.testing.assert_close(my.losses, other.losses, rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "name", "num_micro_batches", "lookahead"), CASES_AND_SETTINGS
-)
-def test_trains_as_the_plain_loop(
-    world_size: int, name: str, num_micro_batches: int, lookahead: bool
-) -> None:
-    by_rank = _trained(world_size)
-    mine = [rank[name, num_micro_batches, lookahead] for rank in by_rank]
-    plain = [rank[name, "plain"] for rank in by_rank]
-    _assert_close(mine, plain, *TOLERANCES.get(name, (RTOL, ATOL)))
-    for replicas in zip(*(result.replicas for result in mine)):
-        for replica in replicas[1:]:
-            torch.testing.assert_close(replica, replicas[0], rtol=0, atol=0)
+@pytest.mark.parametrize(("world_size", "name", "setting"), CASES)
+def test_trains_as_the_plain_loop(world_size: int, name: str, setting: tuple[int, bool]) -> None:
+    mine, plain = _of_ranks(world_size, (name, setting), (name, None))
+    assert_same_results(mine, plain, *TOLERANCES.get(name, (RTOL, ATOL)))
 
 
 @pytest.mark.parametrize(
     ("world_size", "name", "num_micro_batches"),
-    [
-        (world_size, name, k)
-        for world_size, name, k, ahead in CASES_AND_SETTINGS
-        if not ahead and (k, True) in SETTINGS_OF[world_size]
-    ],
+    [(size, name, k) for size, name, (k, ahead) in CASES if size == 2 and not ahead],
 )
 def test_looking_ahead_changes_nothing(world_size: int, name: str, num_micro_batches: int) -> None:
-    by_rank = _trained(world_size)
-    ahead = [rank[name, num_micro_batches, True] for rank in by_rank]
-    _assert_close(ahead, [rank[name, num_micro_batches, False] for rank in by_rank], 0, 0)
+    keys = ((name, (num_micro_batches, ahead)) for ahead in (True, False))
+    assert_same_results(*_of_ranks(world_size, *keys), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("world_size", "num_micro_batches", "lookahead"), SETTINGS)
-def test_waves_train_the_same_model(
-    world_size: int, num_micro_batches: int, lookahead: bool
-) -> None:
-    by_rank = _trained(world_size)
-    waves, in_one = (
-        [rank[name, num_micro_batches, lookahead] for rank in by_rank]
-        for name in ("waves", "rowwise_adagrad")
-    )
-    _assert_close(waves, in_one, RTOL, ATOL)
-
-
-@pytest.mark.parametrize(("num_micro_batches", "lookahead"), SETTINGS_OF[2])
-def test_replicas_in_a_table_of_their_own_change_nothing(
-    num_micro_batches: int, lookahead: bool
-) -> None:
-    by_rank = _trained(2)
-    one, two = (
-        [rank[name, num_micro_batches, lookahead] for rank in by_rank]
-        for name in ("rowwise_adagrad", "two_tables")
-    )
-    _assert_close(two, one, 0, 0)
+@pytest.mark.parametrize("setting", SETTINGS_OF[2])
+def test_replicas_in_a_table_of_their_own_change_nothing(setting: tuple[int, bool]) -> None:
+    one, two = _of_ranks(2, ("rows", setting), ("two_tables", setting))
+    assert_same_results(two, one, rtol=0, atol=0)
     for mine, its in zip(two, one):
         torch.testing.assert_close(mine.replicas, its.replicas, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_same_settings_give_the_same_bits(world_size: int) -> None:
-    by_rank = _trained(world_size)
-    again = [rank["again"] for rank in by_rank]
-    _assert_close(again, [rank["rowwise_adagrad", 4, True] for rank in by_rank], 0, 0)
+    again, first = _of_ranks(world_size, "again", ("rows", (4, True)))
+    assert_same_results(again, first, rtol=0, atol=0)

@@ -15,7 +15,6 @@ from tests.train_pipeline.feature_table import (
     Ran,
     page_of,
     run_all,
-    run_all_surface,
     surface_words,
     words,
 )
@@ -25,7 +24,7 @@ FEATURE = Feature("any")
 
 
 def test_the_page_is_what_ran() -> None:
-    assert PAGE.read_text() == page_of(run_all(), run_all_surface()), (
+    assert PAGE.read_text() == page_of(*run_all()), (
         "a cell ran otherwise; python -m tests.train_pipeline.feature_table writes the page"
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
+from torchrec import KeyedTensor
 from torchrec.datasets.utils import Batch
 
 from tests.train_pipeline.programs import (
@@ -54,12 +54,13 @@ class _OfObject:
 
 
 class Scaled(Head):
-    """Its loss grows with the forwards that an object counts."""
+    """Its loss grows with the forwards that something counts."""
 
-    meter: Any
+    def factor(self, out: Tensor) -> float:
+        raise NotImplementedError
 
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
-        return super().loss(out, batch) * self.meter.tick()
+        return super().loss(out, batch) * self.factor(out)
 
 
 class CountsInClass(Scaled):
@@ -69,23 +70,31 @@ class CountsInClass(Scaled):
         super().__init__()
         _OfClass.num_calls, self.meter = 0, _OfClass()
 
+    def factor(self, out: Tensor) -> float:
+        return self.meter.tick()
+
 
 class CountsInObject(Scaled):
     """A count in an object that all models of the class share."""
+
+    meter: Any
 
     def __init__(self) -> None:
         super().__init__()
         CountsInObject.meter = _OfObject()
 
+    def factor(self, out: Tensor) -> float:
+        return self.meter.tick()
 
-class CountsItself(Head):
+
+class CountsItself(Scaled):
     """Another loss from its fourth forward on."""
 
     num_calls = 0
 
-    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+    def factor(self, out: Tensor) -> float:
         self.num_calls += 1
-        return super().loss(out, batch) * (1 + self.num_calls // 4)
+        return 1 + self.num_calls // 4
 
 
 class Spectral(Head):
@@ -223,107 +232,22 @@ class Shaken(Switched):
         return super().tower(x + 1e-9 * way / way.norm(dim=1, keepdim=True))
 
 
-class NowAndThen(Switched):
-    """Compares samples in some steps that are drawn."""
-
-    @property
-    def compares(self) -> bool:  # type: ignore[override]
-        return bool(torch.rand(()) < 0.4)
+def _comparing(condition: Callable[[], bool]) -> type[Head]:
+    """Compares samples in the steps that a condition holds in."""
+    return type("Comparing", (Switched,), {"compares": property(lambda head: condition())})
 
 
-class NowAndThenByPython(Switched):
-    """Compares samples in some steps that Python draws."""
-
-    @property
-    def compares(self) -> bool:  # type: ignore[override]
-        return random.random() < 0.4
-
-
-class NowAndThenByNumPy(Switched):
-    """Compares samples in some steps that NumPy draws."""
-
-    @property
-    def compares(self) -> bool:  # type: ignore[override]
-        return bool(np.random.rand() < 0.4)
-
-
-def _make_count() -> Callable[[], int]:
-    num_calls = 0
-
-    def count() -> int:
-        nonlocal num_calls
-        num_calls += 1
-        return num_calls
-
-    return count
-
-
-class CountsInClosure(Head):
-    """A count in a closure."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        _GLOBAL.count = _make_count()
-
-    def loss(self, out: Tensor, batch: Batch) -> Tensor:
-        return super().loss(out, batch) * _GLOBAL.count()
-
-
-class CountsInDefault(Head):
-    """A count in a default argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.note([], clear=True)
-
-    def note(self, out: Any, seen: list[int] = [], clear: bool = False) -> int:  # noqa: B006
-        if clear:
-            seen.clear()
-        seen.append(1)
-        return len(seen)
-
-    def loss(self, out: Tensor, batch: Batch) -> Tensor:
-        return super().loss(out, batch) * self.note(out)
-
-
-class TakesTurns(Head):
-    """Another loss in every other forward, by an iterator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        _GLOBAL.turns = itertools.cycle((1, 2))
-
-    def loss(self, out: Tensor, batch: Batch) -> Tensor:
-        return super().loss(out, batch) * next(_GLOBAL.turns)
-
-
-class Reorders(Head):
+class Reorders(Scaled):
     """Another loss in every other forward, by the order of a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
         _GLOBAL.scales = {"one": 1, "two": 2}
 
-    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+    def factor(self, out: Tensor) -> float:
         name = next(iter(_GLOBAL.scales))
         _GLOBAL.scales[name] = scale = _GLOBAL.scales.pop(name)
-        return super().loss(out, batch) * scale
-
-
-class OfGlobal(Switched):
-    """Compares samples once an object outside the model says so."""
-
-    @property
-    def compares(self) -> bool:  # type: ignore[override]
-        return _GLOBAL.compares
-
-
-class OfBackend(Switched):
-    """Compares samples once a setting of cuDNN has changed."""
-
-    @property
-    def compares(self) -> bool:  # type: ignore[override]
-        return torch.backends.cudnn.benchmark
+        return scale
 
 
 class OfItsType(Switched):
@@ -365,6 +289,26 @@ class NormalisedInCheckpoint(Head):
         return self.over(torch.tanh(hidden))
 
 
+class WritingClicked(Head):
+    """Writes into what the tables gave it; a loss over clicked samples only."""
+
+    def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[Any, Any]:
+        values = pooled.values()
+        values *= 0.5
+        return super().forward(pooled, batch)
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        clicked = (batch.labels > 0.5).float()
+        return ((out - batch.labels) ** 2 * clicked).sum() / clicked.sum()
+
+
+class Fixed(Head):
+    """Knows its batch size."""
+
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
+        return ((out.view(SAMPLES) - batch.labels) ** 2).mean()
+
+
 class Ranks(Head):
     """Gives places within the batch."""
 
@@ -379,14 +323,6 @@ class Unproved(Switched):
         classes = torch.stack([out, -out], dim=1)
         loss = functional.cross_entropy(classes, (batch.labels > 0.5).long())
         return loss + super().loss(out, batch)
-
-
-class OfPrecision(Switched):
-    """Compares samples under autocast."""
-
-    @property
-    def compares(self) -> bool:  # type: ignore[override]
-        return torch.is_autocast_enabled("cpu")
 
 
 class ShowsWeight(Head):
@@ -425,6 +361,7 @@ def _last_tunes(model: Any, step: int) -> None:
 
 
 def _seed(model: Any) -> None:
+    torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
 
@@ -478,6 +415,7 @@ def _with_late_autocast(base: type) -> type:
     return Autocast
 
 
+_OF_TABLES = "the gradient of the output of ebc differs by"
 _DIFFERS = Program(refusal="differs by")
 PROGRAMS = {
     "count in a class": replace(_DIFFERS, head=CountsInClass),
@@ -498,26 +436,32 @@ PROGRAMS = {
     "comparison of what is shaken": Program(
         head=Shaken, refusal="is not a number, so it cannot be compared"
     ),
-    "comparison now and then": Program(
-        head=NowAndThen,
-        prepare=lambda model: torch.manual_seed(3),
-        refusal="the model is random by itself",
-    ),
-    "comparison now and then by Python": Program(
-        head=NowAndThenByPython, prepare=_seed, refusal="random by itself"
-    ),
-    "comparison now and then by NumPy": Program(
-        head=NowAndThenByNumPy, prepare=_seed, refusal="random by itself"
-    ),
-    "count in a closure": replace(_DIFFERS, head=CountsInClosure),
-    "count in a default": replace(_DIFFERS, head=CountsInDefault),
-    "iterator": replace(_DIFFERS, head=TakesTurns),
+    **{
+        f"comparison now and then{by}": Program(
+            head=_comparing(condition), prepare=_seed, refusal="random by itself"
+        )
+        for by, condition in {
+            "": lambda: bool(torch.rand(()) < 0.4),
+            " by Python": lambda: random.random() < 0.4,
+            " by NumPy": lambda: bool(np.random.rand() < 0.4),
+        }.items()
+    },
     "order of a dictionary": replace(_DIFFERS, head=Reorders),
-    "switch outside the model": replace(_DIFFERS, head=OfGlobal, before_step=_last_switches_global),
-    "setting of cuDNN": replace(_DIFFERS, head=OfBackend, before_step=_last_tunes),
+    "switch outside the model": replace(
+        _DIFFERS,
+        head=_comparing(lambda: _GLOBAL.compares),
+        before_step=_last_switches_global,
+    ),
+    "setting of cuDNN": replace(
+        _DIFFERS,
+        head=_comparing(lambda: torch.backends.cudnn.benchmark),
+        before_step=_last_tunes,
+    ),
     "type of a tensor": replace(_DIFFERS, head=OfItsType),
     "centred in a function": replace(_DIFFERS, head=Centred),
     "norm in a checkpoint": replace(_DIFFERS, head=NormalisedInCheckpoint),
+    "written output of tables": Program(head=WritingClicked, refusal=_OF_TABLES),
+    "batch size in the model": Program(head=Fixed, refusal="RuntimeError in 4 micro-batches"),
     "ranks": Program(head=Ranks, refusal="output[0] differs in"),
     "cached tensor": Program(head=Cached),
     "switch": replace(_DIFFERS, head=Switched, before_step=_last_switches),
@@ -529,7 +473,10 @@ PROGRAMS = {
         head=Unproved, before_step=_last_is_hooked, refusal="a gradient hook is"
     ),
     "autocast from the last step on": replace(
-        _DIFFERS, head=OfPrecision, pipeline=_with_late_autocast, tolerance=BFLOAT16
+        _DIFFERS,
+        head=_comparing(lambda: torch.is_autocast_enabled("cpu")),
+        pipeline=_with_late_autocast,
+        tolerance=BFLOAT16,
     ),
     "view of a weight": Program(head=ShowsWeight, refusal="a view into the model"),
     "evaluated every other step": Program(before_step=_evaluates_every_other),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
@@ -19,13 +18,13 @@ from torch import Tensor
 from torchrec.datasets.utils import Batch
 
 from tests.sharding.jobs import ODD, PLAIN, Job, build
+from tests.support.shared_run import run_once
 from tests.train_pipeline.feature_cells import Feature, batch_of, own_rows
 from tests.train_pipeline.feature_cells import build as build_cell
-from tests.train_pipeline.features import _Two
+from tests.train_pipeline.features import Two
 from tests.train_pipeline.runs import batches_of, pipeline_of, run_to_the_end
 from tests.train_pipeline.stream_races import RaceDetector
 from torchrec_picasso import Refresh
-from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.ops import order
 from torchrec_picasso.train_pipeline import interleaved
@@ -37,7 +36,7 @@ JOBS = {
     "packs": Job(placement={"*": 2, "one_row": 1}, tables=ODD, batch_sizes=(6, 3), waves={"d": 1}),
     "weighted": Job(placement={"*": 0}, tables=PLAIN[:2], weighted=True),
     "one_without": Job(placement={"*": 2}, tables=PLAIN[:2]),
-    "processors": Feature("two modules in one exchange", processors="by_feature", model=_Two),
+    "processors": Feature("two modules in one exchange", processors="by_feature", model=Two),
     "own_rows": Feature("each feature with rows of its own", weighted=True, change_batch=own_rows),
 }
 BATCHES = {
@@ -142,24 +141,9 @@ def _run(rank: int, world_size: int) -> dict[Case, _Watched]:
     return {case: _train(rank, world_size, case) for case in (*CAREFUL, *CARELESS)}
 
 
-@cache
-def _once() -> list[dict[Case, _Watched]] | RankError:
-    try:
-        return run_ranks(_run, 2, timeout_s=200)
-    except RankError as error:  # remembered: the tests that share the run must not repeat it
-        return error
-
-
-def _of_ranks(case: Case) -> list[_Watched]:
-    by_rank = _once()
-    if isinstance(by_rank, RankError):
-        raise by_rank
-    return [of_rank[case] for of_rank in by_rank]
-
-
 @pytest.mark.parametrize("case", CAREFUL, ids=str)
 def test_no_use_across_streams_races(case: Case) -> None:
-    for watched in _of_ranks(case):
+    for watched in (of_rank[case] for of_rank in run_once(_run, 2)):
         assert not watched.races
         assert min(watched.num_ops[0], watched.num_ops[1]) > 100
         assert watched.num_steps == max(BATCHES[case[1]])
@@ -167,5 +151,5 @@ def test_no_use_across_streams_races(case: Case) -> None:
 
 @pytest.mark.parametrize(("case", "race"), CARELESS.items())
 def test_a_careless_hand_over_is_found(case: Case, race: str) -> None:
-    for watched in _of_ranks(case):
+    for watched in (of_rank[case] for of_rank in run_once(_run, 2)):
         assert any(race in found for found in watched.races)

@@ -44,12 +44,13 @@ def _clean_rows(rank: int, world_size: int, lookahead: bool) -> list[list[int]]:
     return found
 
 
+def _both(rank: int, world_size: int) -> list[list[list[int]]]:
+    return [_clean_rows(rank, world_size, lookahead) for lookahead in (True, False)]
+
+
 def test_clean_rows_are_those_that_no_rank_used_in_the_step_before() -> None:
-    for rank, found in enumerate(run_ranks(_clean_rows, 2, True, timeout_s=100)):
+    for rank, (found, without) in enumerate(run_ranks(_both, 2, timeout_s=100)):
         for before, now, counts in zip(IDS, IDS[1:], found):
             clean = set(now[rank]) - set(before[0]) - set(before[1])
             assert counts == [sum(row < 500 for row in clean), sum(row >= 500 for row in clean)]
-
-
-def test_without_lookahead_no_row_is_clean() -> None:
-    assert run_ranks(_clean_rows, 2, False, timeout_s=100) == [[[0, 0]] * 3] * 2
+        assert without == [[0, 0]] * 3, "without lookahead no row is clean"

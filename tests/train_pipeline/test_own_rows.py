@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from tests.sharding.jobs import whole
+from tests.sharding.jobs import ATOL, RTOL, assert_same_results, whole
+from tests.support.shared_run import run_once
 from tests.train_pipeline.feature_cells import (
     TABLES,
     Feature,
@@ -24,40 +27,18 @@ from tests.train_pipeline.feature_cells import (
     Outcome,
     collection,
     own_rows,
-    own_rows_by_sample,
-    pooled_by,
     run_cell,
 )
-from torchrec_picasso.app.launch.run_ranks import run_ranks
+from tests.train_pipeline.features import BAGS, OWN_ROWS, ProcessedFirst, Two
+from torchrec_picasso import HotColdEmbeddingBagCollectionSharder
 
 
-class _Both(Model):
+class _Both(Two):
     """Sequences and bags."""
 
     def make(self, feature: Feature) -> None:
         self.tables = collection(feature, "sequences", feature.tables[:1])
         self.more_tables = collection(feature, "bags", feature.tables[1:])
-
-    def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        return [
-            *pooled_by(self.tables(features), self.keys[:1]),
-            *pooled_by(self.more_tables(features), self.keys[1:]),
-        ]
-
-
-class _BesideWeighted(Model):
-    """Processed tables beside weighted ones, in one exchange."""
-
-    def make(self, feature: Feature) -> None:
-        self.tables = collection(feature, "bags", feature.tables[1:])
-        without = dataclasses.replace(feature, processors=None)
-        self.more_tables = collection(without, "bags", feature.tables[:1])
-
-    def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        return [
-            *pooled_by(self.more_tables(features), self.keys[:1]),
-            *pooled_by(self.tables(features), self.keys[1:]),
-        ]
 
 
 class _OverRows(Model):
@@ -89,23 +70,21 @@ def _without_inverse(batch: Batch, step: int) -> Batch:
     return batch
 
 
-OWN = {"change_batch": own_rows, "change_of_witness": own_rows_by_sample}
-BAGS = {"*": "bags"}
 MEAN_AND_SUM = (TABLES[0], dataclasses.replace(TABLES[1], mean=True), TABLES[2])
 CASES: Mapping[str, tuple[Feature, str, tuple[int | None, ...]]] = {
-    "bags": (Feature("", tables=MEAN_AND_SUM, **OWN), "bags", (1, None)),
-    "no_lookahead": (Feature("", settings={"lookahead": False}, **OWN), "bags", (1,)),
-    "sequences": (Feature("", need_indices=True, **OWN), "sequences", (1, None)),
-    "both": (Feature("", model=_Both, **OWN), "bags", (1,)),
-    "bags_travel": (Feature("", tables=MEAN_AND_SUM, hot_rows=BAGS, **OWN), "bags", (1, None)),
-    "weighted_bags_travel": (Feature("", weighted=True, hot_rows=BAGS, **OWN), "bags", (1,)),
+    "bags": (Feature("", tables=MEAN_AND_SUM, **OWN_ROWS), "bags", (1, None)),
+    "no_lookahead": (Feature("", settings={"lookahead": False}, **OWN_ROWS), "bags", (1,)),
+    "sequences": (Feature("", need_indices=True, **OWN_ROWS), "sequences", (1, None)),
+    "both": (Feature("", model=_Both, **OWN_ROWS), "bags", (1,)),
+    "bags_travel": (Feature("", tables=MEAN_AND_SUM, hot_rows=BAGS, **OWN_ROWS), "bags", (1, None)),
+    "weighted_bags_travel": (Feature("", weighted=True, hot_rows=BAGS, **OWN_ROWS), "bags", (1,)),
     "rows_beside_bags": (
-        Feature("", tables=MEAN_AND_SUM, hot_rows={**BAGS, "t_b": 2}, **OWN),
+        Feature("", tables=MEAN_AND_SUM, hot_rows={**BAGS, "t_b": 2}, **OWN_ROWS),
         "bags",
         (1,),
     ),
     "sequences_beside_bags": (
-        Feature("", model=_Both, hot_rows={**BAGS, "t_a": 2}, **OWN),
+        Feature("", model=_Both, hot_rows={**BAGS, "t_a": 2}, **OWN_ROWS),
         "bags",
         (1,),
     ),
@@ -115,52 +94,65 @@ CASES: Mapping[str, tuple[Feature, str, tuple[int | None, ...]]] = {
         (1,),
     ),
     "four_rows": (Feature("", model=_OverRows, change_batch=_four_rows), "bags", (1,)),
-    "processors": (Feature("", processors="by_feature"), "bags", (1, 2, 4, None)),
-    "processors_for_all": (Feature("", processors="together"), "bags", (1, 2, 4)),
+    "processors": (Feature("", processors="by_feature"), "bags", (1, 4, None)),
+    "processors_for_all": (Feature("", processors="together"), "bags", (2,)),
     "beside_weighted": (
-        Feature("", processors="together", weighted=True, model=_BesideWeighted),
+        Feature("", processors="together", weighted=True, model=ProcessedFirst),
         "bags",
-        (1, 2, 4),
+        (2,),
     ),
 }
 
 
-def _run(rank: int, world_size: int) -> dict[tuple[str, int | None], Outcome]:
-    found: dict[tuple[str, int | None], Outcome] = {}
+def _torchrecs_sharder() -> Mapping[type, Any]:
+    inner = HotColdEmbeddingBagCollectionSharder()
+    outer = FeatureProcessedEmbeddingBagCollectionSharder(inner)
+    return {FeatureProcessedEmbeddingBagCollection: outer}
+
+
+AROUND_OURS = dataclasses.replace(
+    CASES["processors_for_all"][0],
+    hot_rows={"*": 5, "t_b": 0},
+    more_sharders=_torchrecs_sharder,
+)
+"""Processors that TorchRec's own sharder puts around our tables, by TorchRec's pipeline."""
+
+
+def _run(rank: int, world_size: int) -> dict[tuple[str, Any], Outcome]:
+    found: dict[tuple[str, Any], Outcome] = {}
     for name, (feature, kind, numbers) in CASES.items():
         found[name, 0] = run_cell(feature, kind, rank, False, 0)
         for number in numbers:
             found[name, number] = run_cell(feature, kind, rank, True, number)
+    found["processors_for_all", "around ours"] = run_cell(AROUND_OURS, "bags", rank, True, 0)
     without = Feature("", change_batch=_without_inverse)
     found["without_inverse", 1] = run_cell(without, "bags", rank, True, 1)
-    own = CASES["bags"][0]
-    found["bags", 2] = run_cell(own, "bags", rank, True, 2)
+    found["bags", 2] = run_cell(CASES["bags"][0], "bags", rank, True, 2)
     return found
 
 
-@cache
-def _by_rank() -> list[dict[tuple[str, int | None], Outcome]]:
-    return run_ranks(_run, 2, timeout_s=200)
+def _by_rank() -> list[dict[tuple[str, Any], Outcome]]:
+    return run_once(_run, 2)
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [(name, number) for name, (*_, ns) in CASES.items() for number in ns]
+    ("name", "number"),
+    [
+        *((name, number) for name, (*_, numbers) in CASES.items() for number in numbers),
+        ("processors_for_all", "around ours"),
+    ],
 )
-def test_trains_as_torchrec_does(name: str, number: int | None) -> None:
+def test_trains_as_torchrec_does(name: str, number: Any) -> None:
     mine, its = ([found[name, n] for found in _by_rank()] for n in (number, 0))
     for one, other in zip(mine, its):
         assert not one.error
         assert not other.error
         assert "computed once" not in one.summary
-        torch.testing.assert_close(one.trained, other.trained, rtol=1e-4, atol=2e-5)
-        torch.testing.assert_close(one.evaluated, other.evaluated, rtol=1e-4, atol=2e-5)
-        torch.testing.assert_close(one.result.dense, other.result.dense, rtol=1e-4, atol=2e-5)
-    for kind in ("weights", "states"):
-        expected = whole([outcome.result for outcome in its], kind)
-        assert expected
-        torch.testing.assert_close(
-            whole([outcome.result for outcome in mine], kind), expected, rtol=1e-4, atol=2e-5
-        )
+        torch.testing.assert_close(one.trained, other.trained, rtol=RTOL, atol=ATOL)
+        torch.testing.assert_close(one.evaluated, other.evaluated, rtol=RTOL, atol=ATOL)
+    results, expected = ([outcome.result for outcome in of] for of in (mine, its))
+    assert whole(expected, "states")
+    assert_same_results(results, expected)
 
 
 def test_modules_with_rows_of_their_own_share_an_exchange() -> None:

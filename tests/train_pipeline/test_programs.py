@@ -39,8 +39,7 @@ from tests.train_pipeline.programs import (
     assert_as_stock,
     cases_of,
 )
-from tests.train_pipeline.stock_models import Stock, batch_of, dense_optimizer
-from torchrec_picasso.batches.split import split_batch
+from tests.train_pipeline.stock_models import batch_of, dense_optimizer
 
 
 class Siamese(Head):
@@ -183,18 +182,6 @@ def _clip(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotatio
     return allreduce_hook(None, bucket)
 
 
-def _with_comm_hook(model: Any) -> None:
-    model._dmp_wrapped_module.register_comm_hook(None, _clip)
-
-
-def _with_model_hook(model: Any) -> None:
-    model.register_forward_hook(lambda module, args, output: (2 * output[0], output[1]))
-
-
-def _with_gradient_hook(model: Any) -> None:
-    model.module.head.over.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-
-
 def _with_accumulation_hook(model: Any) -> None:
     weight = model.module.head.over.weight
     node = torch.autograd.graph.get_gradient_edge(weight).node
@@ -313,15 +300,6 @@ def _with_prior(prior: Any) -> Callable[[int, int], Batch]:
     return lambda rank, step: _WithPrior(**vars(batch_of(rank, step, SAMPLES)), prior=prior)
 
 
-def _empty_on_one(rank: int, step: int) -> Batch:
-    batch = batch_of(rank, step, SAMPLES)
-    return split_batch(batch, [0, SAMPLES])[0] if rank and step % 2 else batch
-
-
-def _small_last(rank: int, step: int) -> Batch:
-    return batch_of(rank, step, 7 if step == STEPS - 1 else SAMPLES)
-
-
 def _warm_up(model: Any, step: int) -> None:
     for group in model.fused_optimizer.param_groups:
         group["lr"] = 0.02 * (step + 1)
@@ -332,8 +310,10 @@ def _evaluated(*steps: int) -> Callable[[Any, int], None]:
 
 
 PROGRAMS = {
-    "as it is": Program(),
-    "communication hook": Program(prepare=_with_comm_hook),
+    "as it is": Program(numbers=(None, 1, 4)),
+    "communication hook": Program(
+        prepare=lambda model: model._dmp_wrapped_module.register_comm_hook(None, _clip)
+    ),
     "half precision sums": Program(
         wrapper=lambda: DefaultDataParallelWrapper(allreduce_comm_precision="fp16")
     ),
@@ -342,10 +322,16 @@ PROGRAMS = {
         head=Normed, wrapper=Broadcasting, refusal="head.norm is a BatchNorm1d"
     ),
     "hook on the model": Program(
-        prepare=_with_model_hook, refusal="a hook is registered on the Distributed"
+        prepare=lambda model: model.register_forward_hook(
+            lambda module, args, output: (2 * output[0], output[1])
+        ),
+        refusal="a hook is registered on the Distributed",
     ),
     "hook on a gradient": Program(
-        prepare=_with_gradient_hook, refusal="a gradient hook is registered on parameter"
+        prepare=lambda model: model.module.head.over.weight.register_hook(
+            lambda grad: grad.clamp(-1e-3, 1e-3)
+        ),
+        refusal="a gradient hook is registered on parameter",
     ),
     "hook on a gradient's accumulation": Program(
         prepare=_with_accumulation_hook, refusal="a gradient hook is registered on"
@@ -371,6 +357,7 @@ PROGRAMS = {
             OutputDistTensorFinder(sharding_type=ShardingType.TABLE_WISE),
             InjectionTargetType.ACTIVATION,
         ),
+        numbers=(None, 1, 4),
         refused=(None, 1, 4),
         refusal="register_backward_hook: 'ebc' has hot/cold tables",
     ),
@@ -387,17 +374,21 @@ PROGRAMS = {
         wrapper=lambda: DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True),
         refusal="DistributedDataParallel looks for unused parameters",
     ),
-    "a loss of weights, no samples on a rank": Program(head=Regular, batch=_empty_on_one),
-    "warm-up": Program(before_step=_warm_up),
-    "warm-up of stock tables": Program(
-        before_step=_warm_up, stock=[Stock("ebc", frozenset({"t_f"}))]
+    "a loss of weights, no samples on a rank": Program(
+        head=Regular,
+        batch=lambda rank, step: batch_of(rank, step, 0 if rank and step % 2 else SAMPLES),
     ),
+    "warm-up": Program(before_step=_warm_up),
+    "warm-up of stock tables": Program(before_step=_warm_up, stock=["t_f"], numbers=(None, 1, 4)),
     "autocast": Program(
         within=lambda: torch.autocast("cpu", dtype=torch.bfloat16), tolerance=BFLOAT16
     ),
     "metric in evaluation": Program(head=Metric, before_step=_evaluated(2, 3)),
     "metric in evaluation first": Program(head=Metric, before_step=_evaluated(0, 1), planned=4),
-    "small last batch": Program(head=Squeezed, batch=_small_last),
+    "small last batch": Program(
+        head=Squeezed,
+        batch=lambda rank, step: batch_of(rank, step, 7 if step == STEPS - 1 else SAMPLES),
+    ),
     "dropout": Program(head=Dropping, prepare=lambda model: torch.manual_seed(5), numbers=(1,)),
     "default of double": Program(head=Double, within=_default_of_double),
     "detached after each step": Program(

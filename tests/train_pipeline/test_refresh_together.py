@@ -8,22 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from tests.sharding.jobs import CPU, Result, whole
-from tests.sharding.sequence_jobs import (
-    SequenceJob,
-    build_sequences,
-    dense_of,
-    train_sequences,
-)
-from tests.train_pipeline.runs import ATOL, RTOL, plain_steps, run_to_the_end
+from tests.sharding.jobs import Result, assert_same_results
+from tests.sharding.sequence_jobs import SequenceJob, build_sequences, train_sequences
+from tests.support.shared_run import run_once
+from tests.train_pipeline.drivers import make_driver
+from tests.train_pipeline.runs import pipeline_of, plain_steps, run_to_the_end
 from torchrec_picasso import HotRowRefresher, InterleavedTrainPipeline, PicassoError, Refresh
-from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 OFTEN = Refresh(every_steps=2, half_life_steps=2, deviations=0.0, check_steps=None)
 JOB = SequenceJob(
@@ -38,18 +32,24 @@ MOVED: dict[str, int] = {}
 
 
 def _pipeline(model: DistributedModelParallel, **settings: Any) -> InterleavedTrainPipeline:
-    settings = {"num_micro_batches": 2, "lookahead": True, "loss_reduction": "sum", **settings}
-    return InterleavedTrainPipeline(model, dense_of(model), CPU, **settings)
+    return pipeline_of(model, **{"num_micro_batches": 2, "lookahead": True, **settings})
+
+
+def _stepwise(
+    name: str, pipeline: Any, batches: list[Batch], look: Callable[[int], list[Any]]
+) -> list[Tensor]:
+    """Outputs; counts the rows that moved by what ``look`` gives after each step."""
+    outputs, left, moved = [], iter(batches), 0
+    for step, _ in enumerate(batches):
+        outputs.append(pipeline.progress(left))
+        moved += sum(found.num_moved for found in look(step) if found)
+    MOVED[name] = moved
+    return outputs
 
 
 def _by_itself(model: DistributedModelParallel, batches: list[Batch]) -> list[Tensor]:
     pipeline = _pipeline(model, refresh=OFTEN)
-    outputs, left = [], iter(batches)
-    for _ in batches:
-        outputs.append(pipeline.progress(left))
-        found = pipeline.last_refresh
-        MOVED["by_itself"] = MOVED.get("by_itself", 0) + (found.num_moved if found else 0)
-    return outputs
+    return _stepwise("by_itself", pipeline, batches, lambda step: [pipeline.last_refresh])
 
 
 def _with_trial(model: DistributedModelParallel, batches: list[Batch]) -> list[Tensor]:
@@ -64,12 +64,7 @@ def _with_trial(model: DistributedModelParallel, batches: list[Batch]) -> list[T
 def _by_hand(model: DistributedModelParallel, batches: list[Batch]) -> list[Tensor]:
     """Somebody else changes hot rows between the steps of a pipeline that changes none."""
     pipeline, refresher = _pipeline(model, refresh=None), HotRowRefresher(model, OFTEN)
-    outputs, left, moved = [], iter(batches), 0
-    for _ in batches:
-        outputs.append(pipeline.progress(left))
-        found = refresher.step()
-        moved += found.num_moved if found else 0
-    MOVED["by_hand"] = moved
+    outputs = _stepwise("by_hand", pipeline, batches, lambda step: [refresher.step()])
     assert pipeline.last_refresh is None
     assert _listed(pipeline.hot_rows()) == _listed(refresher.hot_rows())
     return outputs
@@ -77,29 +72,21 @@ def _by_hand(model: DistributedModelParallel, batches: list[Batch]) -> list[Tens
 
 def _detached(model: DistributedModelParallel, batches: list[Batch]) -> list[Tensor]:
     pipeline, refresher = _pipeline(model, refresh=None), HotRowRefresher(model, OFTEN)
-    outputs, left, moved = [], iter(batches), 0
-    for step, _ in enumerate(batches):
-        outputs.append(pipeline.progress(left))
-        if step % 3 == 1:
-            pipeline.detach()
-            for _ in range(2):
-                found = refresher.step()
-                moved += found.num_moved if found else 0
-            pipeline.attach()
-    MOVED["detached"] = moved
-    return outputs
+
+    def look(step: int) -> list[Any]:
+        if step % 3 != 1:
+            return []
+        pipeline.detach()
+        found = [refresher.step() for _ in range(2)]
+        pipeline.attach()
+        return found
+
+    return _stepwise("detached", pipeline, batches, look)
 
 
 def _sparse_dist(model: DistributedModelParallel, batches: list[Batch]) -> list[Tensor]:
-    pipeline = TrainPipelineSparseDist(model, dense_of(model), CPU)
-    refresher = HotRowRefresher(model, OFTEN)
-    outputs, left, moved = [], iter(batches), 0
-    for _ in batches:
-        outputs.append(pipeline.progress(left))
-        found = refresher.step()
-        moved += found.num_moved if found else 0
-    MOVED["sparse_dist"] = moved
-    return outputs
+    pipeline, refresher = make_driver(None, model), HotRowRefresher(model, OFTEN)
+    return _stepwise("sparse_dist", pipeline, batches, lambda step: [refresher.step()])
 
 
 DRIVERS: dict[str, Steps] = {
@@ -120,15 +107,11 @@ def _evaluating(model: DistributedModelParallel, batches: list[Batch]) -> list[T
     return outputs
 
 
-def _plain(model: DistributedModelParallel, batches: list[Batch]) -> list[Tensor]:
-    return plain_steps(model, batches, dense_of(model))
-
-
 def _plain_evaluating(model: DistributedModelParallel, batches: list[Batch]) -> list[Tensor]:
-    outputs, optimizer = [], dense_of(model)
+    outputs = []
     for step, batch in enumerate(batches):
         model.train(step not in NOT_TRAINED)
-        outputs += plain_steps(model, [batch], optimizer)
+        outputs += plain_steps(model, [batch])
     return outputs
 
 
@@ -140,7 +123,7 @@ def _run(rank: int, world_size: int) -> tuple[dict[str, Result], dict[str, int],
     drivers = {
         **DRIVERS,
         "evaluating": _evaluating,
-        "plain": _plain,
+        "plain": plain_steps,
         "plain_evaluating": _plain_evaluating,
     }
     found = {
@@ -160,7 +143,7 @@ def _backward_over_a_change(rank: int, world_size: int) -> str:
     def drive(model: DistributedModelParallel, batches: list[Batch]) -> list[Tensor]:
         nonlocal said
         for _ in range(2):
-            outputs = plain_steps(model, batches, dense_of(model))
+            outputs = plain_steps(model, batches)
         loss, _ = model(batches[0])
         found = refresher.step()
         assert found is not None
@@ -175,35 +158,20 @@ def _backward_over_a_change(rank: int, world_size: int) -> str:
     return said
 
 
-@pytest.fixture(scope="module")
-def trained() -> list[tuple[dict[str, Result], dict[str, int], str]]:
-    return run_ranks(_run, 2, timeout_s=120)
-
-
 @pytest.mark.parametrize("name", [*DRIVERS, "evaluating"])
-def test_trains_as_the_plain_loop(
-    trained: list[tuple[dict[str, Result], dict[str, int], str]], name: str
-) -> None:
-    plain_name = "plain_evaluating" if name == "evaluating" else "plain"
-    runs = [found[name] for found, _, _ in trained]
-    plain = [found[plain_name] for found, _, _ in trained]
-    for kind in ("weights", "states"):
-        torch.testing.assert_close(whole(runs, kind), whole(plain, kind), rtol=RTOL, atol=ATOL)
-    for mine, its in zip(runs, plain):
-        torch.testing.assert_close(mine.losses, its.losses, rtol=RTOL, atol=ATOL)
-    for replicas in zip(*(run.replicas for run in runs)):
-        assert torch.equal(*replicas)
+def test_trains_as_the_plain_loop(name: str) -> None:
+    plain = "plain_evaluating" if name == "evaluating" else "plain"
+    runs, expected = ([found[of] for found, *_ in run_once(_run, 2)] for of in (name, plain))
+    assert_same_results(runs, expected)
 
 
-def test_rows_did_move(trained: list[tuple[dict[str, Result], dict[str, int], str]]) -> None:
-    moved = [of for _, of, _ in trained]
-    assert moved[0] == moved[1]
-    assert moved[0].keys() == {"by_itself", "by_hand", "detached", "sparse_dist"}
-    assert min(moved[0].values()) > 2
+def test_rows_did_move() -> None:
+    moved, other = (of for _, of, _ in run_once(_run, 2))
+    assert moved == other
+    assert moved.keys() == {"by_itself", "by_hand", "detached", "sparse_dist"}
+    assert min(moved.values()) > 2
 
 
-def test_a_change_within_a_step_is_refused(
-    trained: list[tuple[dict[str, Result], dict[str, int], str]],
-) -> None:
-    for _, _, said in trained:
+def test_a_change_within_a_step_is_refused() -> None:
+    for _, _, said in run_once(_run, 2):
         assert said.startswith("hot rows changed between a forward and its backward")

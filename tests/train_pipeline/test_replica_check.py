@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.sharding.jobs import PLAIN, Job, build, storages_of
+from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import batches_of, pipeline_of
 from torchrec_picasso import ConfigError, InterleavedTrainPipeline, PicassoError
-from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.storage.row_tables import HomesAndReplicas
 
 JOB = Job(placement={"*": 6, "c": 0}, tables=PLAIN, num_steps=7)
@@ -51,12 +51,8 @@ def _rows_of(model: Any, tensor: str) -> HomesAndReplicas:
     raise AssertionError("there is a pack with hot rows")
 
 
-@pytest.fixture(scope="module")
-def said() -> list[dict[str, str]]:
-    return run_ranks(_run, 2, timeout_s=100)
-
-
-def test_what_differs_is_named_on_all_ranks(said: list[dict[str, str]]) -> None:
+def test_what_differs_is_named_on_all_ranks() -> None:
+    said = run_once(_run, 2)
     assert said[0] == said[1]
     assert said[0]["sound"] == "sound"
     assert said[0]["nan"] == "sound"  # the same bits everywhere
@@ -67,7 +63,8 @@ def test_what_differs_is_named_on_all_ranks(said: list[dict[str, str]]) -> None:
     assert "1 on rank 1 differ" in said[0]["weight"]
 
 
-def test_a_home_that_brought_its_own_replica_is_right(said: list[dict[str, str]]) -> None:
+def test_a_home_that_brought_its_own_replica_is_right() -> None:
+    said = run_once(_run, 2)
     # row 9 of a is at home on rank 0, whose replica goes home: then rank 1's is the other one
     assert said[0]["state"].startswith("step 5: table 'a', row 9: the replica on rank 1 is not")
 

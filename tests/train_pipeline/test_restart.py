@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
+from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 
 from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
+from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import (
     Run,
     assert_same_runs,
@@ -58,19 +58,20 @@ def _broken_forward(model: DistributedModelParallel, call: int) -> Iterator[None
         yield
 
 
-def _forward_raises(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
+def _forward_raises(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """In the fourth step, with K = 4 in its third micro-batch: ids of the next are on the way."""
-    model = build(job, rank, world_size)
-    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
     batches = iter(batches_of(job, rank, STEPS))
     outputs = [pipeline.progress(batches) for _ in range(3)]
-    with _broken_forward(model, num_micro_batches // 2), pytest.raises(BrokenError):
+    with _broken_forward(model, pipeline.num_micro_batches // 2), pytest.raises(BrokenError):
         pipeline.progress(batches)
+    return outputs + _reset_and_go_on(pipeline, batches)
+
+
+def _reset_and_go_on(pipeline: Any, batches: Iterator[Batch]) -> list[Tensor]:
     with pytest.raises(PicassoError, match=r"did not end; call reset\(\) on all ranks"):
         pipeline.progress(batches)
     pipeline.reset()
-    outputs += run_to_the_end(pipeline, batches)
-    return result_of(model, []), outputs
+    return run_to_the_end(pipeline, batches)
 
 
 class _Faulty(Iterator[Batch]):
@@ -87,10 +88,8 @@ class _Faulty(Iterator[Batch]):
         return batch
 
 
-def _iterator_raises(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
+def _iterator_raises(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """Twice: after the first time the step is tried again, after the second it is forgotten."""
-    model = build(job, rank, world_size)
-    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
     batches = _Faulty(batches_of(job, rank, STEPS[:6]), 3)
     outputs = [pipeline.progress(batches)]
     with pytest.raises(BrokenError):
@@ -100,19 +99,14 @@ def _iterator_raises(job: Job, rank: int, world_size: int, num_micro_batches: in
     with pytest.raises(BrokenError):
         pipeline.progress(batches)
     pipeline.reset()
-    outputs += run_to_the_end(pipeline, batches)
-    return result_of(model, []), outputs
+    return outputs + run_to_the_end(pipeline, batches)
 
 
-def _bad_batches(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
+def _bad_batches(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """The first batch is bad on rank 1, and so is the fifth."""
-    model = build(job, rank, world_size)
-    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
     listed = batches_of(job, rank, STEPS)
-    for index in (0, 4):
-        if rank == 1:
-            ids = listed[index].sparse_features.values()
-            listed[index].sparse_features._values = torch.full_like(ids, 10**6)
+    for index in (0, 4) if rank == 1 else ():
+        listed[index].sparse_features.values().fill_(10**6)
     batches = iter(listed)
     with pytest.raises(InputError):  # no step has begun, nothing is in flight
         pipeline.progress(batches)
@@ -120,14 +114,11 @@ def _bad_batches(job: Job, rank: int, world_size: int, num_micro_batches: int) -
     with pytest.raises(InputError):  # in the step of 2
         pipeline.progress(batches)
     pipeline.reset()
-    outputs += run_to_the_end(pipeline, batches)
-    return result_of(model, []), outputs
+    return outputs + run_to_the_end(pipeline, batches)
 
 
-def _interrupted(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
+def _interrupted(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """While the ranks agree on the step of 3: whoever has the answer may be further."""
-    model = build(job, rank, world_size)
-    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
     batches = iter(batches_of(job, rank, STEPS))
     outputs = [pipeline.progress(batches) for _ in range(3)]
     wait = Agreement.wait
@@ -140,20 +131,14 @@ def _interrupted(job: Job, rank: int, world_size: int, num_micro_batches: int) -
         patch.setattr(Agreement, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pipeline.progress(batches)
-    with pytest.raises(PicassoError, match=r"did not end; call reset\(\) on all ranks"):
-        pipeline.progress(batches)
-    pipeline.reset()
-    outputs += run_to_the_end(pipeline, batches)
-    return result_of(model, []), outputs
+    return outputs + _reset_and_go_on(pipeline, batches)
 
 
 # -- detach and attach ----------------------------------------------------------------------------
 
 
-def _trained_while_detached(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
+def _trained_while_detached(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """By hand: 10 and 11 while 3 and 4 are in flight, 12 while 5 is, 13 at the end."""
-    model = build(job, rank, world_size)
-    pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
     forward = model.module.ebc.forward
     batches = iter(batches_of(job, rank, range(6)))
     outputs = [pipeline.progress(batches) for _ in range(3)]
@@ -169,28 +154,22 @@ def _trained_while_detached(job: Job, rank: int, world_size: int, num_micro_batc
     outputs += plain_steps(model, batches_of(job, rank, (12,)))
     outputs += run_to_the_end(pipeline, batches)  # attaches by itself
     pipeline.detach()
-    outputs += plain_steps(model, batches_of(job, rank, (13,)))
-    return result_of(model, []), outputs
+    return outputs + plain_steps(model, batches_of(job, rank, (13,)))
 
 
-AROUND_DETACHED = [0, 1, 2, 10, 11, 3, 4, 12, 5, 13]
-CASES: dict[str, tuple[Callable[..., Run], Job, int, list[int]]] = {
-    "forward raised, K=1": (_forward_raises, HOT_COLD, 1, [0, 1, 2, 6, 7, 8]),
-    "forward raised, K=4": (_forward_raises, HOT_COLD, 4, [0, 1, 2, 6, 7, 8]),
-    "forward raised, waves": (_forward_raises, WAVES, 4, [0, 1, 2, 6, 7, 8]),
-    "forward raised, stock beside": (_forward_raises, MIXED, 4, [0, 1, 2, 6, 7, 8]),
+AROUND_RAISED, AROUND_DETACHED = [0, 1, 2, 6, 7, 8], [0, 1, 2, 10, 11, 3, 4, 12, 5, 13]
+CASES: dict[str, tuple[Callable[..., list[Tensor]], Job, int, list[int]]] = {
+    "forward raised, K=1": (_forward_raises, HOT_COLD, 1, AROUND_RAISED),
+    "forward raised, K=4": (_forward_raises, HOT_COLD, 4, AROUND_RAISED),
+    "forward raised, waves": (_forward_raises, WAVES, 4, AROUND_RAISED),
+    "forward raised, stock beside": (_forward_raises, MIXED, 4, AROUND_RAISED),
     "iterator raised": (_iterator_raises, HOT_COLD, 2, [0, 1, 2, 7, 8]),
-    "interrupted": (_interrupted, HOT_COLD, 2, [0, 1, 2, 6, 7, 8]),
+    "interrupted": (_interrupted, HOT_COLD, 2, AROUND_RAISED),
     "bad batches": (_bad_batches, HOT_COLD, 2, [1, 5, 6, 7, 8]),
     "detached, K=1": (_trained_while_detached, HOT_COLD, 1, AROUND_DETACHED),
     "detached, K=4": (_trained_while_detached, HOT_COLD, 4, AROUND_DETACHED),
     "detached, waves": (_trained_while_detached, WAVES, 1, AROUND_DETACHED),
-    "detached, stock beside": (
-        _trained_while_detached,
-        MIXED,
-        4,
-        AROUND_DETACHED,
-    ),
+    "detached, stock beside": (_trained_while_detached, MIXED, 4, AROUND_DETACHED),
 }
 """What happens, to which job, with how many micro-batches, and the batches that are trained on."""
 
@@ -198,28 +177,18 @@ CASES: dict[str, tuple[Callable[..., Run], Job, int, list[int]]] = {
 def _run(rank: int, world_size: int) -> dict[str, tuple[Run, Run]]:
     """Every case, and the plain loop over what it trains on."""
     results = {}
-    for name, (run, job, num_micro_batches, trained) in CASES.items():
-        mine = run(job, rank, world_size, num_micro_batches)
-        model = build(job, rank, world_size)
-        outputs = plain_steps(model, batches_of(job, rank, trained))
-        results[name] = mine, (result_of(model, []), outputs)
+    for name, (act, job, num_micro_batches, trained) in CASES.items():
+        mine, plain = (build(job, rank, world_size) for _ in range(2))
+        pipeline = pipeline_of(mine, num_micro_batches=num_micro_batches)
+        outputs = act(mine, pipeline, job, rank)
+        expected = plain_steps(plain, batches_of(job, rank, trained))
+        results[name] = (result_of(mine, []), outputs), (result_of(plain, []), expected)
     return results
-
-
-@cache
-def _by_rank() -> list[dict[str, tuple[Run, Run]]] | RankError:
-    try:
-        return run_ranks(_run, 2, timeout_s=100)
-    except RankError as error:  # remembered: the tests that share the run must not repeat it
-        return error
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_training_goes_on_as_the_plain_loop_over_the_same_batches(name: str) -> None:
-    by_rank = _by_rank()
-    if isinstance(by_rank, RankError):
-        raise by_rank
-    mine, plain = zip(*(results[name] for results in by_rank))
+    mine, plain = zip(*(results[name] for results in run_once(_run, 2)))
     assert_same_runs(list(mine), list(plain))
 
 
@@ -237,28 +206,21 @@ def test_one_rank_that_raises_ends_the_others_and_is_named() -> None:
         run_ranks(_one_rank_raises, 2, timeout_s=60)
 
 
-def _another_model(job: Job, rank: int, world_size: int, num_micro_batches: int) -> Run:
+def _another_model(rank: int, world_size: int) -> tuple[Run, Run]:
     """The pipeline goes over to another model with batches in flight, which are forgotten."""
-    pipeline = pipeline_of(build(job, rank, world_size), num_micro_batches=num_micro_batches)
-    batches = iter(batches_of(job, rank, STEPS))
+    first, mine, plain = (build(HOT_COLD, rank, world_size) for _ in range(3))
+    pipeline = pipeline_of(first, num_micro_batches=2)
+    batches = iter(batches_of(HOT_COLD, rank, STEPS))
     pipeline.progress(batches)
     pipeline.detach()
-    model = build(job, rank, world_size)
-    pipeline.attach(model)
-    model.eval()
+    pipeline.attach(mine)
+    mine.eval()
     outputs = run_to_the_end(pipeline, batches)
-    model.train()
-    return result_of(model, []), outputs
-
-
-def _evaluated(rank: int, world_size: int) -> tuple[Run, Run]:
-    model = build(HOT_COLD, rank, world_size)
-    model.eval()
-    outputs = plain_steps(model, batches_of(HOT_COLD, rank, STEPS[3:]))
-    model.train()
-    return _another_model(HOT_COLD, rank, world_size, 2), (result_of(model, []), outputs)
+    plain.eval()
+    expected = plain_steps(plain, batches_of(HOT_COLD, rank, STEPS[3:]))
+    return (result_of(mine.train(), []), outputs), (result_of(plain.train(), []), expected)
 
 
 def test_another_model_may_be_attached() -> None:
-    by_rank = run_ranks(_evaluated, 2, timeout_s=60)
-    assert_same_runs([mine for mine, _ in by_rank], [plain for _, plain in by_rank])
+    mine, plain = zip(*run_ranks(_another_model, 2, timeout_s=60))
+    assert_same_runs(list(mine), list(plain))

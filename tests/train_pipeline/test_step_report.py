@@ -8,9 +8,9 @@ import pytest
 from torchrec.datasets.utils import Batch
 
 from tests.sharding.jobs import PLAIN, Job, build
+from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import batches_of, pipeline_of
 from torchrec_picasso import Refresh, StepReport, StepReports
-from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.exchange.meter import WireMeter
 from torchrec_picasso.exchange.tally import is_watched
 
@@ -38,12 +38,9 @@ def _coverage(batch: Batch) -> float:
 
 def _watched(rank: int, world_size: int, setting: tuple[int, bool]) -> dict[str, Any]:
     model, reports = build(JOB, rank, world_size), StepReports()
+    k, lookahead = setting
     pipeline = pipeline_of(
-        model,
-        num_micro_batches=setting[0],
-        lookahead=setting[1],
-        refresh=None,
-        on_step=reports,
+        model, num_micro_batches=k, lookahead=lookahead, refresh=None, on_step=reports
     )
     batches = batches_of(JOB, rank, range(JOB.num_steps))
     left, metered = iter(batches), []
@@ -87,16 +84,9 @@ def _run(rank: int, world_size: int) -> dict[Any, dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[Any, dict[str, Any]]]:
-    return run_ranks(_run, 2, timeout_s=100)
-
-
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_figures_are_right(
-    ranks: list[dict[Any, dict[str, Any]]], setting: tuple[int, bool]
-) -> None:
-    for rank, found in enumerate(ranks):
+def test_figures_are_right(setting: tuple[int, bool]) -> None:
+    for rank, found in enumerate(run_once(_run, 2)):
         frame = found[setting]["frame"]
         assert frame["step"].tolist() == list(range(JOB.num_steps))
         assert frame["num_samples"].tolist() == [JOB.batch_size(rank)] * JOB.num_steps
@@ -116,8 +106,8 @@ def test_figures_are_right(
         assert frame["num_moved"].sum() == 0
 
 
-def test_only_trained_steps_are_reported(ranks: list[dict[Any, dict[str, Any]]]) -> None:
-    for found in ranks:
+def test_only_trained_steps_are_reported() -> None:
+    for found in run_once(_run, 2):
         of = found["interrupted"]
         assert of["said"] == "3: that will do"  # the third that was trained
         assert of["frame"]["step"].tolist() == list(range(JOB.num_steps - 1))
