@@ -6,11 +6,30 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchrec_picasso.proof.inputs import form_of
 from torchrec_picasso.proof.snapshot import Snapshot
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "why_disturbed"]
+
+
+def why_disturbed() -> str | None:
+    """Names what a program has switched on that would see the tensors of a proof, or keep them."""
+    if parametrize._cache_enabled:
+        return "torch.nn.utils.parametrize.cached() keeps weights from one forward to the next"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "hooks on tensors that are saved for backward are set"
+    modes = [mode for mode in _modes() if not isinstance(mode, DeviceContext)]
+    return f"the mode {type(modes[0]).__name__} is active" if modes else None
+
+
+def _modes() -> list[Any]:
+    """The active modes, which see calls of PyTorch."""
+    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
 
 
 class Guard:
@@ -56,7 +75,7 @@ class Guard:
         if batch is not None and form_of(batch) != self._form:
             yield "the batch has other fields, types, keys or plain values"
         if _settings() != self._settings:
-            yield "a setting of PyTorch has changed: autocast, default type, gradients"
+            yield "a setting of PyTorch has changed: autocast, default type, gradients, modes"
         yield from self._snapshot.changes()
 
 
@@ -64,6 +83,8 @@ def _settings() -> Hashable:
     """Settings of PyTorch by which a model may branch."""
     cudnn = torch.backends.cudnn
     return (
+        why_disturbed(),
+        *((type(mode), str(getattr(mode, "device", ""))) for mode in _modes()),
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
