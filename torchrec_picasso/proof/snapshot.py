@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from numbers import Number
-from operator import is_
+from operator import is_, ne
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -74,7 +74,7 @@ _LEAVES = (
 )
 """Types without content that could change, or that the proof watches elsewhere."""
 
-_EQUAL = (str, bytes, int, float, bool, complex, MethodType, torch.Size, torch.device)
+_EQUAL = (type(None), str, bytes, int, float, bool, complex, MethodType, torch.Size, torch.device)
 """Types whose equal values are the same to every program."""
 
 _Member = tuple[str, Any]
@@ -90,6 +90,10 @@ class Kept:
         self._base = next((base for base in _CONTAINERS if isinstance(place, base)), dict)
         self.before = self._base(self._content)
         self._order = list(self._content)
+        # a class is seen through a proxy; a subclass may have an __eq__ of its own
+        self._differ = ne if self._is_class else self._base.__ne__
+        values = self.before.values() if self._base is dict else self.before
+        self._has_objects = any(type(value) not in _EQUAL for value in values)
 
     def has_changed(self, in_order: bool = False) -> bool:
         """Whether the content differs, or cannot be compared any more.
@@ -101,10 +105,10 @@ class Kept:
         try:
             if in_order and list(now) != self._order:
                 return True
-            # a class is seen through a proxy; a subclass may have an __eq__ of its own
-            is_other = now != before if self._is_class else self._base.__ne__(now, before)
-            if is_other or self._base is set:
-                return bool(is_other)
+            if self._differ(now, before):
+                return True
+            if self._base is set or not (self._has_objects or in_order):
+                return False
             values = (now.values(), before.values()) if self._base is dict else (now, before)
             if all(map(is_, *values)):
                 return False
@@ -160,6 +164,7 @@ class Snapshot:
         self._names: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._cells: dict[int, tuple[str, Any, Any]] = {}
         self._weights: list[tuple[str, Tensor, bool, Any]] = []
+        self._forwards: list[tuple[type[nn.Module], Any, Any]] = []
         # by id: equal code of another function may have other names
         self._functions: dict[int, list[FunctionType]] = {}
         self._nested: set[int] = set()
@@ -282,8 +287,7 @@ class Snapshot:
             if not cls.__flags__ & _HEAP_TYPE and foreign_module(cls.__module__):
                 self._refuse(f"uses {path}, of the module {cls.__module__}")
             if issubclass(cls, nn.Module):  # others may replace a library's forward later
-                self._keep(path, cls, is_library=True)
-                return [(path, base) for base in cls.__mro__[1:]]
+                self._forwards.append((cls, cls.forward, cls.__call__))
             return ()
         members = self._keep(path, cls)
         own = [(p, v) for p, v in members if p.removeprefix(f"{path}.") not in _MACHINERY]
@@ -433,6 +437,9 @@ class Snapshot:
         for kept in self._kept.values():
             if kept.has_changed():
                 yield f"{kept.difference()} has changed"
+        for cls, forward, call in self._forwards:
+            if cls.forward is not forward or cls.__call__ is not call:
+                yield f"the forward of the class {cls.__name__} has changed"
         for path, weight, requires_grad, _ in self._weights:
             if weight.requires_grad is not requires_grad:
                 yield f"requires_grad of {path} has changed"
