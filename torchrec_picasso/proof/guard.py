@@ -19,17 +19,19 @@ __all__ = ["Guard", "why_disturbed"]
 
 def why_disturbed() -> str | None:
     """Names what a program has switched on that would see the tensors of a proof, or keep them."""
+    # a mode that comes later, such as one that counts, needs no other proof
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    others = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    return _why_kept() or (f"the mode {others[0]} is active" if others else None)
+
+
+def _why_kept() -> str | None:
+    """Names what would keep tensors of a forward."""
     if parametrize._cache_enabled:
         return "torch.nn.utils.parametrize.cached() keeps weights from one forward to the next"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "hooks on tensors that are saved for backward are set"
-    modes = [mode for mode in _modes() if not isinstance(mode, DeviceContext)]
-    return f"the mode {type(modes[0]).__name__} is active" if modes else None
-
-
-def _modes() -> list[Any]:
-    """The active modes, which see calls of PyTorch."""
-    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return None
 
 
 class Guard:
@@ -75,7 +77,7 @@ class Guard:
         if batch is not None and form_of(batch) != self._form:
             yield "the batch has other fields, types, keys or plain values"
         if _settings() != self._settings:
-            yield "a setting of PyTorch has changed: autocast, default type, gradients, modes"
+            yield "a setting of PyTorch has changed: autocast, default type, gradients"
         yield from self._snapshot.changes()
 
 
@@ -83,8 +85,8 @@ def _settings() -> Hashable:
     """Settings of PyTorch by which a model may branch."""
     cudnn = torch.backends.cudnn
     return (
-        why_disturbed(),
-        *((type(mode), str(getattr(mode, "device", ""))) for mode in _modes()),
+        _why_kept(),
+        torch.get_default_device(),
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
