@@ -94,7 +94,9 @@ FOREIGN: dict[str, set[str]] = {
     "torchrec.distributed.sharding.tw_sharding.TwSparseFeaturesDist": {"_dist"},
     "torchrec.modules.regroup.KTRegroupAsDict": {"_groups", "_keys"},
     "torch": {"_C"},
-    "torch._C": {"_current_graph_task_id", "_disabled_torch_function_impl"},
+    "torch._C": {"_autograd", "_current_graph_task_id", "_disabled_torch_function_impl"},
+    "torch._C._autograd": {"_top_saved_tensors_default_hooks"},
+    "torch.nn.utils.parametrize": {"_cache_enabled"},
     "torch._C._distributed_c10d.Backend.Options": {"_timeout"},
     "torch._dynamo.compiled_autograd": {"in_compiled_autograd_region"},
     "torch.Tensor": {

@@ -48,7 +48,7 @@ class Follower(TorchDispatchMode):
         self._names = names
         self._known: dict[int, tuple[Tensor, Value]] = {}
         self._outside: dict[int, str] = {}
-        self._in_storage: dict[int, int] = {}
+        self._in_storage: dict[int, list[int]] = {}
         self.num_operators = 0
         self.reason: str | None = None
         """The first refusal, with its place; kept because a model may catch the exception."""
@@ -63,7 +63,7 @@ class Follower(TorchDispatchMode):
         """
         if id(tensor) not in self._known:
             storage = tensor.untyped_storage()._cdata
-            self._in_storage[storage] = self._in_storage.get(storage, 0) + 1
+            self._in_storage.setdefault(storage, []).append(id(tensor))
         self._known[id(tensor)] = tensor, self.sizes.locate(tensor, value)
         if is_input:
             self._outside[tensor.untyped_storage()._cdata] = "the batch; write into a clone"
@@ -221,8 +221,11 @@ class Follower(TorchDispatchMode):
         # other tensors of the same storage would keep their old dependence
         for operand in written:
             if operand.tensor is tensor and torch.Tag.inplace_view not in func.tags:
-                num_others = self._in_storage.get(tensor.untyped_storage()._cdata, 1) - 1
-                if value != operand.value and num_others:
+                inside = self._in_storage.get(tensor.untyped_storage()._cdata, ())
+                others = [self._known[key][1] for key in inside if key != id(tensor)]
+                if any(other.counted or other.feature for other in others):
+                    raise UnprovedError("writes into a view of lengths, or of places in the batch")
+                if value != operand.value and others:
                     raise UnprovedError(
                         f"writes {value.kind.value} into a view of what is "
                         f"{operand.value.kind.value}"

@@ -6,11 +6,32 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchrec_picasso.proof.inputs import form_of
 from torchrec_picasso.proof.snapshot import Snapshot
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "why_disturbed"]
+
+
+def why_disturbed() -> str | None:
+    """Names what a program has switched on that would see the tensors of a proof, or keep them."""
+    # a mode that comes later, such as one that counts, needs no other proof
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    others = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    return _why_kept() or (f"the mode {others[0]} is active" if others else None)
+
+
+def _why_kept() -> str | None:
+    """Names what would keep tensors of a forward."""
+    if parametrize._cache_enabled:
+        return "torch.nn.utils.parametrize.cached() keeps weights from one forward to the next"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "hooks on tensors that are saved for backward are set"
+    return None
 
 
 class Guard:
@@ -64,6 +85,8 @@ def _settings() -> Hashable:
     """Settings of PyTorch by which a model may branch."""
     cudnn = torch.backends.cudnn
     return (
+        _why_kept(),
+        torch.get_default_device(),
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

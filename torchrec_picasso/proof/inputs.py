@@ -188,7 +188,8 @@ def form_of(value: Any) -> Hashable:
     if isinstance(value, KeyedTensor):
         return tuple(value.keys()), tuple(value.length_per_key()), form_of(value.values())
     if isinstance(value, Tensor):
-        return value.dtype, value.layout, value.dim(), value.shape[1:]
+        # attributes are counted too, since micro-batches lack them
+        return value.dtype, value.layout, value.dim(), value.shape[1:], tuple(vars(value))
     members = children_of(value)
     if members is not None:
         extras = tuple(vars(value)) if hasattr(value, "__dict__") else ()

@@ -34,7 +34,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_picasso.batches.split import PLAIN_TYPES, children_of, num_samples
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.proof.follow import Follower
-from torchrec_picasso.proof.guard import Guard
+from torchrec_picasso.proof.guard import Guard, why_disturbed
 from torchrec_picasso.proof.hooks import why_backward_is_unknown
 from torchrec_picasso.proof.inputs import Inputs
 from torchrec_picasso.proof.snapshot import Kept, Snapshot
@@ -118,6 +118,11 @@ def prove(
     mode = FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # with symbols a hit costs more than it saves
 
+    def refuse(reason: str) -> None:
+        follower.refuse(reason)
+        # Python drops a profile function that raises, and a model may catch that and go on
+        state.examine_all()
+
     def run() -> None:
         sizes.begin()
         inputs = Inputs(sizes, follower, mode, num_samples(batch))
@@ -126,12 +131,12 @@ def prove(
             known.give(inputs.like(known.output, known.name, has_graph=True))
         # Modes from the outside in: enable gradients, decompose in Python, make tensors without
         # data, follow operators, watch functions.
-        watch = Watch(follower.refuse, state.enter)
+        watch = Watch(refuse, state.enter)
         with torch.enable_grad(), enable_python_dispatcher(), mode, follower, watch:
             result = module(made) if forward is None else forward(module, made)
         _judge(result, losses, follower)
 
-    reason = state.reason
+    reason = state.reason or why_disturbed()
     if reason is None:
         try:
             with _undisturbed():

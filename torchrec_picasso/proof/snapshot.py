@@ -18,7 +18,8 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
-from operator import is_
+from numbers import Number
+from operator import is_, ne
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -73,6 +74,9 @@ _LEAVES = (
 )
 """Types without content that could change, or that the proof watches elsewhere."""
 
+_EQUAL = (type(None), str, bytes, int, float, bool, complex, MethodType, torch.Size, torch.device)
+"""Types whose equal values are the same to every program."""
+
 _Member = tuple[str, Any]
 
 
@@ -81,10 +85,15 @@ class Kept:
 
     def __init__(self, path: str, place: Any, is_library: bool) -> None:
         self.path, self.place, self.is_library = path, place, is_library
-        self._content = vars(place) if isinstance(place, type) else place
+        self._is_class = isinstance(place, type)
+        self._content = vars(place) if self._is_class else place
         self._base = next((base for base in _CONTAINERS if isinstance(place, base)), dict)
         self.before = self._base(self._content)
         self._order = list(self._content)
+        # a class is seen through a proxy; a subclass may have an __eq__ of its own
+        self._differ = ne if self._is_class else self._base.__ne__
+        values = self.before.values() if self._base is dict else self.before
+        self._has_objects = any(type(value) not in _EQUAL for value in values)
 
     def has_changed(self, in_order: bool = False) -> bool:
         """Whether the content differs, or cannot be compared any more.
@@ -92,10 +101,19 @@ class Kept:
         Args:
             in_order: Whether another order is a difference, too; slower.
         """
+        now, before = self._content, self.before
         try:
-            if in_order and list(self._content) != self._order:
+            if in_order and list(now) != self._order:
                 return True
-            return bool(self._content != self.before)
+            if self._differ(now, before):
+                return True
+            if self._base is set or not (self._has_objects or in_order):
+                return False
+            values = (now.values(), before.values()) if self._base is dict else (now, before)
+            if all(map(is_, *values)):
+                return False
+            names = before if self._base is dict else range(len(before))
+            return any(_is_replaced(now[name], before[name]) for name in names)
         except Exception:  # any error of a comparison, such as that of two tensors
             return True
 
@@ -110,7 +128,7 @@ class Kept:
     def restore(self) -> None:
         """Puts the content back."""
         place, before = self.place, self.before
-        if isinstance(place, type):
+        if self._is_class:
             for name in {*vars(place), *before}:
                 if name not in before:
                     type.__delattr__(place, name)
@@ -146,6 +164,7 @@ class Snapshot:
         self._names: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._cells: dict[int, tuple[str, Any, Any]] = {}
         self._weights: list[tuple[str, Tensor, bool, Any]] = []
+        self._forwards: list[tuple[type[nn.Module], Any, Any]] = []
         # by id: equal code of another function may have other names
         self._functions: dict[int, list[FunctionType]] = {}
         self._nested: set[int] = set()
@@ -168,7 +187,8 @@ class Snapshot:
             path, value, is_library = todo.pop()
             if id(value) in self._seen or type(value) is object:
                 continue
-            if isinstance(value, _LEAVES) or type(value).__module__ == "typing":
+            is_leaf = isinstance(value, _LEAVES) or type(value).__module__ == "typing"
+            if is_leaf and (isinstance(value, Enum) or not _has_attributes(value)):
                 continue
             self._seen[id(value)] = value  # alive, so that no other object gets its id
             if isinstance(value, nn.Module):  # PyTorch's and TorchRec's set state at first use
@@ -206,13 +226,17 @@ class Snapshot:
                 return [(path, getattr(value, name)) for name in names]
         if isinstance(value, weakref.ref):
             return [(path, value())]
-        if isinstance(value, tuple | frozenset):
-            return [(path, member) for member in value]
+        if isinstance(value, (tuple, frozenset, *_LEAVES)):
+            inside = value if isinstance(value, tuple | frozenset) else ()
+            members: list[_Member] = [(path, member) for member in inside]
+            if _has_attributes(value):
+                members += [*self._keep(path, vars(value)), (path, type(value))]
+            return members
         if isinstance(value, Tensor):
             return self._take_tensor(path, value)
         if isinstance(value, nn.Module):
             return self._take_module(path, value, is_library)
-        members: list[_Member] = []
+        members = []
         if isinstance(value, _CONTAINERS):
             members += self._keep(path, value, is_library)
         elif hasattr(type(value), "__get__") and not type(value).__flags__ & _HEAP_TYPE:
@@ -262,6 +286,8 @@ class Snapshot:
         if not is_users_module(cls.__module__):
             if not cls.__flags__ & _HEAP_TYPE and foreign_module(cls.__module__):
                 self._refuse(f"uses {path}, of the module {cls.__module__}")
+            if issubclass(cls, nn.Module):  # others may replace a library's forward later
+                self._forwards.append((cls, cls.forward, cls.__call__))
             return ()
         members = self._keep(path, cls)
         own = [(p, v) for p, v in members if p.removeprefix(f"{path}.") not in _MACHINERY]
@@ -324,6 +350,16 @@ class Snapshot:
         if self.reason is not None:
             raise UnprovedError(self.reason)
 
+    def examine_all(self) -> None:
+        """Examines every function that was found, called or not, so that all can be restored."""
+        before = -1
+        while before != len(self._entered):  # each may reveal others
+            before = len(self._entered)
+            for function in [each for found in self._functions.values() for each in found]:
+                code, names = function.__code__, function.__globals__
+                if is_users(code, names) and (id(code), id(names)) not in self._entered:
+                    self._examine(code, names)
+
     def _examine(self, code: CodeType, names: dict[str, Any]) -> None:
         """Keeps what a function reads and writes beside its arguments."""
         functions = self._functions.get(id(code), [])
@@ -340,6 +376,8 @@ class Snapshot:
             self._refuse("asks whether a value is an int, which sizes are not here")
         if "type" in loaded and "Tensor" in code.co_names:
             self._refuse("asks for the type of a tensor, which is another one here")
+        if "getattr" in loaded and not {*_PAST_ATTRIBUTES}.isdisjoint(code.co_consts):
+            self._refuse("takes attributes past its own")
         for place, instruction in enumerate(instructions):
             name, operation = instruction.argval, instruction.opname
             if operation in _NAMES:
@@ -399,6 +437,9 @@ class Snapshot:
         for kept in self._kept.values():
             if kept.has_changed():
                 yield f"{kept.difference()} has changed"
+        for cls, forward, call in self._forwards:
+            if cls.forward is not forward or cls.__call__ is not call:
+                yield f"the forward of the class {cls.__name__} has changed"
         for path, weight, requires_grad, _ in self._weights:
             if weight.requires_grad is not requires_grad:
                 yield f"requires_grad of {path} has changed"
@@ -447,6 +488,23 @@ _PARTS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (functools.partial, ("func", "args", "keywords")),
 )
 """Types that hold functions, and where."""
+
+
+def _is_replaced(now: Any, before: Any) -> bool:
+    """Whether an equal value is another object that may hold other state."""
+    if now is before or type(now) is not type(before):
+        return now is not before
+    if type(now) is tuple:
+        return any(map(_is_replaced, now, before))
+    return type(now) not in _EQUAL
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether a number, a text or a tuple is of the user's own class, with attributes."""
+    kind = type(value)
+    if not kind.__flags__ & _HEAP_TYPE or not isinstance(value, (Number, str, bytes, tuple)):
+        return False
+    return hasattr(value, "__dict__") and is_users_module(kind.__module__)
 
 
 def _is_full(cell: Any) -> bool:

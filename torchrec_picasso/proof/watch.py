@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 import sysconfig
+import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchrec_picasso.proof.values import UnprovedError, is_symbolic
@@ -120,13 +120,15 @@ _ASKS = ("get_rng_state", "initial_seed", "seed", "is_anomaly_enabled")
 _NUMBER_METHODS = frozenset(
     vars(kind)[name].__code__
     for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)
-    for name in ("__bool__", "__int__", "__index__", "__float__", "__hash__", "__round__")
+    for name in (
+        *("__bool__", "__int__", "__index__", "__float__", "__hash__", "__round__"),
+        *("__str__", "__repr__", "__format__"),
+    )
     if hasattr(vars(kind).get(name), "__code__")
 )
-"""Code of methods that turn a symbol into a plain number."""
-_CALLED = (FunctionType, MethodType, partial, nn.Module)
-"""Types of arguments that a function of PyTorch may call back."""
+"""Code of methods that turn a symbol into a plain number or a text."""
 
+_FINALIZE = weakref.finalize.__init__.__code__
 _SAVED_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 
 
@@ -156,7 +158,7 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not any(isinstance(given, _CALLED) for given in (*args, *(kwargs or {}).values())):
+        if not any(map(callable, (*args, *(kwargs or {}).values()))):
             sys.setprofile(None)  # without a callback, only PyTorch's own code runs inside
         try:
             name = _name_of(func)
@@ -199,8 +201,10 @@ class Watch(TorchFunctionMode):
             if is_symbolic(frame.f_locals["self"]):
                 self._complain(
                     f"{line_of(caller)} branches on the size of the batch, or makes a plain "
-                    "number of it"
+                    "number or a text of it"
                 )
+        elif code is _FINALIZE:
+            self._complain(f"{line_of(caller)} sets a function that runs after the forward")
         elif code is _SAVED_HOOKS:
             self._complain(f"{line_of(caller)} sets hooks on tensors that are saved for backward")
         else:

@@ -178,6 +178,10 @@ class InFlight:
         make = training_schedule if is_training else evaluation_schedule
         schedule = make(*settings, num_waves=self.num_waves)
         self._cuts.start_step()
+        if is_training:
+            # first of all: it passes learning rates to FBGEMM, and may change the model
+            assert self._program is not None
+            self._program.zero_grad()
         agreement = self._ask()
         with self._lifecycle.in_step():
             self._lead(schedule)
@@ -190,8 +194,6 @@ class InFlight:
             self._cuts.train_whole_next()
             self._run(schedule)
             return
-        assert self._program is not None
-        self._program.zero_grad()  # first of all: it passes learning rates to FBGEMM
         inflight.is_whole = counts_gradients(self._model)
         self._cuts.decide(inflight, flags.model_changed)
         self._run(schedule)

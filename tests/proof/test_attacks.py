@@ -1,0 +1,255 @@
+"""State and changes that are hard to see; each attack has a twin that is proved."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torchrec.datasets.utils import Batch
+
+from tests.proof.models import Head, Model, make_batch, prove_head, with_loss
+from tests.proof.tables import given_tables
+from torchrec_picasso.proof.guard import Guard
+from torchrec_picasso.proof.proof import prove
+
+NUM_CALLS = 0
+COUNTS = {"calls": 0}
+
+
+def _tick() -> int:
+    global NUM_CALLS
+    NUM_CALLS += 1
+    return NUM_CALLS
+
+
+@dataclass
+class _State:
+    name: str = ""
+    step: int = field(default=0, compare=False)
+
+
+class _AlwaysEqual(dict):  # type: ignore[type-arg]
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Ticks:
+    num_calls = 0
+
+    def tick(self) -> int:
+        self.num_calls += 1
+        return self.num_calls
+
+
+class _Pair(_Ticks, tuple):  # type: ignore[type-arg]
+    """A tuple that counts."""
+
+
+class _Number(_Ticks, float):
+    """A number that counts."""
+
+
+class _Distance:
+    def __call__(self, one: Tensor, other: Tensor) -> Tensor:
+        _tick()
+        return (one - other).abs().sum(dim=1)
+
+
+class _Hidden(Head):
+    """State where a comparison by ``==`` does not look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.equal, self.distance = _State(), _AlwaysEqual(n=0), _Distance()
+        self.pair, self.number, self.freed = _Pair((1,)), _Number(1), [0]
+        assert isinstance(self.pair, _Pair)
+        assert isinstance(self.number, _Number)
+
+    def count(self) -> int:
+        freed: Any = sum(self.freed)
+        values = (self.state.step, self.equal["n"], self.pair.num_calls, self.number.num_calls)
+        return sum(values) + freed + NUM_CALLS + COUNTS["calls"]
+
+
+def _replaced(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.state = replace(head.state, step=head.state.step + 1)
+    return out.mean() * head.state.step
+
+
+def _equal(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.equal["n"] += 1
+    return out.mean()
+
+
+def _of_tuple(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    return out.mean() * head.pair.tick() if isinstance(head.pair, _Pair) else out.mean()
+
+
+def _of_number(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    return out.mean() * head.number.tick() if isinstance(head.number, _Number) else out.mean()
+
+
+def _after(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    weakref.finalize(out, head.freed.append, 1)
+    return out.mean()
+
+
+def _by_globals(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    getattr(_tick, "__globals__")["COUNTS"]["calls"] += 1  # noqa: B009
+    return out.mean()
+
+
+def _catches(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    try:
+        scale = int(out.shape[0])
+    except Exception:
+        scale = 1
+    _tick()
+    return out.mean() * scale
+
+
+def _at_last(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    try:
+        return out.mean() * int(out.shape[0])
+    finally:
+        _tick()
+
+
+def _calls_object(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    rows = out[:, None]
+    return nn.functional.triplet_margin_with_distance_loss(
+        rows, 2 * rows, 3 * rows, distance_function=head.distance
+    )
+
+
+_STATES = {
+    "a field that is not compared": (_replaced, "writes head.state"),
+    "a dictionary that equals all": (_equal, "writes head.equal.n"),
+    "an attribute of a tuple": (_of_tuple, "writes head.pair.num_calls"),
+    "an attribute of a number": (_of_number, "writes head.number.num_calls"),
+    "a finalizer": (_after, "after the forward"),
+    "globals by getattr": (_by_globals, "attributes past its own"),
+    "a refusal that is caught": (_catches, "a plain number"),
+    "a refusal with a finally": (_at_last, "a plain number"),
+    "an object that is called back": (_calls_object, "writes the global NUM_CALLS"),
+    "none": (lambda head, out, batch: out.mean(), None),
+}
+
+
+@pytest.mark.parametrize("name", _STATES)
+def test_hidden_state_is_seen_and_restored(name: str) -> None:
+    loss, words = _STATES[name]
+    head = type("Attack", (_Hidden,), {"loss": loss})()
+    reason = prove_head(head).reason
+    assert reason is None if words is None else words in str(reason)
+    assert head.count() == 0
+
+
+def _of_text(text: Callable[[Any], str]) -> type[Head]:
+    return with_loss(lambda head, out, batch: out.mean() * {"64": 2.0}.get(text(out.shape[0]), 1.0))
+
+
+@pytest.mark.parametrize("text", [str, repr, lambda size: f"{size}", lambda size: str((size,))])
+def test_a_text_of_the_size_is_a_branch(text: Callable[[Any], str]) -> None:
+    assert "a text of it" in str(prove_head(_of_text(text)()).reason)
+    assert prove_head(_of_text(lambda size: "64")()).reason is None
+
+
+@pytest.mark.parametrize("is_shortened", [True, False])
+def test_lengths_are_not_changed_by_a_view(is_shortened: bool) -> None:
+    def loss(head: Head, out: Tensor, batch: Batch) -> Tensor:
+        jagged = batch.sparse_features.to_dict()["f"]
+        lengths = jagged.lengths().clone()
+        if is_shortened:
+            lengths.unsqueeze(1).clamp_(max=1)  # later offsets are not those of the values
+        offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)
+        values = jagged.values().float()[:, None]
+        padded = torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [4], 0.0)
+        return (out * padded.sum((1, 2))).mean()
+
+    reason = prove_head(with_loss(loss)()).reason
+    assert "a view of lengths" in str(reason) if is_shortened else reason is None
+
+
+class _Scale(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class _Sees(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _SEEN.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+_SEEN: list[Any] = []
+
+
+@contextmanager
+def _packing() -> Iterator[None]:
+    def pack(tensor: Tensor) -> Tensor:
+        _SEEN.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+_AROUND = {
+    "cached weights": (parametrize.cached, "parametrize.cached"),
+    "a mode": (_Sees, "the mode _Sees"),
+    "hooks on saved tensors": (_packing, "saved for backward"),
+    "nothing": (nullcontext, None),
+}
+
+
+@pytest.mark.parametrize("name", _AROUND)
+def test_what_is_around_sees_no_tensors_without_data(name: str) -> None:
+    around, words = _AROUND[name]
+    model, batch = Model(Head()), make_batch()
+    parametrize.register_parametrization(model.head.hidden, "weight", _Scale())
+    given = given_tables(model, batch.sparse_features)
+    proved = prove(model, batch, given)
+    assert proved.reason is None
+    assert proved.guard is not None
+    _SEEN.clear()
+    with around():
+        reason = prove(model, batch, given).reason
+        assert not parametrize._cache
+        assert (proved.guard.changed(batch) is None) == (around in (nullcontext, _Sees))
+    assert reason is None if words is None else words in str(reason)
+    assert not any("Fake" in type(seen).__name__ for seen in _SEEN)
+
+
+def _proved() -> tuple[Guard, Batch]:
+    model, batch = Model(Head()), make_batch()
+    proof = prove(model, batch, given_tables(model, batch.sparse_features))
+    assert proof.reason is None
+    assert proof.guard is not None
+    assert proof.guard.changed(batch) is None
+    return proof.guard, batch
+
+
+def test_a_replaced_forward_of_a_library_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, batch = _proved()
+    monkeypatch.setattr(nn.Linear, "forward", lambda layer, x: x - x.mean(0))
+    assert "the forward of the class Linear" in str(guard.changed(batch))
+
+
+def test_a_later_attribute_of_a_batch_is_seen() -> None:
+    guard, batch = _proved()
+    batch.labels.scale = 2.0  # type: ignore[attr-defined]
+    assert "the batch" in str(guard.changed(batch))
