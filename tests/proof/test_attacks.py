@@ -158,6 +158,40 @@ def test_hidden_state_is_seen_and_restored(name: str) -> None:
     assert head.count() == 0
 
 
+class _Counts:
+    def __init__(self) -> None:
+        self.num = 0
+
+    def add(self) -> None:
+        self.num += 1
+
+
+_ON_TABLES = {
+    "a list": (lambda model: model.tables.seen.append(1), "writes tables.seen"),
+    "an object": (lambda model: model.tables.counts.add(), "writes tables.counts.num"),
+    "none": (lambda model: len(model.tables.seen), None),
+}
+
+
+@pytest.mark.parametrize("name", _ON_TABLES)
+def test_state_on_a_module_that_does_not_run_is_seen(name: str) -> None:
+    change, words = _ON_TABLES[name]
+
+    class Counting(Model):
+        def forward(self, batch: Batch) -> Any:
+            change(self)
+            return super().forward(batch)
+
+    model, batch = Counting(Head()), make_batch()
+    model.tables.seen, model.tables.counts = [], _Counts()
+    proof = prove(model, batch, given_tables(model, batch.sparse_features))
+    assert proof.reason is None if words is None else words in str(proof.reason)
+    assert (model.tables.seen, model.tables.counts.num) == ([], 0)
+    assert proof.guard is not None
+    model.tables.seen.append(2)  # as a library may in a step
+    assert proof.guard.changed(batch) is None
+
+
 def _of_text(text: Callable[[Any], str]) -> type[Head]:
     return with_loss(lambda head, out, batch: out.mean() * {"64": 2.0}.get(text(out.shape[0]), 1.0))
 

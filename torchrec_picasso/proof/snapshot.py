@@ -160,6 +160,8 @@ class Snapshot:
         self._given = {id(module) for module in given}
         self._seen: dict[int, Any] = {}
         self._kept: dict[int, Kept] = {}
+        # of modules that do not run: compared around the forward, since a step may change them
+        self._given_kept: list[Kept] = []
         self._same: list[tuple[str, Mapping[str, Any], list[Any]]] = []
         self._names: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._cells: dict[int, tuple[str, Any, Any]] = {}
@@ -258,7 +260,7 @@ class Snapshot:
         for hooks, words in HOOKS.items():
             self._keep_hooks(name, attributes, hooks, words)
         if id(module) in self._given or isinstance(module, ShardedModule):
-            return ()
+            return self._take_given(name, attributes)
         for kind in ("_parameters", "_buffers", "_modules"):
             self._same.append((name, attributes[kind], list(attributes[kind].values())))
         own = self._keep(path, attributes, is_library)
@@ -266,6 +268,16 @@ class Snapshot:
         for kind in ("_parameters", "_buffers", "_modules"):
             members += self._keep(path, attributes[kind], is_library)
         return [*members, (f"the class {type(module).__name__}", type(module))]
+
+    def _take_given(self, path: str, attributes: Mapping[str, Any]) -> Iterable[_Member]:
+        """Keeps what the user's code may have hung on a module that does not run."""
+        members = []
+        for name, value in attributes.items():
+            if isinstance(value, _CONTAINERS):
+                self._given_kept.append(Kept(f"{path}.{name}", value, is_library=False))
+            elif is_users_module(type(value).__module__):
+                members.append((f"{path}.{name}", value))
+        return members
 
     def _take_tensor(self, path: str, tensor: Tensor) -> Iterable[_Member]:
         """Keeps attributes and hooks of a tensor; its data may change, but not in the forward."""
@@ -422,7 +434,8 @@ class Snapshot:
 
     def changed_containers(self) -> list[Kept]:
         """Lists the containers whose content differs."""
-        return [kept for kept in self._kept.values() if kept.has_changed(in_order=True)]
+        watched = (*self._kept.values(), *self._given_kept)
+        return [kept for kept in watched if kept.has_changed(in_order=True)]
 
     def forget(self, containers: Iterable[Kept]) -> None:
         """Drops containers from all further comparisons."""
