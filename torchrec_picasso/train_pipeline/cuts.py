@@ -60,6 +60,7 @@ class Cuts:
         self._asked, self._lookahead = num_micro_batches, lookahead
         self._device, self._clock = device, StepClock(device)
         self._start: Any = None
+        self._end: Any = None
         self._has_looked = False
         # the first training step is whole, and so is one after forwards without backwards, which
         # leave DistributedDataParallel waiting
@@ -148,8 +149,9 @@ class Cuts:
         return self._change is not None
 
     def train_whole_next(self) -> None:
-        """Makes the next training step run on a whole batch."""
+        """Makes the next training step run on a whole batch; it follows no training step."""
         self._is_next_whole = True
+        self._end = None
 
     def start_step(self) -> None:
         """Notes the start of a step, before operations that wait for other ranks."""
@@ -178,9 +180,13 @@ class Cuts:
         Args:
             settings: Settings of the batches that the step worked on.
         """
+        # A step lasts from the end of the step before: rows arrive between steps, too, above all
+        # while ranks compare the times of a turn, and the next step would seem short.
+        start = self._start if self._end is None else self._end
+        self._end = self._clock.stamp()
         if len(settings) == NUM_BATCHES:
             # a step with a proof or a comparison has no time
-            span = None if self._has_looked else (self._start, self._clock.stamp())
+            span = None if self._has_looked else (start, self._end)
             self._choice.note_step(
                 settings, span, self._clock, self._evidence.taken.pg, self._device
             )
