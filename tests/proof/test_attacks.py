@@ -202,6 +202,32 @@ def test_a_text_of_the_size_is_a_branch(text: Callable[[Any], str]) -> None:
     assert prove_head(_of_text(lambda size: "64")()).reason is None
 
 
+def _takes(batch: dict[str, Any]) -> Batch:
+    return batch.pop("inner")
+
+
+def _counts(batch: dict[str, Any]) -> Batch:
+    batch["step"] += 1
+    return batch["inner"]
+
+
+@pytest.mark.parametrize(
+    ("read", "is_proved"), [(_takes, False), (_counts, False), (lambda b: b["inner"], True)]
+)
+def test_a_batch_that_the_model_changes_is_not_cut(
+    read: Callable[[dict[str, Any]], Batch], is_proved: bool
+) -> None:
+    class Reading(Model):
+        def forward(self, batch: Any) -> Any:
+            return super().forward(read(batch))
+
+    model, inner = Reading(Head()), make_batch()
+    batch = {"inner": inner, "step": 0}
+    reason = prove(model, batch, given_tables(model, inner.sparse_features)).reason
+    assert reason is None if is_proved else "changes the containers" in str(reason)
+    assert batch == {"inner": inner, "step": 0}
+
+
 @pytest.mark.parametrize("is_shortened", [True, False])
 def test_lengths_are_not_changed_by_a_view(is_shortened: bool) -> None:
     def loss(head: Head, out: Tensor, batch: Batch) -> Tensor:

@@ -127,6 +127,7 @@ def prove(
         sizes.begin()
         inputs = Inputs(sizes, follower, mode, num_samples(batch))
         made = inputs.like(batch, "batch")
+        before = _places_in(made)
         for known in given:
             known.give(inputs.like(known.output, known.name, has_graph=True))
         # Modes from the outside in: enable gradients, decompose in Python, make tensors without
@@ -134,6 +135,9 @@ def prove(
         watch = Watch(refuse, state.enter)
         with torch.enable_grad(), enable_python_dispatcher(), mode, follower, watch:
             result = module(made) if forward is None else forward(module, made)
+        if _places_in(made) != before:
+            # the caller sees that, and a later epoch may read it; a micro-batch is a copy
+            raise UnprovedError("the model changes the containers of its batch")
         _judge(result, losses, follower)
 
     reason = state.reason or why_disturbed()
@@ -160,6 +164,14 @@ def _types_in(batch: Any) -> list[type]:
     members = children_of(batch)
     inside = [kind for _, member in members or () for kind in _types_in(member)]
     return inside if members is None else [type(batch), *inside]
+
+
+def _places_in(value: Any) -> Any:
+    """Lists which objects are where in a batch."""
+    members = children_of(value)
+    if members is None:
+        return id(value)
+    return [(suffix, _places_in(member)) for suffix, member in members]
 
 
 def _follow(run: Callable[[], None], state: Snapshot) -> None:
