@@ -159,25 +159,38 @@ class RowTables(nn.Module):
                 row, float32, ``None`` = ones; the pack has no replicas. ``None`` = every row is its
                 own bag.
         """
+        if self._row_update is not None:
+            self._update_here(self._row_update, rows_n, hot_slots_h, grads_mD, bags)
+        elif bags is not None:
+            self._update_bags(rows_n, *bags, grads_mD)
+        else:
+            self._update_rows(rows_n, hot_slots_h, grads_mD)
+
+    def _update_here(
+        self,
+        row_update: RowUpdate,
+        rows_n: Tensor,
+        hot_slots_h: Tensor,
+        grads_mD: Tensor,
+        bags: tuple[Tensor, Tensor | None] | None,
+    ) -> None:
+        """Updates by torch operators."""
+        # Home rows and replicas are updated by separate calls of one step: the replica call then
+        # has equal shapes, hence equal bits, on all ranks.
+        step = UpdateStep.begin(self.tbe)
+        num_hot = hot_slots_h.numel()
+        home_grads, hot_grads = grads_mD.split([len(grads_mD) - num_hot, num_hot])
+        summed = sum_by_row(rows_n, home_grads, self.layout.num_home_rows, *(bags or ()))
+        _apply(row_update, [rows.homes for rows in self.per_row()], *summed, step)
+        if self.layout.num_hot_rows:
+            # A slot repeats where several lookups of one graph used it.
+            summed = sum_by_row(hot_slots_h, hot_grads, self.layout.num_hot_rows)
+            _apply(row_update, [rows.replicas for rows in self.per_row()], *summed, step)
+
+    def _update_rows(self, rows_n: Tensor, hot_slots_h: Tensor, grads_mD: Tensor) -> None:
+        """Updates by the TBE, in which every row is a bag."""
         num_hot = hot_slots_h.numel()
         num_home = len(grads_mD) - num_hot
-        if self._row_update is not None:
-            # Home rows and replicas are updated by separate calls of one step: the replica call
-            # then has equal shapes, hence equal bits, on all ranks.
-            step = UpdateStep.begin(self.tbe)
-            num_rows, home_grads = self.layout.num_home_rows, grads_mD[:num_home]
-            summed = sum_by_row(rows_n, home_grads, num_rows, *(bags or ()))
-            _apply(self._row_update, [rows.homes for rows in self.per_row()], *summed, step)
-            if not self.layout.num_hot_rows:
-                return
-            replicas = [rows.replicas for rows in self.per_row()]
-            # A slot repeats where several lookups of one graph used it.
-            summed = sum_by_row(hot_slots_h, grads_mD[num_home:], len(self.weights.replicas))
-            _apply(self._row_update, replicas, *summed, step)
-            return
-        if bags is not None:
-            self._update_bags(rows_n, *bags, grads_mD)
-            return
         in_two = self.layout.in_two_tables
         # In one table the replicas follow the home rows.
         if not in_two:
