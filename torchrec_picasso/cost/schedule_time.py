@@ -29,7 +29,7 @@ _WAITS: Mapping[str, tuple[str, ...]] = {
     "send_ids": ("request",),
     "receive_ids": ("send_ids",),
     "lay_out": ("send_dirty_mask",),
-    "forward": ("fetch_clean", "fetch_dirty", "read_hot"),
+    "forward": ("fetch_clean", "fetch_dirty"),
     "update": ("send_gradients", "reduce_hot"),
 }
 """By kind of operation, the kinds of messages of the same batch that it waits for. An operation

@@ -5,8 +5,8 @@ move: the words of each route, whether any rank's input is invalid, and whether 
 data. All ranks learn of invalid input and of the end of data together, so all raise together and no
 rank is left waiting.
 
-The header costs one collective of 8 bytes per word, 3 words beside those of the routes, and the
-step's only planned host sync.
+The header costs one collective of 8 bytes per word, 3 words beside those of the routes. It is the
+one point of a step at which the hosts of all ranks wait for each other.
 
 Shape letters: W ranks, X words of a message.
 """
@@ -26,8 +26,9 @@ from torchrec_picasso.exchange.waiting import wait_for
 
 __all__ = ["Header", "HeaderExchange", "HeaderWords", "ReceivedWords", "RouteWords"]
 
-_NUM_FLAGS = 3
-_HAS_DATA, _BAD_LENGTHS, _LOOKS_UP_NOTHING = 1, 2, 4  # bits of one word: a flag costs no byte
+_NUM_OWN_WORDS = 3
+"""Outside ids, bad weights, and the state, whose bits follow."""
+_HAS_DATA, _BAD_LENGTHS, _LOOKS_UP_NOTHING = 1, 2, 4
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class HeaderWords:
     """Whether this rank's batch has no lookup; such a batch may have no samples."""
 
     def to_send(self, world_size: int) -> Tensor:
-        """Builds the message to each rank, flags before words of routes: int64, ``(W, X)``."""
+        """Builds the message to each rank, own words before those of routes: int64, ``(W, X)``."""
         state = _HAS_DATA * self.has_data + _LOOKS_UP_NOTHING * self.looks_up_nothing
         state_word = torch.full_like(self.outside_ids, state)
         # bad_lengths may be a device tensor; its bit is then added without a host sync.
@@ -65,8 +66,8 @@ class HeaderWords:
             state_word = state_word + _BAD_LENGTHS * self.bad_lengths
         elif self.bad_lengths:
             state_word += _BAD_LENGTHS
-        flags_3 = torch.stack([self.outside_ids, self.bad_weights, state_word]).to(torch.int64)
-        return torch.cat([flags_3.expand(world_size, -1), *self.sent()], dim=1).contiguous()
+        own_words = torch.stack([self.outside_ids, self.bad_weights, state_word]).to(torch.int64)
+        return torch.cat([own_words.expand(world_size, -1), *self.sent()], dim=1).contiguous()
 
     def sent(self) -> list[Tensor]:
         """Pieces of the message of all routes."""
@@ -122,9 +123,10 @@ class HeaderExchange:
         # One concatenation, so that a single copy syncs the host.
         host = torch.cat([*kept, self._received_WX.view(-1)]).cpu().numpy()
         *kept_on_host, words = np.split(host, [*accumulate(numbers.numel() for numbers in kept)])
-        widths = accumulate((piece.size(1) for piece in sent[:-1]), initial=_NUM_FLAGS)
-        flags_W3, *received = np.split(words.reshape(self._received_WX.shape), list(widths), axis=1)
-        outside_ids_W, bad_weights_W, states_W = flags_W3.T.tolist()
+        widths = accumulate((piece.size(1) for piece in sent[:-1]), initial=_NUM_OWN_WORDS)
+        # kept numbers, then (W, X): the own words of each rank and the pieces of the routes
+        own, *received = np.split(words.reshape(self._received_WX.shape), list(widths), axis=1)
+        outside_ids_W, bad_weights_W, states_W = own.T.tolist()
         return Header(
             routes=[
                 ([received.pop(0) for _ in route.sent], [kept_on_host.pop(0) for _ in route.kept])

@@ -51,7 +51,7 @@ class BatchGradients:
         self._packs_left = set(range(len(layout.packs)))
 
     def add(self, part: int, grads_M: Sequence[Tensor], module: int = 0) -> None:
-        """Adds the gradients of the rows that a micro-batch uses.
+        """Adds the gradients of the rows that a micro-batch uses; a single one gives the sums.
 
         Args:
             part: Index of the micro-batch.

@@ -68,7 +68,7 @@ class BatchRows:
         return torch.cat(rows).unique()
 
     def is_first_time(self, what: str) -> bool:
-        """Whether an action runs for the first time for this batch, in any micro-batch.
+        """Records an action; returns whether it is the first of its name for this batch.
 
         Args:
             what: Name of the action.

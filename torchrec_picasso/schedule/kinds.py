@@ -131,9 +131,10 @@ KINDS: Mapping[str, Kind] = {
     "lay_out": Kind(on_id_stream=True, needs=_all("receive_ids", "send_dirty_mask")),
     "fetch_clean": Kind(sends=True, needs=_all("lay_out")),
     "fetch_dirty": Kind(sends=True, needs=_ROWS),
-    "read_hot": Kind(sends=True, needs=_ROWS),
+    "read_hot": Kind(needs=_ROWS),
     # Micro-batches run forward in ascending order and backward in descending order, so that the
-    # gradients of chunk k are complete after backward k.
+    # gradients of chunk k are complete after backward k. An earlier schedule may have fetched the
+    # rows of a forward, so the check does not ask for them.
     "forward": Kind(needs=(Need("forward", _before),)),
     "backward": Kind(sends=True, needs=(*_all("forward"), Need("backward", _later))),
     "send_gradients": Kind(sends=True, needs=(Need("backward", _same_micro_batch, required=True),)),

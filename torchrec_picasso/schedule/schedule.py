@@ -46,7 +46,7 @@ COLLECTIVES = frozenset(name for name, kind in KINDS.items() if kind.sends)
 
 @dataclass(frozen=True)
 class Setting:
-    """How a batch is interleaved.
+    """Number of micro-batches of a batch, and whether its clean rows are fetched early.
 
     Args:
         num_micro_batches: Number of micro-batches, K.

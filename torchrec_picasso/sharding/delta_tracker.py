@@ -1,11 +1,11 @@
-"""Reports the looked-up hot/cold rows to TorchRec's model delta tracker, on each owner rank.
+"""Reports the looked-up hot/cold rows to TorchRec's model delta tracker, on each home rank.
 
 Stock row-wise sharding calls the tracker with the ids that arrive at a rank's shard: rows of that
-shard, counted from its first row. The owner rank of a hot/cold row gets the same information from
+shard, counted from its first row. The home rank of a hot/cold row gets the same information from
 the exchange of ids (rows that ranks request) and from the header (hot rows that any rank uses). The
 tracker records each row once per batch, before the batch's update, for any number of micro-batches.
 
-The tracker files rows under features, an owner rank knows tables. Each table's rows are therefore
+The tracker files rows under features, an home rank knows tables. Each table's rows are therefore
 filed under the table's first feature. A table that shares a feature with another table is refused:
 TorchRec would file both tables' rows under the first table, for stock tables too.
 
@@ -99,8 +99,8 @@ def state_tracker(
 ) -> Callable[[PartRows], None]:
     """Makes the function that a hot/cold lookup calls if the tracker records optimizer state.
 
-    TorchRec's tracker reads the state from TBEs, which hold owned rows and replicas here. It
-    therefore gets one table at a time, and reads the latest state from the owned rows.
+    TorchRec's tracker reads the state from TBEs, which hold home rows and replicas here. It
+    therefore gets one table at a time, and reads the latest state from the home rows.
 
     Args:
         record: The tracker's function.

@@ -1,7 +1,7 @@
 """The driver without a schedule: fetches rows in forward, updates them at the end of backward.
 
 Backward itself only *sends* gradients. After the whole graph has run, the autograd engine calls
-back, and every row is updated once, from the gradients that arrived at its owner rank and those
+back, and every row is updated once, from the gradients that arrived at its home rank and those
 reduced for the replicas, for any number of lookups of the module in the graph. Until then the
 exchange of gradients overlaps with the rest of backward.
 """
@@ -52,7 +52,7 @@ class InBackwardDriver:
         if layout.hot_epoch != self._group.hot_epoch:
             layout = with_new_layout(self._group, layout)
         group, agreement = self._group, None
-        # Only replicas can be stale: owned rows are read here, so writes to them need no message.
+        # Only replicas can be stale: home rows are read here, so writes to them need no message.
         if group.num_hot_rows:
             flags = Flags(homes_written=group.was_written())
             agreement = Agreement(group.ranks.pg, group.device, flags)

@@ -22,7 +22,7 @@ __all__ = ["RequestDist"]
 
 
 class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
-    """Requests a batch's rows from their owner ranks, as one micro-batch and without lookahead.
+    """Requests a batch's rows from their home ranks, as one micro-batch and without lookahead.
 
     Args:
         group: The tables.
@@ -67,7 +67,7 @@ class _Header(Awaitable[Awaitable[KeyedJaggedTensor]]):
 
 
 class _Ids(Awaitable[KeyedJaggedTensor]):
-    """Waits for the ids; then owner ranks know the requested rows, and the layout is built."""
+    """Waits for the ids; then home ranks know the requested rows, and the layout is built."""
 
     def __init__(self, features: KeyedJaggedTensor, request: RowRequest) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ def _on_this_rank(
 ) -> GroupedEmbeddingConfig | None:
     """Keeps the tables of a pack that this rank saves; ``None`` = the rank saves none.
 
-    A row-wise table is saved by every rank, with or without rows there; a table of one owner rank
+    A row-wise table is saved by every rank, with or without rows there; a table of one home rank
     (``owned``) only by that rank.
     """
     tables = [t for t in config.embedding_tables if t.local_rows or t.name not in owned]

@@ -115,7 +115,7 @@ def _flat(columns: Sequence[Tensor], dims_F: Sequence[int], sizes_F: Sequence[in
 class _PoolArrivals(Function):
     """Waits for rows and pools them; backward sends the rows' gradients.
 
-    Bags that their owner ranks pooled are returned as views of the rows' memory; the consumer
+    Bags that their home ranks pooled are returned as views of the rows' memory; the consumer
     copies them.
     """
 

@@ -3,8 +3,8 @@
 A subclass of TorchRec's row-wise sharding keeps TorchRec's shards, names and state-dict metadata.
 Only the three factories differ (input dist, lookup, output dist), and tables are grouped more
 finely, by :func:`.pack_key`. Pooled and sequence tables differ only in the output dist. Tables of
-one owner rank have TorchRec's table-wise metadata; a rank lists all of these tables, those of other
-owner ranks with no rows.
+one home rank have TorchRec's table-wise metadata; a rank lists all of these tables, those of other
+home ranks with no rows.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         fused_params: dict[str, Any] | None = None,
         feature_processor: Any = None,
     ) -> HotColdPooledLookup | HotColdSequenceLookup:
-        """Allocates this rank's owned rows and replicas."""
+        """Allocates this rank's home rows and replicas."""
         self._packs = Packs(
             self._grouped_embedding_configs,
             self._tables,
@@ -133,7 +133,7 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
     def _shard(
         self, sharding_infos: list[EmbeddingShardingInfo]
     ) -> list[list[ShardedEmbeddingTable]]:
-        """Assigns shards to ranks as TorchRec does, row-wise or, by owner rank, table-wise."""
+        """Assigns shards to ranks as TorchRec does, row-wise or, by home rank, table-wise."""
         table_wise = ShardingType.TABLE_WISE.value
         whole = [i for i in sharding_infos if i.param_sharding.sharding_type == table_wise]
         shared = [i for i in sharding_infos if i.param_sharding.sharding_type != table_wise]
@@ -143,7 +143,7 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
                 "no bags that could travel; use HotColdParams(form='rows')"
             )
         tables_per_rank = super()._shard(shared)
-        # only the owner ranks are taken from table-wise sharding
+        # only the home ranks are taken from table-wise sharding
         owned_by_rank = BaseTwEmbeddingSharding._shard(self, whole)
         # every rank lists every table, so that all ranks number tables and packs alike
         for owner, owned in enumerate(owned_by_rank):
@@ -198,7 +198,7 @@ def _packs(
     TorchRec puts ``fused`` and ``fused_uvm`` tables into one group. Packs of a wave are neighbours.
     Neighbouring packs of one dim share a row matrix, so a wave has its packs ordered by dim, and
     every other wave in the opposite order, so that a dim continues over the boundary. Tables of one
-    owner rank are neighbours.
+    home rank are neighbours.
 
     Args:
         groups: TorchRec's groups of one rank.

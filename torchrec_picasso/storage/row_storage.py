@@ -159,7 +159,7 @@ class RowStorage(nn.Module):
         return self._hot_homes.touched(slots_t)
 
     def own_row_by_slot(self) -> Tensor:
-        """Returns the tensor that :meth:`touched` reads."""
+        """Returns the home row of each hot slot, -1 on other ranks: int64, shape ``(H_p,)``."""
         return self._hot_homes.own_row_by_slot
 
     def update(

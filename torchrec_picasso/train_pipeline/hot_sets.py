@@ -21,7 +21,7 @@ class HotSets:
 
     Args:
         policy: Interval and thresholds of refreshes; ``None`` = the pipeline changes no hot set.
-        verify_every: Steps between two comparisons of replicas with owned rows; ``None`` = never.
+        verify_every: Steps between two comparisons of replicas with home rows; ``None`` = never.
         id_stream: Stream of the requests, which read hot sets.
     """
 

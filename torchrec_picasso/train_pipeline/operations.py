@@ -34,6 +34,10 @@ from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 __all__ = ["Operations", "Program"]
 
 
+_TRAINED, _UNTRAINED, _TRAINED_BY_NONE, _UNKNOWN = 4, 3, 2, 0
+"""Votes on whether a module got a gradient; the latter two are of ranks without samples."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """The functions that a pipeline's user gave it, each called as by TorchRec's pipeline.
@@ -44,7 +48,7 @@ class Program:
         backward: Runs backward from the losses of a whole batch.
         step: Steps the dense optimizer.
         zero_grad: Clears gradients, and passes learning rates to FBGEMM.
-        losses: Meaning of the model's losses.
+        losses: Computes the loss of a batch and of a micro-batch.
     """
 
     model: nn.Module
@@ -56,13 +60,13 @@ class Program:
 
 
 class Operations:
-    """The operations of a schedule: one method per kind, with the kind's name.
+    """The operations of a schedule: one method ``_<kind>`` per kind of operation.
 
     Args:
         program: Model, backward and optimizer.
-        taken: The sharded modules of the model.
+        taken: The model's sharded modules, interleaved and plain.
         id_stream: Stream on which ids are prepared.
-        wait_plain: Waits for the input dists of the non-interleaved modules.
+        wait_plain: Waits for the input dists of plain modules, which run once per batch.
     """
 
     def __init__(
@@ -101,7 +105,6 @@ class Operations:
         """Calls the method of an operation."""
         inflight = inflights[op.batch]
         if op.kind == "send_dirty_mask":
-            # dirty mask: the owner ranks compare with the rows that the batch before updates
             self._send_dirty_mask(inflight, inflights[op.batch - 1])
             return
         which = {"index": op.index, "wave": op.wave}
@@ -134,7 +137,7 @@ class Operations:
                 request.wait()
 
     def _receive_ids(self, inflight: InFlightBatch) -> None:
-        """Waits for the ids; then owner ranks know the requested rows."""
+        """Waits for the ids; then home ranks know the requested rows."""
         for request in inflight.requests:
             request.receive_ids()
 
@@ -144,7 +147,7 @@ class Operations:
             request.send_dirty_mask(request_before)
 
     def _lay_out(self, inflight: InFlightBatch) -> None:
-        """Builds the layout of the rows, on the requesting rank and on the owner rank."""
+        """Builds the layout of the rows, on the requesting rank and on the home rank."""
         for group, request in zip(self._taken.groups, inflight.requests):
             layout = request.lay_out()
             inflight.rows.append(BatchRows(group.rows, layout))
@@ -166,7 +169,7 @@ class Operations:
             rows.read_hot()
 
     def _forward(self, inflight: InFlightBatch, index: int) -> None:
-        """Runs the model on one micro-batch; a whole batch runs in the first slot."""
+        """Runs the model on one micro-batch; a whole batch runs as the first."""
         if index not in inflight.run_indices:
             return
         run = inflight.run_indices.index(index)
@@ -174,6 +177,7 @@ class Operations:
             # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(group.modules.items()):
                 weights = inflight.weights_of(name, module, rows, number)
+                # sink(index) receives the gradients of micro-batch `index`
                 sink = partial(partial, inflight.take_gradients, name, gradients, number)
                 parts = inflight.acquire(rows, run, sink, weights, number)
                 module.forward.take(partial(group.joined_output, name, parts))
@@ -222,21 +226,22 @@ class Operations:
         """Records which modules got a gradient; a plain loop would not update the others.
 
         A rank without samples may see other gradients than other ranks, or none. It must still
-        update, or not update, its owned rows and replicas as the other ranks do. Collective.
+        update, or not update, its home rows and replicas as the other ranks do. Collective.
         """
         names = [name for group in self._taken.groups for name in group.modules]
-        # 4 = trained, 3 = not; without samples 2 = trained, 0 = not known. The largest vote wins.
-        yes, no = (4, 3) if inflight.num_samples else (2, 0)
+        # The largest vote wins: a rank with samples outvotes ranks without.
+        yes, no = (_TRAINED, _UNTRAINED) if inflight.num_samples else (_TRAINED_BY_NONE, _UNKNOWN)
         votes = [yes if name in inflight.trained else no for name in names]
         if any(request.any_looks_up_nothing for request in inflight.requests):
-            votes_N = torch.tensor(votes, device=self._taken.device)
-            note_all_reduce(votes_N.nbytes, self._taken.pg.size())
-            dist.all_reduce(votes_N, op=dist.ReduceOp.MAX, group=self._taken.pg)
-            votes = votes_N.tolist()
-        self._is_trained |= {name: vote != 3 for name, vote in zip(names, votes) if vote}
+            largest = torch.tensor(votes, device=self._taken.device)
+            note_all_reduce(largest.nbytes, self._taken.pg.size())
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._taken.pg)
+            votes = largest.tolist()
+        known = {name: vote for name, vote in zip(names, votes) if vote != _UNKNOWN}
+        self._is_trained |= {name: vote != _UNTRAINED for name, vote in known.items()}
 
     def _send_gradients(self, inflight: InFlightBatch, index: int, wave: int | None = None) -> None:
-        """Sends the gradients of one chunk's rows to their owner ranks."""
+        """Sends the gradients of one chunk's rows to their home ranks."""
         for gradients in inflight.gradients:
             gradients.send(index, wave)
 
@@ -246,7 +251,7 @@ class Operations:
             gradients.reduce_hot(wave)
 
     def _update(self, inflight: InFlightBatch, wave: int | None = None) -> None:
-        """Updates owned rows and replicas, and releases the rows' memory after the last pack."""
+        """Updates home rows and replicas, and releases the rows' memory after the last pack."""
         for group, rows, gradients in zip(self._taken.groups, inflight.rows, inflight.gradients):
             # modules by position in the group, whose rows must not be updated
             untrained = {

@@ -201,11 +201,11 @@ class PipelinedModel:
             }
 
     def was_written(self) -> bool:
-        """Whether owned rows were written from outside, on this rank."""
+        """Whether home rows were written from outside, on this rank."""
         return any(group.rows.was_written() for group in self.groups)
 
     def apply_writes(self) -> None:
-        """Takes over what was written into owned rows. Collective."""
+        """Takes over what was written into home rows. Collective."""
         for group in self.groups:
             group.rows.apply_writes()
 

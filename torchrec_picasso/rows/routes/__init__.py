@@ -1,4 +1,8 @@
-"""The ways in which tables travel; a further one is one file here and one line in ``ROUTES``."""
+"""The ways in which tables travel.
+
+To the engine a further one is one file here and one line in ``ROUTES``; the plan and its prices
+know routes by :data:`.placement.Form`.
+"""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Route(ABC):
 
     @property
     def features_of_blocks(self) -> Sequence[int]:
-        """Numbers of features of consecutive blocks whose lookups the host must count."""
+        """Numbers of features of consecutive blocks; the host learns the lookups of each block."""
         return (self.num_features,)
 
     def change_hot_rows(self, hot_rows_T: Sequence[Tensor], epoch: int | None = None) -> None:
@@ -261,8 +261,8 @@ class Pooling(ABC):
 class PackLayout:
     """The rows of one pack.
 
-    *Outgoing* are the cold rows that this rank requests, *incoming* the rows that
-    other ranks request from this rank.
+    *Outgoing* are the cold rows that this rank requests from any home rank, *incoming* the home
+    rows of this rank that any rank requests; both include what this rank requests from itself.
     """
 
     matrix: int

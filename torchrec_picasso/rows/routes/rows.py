@@ -10,7 +10,8 @@ Header words of a pair of ranks: P K counts of cold rows, and a bit per hot slot
 Shape letters: F features, K parts and chunks, J runs of bags, M matrices, P packs, N lookups, U
 unique rows, W ranks.
 
-Host syncs per batch on CUDA: the number of unique rows.
+Host syncs per batch on CUDA: the number of unique rows; per pack the touched hot rows and, with
+lookahead, two fetch orders; two more for several micro-batches.
 """
 
 from __future__ import annotations
