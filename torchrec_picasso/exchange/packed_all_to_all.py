@@ -1,9 +1,9 @@
 """One all-to-all for all packs: ids, rows or gradients, with mixed dims in one flat buffer.
 
-Callers keep one matrix per pack, its rows grouped by rank. The wire requires the opposite nesting:
-one buffer, grouped by rank and then by pack. With one pack both layouts are the same memory and
-nothing is copied. With several packs, segments are joined before the exchange and split after it,
-one pass over the exchanged elements each.
+Callers keep one matrix per pack, or for ids one vector per pack and chunk, with rows grouped by
+rank. The wire requires the opposite nesting: one buffer, grouped by rank and then by matrix. With
+one matrix both layouts are the same memory and nothing is copied. With several, segments are joined
+before the exchange and split after it, one pass over the exchanged elements each.
 
 Source: TorchRec ``distributed/comm_ops.py`` (sequence all-to-all, its codecs); PICASSO's Shuffle.
 """
@@ -42,7 +42,8 @@ class PackedAllToAll:
         codec: Wire precision, or ``None`` for the precision of the inputs.
 
     Cost:
-        ``(n_p - own) * D_p`` elements sent per pack; one copy each way with several packs.
+        ``n_p * D_p`` elements sent per matrix, less those for this rank; one copy each way with
+        several matrices.
     """
 
     def __init__(
@@ -114,8 +115,8 @@ def _join_by_rank(matrices_P: Sequence[Tensor], counts_PW: Counts) -> Tensor:
 
 
 def _cut_by_rank(flat: Tensor, matrices_P: Sequence[Tensor], counts_PW: Counts) -> None:
-    # Segments are views of the output matrices, so the copies below fill these.
     """Splits a vector grouped by rank, then pack, into matrices grouped by rank."""
+    # Segments are views of the output matrices, so the copies below fill these.
     segments_PW = [matrix.split(list(counts)) for matrix, counts in zip(matrices_P, counts_PW)]
     start = 0
     for by_pack in zip(*segments_PW):

@@ -10,7 +10,6 @@ Shape letters: K parts, M matrices, P packs, W ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -111,7 +110,7 @@ class RowRequest:
 
 
 def with_new_layout(group: RowGroup, layout: RowLayout) -> RowLayout:
-    """Rebuilds the layout of a batch with one micro-batch after the hot rows changed. Collective.
+    """Rebuilds the layout of an unsplit batch after the hot rows changed. Collective.
 
     Args:
         group: The tables.
@@ -126,5 +125,10 @@ def with_new_layout(group: RowGroup, layout: RowLayout) -> RowLayout:
 
 def _exchange(ranks: Ranks, payloads: Sequence[Payload]) -> PackedAllToAll:
     """Starts one exchange of all payloads. Collective."""
-    arguments: Any = zip(*payloads)
-    return PackedAllToAll(ranks, *arguments)
+    return PackedAllToAll(
+        ranks,
+        [payload.sent for payload in payloads],
+        [payload.sent_W for payload in payloads],
+        [payload.received for payload in payloads],
+        [payload.received_W for payload in payloads],
+    )

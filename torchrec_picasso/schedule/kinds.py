@@ -16,6 +16,7 @@ __all__ = ["AFTER", "KINDS", "NEXT", "OF_BATCH", "THIS", "Kind", "Need", "Op"]
 THIS, NEXT, AFTER = 0, 1, 2
 """Batches that a step works on."""
 OF_BATCH = ("", " of the next batch", " of the batch after")
+"""The batch of an operation, in words."""
 
 
 @dataclass(frozen=True)
