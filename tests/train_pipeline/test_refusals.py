@@ -419,6 +419,28 @@ def test_a_batch_that_one_rank_cannot_train_is_refused_on_all_at_once(
     assert_same_runs(list(mine), list(plain))
 
 
+def _weights_want_gradients(rank: int, world_size: int) -> list[str]:
+    """The weights of one of rank 1's batches do, and other ranks apply them."""
+    job, told = dataclasses.replace(JOB, placement={"*": "bags"}, weighted=True), []
+    for number in (0, 1, 3):
+        pipeline = pipeline_of(build(job, rank, world_size), num_micro_batches=2)
+        batches = batches_of(job, rank, range(5))
+        if rank == 1:
+            batches[number].sparse_features.weights().requires_grad_()
+        with pytest.raises(CompatError) as caught:
+            run_to_the_end(pipeline, iter(batches))
+        told.append(str(caught.value))
+    return told
+
+
+def test_weights_whose_gradients_leave_the_rank_are_refused_on_all_at_once() -> None:
+    told_0, told_1 = run_ranks(_weights_want_gradients, 2, timeout_s=60)
+    assert told_0 == told_1
+    for told in told_0:
+        assert told.startswith("rank 1: the per-sample weights of features")
+        assert "form='rows'" in told
+
+
 def _sealed(rank: int, world_size: int) -> list[str]:
     """Batches that only their owner can cut: as many on both ranks, then fewer on rank 0."""
     told = []

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.header import HeaderWords
 from torchrec_picasso.rows.cut import padded
 from torchrec_picasso.rows.group import RowGroup
@@ -70,13 +69,7 @@ class BatchIds:
                 after the end of the data.
             sound: Results of :func:`.valid_features` for the batch, in any order; the header
                 reports malformed lengths.
-
-        Raises:
-            CompatError: If a route cannot serve the features.
         """
-        for route in group.routes:
-            for reason in filter(None, map(route.why_not, features_of)):
-                raise CompatError(reason)
         features = group.in_one(features_of)
         is_variable = features.variable_stride_per_key()
         if is_variable and any(route.needs_one_batch_size for route in group.routes):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
@@ -129,6 +130,15 @@ class RowGroup:
         """The smallest integer type that holds every row number of every home rank."""
         fits = all(route.space.home_row_dtype == torch.int32 for route in self.routes)
         return torch.int32 if fits else torch.int64
+
+    def check(self, features: KeyedJaggedTensor) -> None:
+        """Refuses features that a route cannot serve, and that no header reports to other ranks.
+
+        Raises:
+            CompatError: On this rank alone.
+        """
+        for reason in filter(None, (route.why_not(features) for route in self.routes)):
+            raise CompatError(reason)
 
     def in_one(self, features_of: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """Concatenates the features of all modules in the order of the tables.

@@ -46,6 +46,7 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
             An awaitable of an awaitable of the features with their layout.
         """
         sound, self.sound = self.sound, ()
+        self._group.check(sparse_features)
         with torch.no_grad():
             batch = BatchIds.read([sparse_features], self._group, sound=sound)
             request = RowRequest(self._group, batch)

@@ -324,8 +324,7 @@ class InFlight:
         others are empty. Other ranks may still split theirs.
 
         Raises:
-            CompatError: If features have their own batch sizes (VBE), unlike those of the first
-                batch.
+            CompatError: On this rank alone, see :meth:`.PipelinedModel.read`.
         """
         assert self._taken is not None
         batch = fetched.batch

@@ -24,7 +24,11 @@ from torchrec_picasso.rows.valid_features import valid_features
 from torchrec_picasso.sharding.features import with_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
-from torchrec_picasso.train_pipeline.variable_batch import VariableBatchFeatures, spread
+from torchrec_picasso.train_pipeline.variable_batch import (
+    VariableBatchFeatures,
+    check_inverse_indices,
+    spread,
+)
 
 __all__ = ["ModuleGroup", "ModuleInput", "ScheduledModule", "group_modules"]
 
@@ -53,6 +57,21 @@ class ModuleGroup:
         """Number of waves that its packs travel in if a schedule staggers them."""
         return len(self.rows.plan.waves)
 
+    def check(self, inputs: Mapping[str, ModuleInput]) -> None:
+        """Refuses what no header reports to other ranks: they must agree on it before the request.
+
+        Args:
+            inputs: Input of each module for the whole batch, by name.
+
+        Raises:
+            CompatError: On this rank alone.
+        """
+        for name, module in self.modules.items():
+            features = _features_in(module, inputs[name])
+            self.rows.check(features)
+            if self._is_odd:
+                check_inverse_indices(features)
+
     def request(
         self, inputs: Mapping[str, ModuleInput], sizes_K: Sequence[int], has_data: bool
     ) -> RowRequest:
@@ -62,9 +81,6 @@ class ModuleGroup:
             inputs: Input of each module for the whole batch, by name.
             sizes_K: Samples of each micro-batch.
             has_data: Whether the batch comes from this rank's data.
-
-        Raises:
-            InputError: If features have their own batch sizes and no inverse indices.
         """
         modules = self.modules.values()
         sound = [valid_features(_features_in(m, inputs[name])) for name, m in self.modules.items()]

@@ -179,8 +179,8 @@ class PipelinedModel:
             Input of each module by name, and the number of samples.
 
         Raises:
-            CompatError: If features have their own batch sizes (VBE), unlike those of the first
-                batch.
+            CompatError: On this rank alone, if features have their own batch sizes (VBE), unlike
+                those of the first batch, or cannot be served.
         """
         inputs = self._inputs_of(batch, context)
         num_samples = _count(batch, inputs)
@@ -190,6 +190,8 @@ class PipelinedModel:
                     f"{name}: {_ODD_BATCH}, and the first batch had not; give the pipeline such a "
                     "batch first, or use TorchRec's TrainPipelineSparseDist"
                 )
+        for group in self.groups:
+            group.check(inputs)
         return inputs, num_samples
 
     def _inputs_of(self, batch: Any, context: TrainPipelineContext) -> Mapping[str, ModuleInput]:

@@ -23,12 +23,12 @@ from torch import Tensor
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.errors import InputError
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.cut import padded
 from torchrec_picasso.sharding.spread import SpreadBags, SpreadSequences
 
-__all__ = ["VariableBatchFeatures", "spread"]
+__all__ = ["VariableBatchFeatures", "check_inverse_indices", "spread"]
 
 
 class VariableBatchFeatures(KeyedJaggedTensor):
@@ -45,9 +45,6 @@ class VariableBatchFeatures(KeyedJaggedTensor):
         Args:
             features: The features in the order of the tables.
             given: The features as the batch has them, with their inverse indices.
-
-        Raises:
-            InputError: If features have their own batch sizes and no inverse indices.
         """
         row_of_sample_FB = None
         if features.variable_stride_per_key():
@@ -64,20 +61,27 @@ class VariableBatchFeatures(KeyedJaggedTensor):
         return odd
 
 
-def _rows_of_samples(keys: Sequence[str], given: KeyedJaggedTensor) -> Tensor:
-    """Selects the inverse indices ``(F, B)`` of these features, in their order."""
-    inverse = given.inverse_indices_or_none()
-    if inverse is None:
-        raise InputError(
+def check_inverse_indices(given: KeyedJaggedTensor) -> None:
+    """Refuses features with their own batch sizes that name no row for each sample.
+
+    Raises:
+        CompatError: If the features have their own batch sizes and no inverse indices.
+    """
+    if given.variable_stride_per_key() and given.inverse_indices_or_none() is None:
+        raise CompatError(
             f"the KeyedJaggedTensor of features {', '.join(given.keys())} has a batch size per "
             "feature and no inverse_indices, which tell the row of each sample; give it "
             "inverse_indices=(keys, indices of shape (features, samples))"
         )
-    place = {key: number for number, key in enumerate(inverse[0])}
-    order = [place[key] for key in keys]
-    if order == list(range(len(inverse[0]))):
-        return inverse[1]
-    return inverse[1].index_select(0, torch.tensor(order, device=inverse[1].device))
+
+
+def _rows_of_samples(keys: Sequence[str], given: KeyedJaggedTensor) -> Tensor:
+    """Selects the inverse indices ``(F, B)`` of these features, in their order."""
+    names, row_of_sample_FB = given.inverse_indices()
+    order = [names.index(key) for key in keys]
+    if order == list(range(len(names))):
+        return row_of_sample_FB
+    return row_of_sample_FB.index_select(0, torch.tensor(order, device=row_of_sample_FB.device))
 
 
 def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:
