@@ -43,7 +43,8 @@ def test_the_thread_that_trains_goes_first(trainer_nice: int, expected: int) -> 
         pytest.skip("the tests themselves run with another priority than 0")
     for before, after, own in run_ranks(_exchange, 2, trainer_nice, timeout_s=60):
         assert set(before) == {0}
-        assert after == [expected] * len(before)
+        assert set(after) == {expected}
+        assert len(after) > len(before)  # the exchange has connections of its own
         assert own == trainer_nice
 
 

@@ -65,17 +65,17 @@ def micro_batch_sizes(
 ) -> list[int]:
     """Chooses the number of samples of each micro-batch.
 
-    The first micro-batch is small: its gradients travel last, and no compute is left to overlap
-    with. The others differ by one sample at most. No micro-batch has one sample, because models
-    squeeze a dim of one sample away: if there are not two for each, the first micro-batch has all
-    samples and the others are empty.
+    The first of several micro-batches is small: its gradients travel last, and no compute is left
+    to overlap with. The first of two is the larger: the link is idle from the arrival of the second
+    one's rows until its gradients are sent. The others differ by one sample at most. No micro-batch
+    has one sample, because models squeeze a dim of one sample away: if there are not two for each,
+    the first micro-batch has all samples and the others are empty.
 
     Args:
         num_samples: Samples of the whole batch.
         num_micro_batches: Number of micro-batches, K.
-        first_share: Share of the first micro-batch, between 0 and 1. By default the others are
-            three times as large as the first: shares 0.25, 0.75 for K=2 and 0.1, 0.3, 0.3, 0.3 for
-            K=4.
+        first_share: Share of the first micro-batch, between 0 and 1. By default 0.6 for K=2; for
+            more, the others are three times as large as the first: 0.1, 0.3, 0.3, 0.3 for K=4.
 
     Returns:
         K sizes that sum to ``num_samples``.
@@ -89,7 +89,7 @@ def micro_batch_sizes(
             "expected at least 0 samples and at least 1 micro-batch"
         )
     if first_share is None:
-        first_share = 1 / (3 * num_micro_batches - 2)
+        first_share = 0.6 if num_micro_batches == 2 else 1 / (3 * num_micro_batches - 2)
     if not 0 < first_share <= 1:
         raise InputError(f"first_share is {first_share}, expected a share above 0 and up to 1")
     num_others = num_micro_batches - 1

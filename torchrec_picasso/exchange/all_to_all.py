@@ -5,7 +5,8 @@ ahead of the notice that it is ready to receive, on the same connection, and its
 until all of that is through: the link carries one direction at a time. Ranks of a real step never
 arrive at the same time. Messages between pairs of ranks, with receives posted first, avoid the
 problem: 110 instead of 60 MB/s per direction between 2 ranks on 1 Gbit/s, 110 instead of 80 among 3
-(``benchmarks/cluster``, 8 MB a pair). The all-to-all of other backends does not have this problem.
+(``benchmarks/cluster``, 8 MB a pair). They have a gloo group of their own, so that DDP's gradients
+do not wait behind them. The all-to-all of other backends does not have these problems.
 
 Shape letters: n elements sent, m received, W ranks.
 """
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_picasso.exchange.gloo_threads import let_training_go_first
+from torchrec_picasso.exchange.gloo_group import new_gloo_group
 from torchrec_picasso.exchange.tally import is_watched, note_sent
 
 __all__ = ["Pending", "start_all_to_all"]
@@ -77,10 +78,10 @@ _FIRST_TAG, _NUM_TAGS = 1 << 28, 1 << 20
 
 
 class _Traffic:
-    """Exchanges of one process group in progress, in start order."""
+    """Exchanges of one process group in progress, in start order; made by all ranks together."""
 
-    def __init__(self) -> None:
-        let_training_go_first()  # the group's threads exist by now
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        self.group = pg if pg.size() == 1 else new_gloo_group(pg, torch.device("cpu"))
         self.num_started = 0
         self.in_flight: deque[_Messages] = deque()
 
@@ -100,7 +101,7 @@ _traffic: WeakKeyDictionary[dist.ProcessGroup, _Traffic] = WeakKeyDictionary()
 
 def _traffic_of(pg: dist.ProcessGroup) -> _Traffic:
     if pg not in _traffic:
-        _traffic[pg] = _Traffic()
+        _traffic[pg] = _Traffic(pg)
     return _traffic[pg]
 
 
@@ -122,18 +123,19 @@ class _Messages:
     ) -> None:
         self._traffic = _traffic_of(pg)
         rank, world_size, tag = pg.rank(), pg.size(), self._traffic.next_tag
+        group = self._traffic.group
         received_W = output_m.split(list(receive_W))
         sent_W = input_n.split(list(send_W))
         # Each rank starts with a different peer, so that no link gets all messages at once.
         # Receives are posted in reverse order, which is the order in which peers send to this rank.
         others = [(rank + distance) % world_size for distance in range(1, world_size)]
         works = [
-            dist.irecv(received_W[peer], group=pg, group_src=peer, tag=tag)
+            dist.irecv(received_W[peer], group=group, group_src=peer, tag=tag)
             for peer in reversed(others)
             if receive_W[peer]
         ]
         works += [
-            dist.isend(sent_W[peer], group=pg, group_dst=peer, tag=tag)
+            dist.isend(sent_W[peer], group=group, group_dst=peer, tag=tag)
             for peer in others
             if send_W[peer]
         ]
