@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -42,34 +41,20 @@ def start_all_to_all(
     receive_W: Sequence[int],
     send_W: Sequence[int],
 ) -> Pending:
-    """Starts sending block ``w`` of the input to rank ``w``. Collective.
+    """Starts sending ``send_W[w]`` elements to rank ``w``. Collective.
 
-    Args:
-        pg: Process group.
-        output_m: Contiguous vector; block ``w`` is received from rank ``w``.
-        input_n: Contiguous vector; must stay alive and unchanged until the wait returns.
-        receive_W: Elements of each output block, summing to m.
-        send_W: Elements of each input block, summing to n.
-
-    Returns:
-        A handle; the output is complete after its ``wait``.
-
-    Cost:
-        One collective, or ``W - 1`` messages each way on gloo.
+    Both vectors are contiguous and grouped by rank. The output is complete after the handle's
+    ``wait``; until then the input must stay alive and unchanged. Costs one collective, or ``W - 1``
+    messages each way on gloo.
     """
     if is_watched():
         note_sent((sum(send_W) - send_W[pg.rank()]) * input_n.element_size())
-    if input_n.device.type == "cpu" and _backend_name(pg) == "gloo":
+    if input_n.device.type == "cpu" and pg._get_backend(input_n.device).name() == "gloo":
         return _Messages(pg, output_m, input_n, receive_W, send_W)
     work: Pending = dist.all_to_all_single(
         output_m, input_n, list(receive_W), list(send_W), group=pg, async_op=True
     )
     return work
-
-
-def _backend_name(pg: dist.ProcessGroup) -> str:
-    name: str = pg._get_backend(torch.device("cpu")).name()
-    return name
 
 
 # A range far from the small tags of users' own messages.
@@ -98,12 +83,6 @@ class _Traffic:
 _traffic: WeakKeyDictionary[dist.ProcessGroup, _Traffic] = WeakKeyDictionary()
 
 
-def _traffic_of(pg: dist.ProcessGroup) -> _Traffic:
-    if pg not in _traffic:
-        _traffic[pg] = _Traffic()
-    return _traffic[pg]
-
-
 class _Messages:
     """One message to and one from every other rank; empty blocks send no message.
 
@@ -120,7 +99,9 @@ class _Messages:
         receive_W: Sequence[int],
         send_W: Sequence[int],
     ) -> None:
-        self._traffic = _traffic_of(pg)
+        if pg not in _traffic:
+            _traffic[pg] = _Traffic()
+        self._traffic = _traffic[pg]
         rank, world_size, tag = pg.rank(), pg.size(), self._traffic.next_tag
         received_W = output_m.split(list(receive_W))
         sent_W = input_n.split(list(send_W))

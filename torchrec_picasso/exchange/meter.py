@@ -24,18 +24,13 @@ __all__ = ["WireCount", "WireMeter"]
 
 @dataclass(frozen=True, kw_only=True)
 class WireCount:
-    """The communication of one rank.
-
-    Args:
-        num_collectives: Calls that move tensor data, without barriers. A message to one rank is a
-            call, so an all-to-all made of messages counts ``W - 1``.
-        sent_bytes: Bytes sent to other ranks.
-        calls_by_kind: Calls per operator, such as ``alltoall_base_``.
-        bytes_by_kind: Bytes sent per operator.
-    """
+    """The communication of one rank, in all and by operator, such as ``alltoall_base_``."""
 
     num_collectives: int
+    """Calls that move tensor data, without barriers. A message to one rank is a call, so an
+    all-to-all made of messages counts ``W - 1``."""
     sent_bytes: int
+    """Bytes sent to other ranks."""
     calls_by_kind: dict[str, int] = field(default_factory=dict)
     bytes_by_kind: dict[str, int] = field(default_factory=dict)
 

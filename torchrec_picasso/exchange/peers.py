@@ -32,8 +32,7 @@ _OF_GLOO = re.compile(
 class Peers:
     """The other ranks of a process group, in case of a failure.
 
-    Args:
-        pg: Process group; for a group without a store, errors only name this rank's wait.
+    For a group without a store, errors only name this rank's wait.
     """
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
@@ -47,8 +46,7 @@ class Peers:
     def propagate_errors(self, doing: Callable[[], str]) -> Iterator[None]:
         """Context of a collective operation: an error inside names the rank that caused it.
 
-        Args:
-            doing: Returns a description of this rank's current operation.
+        ``doing`` describes this rank's current operation.
 
         Raises:
             PeerError: If another rank failed, with its message, or does not answer.

@@ -28,11 +28,7 @@ class _CountedData:
     _data: Tensor
 
     def with_data(self, data: Tensor) -> Any:
-        """Sets the view that ``.data`` returns.
-
-        Args:
-            data: The same rows as a view whose version counter the storage checks.
-        """
+        """Sets the view of the same rows whose version counter the storage checks."""
         self._data = data
         return self
 

@@ -32,13 +32,7 @@ __all__ = ["HotColdKernel"]
 
 
 class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
-    """One pack on this rank as a TorchRec kernel.
-
-    Args:
-        config: The pack's tables on this rank.
-        rows: Home rows and replicas of the tables.
-        ranks: This rank and its peers, for the state dict's metadata.
-    """
+    """One pack on this rank as a TorchRec kernel."""
 
     def __init__(self, config: GroupedEmbeddingConfig, rows: RowStorage, ranks: Ranks) -> None:
         super().__init__()
@@ -65,7 +59,7 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
 
     def split_embedding_weights(self) -> list[Tensor]:
         """Home rows of each table, views, shape ``(local_rows, D)``."""
-        return [view for _, view in self._home_slices(self.rows.tables.weights.homes)]
+        return self._home_slices(self.rows.tables.weights.homes)
 
     @property
     def table_names(self) -> list[str]:
@@ -79,16 +73,12 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         date.
         """
         for rows in list(self.rows.tables.row_states.values())[:1]:
-            yield from (view for _, view in self._home_slices(rows.homes))
+            yield from self._home_slices(rows.homes)
 
     def split_rows(self, rows_n: Tensor) -> Mapping[str, Tensor]:
-        """Splits home rows by table. A host sync on CUDA.
+        """Splits home rows of the pack, int64, ascending, by table. A host sync on CUDA.
 
-        Args:
-            rows_n: Home rows of the pack, int64, ascending.
-
-        Returns:
-            Rows of each table, counted from the table's first home row on this rank.
+        Rows of a table are counted from its first home row on this rank.
         """
         sizes = [table.local_rows for table in self._config.embedding_tables]
         # Home rows of a table are consecutive in the pack and rows_n ascends: each table is a
@@ -106,14 +96,14 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
     ) -> dict[str, Any]:
         """Home rows as ShardedTensors or DTensors, equal to stock row-wise TorchRec's."""
         self.rows.before_reading()
-        homes, data = self.rows.tables.weights.homes, self.rows.homes_data
+        data = self._home_slices(self.rows.homes_data)
         return get_state_dict(
             self._config.embedding_tables,
             [
                 # The entry is a view of the rows; its .data is the view whose writes the storage
                 # counts.
                 view.as_subclass(HomeRows).with_data(same)
-                for (_, view), (_, same) in zip(self._home_slices(homes), self._home_slices(data))
+                for view, same in zip(self.split_embedding_weights(), data)
             ],
             self._ranks.pg,
             OrderedDict() if destination is None else destination,
@@ -124,8 +114,8 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Home rows as parameters that no outside optimizer may update."""
-        homes, data = self.rows.tables.weights.homes, self.rows.homes_data
-        for (name, view), (_, same) in zip(self._home_slices(homes), self._home_slices(data)):
+        data = self._home_slices(self.rows.homes_data)
+        for name, view, same in zip(self.table_names, self.split_embedding_weights(), data):
             parameter: Any = HomeParameter(view).with_data(same)
             # TorchRec's mark for parameters whose optimizer runs in backward.
             parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
@@ -142,9 +132,8 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         flat = self.rows.tables.flat_homes()
         views = self._optimizer_views()
         start = 0
-        for table, (_, same) in zip(
-            self._config.embedding_tables, self._home_slices(self.rows.homes_data)
-        ):
+        data = self._home_slices(self.rows.homes_data)
+        for table, same in zip(self._config.embedding_tables, data):
             # Range of the table in the TBE's flat buffer, in elements.
             end = start + table.local_rows * self._dim
             weight = HomeSlice(
@@ -162,11 +151,10 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
             yield table.name, weight
             start = end
 
-    def _home_slices(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        start = 0
-        for table in self._config.embedding_tables:
-            yield table.name, tensor[start : start + table.local_rows]
-            start += table.local_rows
+    def _home_slices(self, homes: Tensor) -> list[Tensor]:
+        """Entries of each table's home rows, as views."""
+        sizes = [table.local_rows for table in self._config.embedding_tables]
+        return [homes[end - size : end] for size, end in zip(sizes, accumulate(sizes))]
 
     def _optimizer_views(self) -> Mapping[str, Any]:
         """Returns arguments that restrict TorchRec's fused optimizer to home rows."""
@@ -175,7 +163,7 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
             dict(self.rows.tables.shared_states) for _ in self._config.embedding_tables
         ]
         for key, rows in self.rows.tables.row_states.items():
-            for views, (_, view) in zip(states, self._home_slices(rows.homes)):
+            for views, view in zip(states, self._home_slices(rows.homes)):
                 views[key] = view
         return {
             "config": self._config,
