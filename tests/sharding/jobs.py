@@ -357,7 +357,7 @@ def replicas_of(model: nn.Module) -> list[Tensor]:
         if isinstance(lookup, (HotColdPooledLookup, HotColdSequenceLookup))
         for storage in storages_of(lookup)
         if storage._hot_homes.num_hot_rows
-        for rows in storage._tables.per_row()
+        for rows in storage.tables.per_row()
     ]
 
 

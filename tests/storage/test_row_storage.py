@@ -45,7 +45,7 @@ def _kernel(job: Job = JOB) -> HotColdKernel:
     (lookup,) = build(job, 0, 1).module.ebc._lookups
     (kernel,) = lookup._emb_modules
     storage = kernel.rows
-    assert storage._tables.layout.in_two_tables == job.two_tables
+    assert storage.tables.layout.in_two_tables == job.two_tables
     storage.fill_replicas()
     return kernel
 
@@ -97,10 +97,10 @@ def life_of_a_replica(two_tables: bool) -> None:
     before = homes[own].clone()
     storage.update(no_row, every_slot, torch.ones(4, 4))
     assert not torch.equal(before, replicas)
-    (state,) = storage._tables.row_states.values()
+    (state,) = storage.tables.row_states.values()
     assert state.replicas.shape == (NUM_HOT, 4)
     assert state.replicas.all()
-    for rows in storage._tables.per_row():
+    for rows in storage.tables.per_row():
         assert torch.equal(rows.homes[own], rows.replicas), "homes are never behind"
     assert not storage.was_written(), "an update is no write from outside"
 
@@ -202,7 +202,7 @@ def a_step_without_rows_counts(two_tables: bool) -> None:
         storage.update(rows_n, storage.touched(slots_h), torch.ones(num_rows, 4))
         num_moved = num_rows + len(slots_h)  # a hot row moves at home too
         assert int((_all_rows(storage) != before).any(1).sum()) == num_moved
-        counts.append(int(storage._tables.tbe.iter))
+        counts.append(int(storage.tables.tbe.iter))
     assert counts == [1, 2, 3]
 
 

@@ -11,7 +11,7 @@ accelerator the result reaches the host without a device sync.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,7 +46,6 @@ class Agreement:
     """
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device, flags: Flags) -> None:
-        self.mine = flags
         self._agreed: Flags | None = flags
         if pg.size() == 1:
             return
@@ -62,9 +61,8 @@ class Agreement:
         """Returns the maximum of each flag over all ranks; equal on all ranks."""
         if self._agreed is None:
             wait_for(self._work)
-            # Convert the integers back to the type of each field.
-            found = zip(vars(self.mine).items(), self._largest.tolist())
-            self._agreed = Flags(**{name: type(own)(largest) for (name, own), largest in found})
+            names = [field.name for field in fields(Flags)]
+            self._agreed = Flags(**dict(zip(names, map(bool, self._largest.tolist()))))
         return self._agreed
 
 

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from torchrec_picasso._torchrec import EmbOptimType
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.storage.row_updates import ONLY_HERE, PARTIAL
+from torchrec_picasso.storage.row_updates import ONLY_HERE, PARTIAL_ROW_WISE
 
 __all__ = [
     "HOT_COLD_KERNELS",
@@ -64,7 +64,7 @@ class Refusal:
         return f"{self.instead}, or {stock}" if self.stock_trains else self.instead
 
 
-_OF_ROWS: Mapping[str, Refusal] = {
+_REFUSED_FLAGS: Mapping[str, Refusal] = {
     "use_virtual_table": Refusal(
         what="use_virtual_table makes it a virtual table, which has no fixed rows to be at home",
         instead="leave the table to TorchRec",
@@ -114,7 +114,7 @@ def check_states(config: GroupedEmbeddingConfig) -> None:
         CompatError: On all ranks, if one of several shards of a table has one row and the optimizer
             is partial row-wise.
     """
-    if (config.fused_params or {}).get("optimizer") not in PARTIAL:
+    if (config.fused_params or {}).get("optimizer") not in PARTIAL_ROW_WISE:
         return
     for table in config.embedding_tables:
         # The global metadata has the shards of all ranks, so all ranks raise.
@@ -181,8 +181,8 @@ def why_not_its_rows(config: Any) -> Refusal | None:
 
     The configuration may be the one before or after sharding.
     """
-    flags = [name for name in _OF_ROWS if getattr(config, name, False)]
-    return _OF_ROWS[flags[0]] if flags else None
+    flags = [name for name in _REFUSED_FLAGS if getattr(config, name, False)]
+    return _REFUSED_FLAGS[flags[0]] if flags else None
 
 
 def _why_not_on_cpu(fused_params: Mapping[str, Any], data_type: DataType) -> Refusal | None:

@@ -62,8 +62,9 @@ class RowStorage(nn.Module):
         )
         check_states(config)
         layout = choose_memory(config, device, hot_homes.num_hot_rows)
-        self._tables = RowTables(config, layout, device)
-        self._homes, self._replicas = self._tables.weights.homes, self._tables.weights.replicas
+        self.tables = RowTables(config, layout, device)
+        """Weights and optimizer state of the pack."""
+        self._homes, self._replicas = self.tables.weights.homes, self.tables.weights.replicas
         self._order = WriteOrder(device)
         self._marked: Tensor | None = None  # all False between calls of which_are_among
         self.homes_data = self._homes.data
@@ -72,11 +73,6 @@ class RowStorage(nn.Module):
         self._was_written = True  # replicas are not filled
         self.uses: RowUses | None = None
         """Access counts; ``None`` if not requested."""
-
-    @property
-    def tables(self) -> RowTables:
-        """Weights and optimizer state of the pack."""
-        return self._tables
 
     @property
     def num_hot_rows(self) -> int:
@@ -154,10 +150,10 @@ class RowStorage(nn.Module):
                     "the update of its backward, and has hot rows, whose replicas would not have "
                     "the write; write between steps"
                 )
-            self._tables.update(rows_n, touched.slots_t, grads_mD, bags)
+            self.tables.update(rows_n, touched.slots_t, grads_mD, bags)
             # All ranks updated their replicas; the home rank copies weights and states to its home
             # rows.
-            for rows in self._tables.per_row() if self.num_hot_rows else ():
+            for rows in self.tables.per_row() if self.num_hot_rows else ():
                 touched.copy_home(rows.homes, rows.replicas)
 
     # -- a change of the hot set --------------------------------------------------------------
@@ -177,7 +173,7 @@ class RowStorage(nn.Module):
         entering = hot_homes.for_slots(old_slot_H < 0)
         stays = old_slot_H >= 0
         with self._writing():
-            for rows in self._tables.per_row():
+            for rows in self.tables.per_row():
                 # The right side is gathered into new memory first, so slots may be permuted.
                 rows.replicas[stays] = rows.replicas[old_slot_H[stays]]
                 entering.broadcast(rows.homes, rows.replicas, self._ranks)
@@ -190,7 +186,7 @@ class RowStorage(nn.Module):
         """
         is_unlike_H = torch.zeros(self.num_hot_rows, dtype=torch.bool, device=self._homes.device)
         self._order.before_reading()
-        for rows in self._tables.per_row():
+        for rows in self.tables.per_row():
             # Receive all hot rows as a refill would, into separate memory, and compare bits.
             at_home = torch.empty_like(rows.replicas)
             self._hot_homes.broadcast(rows.homes, at_home, self._ranks)
@@ -211,7 +207,7 @@ class RowStorage(nn.Module):
     def fill_replicas(self) -> None:
         """Refills all replicas from the home rows and clears the written flag. Collective."""
         with self._writing():
-            for rows in self._tables.per_row() if self.num_hot_rows else ():
+            for rows in self.tables.per_row() if self.num_hot_rows else ():
                 self._hot_homes.broadcast(rows.homes, rows.replicas, self._ranks)
         self._was_written = False
 
@@ -230,7 +226,7 @@ class RowStorage(nn.Module):
         self._known_versions = self._versions()
 
     def _versions(self) -> tuple[int, ...]:
-        versions = [version for rows in self._tables.per_row() for version in rows.versions()]
+        versions = [version for rows in self.tables.per_row() for version in rows.versions()]
         return (*versions, self.homes_data._version)
 
 

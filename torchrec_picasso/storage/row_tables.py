@@ -243,7 +243,7 @@ def _side_by_side(grads_mD: Tensor, num_home: int) -> Tensor:
     """Gradients by bag, with the two tables' gradients side by side: shape ``(S, 2 D)``."""
     num_bags = max(num_home, grads_mD.size(0) - num_home)
     # A TBE's output for bag s is the concatenation of its tables; padded bags have zero gradients.
-    grads_S2D = grads_mD.new_zeros(num_bags, 2, grads_mD.size(1))
-    grads_S2D[:num_home, 0] = grads_mD[:num_home]
-    grads_S2D[: grads_mD.size(0) - num_home, 1] = grads_mD[num_home:]
-    return grads_S2D.flatten(1)
+    grads_STD = grads_mD.new_zeros(num_bags, 2, grads_mD.size(1))
+    grads_STD[:num_home, 0] = grads_mD[:num_home]
+    grads_STD[: grads_mD.size(0) - num_home, 1] = grads_mD[num_home:]
+    return grads_STD.flatten(1)

@@ -42,7 +42,7 @@ from torchrec_picasso.ops.processor import is_intel
 
 __all__ = [
     "ONLY_HERE",
-    "PARTIAL",
+    "PARTIAL_ROW_WISE",
     "RowUpdate",
     "UpdateStep",
     "new_states",
@@ -189,7 +189,7 @@ ONLY_HERE: Mapping[EmbOptimType, RowUpdate] = {
 }
 """Optimizers without a CPU kernel in FBGEMM."""
 
-PARTIAL = (EmbOptimType.PARTIAL_ROWWISE_ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB)
+PARTIAL_ROW_WISE = (EmbOptimType.PARTIAL_ROWWISE_ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB)
 """Optimizers whose second state has one value per row."""
 
 _PLAIN_ADAGRAD = {
@@ -233,7 +233,7 @@ def new_states(
 
     State tensors have FBGEMM's names; float32, shape ``(num_rows, dim)`` or ``(num_rows,)``.
     """
-    squares_shape = (num_rows,) if optimizer in PARTIAL else (num_rows, dim)
+    squares_shape = (num_rows,) if optimizer in PARTIAL_ROW_WISE else (num_rows, dim)
     return {
         "exp_avg": torch.zeros(num_rows, dim, device=device),
         "exp_avg_sq": torch.zeros(squares_shape, device=device),

@@ -1,10 +1,18 @@
 """TorchRec's kernel interface: state dicts, parameters and a fused optimizer over the home rows.
 
 Home rows are stock row-wise shards and never outdated, so state dicts are those of plain TorchRec.
+
+Users get views of home rows. torch counts writes into a tensor and its views in a version counter.
+``.data`` of a tensor shares the memory but has its own counter, so a write through it would not be
+detected. Here ``.data`` is a view of one tensor that the storage keeps and whose counter it checks;
+the view may be taken at any time and kept for any time. Writes through ``.data`` of derived tensors
+(``parameter.detach().data``), through numpy or a storage, and through ``.data`` of optimizer state
+are not detected.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
@@ -25,7 +33,6 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.storage.home_views import HomeParameter, HomeRows, HomeSlice
 from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["HotColdKernel"]
@@ -102,7 +109,7 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
             [
                 # The entry is a view of the rows; its .data is the view whose writes the storage
                 # counts.
-                view.as_subclass(HomeRows).with_data(same)
+                view.as_subclass(_HomeRows).with_data(same)
                 for view, same in zip(self.split_embedding_weights(), data)
             ],
             self._ranks.pg,
@@ -116,7 +123,7 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         """Home rows as parameters that no outside optimizer may update."""
         data = self._home_slices(self.rows.homes_data)
         for name, view, same in zip(self.table_names, self.split_embedding_weights(), data):
-            parameter: Any = HomeParameter(view).with_data(same)
+            parameter: Any = _HomeParameter(view).with_data(same)
             # TorchRec's mark for parameters whose optimizer runs in backward.
             parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
             yield append_prefix(prefix, f"{name}.weight"), parameter
@@ -136,7 +143,7 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         for table, same in zip(self._config.embedding_tables, data):
             # Range of the table in the TBE's flat buffer, in elements.
             end = start + table.local_rows * self._dim
-            weight = HomeSlice(
+            weight = _HomeSlice(
                 data=flat,
                 start_offset=start,
                 end_offset=end,
@@ -200,3 +207,47 @@ class _OrderedFusedOptimizer(EmbeddingFusedOptimizer):
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
         self._home_state = state
+
+
+class _CountedData:
+    """A tensor of home rows, paired with the view that its ``.data`` returns."""
+
+    _data: Tensor
+
+    def with_data(self, data: Tensor) -> Any:
+        """Sets the view of the same rows whose version counter the storage checks."""
+        self._data = data
+        return self
+
+    @property
+    def data(self) -> Tensor:
+        """The rows without their graph; writes are counted."""
+        return self._data.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:  # nn.Module.to assigns converted tensors
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        # Other memory: the rows were moved, so the old view would describe the old memory.
+        if value.data_ptr() != self._data.data_ptr():
+            self._data = value.detach()
+
+
+class _HomeSlice(_CountedData, TableBatchedEmbeddingSlice):
+    """TorchRec's slice of a TBE, with counted ``.data``."""
+
+
+class _HomeParameter(_CountedData, nn.Parameter):
+    """A parameter that is a view of the home rows."""
+
+
+class _HomeRows(_CountedData, torch.Tensor):
+    """A tensor of a state dict. Results of operations, copies and saved files are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = copy.deepcopy(self.detach(), memo)
+        return memo.setdefault(id(self), copied)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
