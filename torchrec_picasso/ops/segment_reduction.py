@@ -70,12 +70,6 @@ class PoolingIndex:
         """Whether lookups are pooled; if not, the matrix is of sequences."""
         return self.bag_offsets_S1 is not None
 
-    @property
-    def lookups_per_bag(self) -> Tensor:
-        """Number of lookups of each bag, shape ``(S,)``; not defined for sequences."""
-        assert self.bag_offsets_S1 is not None, "sequences have no bags"
-        return torch.diff(self.bag_offsets_S1)
-
 
 def mean_weights(
     weights_N: Tensor | None, offsets_S1: Tensor | None, mean_S: Tensor | None, num_lookups: int
@@ -148,9 +142,10 @@ def gradient_of_weights(grad_SD: Tensor, rows_RD: Tensor, index: PoolingIndex) -
 
     The gradient of a weight is the dot product of the lookup's row and its bag's gradient.
     """
-    num_lookups = index.row_of_lookup_N.numel()
+    assert index.bag_offsets_S1 is not None, "sequences have no weights"
+    counts_S = torch.diff(index.bag_offsets_S1)
     # Expand (S, D) to (N, D): each lookup gets its bag's gradient.
-    grad_ND = torch.repeat_interleave(grad_SD, index.lookups_per_bag, 0, output_size=num_lookups)
+    grad_ND = torch.repeat_interleave(grad_SD, counts_S, 0, output_size=index.num_lookups)
     return (rows_RD.index_select(0, index.row_of_lookup_N) * grad_ND).sum(1)
 
 

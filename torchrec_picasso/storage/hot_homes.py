@@ -47,7 +47,7 @@ class TouchedHot:
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
-        yield from (self.slots_t, self.own_slots_o, self.own_rows_o)
+        yield from vars(self).values()
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ class RowStorage(nn.Module):
     ) -> None:
         super().__init__()
         self._ranks = ranks
-        self._hot_homes = hot_homes
+        self.hot_homes = hot_homes
+        """Home ranks of the pack's hot rows."""
         self._names = [table.name for table in config.embedding_tables]
         check_exact(
             config.fused_params or {},
@@ -77,7 +78,7 @@ class RowStorage(nn.Module):
     @property
     def num_hot_rows(self) -> int:
         """Number of hot rows of the pack."""
-        return self._hot_homes.num_hot_rows
+        return self.hot_homes.num_hot_rows
 
     # -- training ------------------------------------------------------------------------------
 
@@ -119,14 +120,6 @@ class RowStorage(nn.Module):
         found_n = self._marked.index_select(0, rows_n)
         self._marked.index_fill_(0, others_m, False)
         return found_n
-
-    def touched(self, slots_t: Tensor) -> TouchedHot:
-        """Finds which hot slots have their home rank here, as :meth:`HotHomes.touched`."""
-        return self._hot_homes.touched(slots_t)
-
-    def own_row_by_slot(self) -> Tensor:
-        """Returns the home row of each hot slot, -1 on other ranks: int64, shape ``(H_p,)``."""
-        return self._hot_homes.own_row_by_slot
 
     def update(
         self,
@@ -177,7 +170,7 @@ class RowStorage(nn.Module):
                 # The right side is gathered into new memory first, so slots may be permuted.
                 rows.replicas[stays] = rows.replicas[old_slot_H[stays]]
                 entering.broadcast(rows.homes, rows.replicas, self._ranks)
-        self._hot_homes = hot_homes
+        self.hot_homes = hot_homes
 
     def differing_homes(self) -> Tensor:
         """Returns which replicas here differ from their home rows: bool by slot. Collective.
@@ -189,7 +182,7 @@ class RowStorage(nn.Module):
         for rows in self.tables.per_row():
             # Receive all hot rows as a refill would, into separate memory, and compare bits.
             at_home = torch.empty_like(rows.replicas)
-            self._hot_homes.broadcast(rows.homes, at_home, self._ranks)
+            self.hot_homes.broadcast(rows.homes, at_home, self._ranks)
             is_unlike_H |= (_bits(at_home) != _bits(rows.replicas)).any(dim=1)
         return is_unlike_H
 
@@ -208,7 +201,7 @@ class RowStorage(nn.Module):
         """Refills all replicas from the home rows and clears the written flag. Collective."""
         with self._writing():
             for rows in self.tables.per_row() if self.num_hot_rows else ():
-                self._hot_homes.broadcast(rows.homes, rows.replicas, self._ranks)
+                self.hot_homes.broadcast(rows.homes, rows.replicas, self._ranks)
         self._was_written = False
 
     def before_reading(self) -> None:

@@ -229,7 +229,7 @@ class _Request(RouteRequest):
                 matrix=first_matrix + matrix,
                 start=start,
                 hot_slots=self._hot_slots_P[pack],
-                touched=storages[pack].touched(self._touched_P[pack]),
+                touched=storages[pack].hot_homes.touched(self._touched_P[pack]),
                 outgoing=self._outgoing_P[pack],
                 outgoing_by_fetch=orders[pack][0],
                 incoming=self._incoming_P[pack],
