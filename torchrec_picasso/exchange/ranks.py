@@ -65,7 +65,7 @@ class Ranks:
         return start_all_to_all(self.pg, output_m, input_n, receive_W, send_W)
 
     def start_sum(self, values: Tensor) -> Pending:
-        """Starts summing values over ranks, in place; nothing else here does. Collective.
+        """Starts summing values over ranks, in place. Collective.
 
         A ring sends ``2 (W - 1) / W`` of the values.
         """
