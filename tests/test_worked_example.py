@@ -23,7 +23,7 @@ from tests.rows.worlds import (
     whole_tables,
 )
 from torchrec_picasso.ops.ids import PackedTable
-from torchrec_picasso.ops.places import first_use_chunks
+from torchrec_picasso.ops.request_order import first_use_chunks
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_ids import BatchIds
@@ -241,7 +241,7 @@ def _of_parts(rows_W: Sequence[BatchRows], gradients: Sequence[BatchGradients]) 
         )
         lines[f"{name}: pooled (user / item)"] = _each(pooled, lambda p: _join(*p[:, :1]))
         lines[f"{name}: place of each gradient in request order"] = _each(
-            given, lambda of: _join(of.pooling_M[0].part.gradient_place_U)
+            given, lambda of: _join(of.pooling_M[0].part.gradient_position_U)
         )
     for part in reversed(range(NUM_PARTS)):
         for of_batch, grads_K in zip(gradients, grads_WK):

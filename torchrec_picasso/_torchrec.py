@@ -1,7 +1,7 @@
 """Imports the TorchRec and FBGEMM names that are private, undocumented or known to move.
 
 All other files import public TorchRec modules, or names from here.
-``tests/test_public_names.py`` checks that each name still exists in the installed release.
+``tests/test_torchrec_insides.py`` checks their parameters and attributes in the installed release.
 """
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -47,42 +47,3 @@ from torchrec.distributed.types import QuantizedCommCodec, QuantizedCommCodecs, 
 from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_configs import data_type_to_sparse_type
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
-
-__all__ = [
-    "BackwardHookWork",
-    "InjectionSite",
-    "BaseEmbedding",
-    "BaseEmbeddingDist",
-    "BaseRwEmbeddingSharding",
-    "BaseSparseFeaturesDist",
-    "BaseTwEmbeddingSharding",
-    "ComputeDevice",
-    "EmbOptimType",
-    "EmbeddingFusedOptimizer",
-    "EmbeddingLocation",
-    "EmbeddingShardingContext",
-    "EmbeddingShardingInfo",
-    "EmptyFusedOptimizer",
-    "FusedOptimizerModule",
-    "GroupedEmbeddingsLookup",
-    "GroupedPooledEmbeddingsLookup",
-    "PipelinedForward",
-    "PipelinedPostproc",
-    "PoolingMode",
-    "QuantizedCommCodec",
-    "QuantizedCommCodecs",
-    "ShardingEnv2D",
-    "SplitTableBatchedEmbeddingBagsCodegen",
-    "TableBatchedEmbeddingSlice",
-    "TrainPipelineContext",
-    "append_prefix",
-    "data_type_to_sparse_type",
-    "get_gradient_division",
-    "get_state_dict",
-    "optimizer_multiplier",
-    "override_input_dist_forwards",
-    "rewrite_model",
-    "start_data_dist",
-    "use_context_for_postprocs",
-    "wait_for_batch",
-]

@@ -90,14 +90,9 @@ def installed_versions() -> dict[str, str]:
 
 
 def why_not_together(versions: Mapping[str, str]) -> str | None:
-    """Explains why these versions are known not to work together.
+    """Explains why installed versions are known not to work together, and what to install instead.
 
-    Args:
-        versions: Result of :func:`installed_versions`.
-
-    Returns:
-        The installed versions, and a pair to install instead; ``None`` for pairs that work and for
-        unknown releases, nightlies and builds.
+    ``None`` for pairs that work and for unknown releases, nightlies and builds.
     """
     torch_minor, fbgemm_minors = _minors(versions)
     if torch_minor not in FBGEMM_OF_TORCH or not fbgemm_minors:

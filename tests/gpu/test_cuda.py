@@ -31,7 +31,7 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.ops.hot_slots import HotSlots
 from torchrec_picasso.ops.ids import IdSpace, PackedTable
-from torchrec_picasso.ops.places import locate_rows
+from torchrec_picasso.ops.request_order import locate_rows
 from torchrec_picasso.ops.segment_reduction import (
     PoolingIndex,
     gradient_of_rows,
@@ -230,9 +230,9 @@ def test_replicas_are_in_device_memory_and_homes_in_managed(
     (lookup,) = model.module[0]._lookups
     (kernel,) = lookup._emb_modules
     storage = kernel.rows
-    placed = storage._tables.tbe.weights_physical_placements
+    placed = storage.tables.tbe.weights_physical_placements
     assert placed == [EmbeddingLocation.MANAGED, EmbeddingLocation.DEVICE]
-    for rows in storage._tables.per_row():
+    for rows in storage.tables.per_row():
         assert (len(rows.homes), len(rows.replicas)) == (20, 2)
         assert torch.ops.fbgemm.is_uvm_tensor(rows.homes)
         assert not torch.ops.fbgemm.is_uvm_tensor(rows.replicas)

@@ -29,7 +29,7 @@ def test_every_row_has_its_place(data: st.DataObject, num_chunks: int, world_siz
     by_hand = sorted(range(len(rows)), key=lambda i: (exchanges[i], rows[i][1]))
     assert order.num_rows == len(rows)
     assert order.arrange(torch.arange(len(rows))).tolist() == by_hand
-    assert order.places(torch.device("cpu")).argsort().tolist() == by_hand
+    assert order.positions(torch.device("cpu")).argsort().tolist() == by_hand
     for exchange in range(1 + num_chunks):
         own = [rows[i][1] for i in by_hand[order.rows(exchange)]]
         assert [exchanges[i] for i in by_hand[order.rows(exchange)]] == [exchange] * len(own)
@@ -40,7 +40,7 @@ def test_without_marks_all_rows_are_dirty_and_stay_in_request_order() -> None:
     order = find_fetch_order([[2, 1], [0, 3]], None)
     values = torch.arange(6)
     assert order.arrange(values) is values
-    assert order.places(torch.device("cpu")).tolist() == values.tolist()
+    assert order.positions(torch.device("cpu")).tolist() == values.tolist()
     assert order.counts_EW[CLEAN] == [0, 0]
     assert order.rows(dirty_exchange(0)) == slice(0, 3)
     assert order.rows(dirty_exchange(1)) == slice(3, 6)

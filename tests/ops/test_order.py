@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrec_picasso.ops import order
-from torchrec_picasso.ops.order import places_of, sort_with_tags, stable_order
+from torchrec_picasso.ops.order import nonzero_indices, sort_with_tags, stable_order
 
 DTYPES = (torch.int32, torch.int64)  # the second does not fit into a word with its place
 
@@ -65,6 +65,6 @@ def test_many_keys_are_sorted_alike_on_every_processor(
 
 @given(st.lists(st.booleans()))
 def test_places_of_a_mask(mask: list[bool]) -> None:
-    places_N = places_of(torch.tensor(mask, dtype=torch.bool))
+    places_N = nonzero_indices(torch.tensor(mask, dtype=torch.bool))
     assert places_N.dtype == torch.int64
     assert places_N.tolist() == [place for place, is_it in enumerate(mask) if is_it]

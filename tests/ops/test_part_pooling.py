@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchrec_picasso.ops.bags import Bags
 from torchrec_picasso.ops.part_pooling import count_lookups, cut_pooling, part_of_lookup
-from torchrec_picasso.ops.places import LocatedRows
+from torchrec_picasso.ops.request_order import LocatedRows
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
 from torchrec_picasso.ops.unique import unique_rows
 
@@ -95,7 +95,7 @@ def test_equals_each_part_alone(
             in_request_order = torch.tensor(used_M[place], dtype=torch.int64).flip(0)
             used = in_request_order
             if several:
-                used = in_request_order[pooling.gradient_place_U]
+                used = in_request_order[pooling.gradient_position_U]
             assert sorted(used.tolist()) == sorted({row for bag in own for row in bag})
             pooled = pool_rows(matrix, None, pooling.index)
             torch.testing.assert_close(list(pooled), expected)

@@ -14,9 +14,9 @@ from torchrec_picasso.ops.bags import bag_order, reorder_bags
 from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange, find_fetch_order
 from torchrec_picasso.ops.hot_slots import HotSlots
 from torchrec_picasso.ops.ids import IdSpace, PackedTable
-from torchrec_picasso.ops.places import (
+from torchrec_picasso.ops.request_order import (
     LocatedRows,
-    fetch_places,
+    fetch_positions,
     first_use_chunks,
     locate_rows,
 )
@@ -159,7 +159,7 @@ def test_chunks_and_marks_give_every_row_one_place(
         for n in (sum(map(sum, counts_KW)) for counts_KW in counts_PKW)
     ]
     orders = [find_fetch_order(c, dirty) for c, dirty in zip(counts_PKW, dirty_P)]
-    places_U = fetch_places(located, hot_P, orders)
+    places_U = fetch_positions(located, hot_P, orders)
     assert sorted(places_U.tolist()) == list(range(rows.ids_U.numel()))
     # a clean row lies in the clean exchange, a dirty one in that of its chunk; hot rows first
     start = 0
@@ -213,7 +213,7 @@ def test_unique_rows(ids: list[int]) -> None:
     expected_U, inverse_N, counts_U = torch.unique(ids_N, return_inverse=True, return_counts=True)
     assert torch.equal(rows.ids_U, expected_U)
     assert torch.equal(rows.row_of_lookup_N, inverse_N)
-    assert torch.equal(rows.lookups_U, counts_U)
+    assert torch.equal(rows.counts_U, counts_U)
     assert torch.equal(inverse_N[rows.lookups_by_row_N], inverse_N.sort().values)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_picasso.ops.shift_rows import shift_rows
+from torchrec_picasso.ops.ids import shift_rows
 
 TABLES = ((0, 3), (3, 1), (4, 50))
 """First number and rows of each."""

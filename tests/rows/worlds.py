@@ -144,7 +144,7 @@ def fill_replicas(world: World) -> None:
         storages = [group.storages[pack] for group in world.groups]
         hot = {}
         for storage in storages:
-            homes = storage._hot_homes
+            homes = storage.hot_homes
             own = storage.tables.weights.homes[homes.own_rows_h]
             hot |= dict(zip(homes.own_slots().tolist(), own))
         for storage in storages:

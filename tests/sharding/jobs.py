@@ -356,8 +356,8 @@ def replicas_of(model: nn.Module) -> list[Tensor]:
         for lookup in getattr(module, "_lookups", [])
         if isinstance(lookup, (HotColdPooledLookup, HotColdSequenceLookup))
         for storage in storages_of(lookup)
-        if storage._hot_homes.num_hot_rows
-        for rows in storage._tables.per_row()
+        if storage.hot_homes.num_hot_rows
+        for rows in storage.tables.per_row()
     ]
 
 

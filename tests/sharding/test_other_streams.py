@@ -17,11 +17,10 @@ from torch import Tensor
 from tests.sharding.jobs import ODD, PLAIN, Job, build, make_batch, storages_of
 from tests.train_pipeline.stream_races import RaceDetector
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.exchange import kept_memory
-from torchrec_picasso.ops import order
+from torchrec_picasso.ops import order, streams
+from torchrec_picasso.ops.streams import WriteOrder
 from torchrec_picasso.storage.row_buffers import RowBuffers
 from torchrec_picasso.storage.row_storage import RowStorage
-from torchrec_picasso.storage.write_order import WriteOrder
 
 JOBS = {
     "one_table": Job(placement={"*": 2}, tables=PLAIN),
@@ -72,7 +71,7 @@ def _train(
     batches = [make_batch(job, rank, step) for step in range(3)]  # ids are not the matter
     with pytest.MonkeyPatch.context() as patch, detector.in_place_of_the_device(), detector:
         if stream_of is not None:
-            patch.setattr(kept_memory, "_current_stream", stream_of)
+            patch.setattr(streams, "_current_stream", stream_of)
         patch.setattr(RowBuffers, "release", lambda *_: None)  # a device's allocator does it
         for batch in batches:
             with detector.stream(detector.beside):

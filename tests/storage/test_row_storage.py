@@ -45,7 +45,7 @@ def _kernel(job: Job = JOB) -> HotColdKernel:
     (lookup,) = build(job, 0, 1).module.ebc._lookups
     (kernel,) = lookup._emb_modules
     storage = kernel.rows
-    assert storage._tables.layout.in_two_tables == job.two_tables
+    assert storage.tables.layout.in_two_tables == job.two_tables
     storage.fill_replicas()
     return kernel
 
@@ -70,9 +70,9 @@ def one_update_per_row(two_tables: bool) -> None:
             grads_mD = torch.randn(5, 4)
             # row 1 comes twice, as from two ranks; slot 2 is a replica; nothing else may move
             rows_n = torch.tensor([1, 7, 1, 8], dtype=torch.int32)
-            storage.update(rows_n, storage.touched(torch.tensor([2])), grads_mD.clone())
+            storage.update(rows_n, storage.hot_homes.touched(torch.tensor([2])), grads_mD.clone())
             summed = {1: grads_mD[0] + grads_mD[2], 7: grads_mD[1], 8: grads_mD[3]}
-            home_of_2 = int(storage._hot_homes.own_rows_h[2])
+            home_of_2 = int(storage.hot_homes.own_rows_h[2])
             for row in (NUM_HOME + 2, home_of_2):
                 summed[row] = grads_mD[4]
             for row, grad_D in summed.items():
@@ -87,20 +87,23 @@ def one_update_per_row(two_tables: bool) -> None:
 def life_of_a_replica(two_tables: bool) -> None:
     kernel = _kernel(dataclasses.replace(JOB, two_tables=two_tables))
     storage = kernel.rows
-    own = storage._hot_homes.own_rows_h
+    own = storage.hot_homes.own_rows_h
     homes, replicas = storage._homes, storage._replicas
     assert (homes.shape, replicas.shape) == ((NUM_HOME, 4), (NUM_HOT, 4))
     assert torch.equal(homes[own], replicas)
     assert not storage.was_written()
 
-    every_slot, no_row = storage.touched(torch.arange(NUM_HOT)), torch.empty(0, dtype=torch.int64)
+    every_slot, no_row = (
+        storage.hot_homes.touched(torch.arange(NUM_HOT)),
+        torch.empty(0, dtype=torch.int64),
+    )
     before = homes[own].clone()
     storage.update(no_row, every_slot, torch.ones(4, 4))
     assert not torch.equal(before, replicas)
-    (state,) = storage._tables.row_states.values()
+    (state,) = storage.tables.row_states.values()
     assert state.replicas.shape == (NUM_HOT, 4)
     assert state.replicas.all()
-    for rows in storage._tables.per_row():
+    for rows in storage.tables.per_row():
         assert torch.equal(rows.homes[own], rows.replicas), "homes are never behind"
     assert not storage.was_written(), "an update is no write from outside"
 
@@ -132,7 +135,7 @@ def cold_rows_are_updated_though_they_were_written(two_tables: bool) -> None:
     """Where no row is hot an update goes on, and makes no write unseen."""
     kernel = _kernel(dataclasses.replace(JOB, placement={"*": 0}))
     storage = kernel.rows
-    nothing = storage.touched(torch.empty(0, dtype=torch.int64))
+    nothing = storage.hot_homes.touched(torch.empty(0, dtype=torch.int64))
     storage.update(torch.tensor([1]), nothing, torch.ones(1, 4))
     assert not storage.was_written()
     with torch.no_grad():
@@ -199,10 +202,10 @@ def a_step_without_rows_counts(two_tables: bool) -> None:
     for rows_n, slots_h in ((torch.tensor([1]), none), (none, none), (none, torch.tensor([2]))):
         before = _all_rows(storage)
         num_rows = len(rows_n) + len(slots_h)
-        storage.update(rows_n, storage.touched(slots_h), torch.ones(num_rows, 4))
+        storage.update(rows_n, storage.hot_homes.touched(slots_h), torch.ones(num_rows, 4))
         num_moved = num_rows + len(slots_h)  # a hot row moves at home too
         assert int((_all_rows(storage) != before).any(1).sum()) == num_moved
-        counts.append(int(storage._tables.tbe.iter))
+        counts.append(int(storage.tables.tbe.iter))
     assert counts == [1, 2, 3]
 
 

@@ -20,8 +20,7 @@ from tests.support.dense_updates import OPTIMIZERS, DenseUpdate
 from torchrec_picasso.storage import row_tables, row_updates
 from torchrec_picasso.storage.memory_layout import choose_memory
 from torchrec_picasso.storage.row_tables import RowTables
-from torchrec_picasso.storage.row_updates import ONLY_HERE, row_update
-from torchrec_picasso.storage.row_wise_adagrad import row_wise_adagrad
+from torchrec_picasso.storage.row_updates import ONLY_HERE, row_update, row_wise_adagrad
 
 CPU = torch.device("cpu")
 ROWS, NUM_HOT, STEPS = 300, 20, 6

@@ -24,8 +24,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchrec_picasso.exchange import kept_memory, ranks
+from torchrec_picasso.exchange import ranks
 from torchrec_picasso.exchange.all_to_all import Pending, start_all_to_all
+from torchrec_picasso.ops import streams as device_streams
 
 _CUDA = 1
 _WIRE = 3
@@ -87,7 +88,7 @@ class RaceDetector(TorchDispatchMode):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "get_device_module", module_of)
             patch.setattr(ranks, "start_all_to_all", self._start_all_to_all)
-            patch.setattr(kept_memory, "_current_stream", lambda device: self._current)
+            patch.setattr(device_streams, "_current_stream", lambda device: self._current)
             yield
 
     def _start_all_to_all(

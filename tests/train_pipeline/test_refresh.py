@@ -94,7 +94,7 @@ def _replicas_are_homes(model: Any) -> bool:
     """Whether this rank's own hot rows are what its replicas are."""
     return all(
         torch.equal(
-            rows.replicas[storage._hot_homes.own_slots()], rows.homes[storage._hot_homes.own_rows_h]
+            rows.replicas[storage.hot_homes.own_slots()], rows.homes[storage.hot_homes.own_rows_h]
         )
         for module in model.modules()
         for lookup in getattr(module, "_lookups", [])

@@ -1,16 +1,16 @@
-"""Agreement of all ranks on flags, before a collective that only some states require.
+"""Agreement of all ranks on flags or on a text, before a collective that only some states require.
 
 A rank that decides alone whether a collective follows, for example from its own tensors' version
 counters, leaves the other ranks waiting. So every rank contributes its flags, and each rank
 receives the maximum over all ranks.
 
-The flags have their own gloo group, so they do not wait behind rows in flight. On an accelerator
-the result reaches the host without a device sync.
+Flags have their own gloo group, so they do not wait behind rows in flight. On an accelerator the
+result reaches the host without a device sync.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +20,7 @@ from torchrec_picasso.exchange.gloo_group import new_gloo_group
 from torchrec_picasso.exchange.tally import note_all_reduce
 from torchrec_picasso.exchange.waiting import wait_for
 
-__all__ = ["Agreement", "Flags"]
+__all__ = ["Agreement", "Flags", "agree_on"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +39,12 @@ class Agreement:
     """Computes the maximum of all ranks' flags; starts at construction.
 
     Collective: every rank of ``pg`` creates the object and waits for it in the same order; the
-    first object of a process group also creates the group of the flags.
-
-    Args:
-        pg: Process group of W ranks.
-        device: Device on which the collectives of ``pg`` run.
-        flags: Flags of this rank.
-
-    Cost:
-        An all-reduce of 8 bytes per flag over gloo; nothing with one rank.
+    first object of a process group also creates the group of the flags. ``device`` is the one on
+    which the collectives of ``pg`` run. Costs an all-reduce of 8 bytes per flag over gloo; nothing
+    with one rank.
     """
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device, flags: Flags) -> None:
-        self.mine = flags
         self._agreed: Flags | None = flags
         if pg.size() == 1:
             return
@@ -67,10 +60,29 @@ class Agreement:
         """Returns the maximum of each flag over all ranks; equal on all ranks."""
         if self._agreed is None:
             wait_for(self._work)
-            # Convert the integers back to the type of each field.
-            found = zip(vars(self.mine).items(), self._largest.tolist())
-            self._agreed = Flags(**{name: type(own)(largest) for (name, own), largest in found})
+            names = [field.name for field in fields(Flags)]
+            self._agreed = Flags(**dict(zip(names, map(bool, self._largest.tolist()))))
         return self._agreed
+
+
+def agree_on(pg: dist.ProcessGroup, device: torch.device, text: str | None) -> str | None:
+    """Returns, on all ranks, the text of the lowest rank that has one, else ``None``. Collective.
+
+    Collectives of ``pg`` run on ``device``. Costs a blocking all-reduce of 8 bytes; if any rank has
+    a text, also its broadcast.
+    """
+    if pg.size() == 1:
+        return text
+    # Minimum over the ranks that have a text; W = no rank has one.
+    candidate = pg.rank() if text is not None else pg.size()
+    first = torch.tensor([candidate], device=device)
+    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=pg)
+    source = int(first.item())
+    if source == pg.size():
+        return None
+    payload = [text]
+    dist.broadcast_object_list(payload, group=pg, group_src=source, device=device)
+    return payload[0]
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchrec_picasso.exchange.gloo_group import new_gloo_group
 from torchrec_picasso.exchange.tally import is_watched, note_sent
 
-__all__ = ["Pending", "start_all_to_all"]
+__all__ = ["Pending", "connect", "start_all_to_all"]
 
 
 class Pending(Protocol):
@@ -43,24 +43,15 @@ def start_all_to_all(
     receive_W: Sequence[int],
     send_W: Sequence[int],
 ) -> Pending:
-    """Starts sending block ``w`` of the input to rank ``w``. Collective.
+    """Starts sending ``send_W[w]`` elements to rank ``w``. Collective.
 
-    Args:
-        pg: Process group.
-        output_m: Contiguous vector; block ``w`` is received from rank ``w``.
-        input_n: Contiguous vector; must stay alive and unchanged until the wait returns.
-        receive_W: Elements of each output block, summing to m.
-        send_W: Elements of each input block, summing to n.
-
-    Returns:
-        A handle; the output is complete after its ``wait``.
-
-    Cost:
-        One collective, or ``W - 1`` messages each way on gloo.
+    Both vectors are contiguous and grouped by rank. The output is complete after the handle's
+    ``wait``; until then the input must stay alive and unchanged. Costs one collective, or ``W - 1``
+    messages each way on gloo.
     """
     if is_watched():
         note_sent((sum(send_W) - send_W[pg.rank()]) * input_n.element_size())
-    if input_n.device.type == "cpu" and _backend_name(pg) == "gloo":
+    if input_n.device.type == "cpu" and _is_gloo(pg):
         return _Messages(pg, output_m, input_n, receive_W, send_W)
     work: Pending = dist.all_to_all_single(
         output_m, input_n, list(receive_W), list(send_W), group=pg, async_op=True
@@ -68,17 +59,12 @@ def start_all_to_all(
     return work
 
 
-def _backend_name(pg: dist.ProcessGroup) -> str:
-    name: str = pg._get_backend(torch.device("cpu")).name()
-    return name
-
-
 # A range far from the small tags of users' own messages.
 _FIRST_TAG, _NUM_TAGS = 1 << 28, 1 << 20
 
 
 class _Traffic:
-    """Exchanges of one process group in progress, in start order; made by all ranks together."""
+    """The connections of one process group, and its exchanges in progress, in start order."""
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self.group = pg if pg.size() == 1 else new_gloo_group(pg, torch.device("cpu"))
@@ -99,10 +85,16 @@ class _Traffic:
 _traffic: WeakKeyDictionary[dist.ProcessGroup, _Traffic] = WeakKeyDictionary()
 
 
-def _traffic_of(pg: dist.ProcessGroup) -> _Traffic:
-    if pg not in _traffic:
+def connect(pg: dist.ProcessGroup) -> None:
+    """Makes the connections of all-to-alls on gloo, before a rank can fail alone. Collective."""
+    if pg not in _traffic and _is_gloo(pg):
         _traffic[pg] = _Traffic(pg)
-    return _traffic[pg]
+
+
+def _is_gloo(pg: dist.ProcessGroup) -> bool:
+    """Whether tensors in host memory travel by gloo."""
+    name: str = pg._get_backend(torch.device("cpu")).name()
+    return name == "gloo"
 
 
 class _Messages:
@@ -121,7 +113,8 @@ class _Messages:
         receive_W: Sequence[int],
         send_W: Sequence[int],
     ) -> None:
-        self._traffic = _traffic_of(pg)
+        connect(pg)
+        self._traffic = _traffic[pg]
         rank, world_size, tag = pg.rank(), pg.size(), self._traffic.next_tag
         group = self._traffic.group
         received_W = output_m.split(list(receive_W))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["let_training_go_first"]
@@ -36,16 +35,10 @@ def let_training_go_first() -> None:
     if sys.platform != "linux":
         return
     nice = min(_MOST_NICE, os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
-    for thread in _threads():
-        with contextlib.suppress(OSError):  # the thread has ended, or permission is missing
-            if os.getpriority(os.PRIO_PROCESS, thread) < nice:
-                os.setpriority(os.PRIO_PROCESS, thread, nice)
-
-
-def _threads() -> Iterator[int]:
-    """Yields the ids of gloo's threads."""
     for folder in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the thread has ended, or permission is missing
             # gloo names its I/O threads; the name is visible in /proc only.
-            if (folder / "comm").read_text().strip() == _NAME:
-                yield int(folder.name)
+            is_of_gloo = (folder / "comm").read_text().strip() == _NAME
+            thread = int(folder.name)
+            if is_of_gloo and os.getpriority(os.PRIO_PROCESS, thread) < nice:
+                os.setpriority(os.PRIO_PROCESS, thread, nice)

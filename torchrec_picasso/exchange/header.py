@@ -100,10 +100,6 @@ class HeaderExchange:
     """Exchanges the headers of a batch; starts at construction.
 
     Collective: all ranks create the object and wait for it in the same order.
-
-    Args:
-        ranks: This rank and its peers.
-        words: Words of this rank's batch.
     """
 
     def __init__(self, ranks: Ranks, words: HeaderWords) -> None:

@@ -21,18 +21,15 @@ __all__ = ["HotReduction"]
 class HotReduction:
     """Sums gradients of hot rows over all ranks; starts at construction.
 
-    Collective: all ranks create the object and wait for it in the same order.
+    Collective: all ranks create the object and wait for it in the same order. Costs an all-reduce
+    of the outputs, none when they are empty, and one copy with several packs.
 
     Args:
         ranks: This rank and its peers.
-        grads_P: Gradients of the hot rows that this rank touched, by pack, ``(h_p, D_p)``.
-        positions_P: Position of each of these rows among the rows that any rank touched,
-            ``(h_p,)``.
-        outputs_P: Contiguous tensors for the sums, by pack, ``(t_p, D_p)``; the shapes, and
-            afterwards the values, are equal on all ranks.
-
-    Cost:
-        An all-reduce of the outputs; none when they are empty. One copy with several packs.
+        grads_P: Gradients of the hot rows that this rank touched, ``(h_p, D_p)``.
+        positions_P: Position of each of these rows among the rows that any rank touched.
+        outputs_P: Contiguous tensors for the sums, ``(t_p, D_p)``; the shapes, and afterwards the
+            values, are equal on all ranks.
     """
 
     def __init__(
@@ -55,11 +52,7 @@ class HotReduction:
         self._work = ranks.start_sum(self._flat) if self._flat.numel() else None
 
     def wait(self) -> Sequence[Tensor]:
-        """Finishes the sum; further calls have no effect.
-
-        Returns:
-            The outputs given at construction, filled.
-        """
+        """Finishes the sum and returns the filled outputs; further calls have no effect."""
         if self._work is not None:
             wait_for(self._work)
             self._work = None

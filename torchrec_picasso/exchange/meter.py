@@ -24,18 +24,13 @@ __all__ = ["WireCount", "WireMeter"]
 
 @dataclass(frozen=True, kw_only=True)
 class WireCount:
-    """The communication of one rank.
-
-    Args:
-        num_collectives: Calls that move tensor data, without barriers. A message to one rank is a
-            call, so an all-to-all made of messages counts ``W - 1``.
-        sent_bytes: Bytes sent to other ranks.
-        calls_by_kind: Calls per operator, such as ``alltoall_base_``.
-        bytes_by_kind: Bytes sent per operator.
-    """
+    """The communication of one rank, in all and by operator, such as ``alltoall_base_``."""
 
     num_collectives: int
+    """Calls that move tensor data, without barriers. A message to one rank is a call, so an
+    all-to-all made of messages counts ``W - 1``."""
     sent_bytes: int
+    """Bytes sent to other ranks."""
     calls_by_kind: dict[str, int] = field(default_factory=dict)
     bytes_by_kind: dict[str, int] = field(default_factory=dict)
 
@@ -88,10 +83,10 @@ class WireMeter(TorchDispatchMode):
         kind = func._schema.name.removeprefix("c10d::")
         if kind in _NO_DATA:
             return
-        if kind not in _SENT_BYTES:
+        if kind not in _KNOWN:
             raise NotImplementedError(
                 f"WireMeter cannot tell the bytes of the collective {kind!r}; it knows "
-                f"{', '.join(sorted(_SENT_BYTES))}"
+                f"{', '.join(sorted(_KNOWN))}"
             )
         # Arguments by their name in the operator's schema, as the table of byte counts reads them.
         named = {arg.name: value for arg, value in zip(func._schema.arguments, args)} | kwargs
@@ -99,7 +94,7 @@ class WireMeter(TorchDispatchMode):
         if group.size() == 1:
             return
         self._calls[kind] += 1
-        self._bytes[kind] += _SENT_BYTES[kind](named, group.size(), group.rank())
+        self._bytes[kind] += _sent_bytes(kind, named, group.size(), group.rank())
 
 
 def _nbytes(tensors: Tensor | Iterable[Any]) -> int:
@@ -108,87 +103,67 @@ def _nbytes(tensors: Tensor | Iterable[Any]) -> int:
     return sum(_nbytes(tensor) for tensor in tensors)
 
 
-def _all_to_all_single(call: dict[str, Any], world_size: int, rank: int) -> int:
-    """Bytes of all blocks except the block addressed to this rank itself."""
-    source = call["input"]
-    splits = call["input_split_sizes"]
-    # Without splits all blocks are equal; otherwise splits count rows of the first dimension.
-    if not splits:
-        return _nbytes(source) * (world_size - 1) // world_size
-    num_rows = sum(splits)
-    return _nbytes(source) * (num_rows - splits[rank]) // num_rows if num_rows else 0
+def _sent_bytes(kind: str, call: dict[str, Any], world_size: int, rank: int) -> int:
+    """Bytes that this rank sends in a collective with the given arguments."""
+    if kind == "alltoall_base_":
+        source, splits = call["input"], call["input_split_sizes"]
+        # Without splits all blocks are equal; otherwise splits count rows of the first dimension.
+        if not splits:
+            return _nbytes(source) * (world_size - 1) // world_size
+        num_rows = sum(splits)
+        return _nbytes(source) * (num_rows - splits[rank]) // num_rows if num_rows else 0
+    if kind == "alltoall_":
+        return _nbytes(call["input_tensors"]) - _nbytes(call["input_tensors"][rank])
+    argument, share = _SHARES[kind]
+    return share(_nbytes(call[argument]), world_size, call.get("root_rank") == rank)
 
 
-def _all_to_all_list(call: dict[str, Any], world_size: int, rank: int) -> int:
-    return _nbytes(call["input_tensors"]) - _nbytes(call["input_tensors"][rank])
+def _all_reduce(num_bytes: int, world_size: int, is_root: bool) -> int:
+    """A ring: reduce-scatter, then all-gather, 2 (W-1)/W n."""
+    return 2 * (world_size - 1) * num_bytes // world_size
 
 
-def _all_reduce(call: dict[str, Any], world_size: int, rank: int) -> int:
-    """Bytes of a ring: reduce-scatter, then all-gather, 2 (W-1)/W n."""
-    return 2 * (world_size - 1) * _nbytes(call["tensors"]) // world_size
+def _reduce_scatter(num_bytes: int, world_size: int, is_root: bool) -> int:
+    """A ring: (W-1)/W of the whole input."""
+    return (world_size - 1) * num_bytes // world_size
 
 
-def _reduce_scatter(source: str) -> Callable[[dict[str, Any], int, int], int]:
-    """Bytes of a ring: (W-1)/W of the whole input."""
-
-    def sent_bytes(call: dict[str, Any], world_size: int, rank: int) -> int:
-        return (world_size - 1) * _nbytes(call[source]) // world_size
-
-    return sent_bytes
+def _all_gather(num_bytes: int, world_size: int, is_root: bool) -> int:
+    """A ring: (W-1)/W of the whole output, which is W inputs."""
+    return (world_size - 1) * num_bytes
 
 
-def _all_gather(source: str) -> Callable[[dict[str, Any], int, int], int]:
-    """Bytes of a ring: (W-1)/W of the whole output, which is W inputs."""
-
-    def sent_bytes(call: dict[str, Any], world_size: int, rank: int) -> int:
-        return (world_size - 1) * _nbytes(call[source])
-
-    return sent_bytes
+def _scatter(num_bytes: int, world_size: int, is_root: bool) -> int:
+    return (world_size - 1) * num_bytes // world_size if is_root else 0
 
 
-def _broadcast(call: dict[str, Any], world_size: int, rank: int) -> int:
-    """Bytes of the root, which sends the data once; a chain of ranks forwards it."""
-    return _nbytes(call["tensors"]) if rank == call["root_rank"] else 0
+def _from_root(num_bytes: int, world_size: int, is_root: bool) -> int:
+    """The root sends the data once; a chain of ranks forwards it."""
+    return num_bytes if is_root else 0
 
 
-def _reduce(call: dict[str, Any], world_size: int, rank: int) -> int:
-    """Bytes of each rank except the root, which forwards one copy."""
-    return 0 if rank == call["root_rank"] else _nbytes(call["tensors"])
+def _to_root(num_bytes: int, world_size: int, is_root: bool) -> int:
+    """Each rank except the root forwards one copy."""
+    return 0 if is_root else num_bytes
 
 
-def _gather(call: dict[str, Any], world_size: int, rank: int) -> int:
-    return 0 if rank == call["root_rank"] else _nbytes(call["input_tensors"])
-
-
-def _scatter(call: dict[str, Any], world_size: int, rank: int) -> int:
-    if rank != call["root_rank"]:
-        return 0
-    return (world_size - 1) * _nbytes(call["input_tensors"]) // world_size
-
-
-def _send(call: dict[str, Any], world_size: int, rank: int) -> int:
-    return _nbytes(call["tensors"])
-
-
-_SENT_BYTES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
-    "alltoall_base_": _all_to_all_single,
-    "alltoall_": _all_to_all_list,
-    "allreduce_": _all_reduce,
-    "allreduce_coalesced_": _all_reduce,
-    "_reduce_scatter_base_": _reduce_scatter("input_tensor"),
-    "reduce_scatter_": _reduce_scatter("input_tensors"),
-    "reduce_scatter_tensor_coalesced_": _reduce_scatter("inputs"),
-    "_allgather_base_": _all_gather("input_tensor"),
-    "allgather_": _all_gather("input_tensors"),
-    "allgather_coalesced_": _all_gather("input_list"),
-    "allgather_into_tensor_coalesced_": _all_gather("inputs"),
-    "broadcast_": _broadcast,
-    "reduce_": _reduce,
-    "gather_": _gather,
-    "scatter_": _scatter,
-    "send": _send,
+_SHARES: dict[str, tuple[str, Callable[[int, int, bool], int]]] = {
+    "allreduce_": ("tensors", _all_reduce),
+    "allreduce_coalesced_": ("tensors", _all_reduce),
+    "_reduce_scatter_base_": ("input_tensor", _reduce_scatter),
+    "reduce_scatter_": ("input_tensors", _reduce_scatter),
+    "reduce_scatter_tensor_coalesced_": ("inputs", _reduce_scatter),
+    "_allgather_base_": ("input_tensor", _all_gather),
+    "allgather_": ("input_tensors", _all_gather),
+    "allgather_coalesced_": ("input_list", _all_gather),
+    "allgather_into_tensor_coalesced_": ("inputs", _all_gather),
+    "broadcast_": ("tensors", _from_root),
+    "reduce_": ("tensors", _to_root),
+    "gather_": ("input_tensors", _to_root),
+    "scatter_": ("input_tensors", _scatter),
+    "send": ("tensors", _to_root),
 }
+"""Argument that holds the data of a collective, and the bytes that a rank sends of it."""
 
-_NO_DATA = frozenset(
-    {"barrier", "monitored_barrier_", "check_for_nan", "recv_", "recv_any_source_"}
-)
+_KNOWN = {"alltoall_base_", "alltoall_", *_SHARES}
+_NO_DATA = {"barrier", "monitored_barrier_", "check_for_nan", "recv_", "recv_any_source_"}

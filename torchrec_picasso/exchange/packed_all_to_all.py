@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso._torchrec import QuantizedCommCodec
-from torchrec_picasso.exchange.kept_memory import keep_for_current_stream
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.exchange.waiting import wait_for
+from torchrec_picasso.ops.streams import keep_for_current_stream
 
-__all__ = ["Counts", "PackedAllToAll"]
+__all__ = ["PackedAllToAll"]
 
 Counts = Sequence[Sequence[int]]
 """Rows per (pack, rank), on the host."""
@@ -35,15 +35,11 @@ class PackedAllToAll:
         ranks: This rank and its peers.
         inputs_P: One contiguous matrix ``(n_p, D_p)`` per pack, rows grouped by destination rank. A
             vector counts as ``(n_p, 1)``.
-        send_PW: Rows of each pack to each rank; row ``p`` sums to ``n_p``.
+        send_PW: Number of rows to each rank; row ``p`` sums to ``n_p``.
         outputs_P: Contiguous tensors for the received rows, ``(m_p, D_p)``, grouped by source rank;
             may be slices of larger matrices.
-        receive_PW: Rows of each pack from each rank; row ``p`` sums to ``m_p``.
+        receive_PW: Number of rows from each rank; row ``p`` sums to ``m_p``.
         codec: Wire precision, or ``None`` for the precision of the inputs.
-
-    Cost:
-        ``n_p * D_p`` elements sent per matrix, less those for this rank; one copy each way with
-        several matrices.
     """
 
     def __init__(
@@ -77,11 +73,7 @@ class PackedAllToAll:
         self._work = ranks.start_all_to_all(self._wire_out, wire_in, receive_W, send_W)
 
     def wait(self) -> Sequence[Tensor]:
-        """Finishes the exchange; further calls have no effect.
-
-        Returns:
-            The output matrices given at construction, filled.
-        """
+        """Finishes the exchange and returns the filled outputs; further calls have no effect."""
         if self._has_ended:
             return self._outputs_P
         wait_for(self._work)

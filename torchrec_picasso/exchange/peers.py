@@ -23,7 +23,7 @@ _PREFIX = "picasso/failed/"
 _GRACE_S = 1.0  # for entries of peers whose exchanges broke as well
 _POLL_S = 0.02
 # gloo has no exception type of its own. Most messages begin with their place in its source.
-_OF_GLOO = re.compile(
+_GLOO_ERROR = re.compile(
     r"\[\S.*\bgloo/\S+\.(cc|h):\d+\]"
     "|Application timeout caused pair closure|Connection closed by peer"
 )
@@ -32,8 +32,7 @@ _OF_GLOO = re.compile(
 class Peers:
     """The other ranks of a process group, in case of a failure.
 
-    Args:
-        pg: Process group; for a group without a store, errors only name this rank's wait.
+    For a group without a store, errors only name this rank's wait.
     """
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
@@ -47,8 +46,7 @@ class Peers:
     def propagate_errors(self, doing: Callable[[], str]) -> Iterator[None]:
         """Context of a collective operation: an error inside names the rank that caused it.
 
-        Args:
-            doing: Returns a description of this rank's current operation.
+        ``doing`` describes this rank's current operation.
 
         Raises:
             PeerError: If another rank failed, with its message, or does not answer.
@@ -62,7 +60,7 @@ class Peers:
         except Exception as error:
             # A broken exchange is a symptom: look for its cause. Any other error is a cause: report
             # it.
-            if _is_of_transport(error):
+            if _is_transport_error(error):
                 raise PeerError(self._why(doing(), error)) from error
             self._tell(f"{doing()}: {type(error).__name__}: {error}", has_failed=True)
             raise
@@ -119,8 +117,8 @@ class Peers:
             self._store.delete_key(f"{_PREFIX}{self._rank}")
 
 
-def _is_of_transport(error: Exception) -> bool:
+def _is_transport_error(error: Exception) -> bool:
     """Whether an exchange broke, rather than this rank's own computation."""
     if isinstance(error, dist.DistError):
         return True
-    return type(error) is RuntimeError and _OF_GLOO.match(str(error)) is not None
+    return type(error) is RuntimeError and _GLOO_ERROR.match(str(error)) is not None

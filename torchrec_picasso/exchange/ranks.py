@@ -21,7 +21,7 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.all_to_all import Pending, start_all_to_all
-from torchrec_picasso.exchange.sums import start_sum
+from torchrec_picasso.exchange.tally import note_all_reduce
 
 __all__ = ["Ranks"]
 
@@ -29,11 +29,7 @@ _PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Ranks:
-    """One rank and its peers.
-
-    Args:
-        pg: Process group of W ranks.
-        codecs: TorchRec's registry of wire precisions; ``None`` = no codecs.
+    """One rank and its peers, with TorchRec's registry of wire precisions.
 
     Raises:
         CompatError: If a precision is not FP32, FP16 or BF16.
@@ -65,25 +61,20 @@ class Ranks:
     def start_all_to_all(
         self, output_m: Tensor, input_n: Tensor, receive_W: Sequence[int], send_W: Sequence[int]
     ) -> Pending:
-        """Starts sending block ``w`` of the input to rank ``w``. Collective.
-
-        Arguments as for :func:`start_all_to_all`.
-        """
+        """Starts sending each rank its block, as :func:`start_all_to_all`. Collective."""
         return start_all_to_all(self.pg, output_m, input_n, receive_W, send_W)
 
     def start_sum(self, values: Tensor) -> Pending:
-        """Starts summing values over ranks, in place. Collective."""
-        return start_sum(self.pg, values)
+        """Starts summing values over ranks, in place. Collective.
+
+        A ring sends ``2 (W - 1) / W`` of the values.
+        """
+        note_all_reduce(values.nbytes, self.size)
+        work: Pending = dist.all_reduce(values, group=self.pg, async_op=True)
+        return work
 
     def gather(self, values: Tensor) -> Tensor:
-        """Gathers the values of all ranks. Collective.
-
-        Args:
-            values: Values of this rank; the shape is equal on all ranks.
-
-        Returns:
-            Values by rank, shape ``(W, ...)``.
-        """
+        """Gathers the values, of equal shape, of all ranks: shape ``(W, ...)``. Collective."""
         gathered = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(gathered, values.contiguous(), group=self.pg)
         return torch.stack(gathered)

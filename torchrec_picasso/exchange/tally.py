@@ -50,12 +50,7 @@ def note_sent(num_bytes: int) -> None:
 
 
 def note_all_reduce(num_bytes: int, world_size: int) -> None:
-    """Adds the bytes that a rank sends in a ring all-reduce: a reduce-scatter, then an all-gather.
-
-    Args:
-        num_bytes: Bytes of the reduced tensor.
-        world_size: Number of ranks.
-    """
+    """Adds the bytes that a rank sends in a ring all-reduce: reduce-scatter, then all-gather."""
     note_sent(2 * (world_size - 1) * num_bytes // world_size)
 
 

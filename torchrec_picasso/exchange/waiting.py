@@ -12,7 +12,7 @@ from time import perf_counter
 import torch.autograd.profiler as autograd_profiler
 
 from torchrec_picasso.exchange.all_to_all import Pending
-from torchrec_picasso.exchange.tally import is_watched, note_waited
+from torchrec_picasso.exchange.tally import note_waited
 
 __all__ = ["OP_RANGE", "STEP_RANGE", "WAIT_RANGE", "named_range", "wait_for"]
 
@@ -26,11 +26,7 @@ _NO_RANGE: AbstractContextManager[object] = nullcontext()
 
 
 def named_range(*name: object) -> AbstractContextManager[object]:
-    """Returns a profiler range.
-
-    Args:
-        name: Words of its name; converted to strings only while a profiler runs.
-    """
+    """Returns a profiler range; the words of its name are joined only while a profiler runs."""
     if not autograd_profiler._is_profiler_enabled:  # a range costs 11 us
         return _NO_RANGE
     range_: AbstractContextManager[object] = autograd_profiler.record_function(
@@ -42,9 +38,6 @@ def named_range(*name: object) -> AbstractContextManager[object]:
 def wait_for(pending: Pending) -> None:
     """Waits for an operation in progress, inside a named profiler range."""
     with named_range(WAIT_RANGE):
-        if not is_watched():
-            pending.wait()
-            return
         start = perf_counter()
         pending.wait()
         note_waited(perf_counter() - start)

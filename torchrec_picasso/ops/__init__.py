@@ -1,4 +1,4 @@
-"""Pure functions on tensors: no process group, no module state, no TorchRec type.
+"""Functions on tensors: no process group, no TorchRec type.
 
 Shape letters, here and in the packages that build on this one, are those of docs/glossary.md.
 """

@@ -23,9 +23,9 @@ class Bags:
     """Lookups in bag order."""
 
     ids_N: Tensor
-    """Packed ids, shape ``(N,)``."""
+    """Packed ids."""
     offsets_S1: Tensor
-    """First lookup of each bag, and N: int64, shape ``(S + 1,)``."""
+    """First lookup of each bag, and N; int64."""
     source_N: Tensor | None
     """KeyedJaggedTensor position of each lookup, int64; ``None`` when no caller needs it."""
 
@@ -36,18 +36,11 @@ def bag_order(
     sizes_K: Sequence[int],
     device: torch.device,
 ) -> Tensor:
-    """Computes the permutation of bags from feature-major to matrix-major, sample-major order.
+    """Permutes bags from feature-major to matrix-major, sample-major order.
 
-    Bags of a sequence matrix are ordered by micro-batch, then feature, then sample.
-
-    Args:
-        features_M: Number of features of each matrix, in feature order.
-        is_sequence_M: Whether a matrix is of sequences.
-        sizes_K: Samples of each micro-batch.
-        device: Device of the permutation.
-
-    Returns:
-        The old index of each bag, bags in the new order: int32, shape ``(F * B,)``.
+    Bags of a sequence matrix are ordered by micro-batch, then feature, then sample. ``features_M``
+    are numbers of features, ``sizes_K`` samples of each micro-batch. Returns the old index of each
+    bag in the new order, int32, shape ``(F * B,)``.
     """
     num_features, sizes = sum(features_M), list(sizes_K)
     order_FB = torch.arange(num_features * sum(sizes), dtype=torch.int32, device=device)
@@ -66,18 +59,11 @@ def bag_order(
 def incoming_bag_order(
     num_features: int, samples_WK: Sequence[Sequence[int]], device: torch.device
 ) -> Tensor:
-    """Computes the permutation of incoming bags at their home rank.
+    """Permutes the bags of the ``num_features`` features that this home rank pools.
 
-    Incoming bags are ordered by rank, then feature, then sample, as in a KeyedJaggedTensor.
-
-    Args:
-        num_features: Number of features that this home rank pools.
-        samples_WK: Samples of each rank by micro-batch.
-        device: Device of the permutation.
-
-    Returns:
-        The incoming position of each bag, bags ordered by micro-batch, rank, sample and feature:
-        int32, shape ``(S,)``.
+    Incoming bags are ordered by rank, then feature, then sample, as in a KeyedJaggedTensor. Returns
+    the incoming position of each bag, bags ordered by micro-batch, rank, sample and feature: int32,
+    shape ``(S,)``.
     """
     pieces_WK, start = [], 0
     for sizes_K in samples_WK:
@@ -94,14 +80,10 @@ def incoming_bag_order(
 def reorder_bags(
     ids_N: Tensor, lengths_S: Tensor, order_S: Tensor | None, keep_source: bool
 ) -> Bags:
-    """Puts lookups in bag order.
+    """Puts lookups, given in KeyedJaggedTensor order, in bag order.
 
-    Args:
-        ids_N: Packed ids in KeyedJaggedTensor order, shape ``(N,)``.
-        lengths_S: Lookups of each bag in KeyedJaggedTensor order, shape ``(S,)``.
-        order_S: Result of :func:`bag_order`, or ``None`` to keep the order.
-        keep_source: Whether to record where each lookup came from (required for per-sample
-            weights).
+    ``order_S`` is a result of :func:`bag_order`, ``None`` keeps the order. ``keep_source`` records
+    where each lookup came from, as per-sample weights require.
     """
     source_N = torch.arange(ids_N.numel(), device=ids_N.device) if keep_source else None
     if order_S is not None:

@@ -8,7 +8,8 @@ first micro-batch waits for the first chunk only. So each exchange fills one sli
 requesting rank and the home rank compute the same order, because both have the same counts and the
 same dirty mask.
 
-Shape letters: n rows, K chunks, W ranks, E exchanges (1 + K).
+Shape letters: n rows, K chunks, W ranks, E exchanges (in request order as many as chunks, in fetch
+order one more).
 """
 
 from __future__ import annotations
@@ -22,26 +23,23 @@ from torch import Tensor
 
 from torchrec_picasso.ops.order import stable_order
 
-__all__ = ["CLEAN", "Exchanges", "FetchOrder", "dirty_exchange", "find_fetch_order"]
+__all__ = ["CLEAN", "ExchangeSplits", "FetchOrder", "dirty_exchange", "find_fetch_order"]
 
 CLEAN = 0
-"""Index of the exchange of all clean rows."""
+"""Index of the exchange of all clean rows in fetch order."""
 
 
 def dirty_exchange(chunk: int) -> int:
-    """Returns the index of the exchange of a chunk's dirty rows."""
+    """Returns the index in fetch order of the exchange of a chunk's dirty rows."""
     return 1 + chunk
 
 
 @dataclass(frozen=True)
-class Exchanges:
-    """Rows of one pack, ordered by exchange.
-
-    Args:
-        counts_EW: Rows by exchange and rank, on the host.
-    """
+class ExchangeSplits:
+    """The split of one pack's rows into consecutive exchanges, and of each exchange by rank."""
 
     counts_EW: list[list[int]]
+    """Number of rows, on the host."""
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -58,22 +56,17 @@ class Exchanges:
 
 
 @dataclass(frozen=True)
-class FetchOrder(Exchanges):
-    """Rows of one pack in fetch order.
-
-    Args:
-        counts_EW: Rows by exchange and rank, on the host.
-        order_n: Position in request order of each row in fetch order, int64; ``None`` = both orders
-            are equal.
-    """
+class FetchOrder(ExchangeSplits):
+    """The fetch order of one pack's rows, and its split into exchanges."""
 
     order_n: Tensor | None
+    """Position in request order of each row in fetch order, int64; ``None`` = equal orders."""
 
     def arrange(self, values_n: Tensor) -> Tensor:
         """Puts values from request order into fetch order."""
         return values_n if self.order_n is None else values_n.index_select(0, self.order_n)
 
-    def places(self, device: torch.device) -> Tensor:
+    def positions(self, device: torch.device) -> Tensor:
         """Position in fetch order of each row in request order, int64, shape ``(n,)``."""
         in_order = torch.arange(self.num_rows, device=device)
         if self.order_n is None:
@@ -83,15 +76,9 @@ class FetchOrder(Exchanges):
 
 
 def find_fetch_order(counts_KW: list[list[int]], dirty_n: Tensor | None) -> FetchOrder:
-    """Computes the fetch order of rows.
+    """Computes the fetch order of rows from a dirty mask in request order; ``None`` = all dirty.
 
-    Args:
-        counts_KW: Rows by chunk and rank, on the host.
-        dirty_n: Dirty mask in request order, bool, on the CPU or a device; ``None`` = all rows are
-            dirty.
-
-    Cost:
-        One stable sort of n small integers and a host sync on CUDA; nothing without a dirty mask.
+    Costs one stable sort of n small integers and a host sync on CUDA; nothing without a mask.
     """
     num_chunks, world_size = len(counts_KW), len(counts_KW[0])
     if dirty_n is None:

@@ -27,7 +27,7 @@ class HotSlots:
     """The hot rows of the tables of one route."""
 
     ids_H: Tensor
-    """Packed ids of the hot rows, ascending, int64, shape ``(H,)``; the index is the hot slot."""
+    """Packed ids of the hot rows, ascending int64; the index is the hot slot."""
     start_P1: tuple[int, ...]
     """First hot slot of each pack; the last entry is the number of hot rows."""
     epoch: int = 0
@@ -35,13 +35,7 @@ class HotSlots:
 
     @staticmethod
     def build(tables: Sequence[PackedTable], device: torch.device, epoch: int = 0) -> HotSlots:
-        """Collects the hot rows of tables in the order of their packed ids.
-
-        Args:
-            tables: Tables as for :meth:`IdSpace.build`.
-            device: Device of the ids.
-            epoch: Number of the module's hot set.
-        """
+        """Collects the hot rows of tables, given as for :meth:`IdSpace.build`, by packed id."""
         bases = [0, *accumulate(table.num_embeddings for table in tables)]
         hot_P = [0] * (tables[-1].pack + 1)
         for table in tables:
@@ -56,17 +50,10 @@ class HotSlots:
         return self.start_P1[-1]
 
     def find(self, ids_U: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds which rows are hot. Requires at least one hot row in the module.
+        """Finds which packed ids, int64, are hot. Requires at least one hot row in the module.
 
-        Args:
-            ids_U: Distinct packed ids, int64, shape ``(U,)``.
-
-        Returns:
-            Slot of each hot row, int64, undefined for cold rows, and the mask of the hot rows,
-            bool, both of shape ``(U,)``.
-
-        Cost:
-            O(U log H) time, no host sync.
+        Returns the slot of each hot row, int64, undefined for cold rows, and the mask of the hot
+        rows, both of shape ``(U,)``, in O(U log H) time without a host sync.
         """
         slot_U = torch.searchsorted(self.ids_H, ids_U)
         # An id above all hot ids gets slot H; the clamp keeps the comparison below in bounds.
@@ -90,8 +77,8 @@ class HotSlots:
 def pack_bits(mask_H: Tensor) -> Tensor:
     """Packs a bool mask into int64 words of 64 bits each, little-endian."""
     num_words = -(-mask_H.numel() // (8 * _WORD_BYTES))
-    # Padded to whole words as (bytes, 8 bits); a byte is the sum of its bits' place values.
+    # Padded to whole words as (bytes, 8 bits); a byte is the sum of its bits times their powers.
     padded = mask_H.new_zeros(num_words * _WORD_BYTES, 8)
     padded.view(-1)[: mask_H.numel()] = mask_H
-    place_8 = 2 ** torch.arange(8, dtype=torch.uint8, device=mask_H.device)
-    return (padded * place_8).sum(1, dtype=torch.uint8).view(torch.int64)
+    powers_of_two = 2 ** torch.arange(8, dtype=torch.uint8, device=mask_H.device)
+    return (padded * powers_of_two).sum(1, dtype=torch.uint8).view(torch.int64)

@@ -5,6 +5,10 @@ home rank and its row number there follow from the packed id by one binary searc
 block starts, so no step contains a Python loop over tables. Home ranks may store different numbers
 of rows; empty blocks (fewer rows than ranks) are valid.
 
+The conversion of rows to packed ids uses numpy on the CPU. Features are long runs of lookups, and
+numpy repeats a number and finds a maximum many times faster on such runs: on one core, 4.4 million
+lookups of 460 features take 155 ms with torch's operators and 15 ms with numpy.
+
 Source: PICASSO (arXiv 2204.04903), D-Packing: one operator for many tables.
 """
 
@@ -14,45 +18,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_picasso.ops.shift_rows import shift_rows
+__all__ = ["IdSpace", "PackedTable", "shift_rows"]
 
-__all__ = ["IdSpace", "PackedTable"]
+_UNSIGNED = {torch.int32: np.uint32, torch.int64: np.uint64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTable:
-    """A table in the packed id space.
-
-    Args:
-        name: Table name, for messages.
-        pack: Index of the pack that holds the table among the packs of its route; ascending.
-        dim: Columns, equal for all tables of a pack.
-        wave: Index of the wave (pack group) that the pack is exchanged in; ascending with the
-            packs, gaps allowed.
-        block_rows_W: Rows of the table that each home rank stores, ``W`` numbers that sum to the
-            rows of the table.
-        hot_rows_H: Rows with a replica on every rank, ascending int64, shape ``(H_t,)``.
-        feature_names: Features that look up this table, in lookup order.
-        mean: Whether bags are averaged instead of summed.
-        is_sequence: Whether every lookup is a separate output, without pooling.
-        module: Index of the module that has the table, where several modules share an exchange;
-            ascending.
-        route: Name of the route that the table travels by.
-    """
+    """A table in the packed id space; ``route`` is the name of the route that it travels by."""
 
     name: str
     pack: int
+    """Index of the pack that holds the table among the packs of its route; ascending."""
     dim: int
+    """Columns, equal for all tables of a pack."""
     block_rows_W: tuple[int, ...]
+    """Number of rows of the table that each home rank stores."""
     hot_rows_H: Tensor
+    """Rows with a replica on every rank, ascending int64, shape ``(H_t,)``."""
     feature_names: tuple[str, ...]
+    """Features that look up this table, in lookup order."""
     mean: bool = False
+    """Whether bags are averaged instead of summed."""
     is_sequence: bool = False
+    """Whether every lookup is a separate output, without pooling."""
     module: int = 0
+    """Index of the module of the table, where several modules share an exchange; ascending."""
     wave: int = 0
+    """Index of the wave in which the pack is exchanged; ascending with the packs, gaps allowed."""
     route: str = "rows"
 
     @property
@@ -86,12 +83,7 @@ class IdSpace:
 
     @staticmethod
     def build(tables: Sequence[PackedTable], device: torch.device) -> IdSpace:
-        """Assigns packed ids to tables in the given order.
-
-        Args:
-            tables: At least one table, all of one route and world size, packs ascending.
-            device: Device of the lookup tensors.
-        """
+        """Assigns packed ids to one or more tables of one route, packs ascending."""
         world_size = len(tables[0].block_rows_W)
         packs = [table.pack for table in tables]
         assert packs == sorted(packs), "tables of one pack must be side by side"
@@ -127,36 +119,19 @@ class IdSpace:
             block_shift_TW=ids(shifts),
         )
 
-    def pack_ids(self, rows_N: Tensor, lookups_F: Tensor) -> tuple[Tensor, Tensor]:
-        """Converts rows of tables to packed ids.
+    def pack_ids(self, rows_N: Tensor, counts_F: Tensor) -> tuple[Tensor, Tensor]:
+        """Converts rows of tables to packed ids, as :func:`shift_rows`.
 
-        Args:
-            rows_N: Row of each lookup in its table, any integer type, shape ``(N,)``, by feature.
-            lookups_F: Number of lookups of each feature, int64, shape ``(F,)``, summing to N.
-
-        Returns:
-            Packed ids, shape ``(N,)`` (int32 when the space allows, which halves the cost of
-            sorting), and the number of lookups whose row lies outside its table; these are packed
-            as 0.
-
-        Cost:
-            O(N) time, no host sync.
+        Ids are int32 when the space allows, which halves the cost of sorting.
         """
         base_F, limit_F = self.feature_base_F, self.feature_rows_F
-        return shift_rows(rows_N, lookups_F, base_F, limit_F, self.id_dtype)
+        return shift_rows(rows_N, counts_F, base_F, limit_F, self.id_dtype)
 
     def find_blocks(self, ids_n: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds the (table, home rank) block and the home row of packed ids.
+        """Finds the (table, home rank) block and the home row of packed ids, all int64.
 
-        Args:
-            ids_n: Packed ids, int64, shape ``(n,)``.
-
-        Returns:
-            The block of each id and the row in the home rank's storage of the pack, both int64,
-            shape ``(n,)``.
-
-        Cost:
-            O(n log(T W)) time, no host sync.
+        A home row is counted in the home rank's storage of the pack. O(n log(T W)) time, no host
+        sync.
         """
         # right=True skips empty blocks: the last block that starts at or below the id contains it.
         block_n = torch.searchsorted(self.block_start_TW, ids_n, right=True).sub_(1)
@@ -172,3 +147,44 @@ class IdSpace:
     def id_dtype(self) -> torch.dtype:
         """The smallest integer type that holds every packed id."""
         return torch.int32 if self.num_rows < 2**31 else torch.int64
+
+
+def shift_rows(
+    rows_N: Tensor, counts_F: Tensor, first_F: Tensor, limit_F: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Adds the first number of each feature's table to the rows of its lookups. No host sync.
+
+    Args:
+        rows_N: Row of each lookup in its table, any integer type, by feature.
+        counts_F: Number of lookups of each feature, int64, summing to N.
+        first_F: Number of row 0 of each feature's table, int64.
+        limit_F: Number of rows of each feature's table, int64.
+        dtype: Type of the result.
+
+    Returns:
+        Numbers, shape ``(N,)``, 0 for rows outside their table, and the count of such rows, 0-d.
+    """
+    if rows_N.device.type == "cpu" and rows_N.dtype in _UNSIGNED:
+        rows, counts = rows_N.contiguous().numpy(), counts_F.numpy()
+        # As unsigned integers, negative rows become the largest numbers.
+        if _are_inside(rows.view(_UNSIGNED[rows_N.dtype]), counts, limit_F.numpy()):
+            # All rows are inside. Start from the feature's first number, shape (N,), and add the
+            # rows in place; the sum fits into dtype, so the cast is safe.
+            shifted = np.repeat(first_F.to(dtype).numpy(), counts)
+            np.add(shifted, rows, out=shifted, casting="unsafe")
+            return torch.from_numpy(shifted), torch.zeros((), dtype=torch.int64)
+    # Other devices, other types, or rows outside their table: expand (F,) to (N,) and mask.
+    num_lookups = rows_N.numel()
+    first_N = torch.repeat_interleave(first_F, counts_F, output_size=num_lookups)
+    limit_N = torch.repeat_interleave(limit_F, counts_F, output_size=num_lookups)
+    outside_N = (rows_N < 0) | (rows_N >= limit_N)
+    return first_N.add_(rows_N).masked_fill_(outside_N, 0).to(dtype), outside_N.sum()
+
+
+def _are_inside(rows: np.ndarray, counts: np.ndarray, limits: np.ndarray) -> bool:
+    """Whether every row, an unsigned integer, is below the limit of its feature."""
+    is_used = counts > 0
+    # reduceat takes the maximum from each start to the next, so features without lookups are
+    # removed first: an empty range would yield a wrong value.
+    starts = (np.cumsum(counts) - counts)[is_used]
+    return not len(starts) or bool((np.maximum.reduceat(rows, starts) < limits[is_used]).all())

@@ -47,15 +47,10 @@ class PackPlan:
     def build(
         tables: Sequence[PackedTable], device: torch.device, waves: Sequence[slice] | None = None
     ) -> PackPlan:
-        """Groups the packs of one route into waves and matrices.
+        """Groups the packs of tables, given as for :meth:`IdSpace.build`, into waves and matrices.
 
-        Neighbouring packs of one module and dim share a matrix.
-
-        Args:
-            tables: Tables as for :meth:`IdSpace.build`.
-            device: Device of the masks.
-            waves: The packs of each wave, with a matrix for each pack; ``None`` = the waves of the
-                tables, ascending.
+        Neighbouring packs of one module and dim share a matrix. With ``waves``, the packs of each
+        wave, every pack has its own matrix; ``None`` = the waves of the tables, ascending.
         """
         kinds = [(0, t.module, t.dim, t.is_sequence) for t in tables]
         if waves is None:
@@ -121,11 +116,7 @@ class PackPlan:
 
 
 def _runs(properties: Sequence[tuple[int, Any]]) -> tuple[slice, ...]:
-    """Finds runs of neighbouring packs with equal properties.
-
-    Args:
-        properties: Pack and property of each table.
-    """
+    """Finds runs of neighbouring packs with equal properties, from (pack, property) by table."""
     # The set removes duplicates from tables of one pack; sorting restores pack order.
     value_P = [value for _, value in sorted(set(properties))]
     # Every pack has exactly one property.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchrec_picasso.ops.bags import Bags
 from torchrec_picasso.ops.order import stable_order
-from torchrec_picasso.ops.places import LocatedRows
+from torchrec_picasso.ops.request_order import LocatedRows
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
 from torchrec_picasso.ops.unique import UniqueRows
 
@@ -36,53 +36,39 @@ class PartPooling:
 
     lookups: slice
     """Lookups of the micro-batch, a slice of the whole batch in bag order."""
-    gradient_place_U: Tensor | None
+    gradient_position_U: Tensor | None
     """Position in the matrix's gradients of each row that the micro-batch uses, int64; ``None``
     if it uses all rows of the matrix, in request order."""
     index: PoolingIndex
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
-        if self.gradient_place_U is not None:
-            yield self.gradient_place_U
+        if self.gradient_position_U is not None:
+            yield self.gradient_position_U
         yield from self.index.tensors()
 
 
 def count_lookups(bags: Bags, bags_J: Sequence[int]) -> Tensor:
-    """Counts the lookups of each run of bags.
-
-    Args:
-        bags: Lookups of the whole batch in bag order.
-        bags_J: Number of bags of each of J consecutive runs.
-
-    Returns:
-        Lookups of each run, int64, shape ``(J,)``, on the device of the batch.
-    """
+    """Counts the lookups of consecutive runs of ``bags_J`` bags: int64, on the batch's device."""
     # The edges are copied to the device without a host sync.
     edges = torch.tensor([0, *accumulate(bags_J)]).to(bags.ids_N.device, non_blocking=True)
     return torch.diff(bags.offsets_S1.index_select(0, edges))
 
 
-def part_of_lookup(lookups_J: Tensor, part_J: Sequence[int], num_lookups: int) -> Tensor:
-    """Returns the micro-batch of each lookup in bag order.
+def part_of_lookup(counts_J: Tensor, part_J: Sequence[int], num_lookups: int) -> Tensor:
+    """Returns the micro-batch of each lookup in bag order, int64, shape ``(N,)``.
 
-    Args:
-        lookups_J: Result of :func:`count_lookups`.
-        part_J: Micro-batch of each run.
-        num_lookups: Lookups of the whole batch, N.
-
-    Returns:
-        Micro-batch of each lookup, int64, shape ``(N,)``.
+    ``counts_J`` is a result of :func:`count_lookups`, ``part_J`` the micro-batch of each run.
     """
-    parts = torch.tensor(part_J, dtype=torch.int64).to(lookups_J.device, non_blocking=True)
-    return torch.repeat_interleave(parts, lookups_J, output_size=num_lookups)
+    parts = torch.tensor(part_J, dtype=torch.int64).to(counts_J.device, non_blocking=True)
+    return torch.repeat_interleave(parts, counts_J, output_size=num_lookups)
 
 
 def cut_pooling(
     bags: Bags,
     rows: UniqueRows,
     located: LocatedRows,
-    row_place_U: Tensor,
+    row_position_U: Tensor,
     *,
     part_N: Tensor | None,
     bags_MK: Counts,
@@ -97,13 +83,12 @@ def cut_pooling(
         bags: Lookups of the whole batch in bag order.
         rows: Unique rows of the batch, by matrix.
         located: The unique rows in request order.
-        row_place_U: Position of each unique row among the fetched rows, int64, shape ``(U,)``.
+        row_position_U: Position of each unique row among the fetched rows, int64.
         part_N: Result of :func:`part_of_lookup`; ``None`` for one micro-batch.
-        bags_MK: Number of bags by matrix and micro-batch.
-        lookups_MK: Number of lookups by matrix and micro-batch, on the host.
-        rows_M: Number of rows of each matrix.
-        mean_MK: Whether a bag is averaged, by matrix and micro-batch, bool; ``None`` = all are
-            summed.
+        bags_MK: Number of bags.
+        lookups_MK: Number of lookups, on the host.
+        rows_M: Number of rows.
+        mean_MK: Whether a bag is averaged, bool, by bag; ``None`` = all are summed.
         is_sequence_M: Whether a matrix is of sequences.
 
     Returns:
@@ -115,35 +100,38 @@ def cut_pooling(
     """
     offsets_S1 = bags.offsets_S1
     # Shape (N,), in bag order: the fetched row of each lookup, counted over all matrices.
-    row_of_lookup_N = row_place_U.index_select(0, rows.row_of_lookup_N)
-    # groups_KM: number of distinct rows, starts_KM: number of lookups, by micro-batch and matrix.
+    row_of_lookup_N = row_position_U.index_select(0, rows.row_of_lookup_N)
+    lookups_KM = [list(counts) for counts in zip(*lookups_MK)]
+    # groups_KM: number of distinct rows.
     if part_N is None:
-        grouped = _group_whole(rows, located)
-        groups_KM, starts_KM = [list(rows_M)], [[count for (count,) in lookups_MK]]
+        grouped, groups_KM = _group_whole(rows, located), [list(rows_M)]
     else:
-        starts_KM = [list(counts) for counts in zip(*lookups_MK)]
-        grouped, groups_KM = _group_by_part(rows, located, part_N, starts_KM)
-    bags_by_row_N = None if all(is_sequence_M) else _bags_of(grouped.lookups_N, offsets_S1)
+        grouped, groups_KM = _group_by_part(rows, located, part_N, lookups_KM)
+    # Shape (N,): the bag of each lookup, from bag order to lookups grouped by row.
+    bags_by_row_N = None
+    if not all(is_sequence_M):
+        bag_N = bag_of_lookup(offsets_S1, grouped.lookups_N.numel())
+        bags_by_row_N = bag_N.index_select(0, grouped.lookups_N)
     # Bags and lookups are ordered by (matrix, micro-batch), groups and their lookups by
     # (micro-batch, matrix): hence two index computations in cut().
     bag_at, lookup_at = _edges(bags_MK), _edges(lookups_MK)
     row_at = [0, *accumulate(rows_M)]
-    group_at, grouped_at = _edges(groups_KM), _edges(starts_KM)
+    group_at, grouped_at = _edges(groups_KM), _edges(lookups_KM)
     num_parts, num_matrices = len(groups_KM), len(rows_M)
 
     def cut(part: int, matrix: int) -> PartPooling:
-        place = matrix * num_parts + part
-        first_bag, end_bag = bag_at[place : place + 2]
-        low, high = lookup_at[place : place + 2]
-        place = part * num_matrices + matrix
-        by_row = slice(*grouped_at[place : place + 2])
-        groups = slice(*group_at[place : place + 2])
+        index = matrix * num_parts + part
+        first_bag, end_bag = bag_at[index : index + 2]
+        low, high = lookup_at[index : index + 2]
+        index = part * num_matrices + matrix
+        by_row = slice(*grouped_at[index : index + 2])
+        groups = slice(*group_at[index : index + 2])
         # All slices below count from the start of the batch; _shift makes them count from the start
         # of the matrix (rows) or of the micro-batch (lookups, bags).
         offsets_U1 = grouped.offsets_G1[groups.start : groups.stop + 1]
-        gradient_place_U = None
-        if grouped.gradient_place_G is not None:
-            gradient_place_U = _shift(grouped.gradient_place_G[groups], row_at[matrix])
+        gradient_position_U = None
+        if grouped.gradient_position_G is not None:
+            gradient_position_U = _shift(grouped.gradient_position_G[groups], row_at[matrix])
         lookups_by_row_N = _shift(grouped.lookups_N[by_row], low)
         # In a sequence matrix every lookup is its own bag.
         bag_offsets_S1, part_bags_by_row_N = None, lookups_by_row_N
@@ -153,7 +141,7 @@ def cut_pooling(
             part_bags_by_row_N = _shift(bags_by_row_N[by_row], first_bag)
         return PartPooling(
             lookups=slice(low, high),
-            gradient_place_U=gradient_place_U,
+            gradient_position_U=gradient_position_U,
             index=PoolingIndex(
                 row_of_lookup_N=_shift(row_of_lookup_N[low:high], row_at[matrix]),
                 bag_offsets_S1=bag_offsets_S1,
@@ -167,11 +155,6 @@ def cut_pooling(
     return [[cut(part, matrix) for matrix in range(num_matrices)] for part in range(num_parts)]
 
 
-def _bags_of(lookups_n: Tensor, offsets_S1: Tensor) -> Tensor:
-    """Returns the bag of each lookup of a permutation of all N lookups, shape ``(N,)``."""
-    return bag_of_lookup(offsets_S1, lookups_n.numel()).index_select(0, lookups_n)
-
-
 @dataclass(frozen=True)
 class _Grouped:
     """Lookups grouped by row; groups are ordered by micro-batch, then matrix."""
@@ -179,21 +162,21 @@ class _Grouped:
     lookups_N: Tensor
     offsets_G1: Tensor
     """First lookup of each group; the last entry is N."""
-    gradient_place_G: Tensor | None
+    gradient_position_G: Tensor | None
     """Position in request order of each group's row; ``None`` = the groups are in request order."""
 
 
 def _group_whole(rows: UniqueRows, located: LocatedRows) -> _Grouped:
     # Move whole segments (the lookups of one row) from ascending id order to request order.
-    lookups_U, lookups_N, _ = torch.ops.fbgemm.permute_1D_sparse_data(
+    counts_U, lookups_N, _ = torch.ops.fbgemm.permute_1D_sparse_data(
         located.order_U.to(torch.int32),
-        rows.lookups_U,
+        rows.counts_U,
         rows.lookups_by_row_N,
         None,
         rows.lookups_by_row_N.numel(),
     )
-    offsets_U1 = torch.ops.fbgemm.asynchronous_complete_cumsum(lookups_U)
-    return _Grouped(lookups_N, offsets_U1, gradient_place_G=None)
+    offsets_U1 = torch.ops.fbgemm.asynchronous_complete_cumsum(counts_U)
+    return _Grouped(lookups_N, offsets_U1, gradient_position_G=None)
 
 
 def _group_by_part(
@@ -206,15 +189,19 @@ def _group_by_part(
     order_N = stable_order(part_N.index_select(0, rows.lookups_by_row_N), len(lookups_KM))
     lookups_N = rows.lookups_by_row_N.index_select(0, order_N)
     row_N = rows.row_of_lookup_N.index_select(0, lookups_N)
-    # Shape (G,): a group starts where the row changes or a new (micro-batch, matrix) begins.
-    start_G = _group_starts(row_N, edges)
+    # Shape (G,): a group starts where the row changes or a new (micro-batch, matrix) begins. The
+    # mask has one entry more than rows, so that the last edge (= N) is a valid index.
+    is_start_N1 = torch.ones(row_N.numel() + 1, dtype=torch.bool, device=row_N.device)
+    torch.ne(row_N[1:], row_N[:-1], out=is_start_N1[1:-1])
+    is_start_N1.index_fill_(0, edges, True)
+    start_G = is_start_N1[:-1].nonzero().squeeze(1)
     # The only host copy: G_km = number of group starts between neighbouring edges.
     groups_KM = torch.diff(torch.searchsorted(start_G, edges)).view(len(lookups_KM), -1).tolist()
     row_G = row_N.index_select(0, start_G)
     grouped = _Grouped(
         lookups_N,
         torch.cat([start_G, edges[-1:]]),
-        gradient_place_G=located.position_U.index_select(0, row_G),
+        gradient_position_G=located.position_U.index_select(0, row_G),
     )
     return grouped, groups_KM
 
@@ -226,12 +213,3 @@ def _edges(counts: Counts) -> list[int]:
 
 def _shift(values: Tensor, start: int) -> Tensor:
     return values - start if start else values
-
-
-def _group_starts(row_n: Tensor, edges: Tensor) -> Tensor:
-    """Returns the first entry of every run of equal rows; a run also ends at an edge."""
-    # One entry more than rows, so that the last edge (= n) is a valid index.
-    first_n1 = torch.ones(row_n.numel() + 1, dtype=torch.bool, device=row_n.device)
-    torch.ne(row_n[1:], row_n[:-1], out=first_n1[1:-1])
-    first_n1.index_fill_(0, edges, True)
-    return first_n1[:-1].nonzero().squeeze(1)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_picasso.ops.order import places_of, sort_with_tags
+from torchrec_picasso.ops.order import nonzero_indices, sort_with_tags
 from torchrec_picasso.ops.unique import first_of_runs
 
 __all__ = [
@@ -44,18 +44,17 @@ class PoolingIndex:
     """
 
     row_of_lookup_N: Tensor
-    """Row of the matrix for each lookup, lookups in bag order, int64, shape ``(N,)``."""
+    """Row of the matrix for each lookup, lookups in bag order, int64."""
     bag_offsets_S1: Tensor | None
-    """First lookup of each bag, and N, int64, shape ``(S + 1,)``; ``None`` = sequences."""
+    """First lookup of each bag, and N, int64; ``None`` = sequences."""
     bags_by_row_N: Tensor
-    """Bag of each lookup, lookups grouped by row, int64, shape ``(N,)``."""
+    """Bag of each lookup, lookups grouped by row, int64."""
     lookups_by_row_N: Tensor
-    """Bag-order index of each lookup, lookups grouped by row, int64, shape ``(N,)``."""
+    """Bag-order index of each lookup, lookups grouped by row, int64."""
     row_offsets_U1: Tensor
-    """First entry of each row in the two tensors above, and N, int64, shape ``(U + 1,)``."""
-
+    """First entry of each row in the two tensors above, and N, int64."""
     mean_S: Tensor | None
-    """Whether a bag is averaged, bool, shape ``(S,)``; ``None`` when all bags are summed."""
+    """Whether a bag is averaged, bool; ``None`` when all bags are summed."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
@@ -71,12 +70,6 @@ class PoolingIndex:
         """Whether lookups are pooled; if not, the matrix is of sequences."""
         return self.bag_offsets_S1 is not None
 
-    @property
-    def lookups_per_bag(self) -> Tensor:
-        """Number of lookups of each bag, shape ``(S,)``; not defined for sequences."""
-        assert self.bag_offsets_S1 is not None, "sequences have no bags"
-        return torch.diff(self.bag_offsets_S1)
-
 
 def mean_weights(
     weights_N: Tensor | None, offsets_S1: Tensor | None, mean_S: Tensor | None, num_lookups: int
@@ -85,68 +78,44 @@ def mean_weights(
 
     An average divides by the number of lookups or, with per-sample weights, by their sum, as stock
     row-wise TorchRec does. (Stock table-wise TorchRec divides by the number there as well, on the
-    CPU in forward only.)
-
-    Args:
-        weights_N: Weight of each lookup in bag order, float32, or ``None`` for ones.
-        offsets_S1: First lookup of each bag, and N, with any first value; ``None`` = sequences.
-        mean_S: Whether a bag is averaged, bool; ``None`` = all bags are summed.
-        num_lookups: Number of lookups, N.
-
-    Returns:
-        Weights for :func:`pool_rows`, float32, shape ``(N,)``, or ``None`` for ones.
+    CPU in forward only.) Weights are float32, of lookups in bag order, ``None`` = ones, as is the
+    result. ``offsets_S1`` may have any first value, ``None`` = sequences.
     """
     if mean_S is None:
         return weights_N
     assert offsets_S1 is not None, "sequences have no means"
-    lookups_S = torch.diff(offsets_S1)
+    counts_S = torch.diff(offsets_S1)
     if weights_N is None:
-        divisor_S = lookups_S.float()
+        divisor_S = counts_S.float()
     else:
         bag_N = bag_of_lookup(offsets_S1, num_lookups)
         # detach: the divisor is a constant in the gradient of the weights.
-        sums_S = weights_N.new_zeros(lookups_S.numel()).index_add_(0, bag_N, weights_N.detach())
+        sums_S = weights_N.new_zeros(counts_S.numel()).index_add_(0, bag_N, weights_N.detach())
         divisor_S = sums_S + _MEAN_EPS
     scale_S = mean_scale(divisor_S, mean_S)
     # From one factor per bag, shape (S,), to one per lookup, shape (N,).
-    scale_N = torch.repeat_interleave(scale_S, lookups_S, output_size=num_lookups)
+    scale_N = torch.repeat_interleave(scale_S, counts_S, output_size=num_lookups)
     return scale_N if weights_N is None else weights_N * scale_N
 
 
 def bag_of_lookup(offsets_S1: Tensor, num_lookups: int) -> Tensor:
-    """Returns the bag of each lookup, int64, shape ``(N,)``.
-
-    Args:
-        offsets_S1: First lookup of each bag, and the end, with any first value.
-        num_lookups: Number of lookups of all bags, N.
-    """
+    """Returns the bag of each lookup, int64, ``(N,)``; offsets may have any first value."""
     return torch.repeat_interleave(torch.diff(offsets_S1), output_size=num_lookups)
 
 
 def mean_scale(divisor_S: Tensor, mean_S: Tensor) -> Tensor:
-    """Returns the factor that converts each bag's sum to its output: float32, shape ``(S,)``.
+    """Returns the factor that converts each bag's sum to its output, 1 for a summed bag: float32.
 
-    Args:
-        divisor_S: Divisor of each average, float32; 0 for an empty bag, whose sum of zero is kept.
-        mean_S: Whether a bag is averaged, bool; the factor of a summed bag is 1.
+    The divisor of an average is 0 for an empty bag, whose sum of zero is kept.
     """
     return torch.where(mean_S & (divisor_S != 0), 1.0 / divisor_S, 1.0)
 
 
 def pool_rows(rows_RD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:
-    """Sums the rows of each bag.
+    """Sums the rows of each bag, with a weight for each lookup in bag order, ``None`` = ones.
 
-    Args:
-        rows_RD: Rows, float, shape ``(R, D)``.
-        weights_N: Weight of each lookup in bag order, shape ``(N,)``, or ``None`` for ones.
-        index: Map from bags to rows.
-
-    Returns:
-        Sums, shape ``(S, D)``, zero for an empty bag; for sequences the row of each lookup, shape
-        ``(N, D)``.
-
-    Cost:
-        Reads N * D and writes S * D floats.
+    Returns the sums, ``(S, D)``, zero for an empty bag; for sequences the row of each lookup,
+    ``(N, D)``. Reads N * D and writes S * D floats.
     """
     if index.bag_offsets_S1 is None:
         return rows_RD.index_select(0, index.row_of_lookup_N)
@@ -156,16 +125,8 @@ def pool_rows(rows_RD: Tensor, weights_N: Tensor | None, index: PoolingIndex) ->
 def gradient_of_rows(grad_SD: Tensor, weights_N: Tensor | None, index: PoolingIndex) -> Tensor:
     """Computes the gradient of :func:`pool_rows` with respect to the rows that bags read.
 
-    Args:
-        grad_SD: Gradient of the sums, shape ``(S, D)``.
-        weights_N: Weights as in forward.
-        index: Map as in forward.
-
-    Returns:
-        Gradients, shape ``(U, D)``, in the order of ``index.row_offsets_U1``.
-
-    Cost:
-        Reads N * D and writes U * D floats.
+    Weights and index are those of forward. Returns ``(U, D)``, in the order of
+    ``index.row_offsets_U1``. Reads N * D and writes U * D floats.
     """
     weights_by_row_N = None
     if weights_N is not None:
@@ -177,37 +138,24 @@ def gradient_of_rows(grad_SD: Tensor, weights_N: Tensor | None, index: PoolingIn
 
 
 def gradient_of_weights(grad_SD: Tensor, rows_RD: Tensor, index: PoolingIndex) -> Tensor:
-    """Computes the gradient of :func:`pool_rows` with respect to the weights.
+    """Computes the gradient of :func:`pool_rows` with respect to the weights, in bag order.
 
     The gradient of a weight is the dot product of the lookup's row and its bag's gradient.
-
-    Args:
-        grad_SD: Gradient of the sums, shape ``(S, D)``.
-        rows_RD: Rows as in forward.
-        index: Map as in forward.
-
-    Returns:
-        Gradients, shape ``(N,)``, in bag order.
     """
-    num_lookups = index.row_of_lookup_N.numel()
+    assert index.bag_offsets_S1 is not None, "sequences have no weights"
+    counts_S = torch.diff(index.bag_offsets_S1)
     # Expand (S, D) to (N, D): each lookup gets its bag's gradient.
-    grad_ND = torch.repeat_interleave(grad_SD, index.lookups_per_bag, 0, output_size=num_lookups)
+    grad_ND = torch.repeat_interleave(grad_SD, counts_S, 0, output_size=index.num_lookups)
     return (rows_RD.index_select(0, index.row_of_lookup_N) * grad_ND).sum(1)
 
 
 def gather_sum(
     rows: Tensor, indices: Tensor | None, offsets: Tensor, weights: Tensor | None
 ) -> Tensor:
-    """Sums ``weights[i] * rows[indices[i]]`` over each segment of ``offsets``.
+    """Sums ``weights[i] * rows[indices[i]]`` over each segment of ``offsets``: ``(S, D)``.
 
-    Args:
-        rows: Rows, float, shape ``(R, D)``.
-        indices: Row of each summand, int64, shape ``(N,)``; ``None`` = all rows in their order.
-        offsets: First summand of each segment, and N, int64, shape ``(S + 1,)``.
-        weights: Weight of each summand, shape ``(N,)``; ``None`` = ones.
-
-    Returns:
-        Sums, shape ``(S, D)``.
+    ``offsets`` are the first of N summands of each of S segments, and N. Without ``indices`` the
+    summands are all rows in their order, without ``weights`` the weights are ones.
     """
     num_segments = offsets.numel() - 1
     if indices is None:
@@ -231,19 +179,15 @@ def sum_by_row(
     """Sums gradients by row, in a fixed order.
 
     Args:
-        rows_N: Row of each lookup, integer, shape ``(N,)``.
-        grads_SD: Gradient of each bag of lookups, float32, shape ``(S, D)``.
+        rows_N: Row of each lookup, integer.
+        grads_SD: Gradient of each bag of lookups, float32.
         num_rows: Number of rows of the table; below 2^31 the sort takes half the time.
         offsets_S1: First lookup of each bag, and N; ``None`` = every lookup is a bag.
         weights_N: Weight of each lookup, float32; ``None`` = ones.
 
     Returns:
-        Distinct rows, ascending int64, shape ``(U,)``, and their gradients, shape ``(U, D)``. If
-        every lookup is a bag and no row repeats, rows and gradients are returned in their input
-        order.
-
-    Cost:
-        One sort of N; reads N * D and writes U * D floats.
+        Distinct rows, ascending int64, and their gradients, ``(U, D)``; in input order if every
+        lookup is a bag and no row repeats. Reads N * D and writes U * D floats.
     """
     short = torch.int32 if num_rows <= _LARGEST_INT32 else torch.int64
     bags_N = None if offsets_S1 is None else bag_of_lookup(offsets_S1, rows_N.numel())
@@ -251,7 +195,7 @@ def sum_by_row(
     # the sort carries the lookup, which also indexes the weights.
     carried_N = bags_N if weights_N is None else None
     sorted_N, by_row_N = sort_with_tags(rows_N.to(short), carried_N)
-    start_U = places_of(first_of_runs(sorted_N))
+    start_U = nonzero_indices(first_of_runs(sorted_N))
     # No repeats: there is nothing to sum.
     if bags_N is None and weights_N is None and start_U.numel() == rows_N.numel():
         return rows_N.to(torch.int64), grads_SD

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_picasso.ops.order import places_of, sort_with_tags
+from torchrec_picasso.ops.order import nonzero_indices, sort_with_tags
 
 __all__ = ["UniqueRows", "first_of_runs", "unique_rows"]
 
@@ -25,38 +25,30 @@ class UniqueRows:
     """Distinct ids of a batch and the maps between lookups and rows."""
 
     ids_U: Tensor
-    """Distinct ids, ascending, shape ``(U,)``, in the input's type."""
+    """Distinct ids, ascending, in the input's type."""
     row_of_lookup_N: Tensor
-    """Index into ``ids_U`` of each lookup, int64, shape ``(N,)``."""
+    """Index into ``ids_U`` of each lookup, int64."""
     lookups_by_row_N: Tensor
-    """Lookups grouped by row: a permutation of ``0..N-1``, int64, shape ``(N,)``."""
-    lookups_U: Tensor
-    """Number of lookups of each row, int64, shape ``(U,)``; sums to N."""
+    """Lookups grouped by row: a permutation of ``0..N-1``, int64."""
+    counts_U: Tensor
+    """Number of lookups of each row, int64."""
 
 
 def first_of_runs(sorted_N: Tensor) -> Tensor:
-    """Marks the first entry of each run of equal values: bool, shape ``(N,)``.
-
-    Args:
-        sorted_N: Values, equal values side by side, shape ``(N,)``.
-    """
+    """Marks the first entry of each run of equal values."""
     first_N = torch.ones_like(sorted_N, dtype=torch.bool)
     torch.ne(sorted_N[1:], sorted_N[:-1], out=first_N[1:])
     return first_N
 
 
 def unique_rows(ids_N: Tensor) -> UniqueRows:
-    """Finds the distinct ids of a batch.
+    """Finds the distinct ids of a batch: int32 or int64, none below 0, possibly no ids at all.
 
-    Args:
-        ids_N: Packed ids, int32 or int64, none below 0, shape ``(N,)``; may be empty.
-
-    Cost:
-        One sort of N, O(N) otherwise; one host sync on CUDA for U.
+    Costs one sort of N, and one host sync on CUDA for U.
     """
     sorted_N, lookups_by_row_N = sort_with_tags(ids_N)
     first_N = first_of_runs(sorted_N)
-    start_U = places_of(first_N)
+    start_U = nonzero_indices(first_N)
     # row_N: index of the row for each lookup in sorted order, shape (N,). The scatter moves it back
     # to the input order of the lookups.
     row_N = first_N.cumsum(0).sub_(1)
@@ -66,5 +58,5 @@ def unique_rows(ids_N: Tensor) -> UniqueRows:
         ids_U=sorted_N.index_select(0, start_U),
         row_of_lookup_N=row_of_lookup_N,
         lookups_by_row_N=lookups_by_row_N,
-        lookups_U=torch.diff(start_U, append=end),
+        counts_U=torch.diff(start_U, append=end),
     )

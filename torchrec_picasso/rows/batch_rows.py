@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.exchange.kept_memory import keep_for_current_stream
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
+from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import RowLayout
 from torchrec_picasso.rows.memory import Matrices

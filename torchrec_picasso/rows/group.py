@@ -123,7 +123,7 @@ class RowGroup:
     def tensors_of_hot_set(self) -> Iterator[Tensor]:
         """Yields the tensors of the hot set that requests read, for stream bookkeeping."""
         yield from (route.hot.ids_H for route in self.routes)
-        yield from (storage.own_row_by_slot() for storage in self.storages)
+        yield from (storage.hot_homes.own_row_by_slot for storage in self.storages)
 
     @property
     def row_dtype(self) -> torch.dtype:

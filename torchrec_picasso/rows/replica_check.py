@@ -1,7 +1,7 @@
 """Checks that replicas are bitwise identical to their home rows; too expensive for every step.
 
 Replicas are equal by construction. A mismatch means faulty memory, a nondeterministic device, or a
-write that bypassed torch's version counters (``home_views.py``).
+write that bypassed torch's version counters (``storage/torchrec_kernel.py``).
 """
 
 from __future__ import annotations

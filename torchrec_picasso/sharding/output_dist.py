@@ -21,8 +21,8 @@ from torchrec.distributed.types import Awaitable
 
 from torchrec_picasso._torchrec import BaseEmbeddingDist, EmbeddingShardingContext
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.exchange.kept_memory import keep_for_current_stream
 from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.batch_rows import PartRows
 
 __all__ = ["HotColdOutputDist"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from torchrec_picasso.exchange.kept_memory import keep_for_current_stream
+from torchrec_picasso.ops.streams import keep_for_current_stream
 
 __all__ = ["SpreadBags", "SpreadSequences"]
 

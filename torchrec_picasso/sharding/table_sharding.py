@@ -28,6 +28,7 @@ from torchrec_picasso._torchrec import (
     ShardingEnv2D,
 )
 from torchrec_picasso.errors import CompatError, PlanError
+from torchrec_picasso.exchange.all_to_all import connect
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.placement import HotColdParams, pack_key
@@ -90,6 +91,8 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         }
         self._tables = self._packed_tables(params, means)
         self._ranks = Ranks(self._pg, qcomm_codecs_registry)
+        if device is not None and device.type == "cpu":
+            connect(self._pg)
         self._packs: Packs | None = None
         self._request_dist: RequestDist | None = None
 

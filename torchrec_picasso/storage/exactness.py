@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from torchrec_picasso._torchrec import EmbOptimType
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.storage.row_updates import ONLY_HERE, PARTIAL
+from torchrec_picasso.storage.row_updates import ONLY_HERE, PARTIAL_ROW_WISE
 
 __all__ = [
     "HOT_COLD_KERNELS",
@@ -32,10 +32,7 @@ __all__ = [
     "why_not_its_rows",
 ]
 
-HOT_COLD_KERNELS = (
-    EmbeddingComputeKernel.FUSED.value,
-    EmbeddingComputeKernel.FUSED_UVM.value,
-)
+HOT_COLD_KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.FUSED_UVM.value)
 """Compute kernels that can hold the rows of a hot/cold table."""
 
 _CPU_OPTIMIZERS = (
@@ -53,29 +50,21 @@ _LOOKUP_COUNTING_DECAY = ("COUNTER", "COWCLIP", "DECOUPLE_GLOBAL")
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """The reason why a table cannot be hot/cold, or cannot have hot rows.
-
-    Args:
-        what: The setting, and its effect.
-        instead: The setting to use instead.
-        stock_trains: Whether stock TorchRec trains such a table.
-    """
+    """The reason why a table cannot be hot/cold, or cannot have hot rows."""
 
     what: str
+    """The setting, and its effect."""
     instead: str
+    """The setting to use instead."""
     stock_trains: bool = True
+    """Whether stock TorchRec trains such a table."""
 
     def advice(self, stock: str) -> str:
-        """Returns the advice for the user.
-
-        Args:
-            stock: How to place the table as a stock TorchRec table; added if stock TorchRec trains
-                it.
-        """
+        """Returns what to do; ``stock`` says how to place the table as a stock TorchRec table."""
         return f"{self.instead}, or {stock}" if self.stock_trains else self.instead
 
 
-_OF_ROWS: Mapping[str, Refusal] = {
+_REFUSED_FLAGS: Mapping[str, Refusal] = {
     "use_virtual_table": Refusal(
         what="use_virtual_table makes it a virtual table, which has no fixed rows to be at home",
         instead="leave the table to TorchRec",
@@ -100,14 +89,7 @@ def check_exact(
     device: torch.device,
     num_hot_rows: int,
 ) -> None:
-    """Refuses settings that cannot be trained exactly.
-
-    Args:
-        fused_params: TBE arguments of one pack, FBGEMM types.
-        tables: Names of the pack's tables, for the message.
-        data_type: Type of the weights.
-        device: Device of the tables.
-        num_hot_rows: Number of replicated rows of the pack.
+    """Refuses settings with which a pack cannot be trained exactly.
 
     Raises:
         CompatError: Naming the tables, the setting and what to use instead.
@@ -128,14 +110,11 @@ def check_states(config: GroupedEmbeddingConfig) -> None:
     TorchRec treats a state tensor with one element as the state of a whole shard. A partial
     row-wise optimizer has such a tensor if a shard has one row.
 
-    Args:
-        config: The pack's tables on this rank.
-
     Raises:
         CompatError: On all ranks, if one of several shards of a table has one row and the optimizer
             is partial row-wise.
     """
-    if (config.fused_params or {}).get("optimizer") not in PARTIAL:
+    if (config.fused_params or {}).get("optimizer") not in PARTIAL_ROW_WISE:
         return
     for table in config.embedding_tables:
         # The global metadata has the shards of all ranks, so all ranks raise.
@@ -153,15 +132,9 @@ def check_states(config: GroupedEmbeddingConfig) -> None:
 def why_not_exact(
     fused_params: Mapping[str, Any], *, data_type: DataType, device_type: str
 ) -> Refusal | None:
-    """Returns why tables with these settings cannot be hot/cold, with or without hot rows.
+    """Returns the first reason why tables cannot be hot/cold, even without hot rows, or ``None``.
 
-    Args:
-        fused_params: TBE arguments, FBGEMM types.
-        data_type: Type of the weights.
-        device_type: ``"cpu"`` or ``"cuda"``.
-
-    Returns:
-        The first reason, or ``None`` if tables with these settings can be hot/cold.
+    ``fused_params`` are TBE arguments of FBGEMM types, ``device_type`` is ``"cpu"`` or ``"cuda"``.
     """
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     if device_type == "cpu" and optimizer not in _CPU_OPTIMIZERS:
@@ -204,16 +177,12 @@ def why_not_exact(
 
 
 def why_not_its_rows(config: Any) -> Refusal | None:
-    """Returns why a table's own configuration prevents it from being hot/cold.
+    """Returns why TorchRec's configuration of a table prevents it from being hot/cold, or ``None``.
 
-    Args:
-        config: TorchRec's configuration of the table, before or after sharding.
-
-    Returns:
-        The first reason, or ``None`` if the table can be hot/cold.
+    The configuration may be the one before or after sharding.
     """
-    flags = [name for name in _OF_ROWS if getattr(config, name, False)]
-    return _OF_ROWS[flags[0]] if flags else None
+    flags = [name for name in _REFUSED_FLAGS if getattr(config, name, False)]
+    return _REFUSED_FLAGS[flags[0]] if flags else None
 
 
 def _why_not_on_cpu(fused_params: Mapping[str, Any], data_type: DataType) -> Refusal | None:
@@ -246,15 +215,7 @@ def _why_not_on_cpu(fused_params: Mapping[str, Any], data_type: DataType) -> Ref
 
 
 def why_no_hot_rows(fused_params: Mapping[str, Any], *, data_type: DataType) -> Refusal | None:
-    """Returns why tables with these settings can be hot/cold only without hot rows.
-
-    Args:
-        fused_params: TBE arguments, FBGEMM types.
-        data_type: Type of the weights.
-
-    Returns:
-        The reason, or ``None`` if the tables can have hot rows.
-    """
+    """Returns why tables with these settings can be hot/cold only without hot rows, or ``None``."""
     # Each rank rounds its replica with its own random numbers.
     if data_type == DataType.FP16 and fused_params.get("stochastic_rounding", True):
         return Refusal(
@@ -265,25 +226,12 @@ def why_no_hot_rows(fused_params: Mapping[str, Any], *, data_type: DataType) -> 
 
 
 def is_updated_only_here(fused_params: Mapping[str, Any], *, device_type: str) -> bool:
-    """Whether FBGEMM has no kernel for these settings, so tables must be hot/cold to be trained.
-
-    Args:
-        fused_params: TBE arguments, FBGEMM types.
-        device_type: ``"cpu"`` or ``"cuda"``.
-    """
+    """Whether FBGEMM has no kernel for these settings, so tables must be hot/cold to be trained."""
     return device_type == "cpu" and fused_params.get("optimizer") in ONLY_HERE
 
 
 def why_no_memory(kernel: str, dim: int) -> Refusal | None:
-    """Returns why rows cannot be stored as home rows and replicas.
-
-    Args:
-        kernel: Compute kernel.
-        dim: Columns of the table.
-
-    Returns:
-        The reason, or ``None`` if the rows can be stored.
-    """
+    """Returns why rows of ``dim`` columns cannot be home rows and replicas, or ``None``."""
     if kernel not in HOT_COLD_KERNELS:
         return Refusal(
             what=f"has compute kernel {kernel!r}",

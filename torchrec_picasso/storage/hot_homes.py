@@ -23,11 +23,11 @@ class TouchedHot:
     """Hot rows that a step updates, and the subset whose home rank is this rank."""
 
     slots_t: Tensor
-    """Hot slots, equal on all ranks, int64, shape ``(t,)``."""
+    """Hot slots, equal on all ranks, int64."""
     own_slots_o: Tensor
-    """The slots whose home rank is this rank, shape ``(o,)``."""
+    """The slots whose home rank is this rank."""
     own_rows_o: Tensor
-    """Home rows of these slots in this rank's storage, int64, shape ``(o,)``."""
+    """Home rows of these slots in this rank's storage, int64."""
 
     @staticmethod
     def joined(batches: Sequence[TouchedHot]) -> TouchedHot:
@@ -39,20 +39,15 @@ class TouchedHot:
         )
 
     def copy_home(self, homes: Tensor, replicas: Tensor) -> None:
-        """Copies replicas to the home rows on this rank. Local.
+        """Copies replicas, with an entry per slot, to the home rows on this rank. Local.
 
-        Args:
-            homes: Tensor with an entry per home row of this rank, shape ``(num_home_rows, ...)``.
-            replicas: Tensor with an entry per replica, shape ``(H_p, ...)``.
-
-        Cost:
-            Two passes over ``o`` rows: 0.6 to 1.6 ms of CPU for 3,000 to 6,000 rows of D=128.
+        Two passes over ``o`` rows: 0.6 to 1.6 ms of CPU for 3,000 to 6,000 rows of D=128.
         """
         homes.index_copy_(0, self.own_rows_o, replicas.index_select(0, self.own_slots_o))
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
-        yield from (self.slots_t, self.own_slots_o, self.own_rows_o)
+        yield from vars(self).values()
 
 
 @dataclass(frozen=True)
@@ -61,10 +56,10 @@ class HotHomes:
 
     slots_by_home_H: Tensor
     """Hot slots grouped by home rank, ascending within a home rank, int64, shape ``(H_p,)``."""
-    slots_W: tuple[int, ...]
+    counts_W: tuple[int, ...]
     """Number of hot rows of each home rank."""
     own_rows_h: Tensor
-    """Home rows of the hot rows whose home rank is this rank, in its storage, shape ``(h,)``."""
+    """Home rows of the hot rows whose home rank is this rank, in its storage."""
     rank: int
 
     @property
@@ -76,13 +71,7 @@ class HotHomes:
     def for_packs(
         tables: Sequence[PackedTable], rank: int, device: torch.device
     ) -> Sequence[HotHomes]:
-        """Finds the home ranks of every pack's hot rows, as seen from ``rank``.
-
-        Args:
-            tables: Tables as for :meth:`IdSpace.build`.
-            rank: This rank.
-            device: Device of the rows.
-        """
+        """Finds the home ranks of all packs' hot rows; tables as for :meth:`IdSpace.build`."""
         space, hot = IdSpace.build(tables, device), HotSlots.build(tables, device)
         block_H, row_H = space.find_blocks(hot.ids_H)
         home_H = space.block_rank_TW[block_H]
@@ -93,7 +82,7 @@ class HotHomes:
             homes.append(
                 HotHomes(
                     slots_by_home_H=torch.argsort(home_h, stable=True),
-                    slots_W=tuple(torch.bincount(home_h, minlength=space.world_size).tolist()),
+                    counts_W=tuple(torch.bincount(home_h, minlength=space.world_size).tolist()),
                     own_rows_h=row_H[start:end][home_h == rank],
                     rank=rank,
                 )
@@ -101,26 +90,22 @@ class HotHomes:
         return homes
 
     def for_slots(self, is_wanted_H: Tensor) -> HotHomes:
-        """Returns the subset of some slots.
-
-        Args:
-            is_wanted_H: Mask of the slots, bool, shape ``(H_p,)``.
-        """
+        """Returns the subset of some slots, by a bool mask."""
         wanted = is_wanted_H[self.slots_by_home_H]
-        slots_W = torch.tensor(self.slots_W, device=wanted.device)
+        counts_W = torch.tensor(self.counts_W, device=wanted.device)
         # Home rank of each slot in slots_by_home_H order, shape (H_p,), filtered to the wanted
         # slots.
-        home_H = torch.repeat_interleave(slots_W)[wanted]
+        home_H = torch.repeat_interleave(counts_W)[wanted]
         return HotHomes(
             slots_by_home_H=self.slots_by_home_H[wanted],
-            slots_W=tuple(torch.bincount(home_H, minlength=len(self.slots_W)).tolist()),
+            counts_W=tuple(torch.bincount(home_H, minlength=len(self.counts_W)).tolist()),
             own_rows_h=self.own_rows_h[is_wanted_H[self.own_slots()]],
             rank=self.rank,
         )
 
     def own_slots(self) -> Tensor:
         """Returns the slots whose home rank is this rank, in the order of ``own_rows_h``."""
-        return self.slots_by_home_H.split(list(self.slots_W))[self.rank]
+        return self.slots_by_home_H.split(list(self.counts_W))[self.rank]
 
     @cached_property
     def own_row_by_slot(self) -> Tensor:
@@ -130,11 +115,7 @@ class HotHomes:
         return own_row_H
 
     def touched(self, slots_t: Tensor) -> TouchedHot:
-        """Finds which slots have their home rank here; a host sync on an accelerator.
-
-        Args:
-            slots_t: Hot slots, int64, shape ``(t,)``.
-        """
+        """Finds which slots, int64, have their home rank here; a host sync on an accelerator."""
         row_t = self.own_row_by_slot[slots_t]
         is_own_t = row_t >= 0
         return TouchedHot(
@@ -144,16 +125,11 @@ class HotHomes:
     def broadcast(self, homes: Tensor, replicas: Tensor, ranks: Ranks) -> None:
         """Copies every hot row from its home rank to the replicas of all ranks. Collective.
 
-        Args:
-            homes: Tensor with an entry per home row of this rank, shape ``(num_home_rows, ...)``.
-            replicas: Tensor with an entry per replica, shape ``(H_p, ...)``.
-            ranks: This rank and its peers.
-
-        Cost:
-            Every rank receives one row per slot.
+        ``homes`` has an entry per home row of this rank, ``replicas`` one per slot, weights or
+        state. Every rank receives one row per slot.
         """
         own = homes[self.own_rows_h]
-        world_size = len(self.slots_W)
+        world_size = len(self.counts_W)
         received = replicas.new_empty(self.num_hot_rows, *replicas.shape[1:])
         # An all-gather of uneven blocks: each rank sends its h rows to all W ranks. Received rows
         # are grouped by home rank, the order of slots_by_home_H.
@@ -162,6 +138,6 @@ class HotHomes:
             [torch.cat([own] * world_size)],
             [[own.size(0)] * world_size],
             [received],
-            [self.slots_W],
+            [self.counts_W],
         ).wait()
         replicas[self.slots_by_home_H] = received

@@ -28,20 +28,14 @@ __all__ = ["MemoryLayout", "choose_memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLayout:
-    """The memory of one pack's rows on one rank.
-
-    Args:
-        num_home_rows: Number of home rows on this rank.
-        num_hot_rows: Number of replicas, equal on all ranks.
-        homes: Memory of the home rows.
-        replicas: Memory of the replicas; the memory of the home rows if both are one table.
-        in_two_tables: Whether replicas are a separate table.
-    """
+    """The memory of one pack's rows on one rank."""
 
     num_home_rows: int
     num_hot_rows: int
+    """Number of replicas, equal on all ranks."""
     homes: EmbeddingLocation
     replicas: EmbeddingLocation
+    """Memory of the replicas; the memory of the home rows if both are one table."""
     in_two_tables: bool
 
     def __post_init__(self) -> None:
@@ -68,15 +62,9 @@ class MemoryLayout:
 def choose_memory(
     config: GroupedEmbeddingConfig, device: torch.device, num_hot_rows: int
 ) -> MemoryLayout:
-    """Chooses the memory by compute kernel and device.
+    """Chooses the memory of a pack's tables, all with one compute kernel, on a device.
 
-    Args:
-        config: The pack's tables on this rank, all with one compute kernel.
-        device: Device of the tables.
-        num_hot_rows: Number of replicas of the pack.
-
-    Returns:
-        Two tables for hot rows with home rows in managed memory, otherwise one table.
+    Hot rows with home rows in managed memory have two tables, all others one.
 
     Raises:
         CompatError: If a hot/cold table cannot have the compute kernel or the dim.

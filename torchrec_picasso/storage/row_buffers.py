@@ -17,12 +17,7 @@ _SLACK = 1.125
 
 
 class RowBuffers:
-    """A pool of matrices that were released.
-
-    Args:
-        dim: Columns of every matrix.
-        device: Device of the matrices.
-    """
+    """A pool of released matrices with ``dim`` columns."""
 
     def __init__(self, dim: int, device: torch.device) -> None:
         self._dim = dim

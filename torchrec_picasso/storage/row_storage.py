@@ -23,12 +23,12 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.segment_reduction import gather_sum
+from torchrec_picasso.ops.streams import WriteOrder
 from torchrec_picasso.storage.exactness import check_exact, check_states
 from torchrec_picasso.storage.hot_homes import HotHomes, TouchedHot
 from torchrec_picasso.storage.memory_layout import choose_memory
 from torchrec_picasso.storage.row_tables import RowTables
 from torchrec_picasso.storage.row_uses import RowUses
-from torchrec_picasso.storage.write_order import WriteOrder
 
 __all__ = ["RowStorage"]
 
@@ -36,11 +36,7 @@ __all__ = ["RowStorage"]
 class RowStorage(nn.Module):
     """Home rows and replicas of one pack on this rank.
 
-    Args:
-        config: The pack's tables on this rank, of one dim, compute kernel and optimizer setting.
-        hot_homes: Home ranks of the pack's hot rows.
-        ranks: This rank and its peers.
-        device: Device of the rows.
+    The pack's tables on this rank are of one dim, compute kernel and optimizer setting.
 
     Raises:
         CompatError: If the kernel, the optimizer or the dim cannot be trained exactly.
@@ -55,7 +51,8 @@ class RowStorage(nn.Module):
     ) -> None:
         super().__init__()
         self._ranks = ranks
-        self._hot_homes = hot_homes
+        self.hot_homes = hot_homes
+        """Home ranks of the pack's hot rows."""
         self._names = [table.name for table in config.embedding_tables]
         check_exact(
             config.fused_params or {},
@@ -66,8 +63,9 @@ class RowStorage(nn.Module):
         )
         check_states(config)
         layout = choose_memory(config, device, hot_homes.num_hot_rows)
-        self._tables = RowTables(config, layout, device)
-        self._homes, self._replicas = self._tables.weights.homes, self._tables.weights.replicas
+        self.tables = RowTables(config, layout, device)
+        """Weights and optimizer state of the pack."""
+        self._homes, self._replicas = self.tables.weights.homes, self.tables.weights.replicas
         self._order = WriteOrder(device)
         self._marked: Tensor | None = None  # all False between calls of which_are_among
         self.homes_data = self._homes.data
@@ -78,39 +76,21 @@ class RowStorage(nn.Module):
         """Access counts; ``None`` if not requested."""
 
     @property
-    def tables(self) -> RowTables:
-        """Weights and optimizer state of the pack."""
-        return self._tables
-
-    @property
     def num_hot_rows(self) -> int:
         """Number of hot rows of the pack."""
-        return self._hot_homes.num_hot_rows
+        return self.hot_homes.num_hot_rows
 
     # -- training ------------------------------------------------------------------------------
 
     def gather(self, rows_n: Tensor) -> Tensor:
-        """Reads home rows.
-
-        Args:
-            rows_n: Home rows of this storage, integer, shape ``(n,)``, repeats allowed.
-
-        Returns:
-            Weights of the rows, float32, shape ``(n, D)``.
-        """
+        """Reads home rows, integer, with repeats: float32, shape ``(n, D)``."""
         self._order.before_reading()
         return self._homes.index_select(0, rows_n).float()
 
     def pool(self, rows_N: Tensor, offsets_S1: Tensor, weights_N: Tensor | None) -> Tensor:
-        """Sums the home rows of each bag.
+        """Sums the home rows of each bag, weighted: float32, ``(S, D)``, zero for an empty bag.
 
-        Args:
-            rows_N: Home row of each lookup, int64, shape ``(N,)``.
-            offsets_S1: First lookup of each bag, and N, int64, shape ``(S + 1,)``.
-            weights_N: Weight of each lookup, float32; ``None`` = ones.
-
-        Returns:
-            Sums, float32, shape ``(S, D)``; zero for an empty bag.
+        Rows are those of each lookup, int64; offsets the first lookup of each bag, and N.
         """
         if self._homes.dtype != torch.float32:  # FP16 rows are summed in float32
             return gather_sum(self.gather(rows_N), None, offsets_S1, weights_N)
@@ -118,12 +98,7 @@ class RowStorage(nn.Module):
         return gather_sum(self._homes, rows_N, offsets_S1, weights_N)
 
     def gather_hot(self, slots_h: Tensor, out_hD: Tensor) -> None:
-        """Reads replicas.
-
-        Args:
-            slots_h: Hot slots, counted from 0 in the pack, int64, shape ``(h,)``.
-            out_hD: Output, float32, shape ``(h, D)``.
-        """
+        """Reads replicas, by int64 slots counted from 0 in the pack, into a float32 output."""
         self._order.before_reading()
         if self._replicas.dtype == torch.float32:
             torch.index_select(self._replicas, 0, slots_h, out=out_hD)
@@ -131,17 +106,9 @@ class RowStorage(nn.Module):
             out_hD.copy_(self._replicas.index_select(0, slots_h))
 
     def which_are_among(self, rows_n: Tensor, others_m: Tensor) -> Tensor:
-        """Whether each home row is contained in a second list of home rows.
+        """Whether each home row is contained in a second list of home rows: bool, shape ``(n,)``.
 
-        Args:
-            rows_n: Home rows, integer, shape ``(n,)``.
-            others_m: The second list, integer, shape ``(m,)``.
-
-        Returns:
-            Mask, bool, shape ``(n,)``.
-
-        Cost:
-            O(n + m) time; one byte per home row of the storage is kept.
+        O(n + m) time; one byte per home row of the storage is kept.
         """
         if self._marked is None:
             self._marked = torch.zeros(
@@ -154,29 +121,16 @@ class RowStorage(nn.Module):
         self._marked.index_fill_(0, others_m, False)
         return found_n
 
-    def touched(self, slots_t: Tensor) -> TouchedHot:
-        """Finds which hot slots have their home rank here, as :meth:`HotHomes.touched`."""
-        return self._hot_homes.touched(slots_t)
-
-    def own_row_by_slot(self) -> Tensor:
-        """Returns the home row of each hot slot, -1 on other ranks: int64, shape ``(H_p,)``."""
-        return self._hot_homes.own_row_by_slot
-
     def update(
         self,
         rows_n: Tensor,
-        hot_t: TouchedHot,
+        touched: TouchedHot,
         grads_mD: Tensor,
         bags: tuple[Tensor, Tensor | None] | None = None,
     ) -> None:
         """Applies the optimizer once to every given row, and counts one step.
 
-        Args:
-            rows_n: Home rows, shape ``(n,)``; gradients of a repeated row are summed first.
-            hot_t: Hot rows, equal on all ranks.
-            grads_mD: Gradients of the home rows, or of the sums of the bags, then of the replicas,
-                shape ``(n + t, D)``; may be overwritten.
-            bags: Offsets and weights as for :meth:`pool`; ``None`` = every row is its own bag.
+        Arguments as for :meth:`.RowTables.update`; the touched hot rows are equal on all ranks.
 
         Raises:
             PicassoError: If home rows of a pack with hot rows were written from outside since the
@@ -189,11 +143,11 @@ class RowStorage(nn.Module):
                     "the update of its backward, and has hot rows, whose replicas would not have "
                     "the write; write between steps"
                 )
-            self._tables.update(rows_n, hot_t.slots_t, grads_mD, bags)
+            self.tables.update(rows_n, touched.slots_t, grads_mD, bags)
             # All ranks updated their replicas; the home rank copies weights and states to its home
             # rows.
-            for rows in self._tables.per_row() if self.num_hot_rows else ():
-                hot_t.copy_home(rows.homes, rows.replicas)
+            for rows in self.tables.per_row() if self.num_hot_rows else ():
+                touched.copy_home(rows.homes, rows.replicas)
 
     # -- a change of the hot set --------------------------------------------------------------
 
@@ -206,21 +160,17 @@ class RowStorage(nn.Module):
         """Assigns the slots to other rows; the number of slots does not change. Collective.
 
         Rows that leave the hot set need no copy, because their home rows are up to date; rows that
-        enter are copied from their home rows.
-
-        Args:
-            hot_homes: Home ranks of the new hot set.
-            old_slot_H: Slot in the old set of each row of the new set, -1 for a row that enters,
-                int64, shape ``(H_p,)``.
+        enter are copied from their home rows. ``old_slot_H`` is the slot in the old set of each row
+        of the new set, -1 for a row that enters, int64, shape ``(H_p,)``.
         """
         entering = hot_homes.for_slots(old_slot_H < 0)
         stays = old_slot_H >= 0
         with self._writing():
-            for rows in self._tables.per_row():
+            for rows in self.tables.per_row():
                 # The right side is gathered into new memory first, so slots may be permuted.
                 rows.replicas[stays] = rows.replicas[old_slot_H[stays]]
                 entering.broadcast(rows.homes, rows.replicas, self._ranks)
-        self._hot_homes = hot_homes
+        self.hot_homes = hot_homes
 
     def differing_homes(self) -> Tensor:
         """Returns which replicas here differ from their home rows: bool by slot. Collective.
@@ -229,10 +179,10 @@ class RowStorage(nn.Module):
         """
         is_unlike_H = torch.zeros(self.num_hot_rows, dtype=torch.bool, device=self._homes.device)
         self._order.before_reading()
-        for rows in self._tables.per_row():
+        for rows in self.tables.per_row():
             # Receive all hot rows as a refill would, into separate memory, and compare bits.
             at_home = torch.empty_like(rows.replicas)
-            self._hot_homes.broadcast(rows.homes, at_home, self._ranks)
+            self.hot_homes.broadcast(rows.homes, at_home, self._ranks)
             is_unlike_H |= (_bits(at_home) != _bits(rows.replicas)).any(dim=1)
         return is_unlike_H
 
@@ -250,8 +200,8 @@ class RowStorage(nn.Module):
     def fill_replicas(self) -> None:
         """Refills all replicas from the home rows and clears the written flag. Collective."""
         with self._writing():
-            for rows in self._tables.per_row() if self.num_hot_rows else ():
-                self._hot_homes.broadcast(rows.homes, rows.replicas, self._ranks)
+            for rows in self.tables.per_row() if self.num_hot_rows else ():
+                self.hot_homes.broadcast(rows.homes, rows.replicas, self._ranks)
         self._was_written = False
 
     def before_reading(self) -> None:
@@ -269,7 +219,7 @@ class RowStorage(nn.Module):
         self._known_versions = self._versions()
 
     def _versions(self) -> tuple[int, ...]:
-        versions = [version for rows in self._tables.per_row() for version in rows.versions()]
+        versions = [version for rows in self.tables.per_row() for version in rows.versions()]
         return (*versions, self.homes_data._version)
 
 

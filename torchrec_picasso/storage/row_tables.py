@@ -13,7 +13,7 @@ fewer rows is padded with empty bags, which touch nothing: at most twice the mem
 device for the same kernel. (FBGEMM's variable batch sizes would avoid this, but only SGD, Adam and
 row-wise Adagrad have a kernel for them.)
 
-Shape letters: n home rows, h replicas and m = n + h rows of an update; S bags of a table; D dim.
+Shape letters: n home rows, t replicas and m = n + t rows of an update; S bags of a table; D dim.
 """
 
 from __future__ import annotations
@@ -34,8 +34,13 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.ops.segment_reduction import sum_by_row
 from torchrec_picasso.storage.memory_layout import MemoryLayout
-from torchrec_picasso.storage.row_updates import ONLY_HERE, new_states, row_update
-from torchrec_picasso.storage.update_step import RowUpdate, UpdateStep
+from torchrec_picasso.storage.row_updates import (
+    ONLY_HERE,
+    RowUpdate,
+    UpdateStep,
+    new_states,
+    row_update,
+)
 
 __all__ = ["HomesAndReplicas", "RowTables"]
 
@@ -51,12 +56,7 @@ class HomesAndReplicas:
 
     @staticmethod
     def from_tables(tables: list[Tensor], layout: MemoryLayout) -> HomesAndReplicas:
-        """Returns the views of home rows and replicas in the TBE's tensors.
-
-        Args:
-            tables: One tensor per table of the TBE.
-            layout: Memory layout of the pack.
-        """
+        """Returns the views of home rows and replicas in one tensor per table of the TBE."""
         homes, rest = tables[0][: layout.num_home_rows], tables[0][layout.num_home_rows :]
         # One table holds home rows, then replicas; a padding row may follow, see
         # MemoryLayout.tables.
@@ -71,10 +71,7 @@ class HomesAndReplicas:
 class RowTables(nn.Module):
     """Home rows and replicas of one pack, stored in a TBE.
 
-    Args:
-        config: The pack's tables on this rank, of one dim, compute kernel and optimizer setting.
-        layout: Memory layout of the rows.
-        device: The device of the rank.
+    The pack's tables on this rank are of one dim, compute kernel and optimizer setting.
     """
 
     def __init__(
@@ -142,35 +139,35 @@ class RowTables(nn.Module):
     def update(
         self,
         rows_n: Tensor,
-        hot_slots_h: Tensor,
+        slots_t: Tensor,
         grads_mD: Tensor,
         bags: tuple[Tensor, Tensor | None] | None = None,
     ) -> None:
         """Applies the optimizer once to every given row, and counts one step.
 
+        Gradients of a repeated row or slot are summed first.
+
         Args:
-            rows_n: Home rows, integer, shape ``(n,)``; gradients of a repeated row are summed
-                first.
-            hot_slots_h: Hot slots of the replicas, int64, shape ``(h,)``; gradients of a repeated
-                slot are summed first.
+            rows_n: Home rows, integer.
+            slots_t: Hot slots of the replicas, int64.
             grads_mD: Gradients of the home rows, or of the weighted sums of the bags, then of the
-                replicas, shape ``(n + h, D)``; may be overwritten.
+                replicas; may be overwritten.
             bags: First row of each bag, and n, int64, shape ``(S + 1,)``, and the weight of each
                 row, float32, ``None`` = ones; the pack has no replicas. ``None`` = every row is its
                 own bag.
         """
         if self._row_update is not None:
-            self._update_here(self._row_update, rows_n, hot_slots_h, grads_mD, bags)
+            self._update_here(self._row_update, rows_n, slots_t, grads_mD, bags)
         elif bags is not None:
             self._update_bags(rows_n, *bags, grads_mD)
         else:
-            self._update_rows(rows_n, hot_slots_h, grads_mD)
+            self._update_rows(rows_n, slots_t, grads_mD)
 
     def _update_here(
         self,
         row_update: RowUpdate,
         rows_n: Tensor,
-        hot_slots_h: Tensor,
+        slots_t: Tensor,
         grads_mD: Tensor,
         bags: tuple[Tensor, Tensor | None] | None,
     ) -> None:
@@ -178,24 +175,24 @@ class RowTables(nn.Module):
         # Home rows and replicas are updated by separate calls of one step: the replica call then
         # has equal shapes, hence equal bits, on all ranks.
         step = UpdateStep.begin(self.tbe)
-        num_hot = hot_slots_h.numel()
+        num_hot = slots_t.numel()
         home_grads, hot_grads = grads_mD.split([len(grads_mD) - num_hot, num_hot])
         summed = sum_by_row(rows_n, home_grads, self.layout.num_home_rows, *(bags or ()))
         _apply(row_update, [rows.homes for rows in self.per_row()], *summed, step)
         if self.layout.num_hot_rows:
             # A slot repeats where several lookups of one graph used it.
-            summed = sum_by_row(hot_slots_h, hot_grads, self.layout.num_hot_rows)
+            summed = sum_by_row(slots_t, hot_grads, self.layout.num_hot_rows)
             _apply(row_update, [rows.replicas for rows in self.per_row()], *summed, step)
 
-    def _update_rows(self, rows_n: Tensor, hot_slots_h: Tensor, grads_mD: Tensor) -> None:
+    def _update_rows(self, rows_n: Tensor, slots_t: Tensor, grads_mD: Tensor) -> None:
         """Updates by the TBE, in which every row is a bag."""
-        num_hot = hot_slots_h.numel()
+        num_hot = slots_t.numel()
         num_home = len(grads_mD) - num_hot
         in_two = self.layout.in_two_tables
         # In one table the replicas follow the home rows.
         if not in_two:
-            hot_slots_h = hot_slots_h + self.layout.num_home_rows
-        indices_m = torch.cat([rows_n.to(torch.int64), hot_slots_h])
+            slots_t = slots_t + self.layout.num_home_rows
+        indices_m = torch.cat([rows_n.to(torch.int64), slots_t])
         if not indices_m.numel():
             with torch.no_grad():  # one empty bag per table: the step counts, as in stock TorchRec
                 self.tbe(indices_m, indices_m.new_zeros(1 + len(self.layout.tables)))
@@ -246,7 +243,7 @@ def _side_by_side(grads_mD: Tensor, num_home: int) -> Tensor:
     """Gradients by bag, with the two tables' gradients side by side: shape ``(S, 2 D)``."""
     num_bags = max(num_home, grads_mD.size(0) - num_home)
     # A TBE's output for bag s is the concatenation of its tables; padded bags have zero gradients.
-    grads_S2D = grads_mD.new_zeros(num_bags, 2, grads_mD.size(1))
-    grads_S2D[:num_home, 0] = grads_mD[:num_home]
-    grads_S2D[: grads_mD.size(0) - num_home, 1] = grads_mD[num_home:]
-    return grads_S2D.flatten(1)
+    grads_STD = grads_mD.new_zeros(num_bags, 2, grads_mD.size(1))
+    grads_STD[:num_home, 0] = grads_mD[:num_home]
+    grads_STD[: grads_mD.size(0) - num_home, 1] = grads_mD[num_home:]
+    return grads_STD.flatten(1)

@@ -19,15 +19,8 @@ class RowUses:
     """Decayed access counts on one rank.
 
     Counts are not multiplied by the decay factor; new accesses get a larger weight instead, and
-    :meth:`settle` rescales all counts.
-
-    Args:
-        num_home_rows: Number of home rows on this rank.
-        num_hot_rows: Number of replicas.
-        device: Device of the rows.
-
-    Cost:
-        4 bytes per row; one pass over a batch's rows to count, one pass over all rows to rescale.
+    :meth:`settle` rescales all counts. 4 bytes per row; one pass over a batch's rows to count, one
+    pass over all rows to rescale.
     """
 
     def __init__(self, num_home_rows: int, num_hot_rows: int, device: torch.device) -> None:
@@ -46,9 +39,8 @@ class RowUses:
     def count(self, rows_n: Tensor, slots_h: Tensor) -> None:
         """Counts the accesses of a batch.
 
-        Args:
-            rows_n: Home rows that ranks requested, at most once per rank, integer, shape ``(n,)``.
-            slots_h: Hot slots that this rank's batch uses, integer, shape ``(h,)``.
+        Home rows are those that ranks requested, at most once per rank; hot slots those that this
+        rank's batch uses.
         """
         # Every entry adds the current weight; several ranks may request the same row.
         self.homes_n.index_add_(0, rows_n, self._ones(rows_n))
@@ -61,11 +53,7 @@ class RowUses:
         self.num_cold = self.num_hot = 0
 
     def fade(self, factor: float) -> None:
-        """Decays all earlier counts by a factor, by raising the weight of later accesses.
-
-        Args:
-            factor: Decay factor, between 0 and 1.
-        """
+        """Decays all earlier counts by a factor below 1: raises the weight of later accesses."""
         self._weight /= factor
         self._weight_on_host /= factor
         if self._weight_on_host > _MOST_WEIGHT:

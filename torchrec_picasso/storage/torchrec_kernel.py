@@ -1,10 +1,18 @@
 """TorchRec's kernel interface: state dicts, parameters and a fused optimizer over the home rows.
 
 Home rows are stock row-wise shards and never outdated, so state dicts are those of plain TorchRec.
+
+Users get views of home rows. torch counts writes into a tensor and its views in a version counter.
+``.data`` of a tensor shares the memory but has its own counter, so a write through it would not be
+detected. Here ``.data`` is a view of one tensor that the storage keeps and whose counter it checks;
+the view may be taken at any time and kept for any time. Writes through ``.data`` of derived tensors
+(``parameter.detach().data``), through numpy or a storage, and through ``.data`` of optimizer state
+are not detected.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
@@ -25,20 +33,13 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.storage.home_views import HomeParameter, HomeRows, HomeSlice
 from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["HotColdKernel"]
 
 
 class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
-    """One pack on this rank as a TorchRec kernel.
-
-    Args:
-        config: The pack's tables on this rank.
-        rows: Home rows and replicas of the tables.
-        ranks: This rank and its peers, for the state dict's metadata.
-    """
+    """One pack on this rank as a TorchRec kernel."""
 
     def __init__(self, config: GroupedEmbeddingConfig, rows: RowStorage, ranks: Ranks) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
 
     def split_embedding_weights(self) -> list[Tensor]:
         """Home rows of each table, views, shape ``(local_rows, D)``."""
-        return [view for _, view in self._home_slices(self.rows.tables.weights.homes)]
+        return self._home_slices(self.rows.tables.weights.homes)
 
     @property
     def table_names(self) -> list[str]:
@@ -79,16 +80,12 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         date.
         """
         for rows in list(self.rows.tables.row_states.values())[:1]:
-            yield from (view for _, view in self._home_slices(rows.homes))
+            yield from self._home_slices(rows.homes)
 
     def split_rows(self, rows_n: Tensor) -> Mapping[str, Tensor]:
-        """Splits home rows by table. A host sync on CUDA.
+        """Splits home rows of the pack, int64, ascending, by table. A host sync on CUDA.
 
-        Args:
-            rows_n: Home rows of the pack, int64, ascending.
-
-        Returns:
-            Rows of each table, counted from the table's first home row on this rank.
+        Rows of a table are counted from its first home row on this rank.
         """
         sizes = [table.local_rows for table in self._config.embedding_tables]
         # Home rows of a table are consecutive in the pack and rows_n ascends: each table is a
@@ -106,14 +103,14 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
     ) -> dict[str, Any]:
         """Home rows as ShardedTensors or DTensors, equal to stock row-wise TorchRec's."""
         self.rows.before_reading()
-        homes, data = self.rows.tables.weights.homes, self.rows.homes_data
+        data = self._home_slices(self.rows.homes_data)
         return get_state_dict(
             self._config.embedding_tables,
             [
                 # The entry is a view of the rows; its .data is the view whose writes the storage
                 # counts.
-                view.as_subclass(HomeRows).with_data(same)
-                for (_, view), (_, same) in zip(self._home_slices(homes), self._home_slices(data))
+                view.as_subclass(_HomeRows).with_data(same)
+                for view, same in zip(self.split_embedding_weights(), data)
             ],
             self._ranks.pg,
             OrderedDict() if destination is None else destination,
@@ -124,9 +121,9 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Home rows as parameters that no outside optimizer may update."""
-        homes, data = self.rows.tables.weights.homes, self.rows.homes_data
-        for (name, view), (_, same) in zip(self._home_slices(homes), self._home_slices(data)):
-            parameter: Any = HomeParameter(view).with_data(same)
+        data = self._home_slices(self.rows.homes_data)
+        for name, view, same in zip(self.table_names, self.split_embedding_weights(), data):
+            parameter: Any = _HomeParameter(view).with_data(same)
             # TorchRec's mark for parameters whose optimizer runs in backward.
             parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
             yield append_prefix(prefix, f"{name}.weight"), parameter
@@ -142,12 +139,11 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         flat = self.rows.tables.flat_homes()
         views = self._optimizer_views()
         start = 0
-        for table, (_, same) in zip(
-            self._config.embedding_tables, self._home_slices(self.rows.homes_data)
-        ):
+        data = self._home_slices(self.rows.homes_data)
+        for table, same in zip(self._config.embedding_tables, data):
             # Range of the table in the TBE's flat buffer, in elements.
             end = start + table.local_rows * self._dim
-            weight = HomeSlice(
+            weight = _HomeSlice(
                 data=flat,
                 start_offset=start,
                 end_offset=end,
@@ -162,11 +158,10 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
             yield table.name, weight
             start = end
 
-    def _home_slices(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        start = 0
-        for table in self._config.embedding_tables:
-            yield table.name, tensor[start : start + table.local_rows]
-            start += table.local_rows
+    def _home_slices(self, homes: Tensor) -> list[Tensor]:
+        """Entries of each table's home rows, as views."""
+        sizes = [table.local_rows for table in self._config.embedding_tables]
+        return [homes[end - size : end] for size, end in zip(sizes, accumulate(sizes))]
 
     def _optimizer_views(self) -> Mapping[str, Any]:
         """Returns arguments that restrict TorchRec's fused optimizer to home rows."""
@@ -175,7 +170,7 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
             dict(self.rows.tables.shared_states) for _ in self._config.embedding_tables
         ]
         for key, rows in self.rows.tables.row_states.items():
-            for views, (_, view) in zip(states, self._home_slices(rows.homes)):
+            for views, view in zip(states, self._home_slices(rows.homes)):
                 views[key] = view
         return {
             "config": self._config,
@@ -212,3 +207,47 @@ class _OrderedFusedOptimizer(EmbeddingFusedOptimizer):
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
         self._home_state = state
+
+
+class _CountedData:
+    """A tensor of home rows, paired with the view that its ``.data`` returns."""
+
+    _data: Tensor
+
+    def with_data(self, data: Tensor) -> Any:
+        """Sets the view of the same rows whose version counter the storage checks."""
+        self._data = data
+        return self
+
+    @property
+    def data(self) -> Tensor:
+        """The rows without their graph; writes are counted."""
+        return self._data.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:  # nn.Module.to assigns converted tensors
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        # Other memory: the rows were moved, so the old view would describe the old memory.
+        if value.data_ptr() != self._data.data_ptr():
+            self._data = value.detach()
+
+
+class _HomeSlice(_CountedData, TableBatchedEmbeddingSlice):
+    """TorchRec's slice of a TBE, with counted ``.data``."""
+
+
+class _HomeParameter(_CountedData, nn.Parameter):
+    """A parameter that is a view of the home rows."""
+
+
+class _HomeRows(_CountedData, torch.Tensor):
+    """A tensor of a state dict. Results of operations, copies and saved files are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = copy.deepcopy(self.detach(), memo)
+        return memo.setdefault(id(self), copied)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)

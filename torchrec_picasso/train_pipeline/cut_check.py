@@ -33,7 +33,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec_picasso.batches.copy import copy_batch
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.exchange.consensus import agree_on
+from torchrec_picasso.exchange.agreement import agree_on
 from torchrec_picasso.proof.dense_part import dense_parameters
 from torchrec_picasso.proof.difference import (
     Tolerance,

@@ -16,7 +16,7 @@ import torch
 
 from torchrec_picasso.batches.split import num_samples
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.exchange.consensus import agree_on
+from torchrec_picasso.exchange.agreement import agree_on
 from torchrec_picasso.proof.guard import Guard
 from torchrec_picasso.proof.proof import Proof
 from torchrec_picasso.schedule.schedule import NUM_BATCHES, Setting

@@ -19,8 +19,7 @@ from torchrec_picasso.batches.feed import BatchFeed, Fetched
 from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.batches.split import micro_batch_sizes, reason_of
 from torchrec_picasso.errors import CompatError, InputError
-from torchrec_picasso.exchange.agreement import Agreement, Flags
-from torchrec_picasso.exchange.consensus import agree_on
+from torchrec_picasso.exchange.agreement import Agreement, Flags, agree_on
 from torchrec_picasso.exchange.peers import Peers
 from torchrec_picasso.exchange.waiting import OP_RANGE, named_range
 from torchrec_picasso.schedule.schedule import (

@@ -32,11 +32,15 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags
-from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder, dirty_exchange, find_fetch_order
-from torchrec_picasso.ops.ids import PackedTable
+from torchrec_picasso.ops.fetch_order import (
+    ExchangeSplits,
+    FetchOrder,
+    dirty_exchange,
+    find_fetch_order,
+)
+from torchrec_picasso.ops.ids import PackedTable, shift_rows
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.segment_reduction import mean_scale, mean_weights
-from torchrec_picasso.ops.shift_rows import shift_rows
 from torchrec_picasso.placement import owner_pooled_waves
 from torchrec_picasso.rows.routes.route import (
     PackLayout,
@@ -216,10 +220,10 @@ class _Request(RouteRequest):
             start=0,
             hot_slots=nothing,
             touched=TouchedHot(slots_t=nothing, own_slots_o=nothing, own_rows_o=nothing),
-            outgoing=Exchanges(bags_KW),
+            outgoing=ExchangeSplits(bags_KW),
             outgoing_by_fetch=find_fetch_order(bags_KW, None),
             # Gradients are sent by chunk: without the (empty) exchange of clean rows.
-            incoming=Exchanges(source.by_fetch.counts_EW[dirty_exchange(0) :]),
+            incoming=ExchangeSplits(source.by_fetch.counts_EW[dirty_exchange(0) :]),
             source=source,
         )
 

@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder
+from torchrec_picasso.ops.fetch_order import ExchangeSplits, FetchOrder
 from torchrec_picasso.ops.hot_slots import HotSlots
 from torchrec_picasso.ops.ids import IdSpace, PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
@@ -273,11 +273,11 @@ class PackLayout:
     """Hot slots that this rank's batch uses, counted from 0 in the pack."""
     touched: TouchedHot
     """Hot rows that any rank's batch uses, by slots counted from 0 in the pack."""
-    outgoing: Exchanges
+    outgoing: ExchangeSplits
     """Outgoing cold rows in request order, by chunk and home rank."""
     outgoing_by_fetch: FetchOrder
     """Outgoing cold rows in fetch order."""
-    incoming: Exchanges
+    incoming: ExchangeSplits
     """Incoming cold rows in request order, by chunk and requesting rank."""
     source: Source
     """Incoming requests at this home rank."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.ops.bags import bag_order, reorder_bags
-from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder, find_fetch_order
+from torchrec_picasso.ops.fetch_order import ExchangeSplits, FetchOrder, find_fetch_order
 from torchrec_picasso.ops.hot_slots import pack_bits
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.part_pooling import (
@@ -35,7 +35,7 @@ from torchrec_picasso.ops.part_pooling import (
     cut_pooling,
     part_of_lookup,
 )
-from torchrec_picasso.ops.places import fetch_places, first_use_chunks, locate_rows
+from torchrec_picasso.ops.request_order import fetch_positions, first_use_chunks, locate_rows
 from torchrec_picasso.ops.segment_reduction import (
     gradient_of_rows,
     gradient_of_weights,
@@ -140,8 +140,8 @@ class _Request(RouteRequest):
         # From (W, P K) by sender to (P, K, W).
         incoming_PKW = counts_WX.T.reshape(outgoing_PKW.shape)
         self._hot_P = own_PQ[:, 0].tolist()
-        self._outgoing_P = list(map(Exchanges, outgoing_PKW.tolist()))
-        self._incoming_P = list(map(Exchanges, incoming_PKW.tolist()))
+        self._outgoing_P = list(map(ExchangeSplits, outgoing_PKW.tolist()))
+        self._incoming_P = list(map(ExchangeSplits, incoming_PKW.tolist()))
         self._lookups_MKJ = self.cut.by_part(lookups_n.tolist())
         self._touched_P = route.hot.touched(bits_WX)
         # target_U is ordered by pack, hot rows first: split it into [hot, cold] of each pack.
@@ -195,7 +195,7 @@ class _Request(RouteRequest):
             self.bags,
             self.rows,
             self.located,
-            fetch_places(self.located, self._hot_P, [pack.outgoing_by_fetch for pack in packs]),
+            fetch_positions(self.located, self._hot_P, [pack.outgoing_by_fetch for pack in packs]),
             part_N=self.part_N,
             bags_MK=cut.bags_by_part,
             lookups_MK=[[sum(runs) for runs in runs_K] for runs_K in self._lookups_MKJ],
@@ -229,7 +229,7 @@ class _Request(RouteRequest):
                 matrix=first_matrix + matrix,
                 start=start,
                 hot_slots=self._hot_slots_P[pack],
-                touched=storages[pack].touched(self._touched_P[pack]),
+                touched=storages[pack].hot_homes.touched(self._touched_P[pack]),
                 outgoing=self._outgoing_P[pack],
                 outgoing_by_fetch=orders[pack][0],
                 incoming=self._incoming_P[pack],
@@ -249,7 +249,7 @@ class _Request(RouteRequest):
         )
         return [find_fetch_order(e.counts_EW, dirty_n) for e, dirty_n in zip(exchanges, dirty)]
 
-    def _one_for_each(self, exchanges: Exchanges, dtype: torch.dtype) -> Tensor:
+    def _one_for_each(self, exchanges: ExchangeSplits, dtype: torch.dtype) -> Tensor:
         """Allocates an uninitialized vector with one element per row of the exchanges."""
         return self.located.target_U.new_empty(exchanges.num_rows, dtype=dtype)
 
@@ -323,9 +323,9 @@ class _RowPooling(Pooling):
         return gradient_of_weights(grads[0], rows_RD, self.part.index)
 
     def add_gradients(self, sums_RD: Tensor, grads_nD: Tensor) -> None:
-        assert self.part.gradient_place_U is not None
+        assert self.part.gradient_position_U is not None
         # A row that several micro-batches use is summed here, at its place in request order.
-        sums_RD.index_add_(0, self.part.gradient_place_U, grads_nD)
+        sums_RD.index_add_(0, self.part.gradient_position_U, grads_nD)
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.part.tensors()
@@ -334,7 +334,7 @@ class _RowPooling(Pooling):
 
 
 def _by_chunk(
-    sent: Tensor, sent_by: Exchanges, received: Tensor, received_by: Exchanges
+    sent: Tensor, sent_by: ExchangeSplits, received: Tensor, received_by: ExchangeSplits
 ) -> Iterator[Payload]:
     """Splits the vectors of one pack into their chunks, a payload each."""
     for chunk, (sent_W, received_W) in enumerate(zip(sent_by.counts_EW, received_by.counts_EW)):

@@ -1,4 +1,4 @@
-"""The position of each unique row of a batch: in the request, the fetched rows and the matrix.
+"""The request order of a batch's unique rows, and the position of each among the fetched rows.
 
 Rows are put in *request order*, the order in which rows are requested from their home ranks and
 gradients are sent: by pack, hot rows first, then cold rows by chunk and by home rank. Rows ascend
@@ -25,7 +25,7 @@ from torchrec_picasso.ops.ids import IdSpace
 from torchrec_picasso.ops.order import stable_order
 from torchrec_picasso.ops.unique import UniqueRows
 
-__all__ = ["LocatedRows", "fetch_places", "first_use_chunks", "locate_rows"]
+__all__ = ["LocatedRows", "fetch_positions", "first_use_chunks", "locate_rows"]
 
 
 @dataclass(frozen=True)
@@ -35,26 +35,17 @@ class LocatedRows:
     target_U: Tensor
     """Source of each row, int64: hot slot, or row in the home rank's storage of the pack."""
     counts_PQ: Tensor
-    """Rows by pack and place (the replicas, then home ranks by chunk): int64, ``(P, 1 + K W)``."""
+    """Number of rows by pack and segment (replicas, then home ranks by chunk), Q = 1 + K W."""
     order_U: Tensor
-    """Index among the ascending ids of each row in request order, int64, shape ``(U,)``."""
+    """Index among the ascending ids of each row in request order, int64."""
     position_U: Tensor
-    """Inverse of ``order_U``: request position of each ascending id, int64, shape ``(U,)``."""
+    """Inverse of ``order_U``: request position of each ascending id, int64."""
     touched_H: Tensor
-    """Whether the batch uses a hot slot, bool, shape ``(H,)``."""
+    """Whether the batch uses a hot slot, bool."""
 
 
 def first_use_chunks(rows: UniqueRows, part_N: Tensor, num_parts: int) -> Tensor:
-    """Computes the chunk of every row: the first micro-batch that looks the row up.
-
-    Args:
-        rows: Unique rows of the whole batch.
-        part_N: Micro-batch of each lookup, int64, shape ``(N,)``.
-        num_parts: Number of micro-batches, K.
-
-    Returns:
-        Chunk of each row, int64, shape ``(U,)``.
-    """
+    """Computes the chunk of every row, int64: the first micro-batch that looks the row up."""
     # Minimum of the micro-batch over the lookups of each row, starting from the largest value.
     chunk_U = torch.full_like(rows.ids_U, num_parts - 1, dtype=torch.int64)
     return chunk_U.scatter_reduce_(0, rows.row_of_lookup_N, part_N, "amin")
@@ -67,80 +58,65 @@ def locate_rows(
     chunk_U: Tensor | None = None,
     num_chunks: int = 1,
 ) -> LocatedRows:
-    """Puts distinct rows in request order.
+    """Puts distinct rows, ascending, in request order; without ``chunk_U`` all are in chunk 0.
 
-    Args:
-        ids_U: Distinct packed ids, ascending, integer, shape ``(U,)``.
-        space: Home ranks of packed ids.
-        hot: Hot rows and their slots.
-        chunk_U: Chunk of each row, int64, shape ``(U,)``; ``None`` = all rows are in chunk 0.
-        num_chunks: Number of chunks, K.
-
-    Cost:
-        O(U log(T W) + U log H) time, no host sync.
+    O(U log(T W) + U log H) time, no host sync.
     """
     ids_U = ids_U.to(torch.int64)
     block_U, target_U = space.find_blocks(ids_U)
-    # A place is what serves a row in a chunk. Each pack has 1 + K W places: the replicas, then the
-    # home ranks of chunk 0, of chunk 1, ... So place = pack * (1 + K W) + 1 + chunk * W + home
+    # A segment is a run of request order. Each pack has 1 + K W segments: the replicas, then the
+    # home ranks of chunk 0, of chunk 1, ... So segment = pack * (1 + K W) + 1 + chunk * W + home
     # rank, and pack * (1 + K W) alone for a hot row.
     per_pack = 1 + num_chunks * space.world_size
     replicas_TW = space.block_pack_TW * per_pack
-    place_U = (space.block_rank_TW + 1).add_(replicas_TW).index_select(0, block_U)
+    segment_U = (space.block_rank_TW + 1).add_(replicas_TW).index_select(0, block_U)
     if chunk_U is not None:
-        place_U.add_(chunk_U, alpha=space.world_size)
+        segment_U.add_(chunk_U, alpha=space.world_size)
     # One slot more than H: all cold rows write to it, so the scatter below needs no host sync.
     touched_H1 = torch.zeros(hot.num_rows + 1, dtype=torch.bool, device=ids_U.device)
     if hot.num_rows:
         slot_U, is_hot_U = hot.find(ids_U)
-        place_U = torch.where(is_hot_U, replicas_TW.index_select(0, block_U), place_U)
+        segment_U = torch.where(is_hot_U, replicas_TW.index_select(0, block_U), segment_U)
         target_U = torch.where(is_hot_U, slot_U, target_U)
         touched_H1[torch.where(is_hot_U, slot_U, hot.num_rows)] = True
-    # Rows ascend within a place because tables of one pack are side by side and ascend at each home
-    # rank; the sort by place must therefore be stable.
-    num_places = space.num_packs * per_pack
-    order_U = stable_order(place_U, num_places)
-    edges = torch.arange(num_places + 1, device=ids_U.device)
-    # Rows per place, shape (P (1 + K W),); bincount would sync the host.
-    counts_Q = torch.diff(torch.searchsorted(place_U.index_select(0, order_U), edges))
+    # Rows ascend within a segment because tables of one pack are side by side and ascend at each
+    # home rank; the sort by segment must therefore be stable.
+    num_segments = space.num_packs * per_pack
+    order_U = stable_order(segment_U, num_segments)
+    edges = torch.arange(num_segments + 1, device=ids_U.device)
+    # Rows per segment, shape (P (1 + K W),); bincount would sync the host.
+    counts = torch.diff(torch.searchsorted(segment_U.index_select(0, order_U), edges))
     # Inverse permutation of order_U.
     position_U = torch.empty_like(order_U)
     position_U.scatter_(0, order_U, torch.arange(order_U.numel(), device=order_U.device))
     return LocatedRows(
         target_U=target_U.index_select(0, order_U),
-        counts_PQ=counts_Q.view(space.num_packs, per_pack),
+        counts_PQ=counts.view(space.num_packs, per_pack),
         order_U=order_U,
         position_U=position_U,
         touched_H=touched_H1[:-1],
     )
 
 
-def fetch_places(
+def fetch_positions(
     located: LocatedRows, hot_P: Sequence[int], cold_P: Sequence[FetchOrder]
 ) -> Tensor:
-    """Computes the position of each unique row among the fetched rows.
+    """Computes the position of each unique row, by ascending id, among the fetched rows: int64.
 
-    In each pack, hot rows come first, then cold rows.
-
-    Args:
-        located: Rows in request order.
-        hot_P: Number of hot rows of each pack.
-        cold_P: Fetch order of the cold rows of each pack.
-
-    Returns:
-        Positions by ascending id, consecutive over packs, int64, shape ``(U,)``.
+    Positions are consecutive over packs. In each pack, ``hot_P`` hot rows come first, then the cold
+    rows in fetch order.
     """
     if all(order.order_n is None for order in cold_P):
         return located.position_U
     device = located.position_U.device
-    # places: fetch position of each row in request order, shape (U,). Hot rows are read locally and
-    # keep their order; cold rows move to their place in fetch order.
+    # Fetch position of each row in request order, shape (U,). Hot rows are read locally and keep
+    # their order.
     starts_P = [0, *accumulate(hot + cold.num_rows for hot, cold in zip(hot_P, cold_P))]
-    places = []
+    positions = []
     for start, hot, cold in zip(starts_P, hot_P, cold_P):
-        places += [
+        positions += [
             torch.arange(start, start + hot, device=device),
-            cold.places(device).add_(start + hot),
+            cold.positions(device).add_(start + hot),
         ]
     # From request order to ascending id.
-    return torch.cat(places).index_select(0, located.position_U)
+    return torch.cat(positions).index_select(0, located.position_U)

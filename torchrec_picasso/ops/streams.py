@@ -1,0 +1,52 @@
+"""Memory and rows that two device streams use: kept long enough, read after their last write.
+
+TorchRec's pipelines look up on one stream and compute on another. The allocator returns freed
+memory to the stream that allocated it, so a tensor must be recorded for any other stream that uses
+it. Rows are written on the stream of backward, and nothing else orders a lookup on another stream
+after that write. The CPU has a single order of operations, so the functions here do nothing there.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["WriteOrder", "keep_for_current_stream"]
+
+_Optional = TypeVar("_Optional", Tensor, Tensor | None)
+
+
+def keep_for_current_stream(tensor: _Optional) -> _Optional:
+    """Keeps a tensor's memory until the work that the current stream has queued is done."""
+    if tensor is not None and (stream := _current_stream(tensor.device)) is not None:
+        tensor.record_stream(stream)
+    return tensor
+
+
+class WriteOrder:
+    """The event of the last write of rows, for later readers; ``device`` is that of the rows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._written: torch.Event | None = None
+
+    def has_written(self) -> None:
+        """Records that the current stream wrote."""
+        if (stream := _current_stream(self._device)) is not None:
+            self._written = stream.record_event()
+
+    def before_reading(self) -> None:
+        """Makes the current stream wait for the last write. Writers call this method too."""
+        stream = _current_stream(self._device)
+        if stream is not None and self._written is not None:
+            stream.wait_event(self._written)
+
+
+def _current_stream(device: torch.device) -> torch.Stream | None:
+    """Returns the current stream; ``None`` if the device has no streams."""
+    if device.type == "cpu":
+        return None
+    stream: torch.Stream = torch.get_device_module(device).current_stream()
+    return stream
