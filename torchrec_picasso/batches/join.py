@@ -37,14 +37,7 @@ def join_outputs(outputs_K: Sequence[Any], sizes_K: Sequence[int]) -> Any:
     tensors that all micro-batches share, stay. Gradients flow through.
 
     An empty micro-batch does not count, for any output: not even a loss of NaN. If all are empty,
-    the first one's output is that of the empty batch.
-
-    Args:
-        outputs_K: Output of each micro-batch, in the order of the samples.
-        sizes_K: Samples of each micro-batch.
-
-    Returns:
-        An output of the same type. The output of a single micro-batch is returned unchanged.
+    the first one's output is that of the empty batch. A single output is returned unchanged.
 
     Raises:
         InputError: If there is not one size per output.
@@ -164,12 +157,11 @@ def _join_jts(values: list[JaggedTensor], path: str, sizes: list[int]) -> Jagged
     """Joins jagged tensors, which are stored by sample: values, weights and lengths in turn."""
     lengths = [value.lengths() for value in values]
     _check_sizes([length.numel() for length in lengths], path, sizes)
-    joined = JaggedTensor(
+    return JaggedTensor(
         values=torch.cat([value.values() for value in values]),
         weights=torch.cat([v.weights() for v in values]) if _are_weighted(values, path) else None,
         lengths=torch.cat(lengths),
     )
-    return joined
 
 
 def _join_kjts(values: list[KeyedJaggedTensor], path: str, sizes: list[int]) -> KeyedJaggedTensor:
@@ -190,14 +182,13 @@ def _join_kjts(values: list[KeyedJaggedTensor], path: str, sizes: list[int]) -> 
     weights_N = None
     if _are_weighted(values, path):
         weights_N = _interleave([value.weights() for value in values], lookups_KF)
-    joined = KeyedJaggedTensor(
+    return KeyedJaggedTensor(
         keys=keys,
         values=_interleave([value.values() for value in values], lookups_KF),
         weights=weights_N,
         lengths=torch.cat(lengths_of_K, dim=1).view(-1),
         stride=sum(sizes),
     )
-    return joined
 
 
 def _interleave(values_K: list[Tensor], lookups_KF: list[list[int]]) -> Tensor:

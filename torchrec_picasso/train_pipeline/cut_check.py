@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_picasso.batches.copy import copy_batch
+from torchrec_picasso.batches.members import copy_batch
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.consensus import agree_on
@@ -74,13 +74,7 @@ class _Run:
 
 
 class CutCheck:
-    """Compares a whole batch with micro-batches.
-
-    Args:
-        program: Model and losses.
-        taken: The model's sharded modules.
-        options: Functions that split batches and join outputs.
-    """
+    """Compares a whole batch with micro-batches."""
 
     def __init__(self, program: Program, taken: PipelinedModel, options: PipelineOptions) -> None:
         self._program = program
@@ -89,12 +83,9 @@ class CutCheck:
         self._draw = random.Random(0)
 
     def why_not(self, inflight: InFlightBatch) -> str | None:
-        """Describes a difference on any rank; ``None`` = no rank sees one.
+        """Describes a difference on any rank; ``None`` = no rank sees one. Collective.
 
-        Collective: every rank calls this, in the same order.
-
-        Args:
-            inflight: An in-flight batch whose rows are fetched or on their way.
+        The rows of the in-flight batch are fetched or on their way.
         """
         # collective, so it comes before any decision of this rank alone
         full_outputs = inflight.full_batch_outputs(self._taken.groups, self._taken.plain)
@@ -146,13 +137,10 @@ class CutCheck:
         cut: Cut,
         still: StillRandomness,
     ) -> _Run:
-        """Runs forward and backward of all micro-batches, as a step does.
+        """Runs forward and backward of all micro-batches of ``cut``, as a step does.
 
-        Args:
-            inflight: The in-flight batch.
-            full_outputs: Outputs of the sharded modules for the whole batch, by name.
-            cut: Sizes of the pieces, and the micro-batch of each.
-            still: Watches for random numbers and collectives.
+        ``full_outputs`` are those of the sharded modules for the whole batch, by name; ``still``
+        watches for random numbers and collectives.
         """
         # copies: a model may write into its batch, and the step still needs the original
         batch, context = copy_batch(inflight.batch), copy.copy(inflight.context)
@@ -180,8 +168,7 @@ class CutCheck:
                 loss.backward()
             # the leaves' gradients, in the order of the samples of the whole batch
             grads: dict[str, Sequence[Tensor | None]] = {
-                f"the output of {name}": whole.join_gradients([leaf.grad for leaf in whole.leaves])
-                for name, whole in given.items()
+                f"the output of {name}": whole.joined_gradients() for name, whole in given.items()
             }
             for name, parameter in dense_parameters(model):
                 grads[name] = [parameter.grad]

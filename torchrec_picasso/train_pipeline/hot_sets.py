@@ -52,7 +52,6 @@ class HotSets:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Makes the tensors of the hot sets safe to read on the stream of the requests."""
         tensors = [tensor for group in self._groups for tensor in group.rows.tensors_of_hot_set()]
         self._id_stream.take_over(tensors)
 
@@ -78,8 +77,7 @@ class HotSets:
     def end_step(self) -> None:
         """Ends a training step; a refresh may follow. Collective.
 
-        Raises:
-            PicassoError: On all ranks, if a replica differs from its owned row.
+        All ranks raise PicassoError if a replica differs from its owned row.
         """
         self._num_steps += 1
         if self._verify_every is not None and self._num_steps % self._verify_every == 0:

@@ -20,12 +20,7 @@ _MOST_PIECES = 64
 
 
 class Cut:
-    """A batch split into pieces, and the pieces of each micro-batch.
-
-    Args:
-        sizes: Samples of each piece, in the order of the batch.
-        pieces_K: Positions of the pieces of each micro-batch.
-    """
+    """Samples of each piece of a batch, in order, and the pieces' positions by micro-batch."""
 
     def __init__(self, sizes: Sequence[int], pieces_K: Sequence[Sequence[int]]) -> None:
         self.sizes = sizes
@@ -41,12 +36,8 @@ class Cut:
     def torn(num_samples: int, num_micro_batches: int, draw: random.Random) -> Cut:
         """Splits into pieces of random sizes, dealt in random order to uneven micro-batches.
 
-        The last micro-batch has two samples, the fewest that one ever has.
-
-        Args:
-            num_samples: Samples of the batch, at least 2 K.
-            num_micro_batches: Number of micro-batches, K, at least 2.
-            draw: Random generator for sizes and order.
+        The last of the K >= 2 micro-batches has two samples, the fewest that one ever has. The
+        batch has at least 2 K samples.
         """
         # about 64 pieces of 2 to `usual` + 1 samples; piece 0 (two samples) is the last one
         usual = max(FEWEST_SAMPLES, 2 * num_samples // min(_MOST_PIECES, num_samples))
@@ -67,11 +58,6 @@ class Cut:
         return all(list(pieces) == [k] for k, pieces in enumerate(self.pieces_K))
 
     def joined(self, pieces: Sequence[Any], index: int) -> Any:
-        """Joins the pieces of one micro-batch.
-
-        Args:
-            pieces: All pieces, in the order of the batch.
-            index: Index of the micro-batch.
-        """
+        """Joins the pieces of one micro-batch; ``pieces`` are all, in the order of the batch."""
         places = self.pieces_K[index]
         return join_outputs([pieces[p] for p in places], [self.sizes[p] for p in places])
