@@ -44,15 +44,9 @@ class Fetched:
 class BatchFeed:
     """Fetches batches, and makes empty batches for a rank whose data has ended.
 
-    Args:
-        fetch: TorchRec's ``copy_batch_to_gpu``; its batch is ``None`` after the last one.
-        create_context: Makes TorchRec's pipeline context of a batch.
-        device: Device of the batches and of the collectives.
-        split: Splits a batch.
-        execute_all_batches: Whether a rank whose data has ended continues with empty batches until
-            the data of all ranks has ended. If not, all ranks stop as soon as one lacks a batch;
-            the others keep their batch for the next call.
-        id_stream: Stream of these collectives and of empty batches.
+    ``fetch`` is TorchRec's ``copy_batch_to_gpu``; its batch is ``None`` after the last one. Without
+    ``execute_all_batches`` all ranks stop as soon as one lacks a batch; the others keep their batch
+    for the next call. The collectives of this class run on the stream of ids.
     """
 
     def __init__(
@@ -80,12 +74,8 @@ class BatchFeed:
     def first(self, pg: dist.ProcessGroup, batches: Iterator[Any]) -> Fetched:
         """Fetches a batch when none is in flight, an empty one if only other ranks have data.
 
-        Collective.
-
-        Raises:
-            StopIteration: On all ranks, if no rank has a batch, or if some rank has none and
-                ``execute_all_batches`` is off.
-            CompatError: On all ranks, if a rank has none and the others' cannot be split.
+        Collective. All ranks raise StopIteration if no rank has a batch, or if some rank has none
+        and ``execute_all_batches`` is off; CompatError if the others' batches cannot be split.
         """
         own = self._fetch(batches)
         with self._id_stream.working():
@@ -106,12 +96,8 @@ class BatchFeed:
     def following(self, pg: dist.ProcessGroup, batches: Iterator[Any], last: Any) -> Fetched | None:
         """Fetches the batch after the in-flight batch ``last``, from which an empty one is made.
 
-        Collective if ``asks_ahead`` is on or ``execute_all_batches`` is off. ``None`` = no rank has
-        a batch.
-
-        Raises:
-            StopIteration: On all ranks, if some rank has no batch and ``execute_all_batches`` is
-                off.
+        Collective if ``asks_ahead`` is on or ``execute_all_batches`` is off; in the second case all
+        ranks raise StopIteration if some rank has no batch. ``None`` = no rank has a batch.
         """
         own = self._fetch(batches)
         with self._id_stream.working():

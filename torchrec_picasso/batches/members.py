@@ -38,9 +38,8 @@ def children_of(value: Any) -> list[tuple[str, Any]] | None:
 def rebuild(container: Any, members: Sequence[Any], path: str, advice: str) -> Any:
     """Makes a container of the same type with new members, in the order of :func:`children_of`.
 
-    Raises:
-        CompatError: If a dataclass's constructor refuses the members; names the ``path`` of the
-            container in the batch, and ends with ``advice``.
+    If a dataclass's constructor refuses them, CompatError names the ``path`` of the container in
+    the batch, and ends with ``advice``.
     """
     names = _names_beside(container)
     # children_of lists items first, then the attributes that were assigned to the instance

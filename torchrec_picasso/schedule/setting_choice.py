@@ -79,11 +79,8 @@ class SettingChoice:
     """Assigns a setting to every batch, and finally the fastest one.
 
     A step counts for a setting if its batch and the next batch have that setting; the operations of
-    the batch after that are small.
-
-    Args:
-        allowed: Candidates, the simplest first.
-        first: Number of micro-batches at the start of the trial, if it is among the candidates.
+    the batch after that are small. The candidates are ``allowed``, the simplest first; the trial
+    starts with ``first`` micro-batches, if that is a candidate.
     """
 
     def __init__(self, allowed: Sequence[Setting], first: int | None = None) -> None:
@@ -122,9 +119,8 @@ class SettingChoice:
     def narrow(self, num_samples: int, is_interleaved: bool) -> None:
         """Removes candidates that cannot be fastest, unless none would be left.
 
-        Args:
-            num_samples: Samples of the largest batch of a rank; equal on all ranks.
-            is_interleaved: Whether any module is interleaved; if not, there is nothing to hide.
+        ``num_samples`` are those of the largest batch of a rank, equal on all ranks. If no module
+        is interleaved, there is nothing to hide.
         """
         pieces = pieces_for(num_samples) if is_interleaved else (1,)
         remaining = [each for each in self._allowed if each.num_micro_batches in pieces]
@@ -142,15 +138,10 @@ class SettingChoice:
         pg: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Records a training step. Collective at the end of a turn.
+        """Records a step on batches with these settings. Collective at the end of a turn.
 
-        Args:
-            settings: Settings of the batches that the step worked on.
-            span: Timestamps of ``clock`` at the beginning and the end of the step; ``None``, on all
-                ranks = the step did other work than training.
-            clock: Reads the timestamps.
-            pg: Process group of the ranks that compare times.
-            device: Device on which the collectives of ``pg`` run.
+        ``span`` are the clock's timestamps at the beginning and the end of the step; ``None``, on
+        all ranks = the step did other work than training.
         """
         if self.is_settled:
             return

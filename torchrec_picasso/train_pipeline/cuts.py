@@ -81,10 +81,8 @@ class Cuts:
     def begin(self, evidence: CutEvidence) -> None:
         """Starts with a model, or starts again with a model that was attached again.
 
-        All ranks have the same facts about their first batches.
-
-        Raises:
-            CompatError: If the user requested micro-batches and batches cannot be split.
+        All ranks have the same facts about their first batches, and raise CompatError if the user
+        requested micro-batches and batches cannot be split.
         """
         self._begun, self._proof, self._guard = evidence, None, None
         self._num_proofs = self._num_steps = 0

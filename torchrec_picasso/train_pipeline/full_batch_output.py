@@ -54,12 +54,7 @@ class FullBatchOutput:
     into its own leaves. The module's backward, which exchanges and updates, runs once, with the
     gradients of all leaves. This needs pooled tensors (KeyedTensor) or sequences (dicts of
     JaggedTensors), alone or in containers. A whole batch gets anything else unchanged, with its
-    graph.
-
-    Args:
-        output: The module's result, awaitable or not.
-        name: Name of the module, for messages.
-        always_leaves: Whether values are leaves even without a graph.
+    graph. With ``always_leaves``, values without a graph have leaves too.
     """
 
     def __init__(self, output: Any, name: str, *, always_leaves: bool = False) -> None:
@@ -77,11 +72,7 @@ class FullBatchOutput:
         """For each value of the output, the leaf of each micro-batch, by the sizes."""
 
     def part(self, sizes_K: Sequence[int], index: int) -> Any:
-        """Returns the output for one of micro-batches of given sizes.
-
-        Raises:
-            CompatError: If the output cannot be split.
-        """
+        """Returns the output for one of micro-batches; CompatError if it cannot be split."""
         sizes = tuple(sizes_K)
         if sizes not in self._parts_K:
             parts_K = [self.value] if len(sizes) == 1 else self._split(sizes)

@@ -19,10 +19,8 @@ __all__ = ["HotSets"]
 class HotSets:
     """Refreshes hot sets, and detects in-flight batches whose layout has an older hot set.
 
-    Args:
-        policy: Interval and thresholds of refreshes; ``None`` = the pipeline changes no hot set.
-        verify_every: Steps between two comparisons of replicas with home rows; ``None`` = never.
-        id_stream: Stream of the requests, which read hot sets.
+    Without a policy the pipeline changes no hot set. Every ``verify_every`` steps replicas are
+    compared with home rows; ``None`` = never. Requests read hot sets on the stream of ids.
     """
 
     def __init__(

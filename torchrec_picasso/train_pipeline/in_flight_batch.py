@@ -105,17 +105,10 @@ class InFlightBatch:
     def acquire(
         self, run: int, name: str, number: int, group: int, weights: Tensor | None
     ) -> list[tuple[PartRows, int]]:
-        """Returns the rows that a module uses in one run of the model, by micro-batch.
+        """Returns rows and samples of each micro-batch that a module uses in one run of the model.
 
-        Args:
-            run: Position in :attr:`run_indices`.
-            name: Name of the module.
-            number: Position of the module in its group.
-            group: Position of the group.
-            weights: Per-sample weights of the whole batch; ``None`` = those of the batch.
-
-        Returns:
-            The rows of each micro-batch of the run, with the number of its samples.
+        ``run`` is a position in :attr:`run_indices`, ``number`` that of the module in its group.
+        Without per-sample weights for the whole batch it uses those of the batch.
         """
         rows, gradients = self.rows[group], self.gradients[group]
         # a run on the whole batch uses the rows of all micro-batches with samples, one after

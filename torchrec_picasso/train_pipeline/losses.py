@@ -28,11 +28,7 @@ _REDUCTIONS = ("mean", "sum", "ratio")
 
 
 class Losses:
-    """Computes losses of batches and of their micro-batches.
-
-    Raises:
-        ConfigError: If the reduction is not ``"mean"``, ``"sum"`` or ``"ratio"``.
-    """
+    """Computes losses of batches and of their micro-batches."""
 
     def __init__(self, reduction: str) -> None:
         if reduction not in _REDUCTIONS:

@@ -67,9 +67,7 @@ class PipelinedModel:
     """Replaces the forwards of the sharded modules; TorchRec's ``detach`` restores them.
 
     TorchRec's tracer may examine the first batch. ``stream`` is the one on which ids are prepared.
-
-    Raises:
-        CompatError: If the model cannot be traced.
+    CompatError if the model cannot be traced.
     """
 
     def __init__(
@@ -165,9 +163,8 @@ class PipelinedModel:
     ) -> tuple[Mapping[str, ModuleInput], int]:
         """Reads each interleaved module's input off a batch, and the number of samples.
 
-        Raises:
-            CompatError: On this rank alone, if features have their own batch sizes (VBE), unlike
-                those of the first batch, or cannot be served.
+        CompatError, on this rank alone, if features cannot be served, or have their own batch sizes
+        (VBE), unlike those of the first batch.
         """
         inputs = self._inputs_of(batch, context)
         num_samples = _count(batch, inputs)

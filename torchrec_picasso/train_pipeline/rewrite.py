@@ -1,4 +1,4 @@
-"""What this package adds to TorchRec's rewrite of a model.
+"""The forwards that a pipeline replaces in a model.
 
 TorchRec's pipelines find the input of each table with torch.fx, which runs the forward of every
 module that contains tables on proxies. Then they replace the forwards of
@@ -10,6 +10,11 @@ module that contains tables on proxies. Then they replace the forwards of
 
 A proxy cannot be a number, a condition or an iterable. Such a use ends in a Python error that names
 neither the tracer nor the model, so :func:`explained_tracing` adds the line and a remedy.
+
+On the CPU, TorchRec's ``KTRegroupAsDict`` is replaced as well: FBGEMM's operator behind it takes
+tens of times as long as a copy, for any order of the columns; with 130 fields that is more than all
+the rest of a step. :func:`regroup` concatenates the columns by name; backward is that of the
+concatenation.
 """
 
 from __future__ import annotations
@@ -20,13 +25,18 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.fx
 import torchrec
+from torch import Tensor, nn
 from torchrec.distributed.types import LazyAwaitable, LazyNoWait
+from torchrec.modules.regroup import KTRegroupAsDict
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_picasso._torchrec import (
     PipelinedForward,
@@ -38,9 +48,15 @@ from torchrec_picasso.batches.split import reason_of, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.schedule.schedule import Op
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
-from torchrec_picasso.train_pipeline.pieces import Cut
 
-__all__ = ["InterleavedForward", "Postprocs", "explained_tracing"]
+__all__ = [
+    "InterleavedForward",
+    "Postprocs",
+    "explained_tracing",
+    "regroup",
+    "replace_regroups",
+    "restore_regroups",
+]
 
 
 class InterleavedForward(PipelinedForward):
@@ -102,7 +118,7 @@ class Postprocs:
             return self.for_batch(inflight.context)
         if op.kind == "forward" and op.index in inflight.run_indices:
             run = inflight.run_indices.index(op.index)
-            return self.for_part(inflight.context, Cut.in_order(inflight.run_sizes), run)
+            return self.for_part(inflight.context, inflight.run_sizes, itemgetter(run))
         return nullcontext()
 
     @contextmanager
@@ -112,16 +128,20 @@ class Postprocs:
             yield
 
     @contextmanager
-    def for_part(self, context: TrainPipelineContext, cut: Cut, index: int) -> Iterator[None]:
-        """In this context, postprocs return one micro-batch's part of their result for the batch.
+    def for_part(
+        self,
+        context: TrainPipelineContext,
+        sizes: Sequence[int],
+        part_of: Callable[[Sequence[Any]], Any],
+    ) -> Iterator[None]:
+        """In this context, postprocs return a micro-batch's part of their result for the batch.
 
-        Raises:
-            CompatError: If a result cannot be split.
+        ``part_of`` makes it from the pieces of the result, which have these sizes.
         """
-        if self._modules and len(cut.sizes) > 1:
+        if self._modules and len(sizes) > 1:
             part = TrainPipelineContext(index=context.index, version=context.version)
             part.postproc_fwd_results = {
-                name: cut.joined(_split_result(result, cut.sizes, name), index)
+                name: part_of(_split_result(result, sizes, name))
                 for name, result in context.postproc_fwd_results.items()
             }
             context = part
@@ -141,6 +161,45 @@ def _split_result(result: Any, sizes_K: Sequence[int], name: str) -> Sequence[An
         ) from error
 
 
+def replace_regroups(model: nn.Module, device: torch.device) -> list[KTRegroupAsDict]:
+    """Makes :func:`regroup` the forward of a CPU model's regrouping modules; returns these."""
+    if device.type != "cpu":
+        return []
+    replaced = [module for module in model.modules() if type(module) is KTRegroupAsDict]
+    for module in replaced:
+        module.forward = partial(regroup, module)
+    return replaced
+
+
+def restore_regroups(replaced: list[KTRegroupAsDict]) -> None:
+    """Restores the own forward of the modules, once: it empties their list."""
+    while replaced:
+        vars(replaced.pop()).pop("forward", None)
+
+
+def regroup(module: KTRegroupAsDict, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
+    """Concatenates columns ``(B, sum of D)`` by key: ``(B, columns of the group)`` each.
+
+    Inputs that the module may refuse are passed to the module itself.
+    """
+    columns: dict[str, Tensor] = {}
+    num_columns = 0
+    for keyed in keyed_tensors:
+        if keyed.key_dim() != 1:
+            return KTRegroupAsDict.forward(module, keyed_tensors)
+        found = keyed.to_dict()
+        columns |= found
+        num_columns += len(found)
+    groups = module._groups
+    # a name twice, an empty group or an unknown column: the module decides
+    if len(columns) != num_columns or not all(
+        group and columns.keys() >= set(group) for group in groups
+    ):
+        return KTRegroupAsDict.forward(module, keyed_tensors)
+    values = [torch.cat([columns[name] for name in group], dim=1) for group in groups]
+    return dict(zip(module._keys, module.embedding_cast(values)))
+
+
 _TRACER = torch.fx.Tracer.trace.__code__
 _LIBRARIES = tuple(str(Path(inspect.getfile(package)).parent) for package in (torch, torchrec))
 _STDLIB = sysconfig.get_path("stdlib")
@@ -148,11 +207,7 @@ _STDLIB = sysconfig.get_path("stdlib")
 
 @contextmanager
 def explained_tracing() -> Iterator[None]:
-    """Translates errors of TorchRec's rewrite of a model, which runs in this context.
-
-    Raises:
-        CompatError: In place of any error that the model's forward raised while it was traced.
-    """
+    """Raises CompatError in place of any error of the model's forward while it is traced."""
     try:
         yield
     except Exception as error:  # any error of Python, torch.fx or the model
