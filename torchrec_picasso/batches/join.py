@@ -104,14 +104,20 @@ def _join_tensors(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
     """Joins tensors: samples along dim 0, shared tensors, or 0-d means."""
     first = values[0]
     if all(value.dim() and value.size(0) == size for value, size in zip(values, sizes)):
-        if any(value.shape[1:] != first.shape[1:] for value in values):
-            _refuse_shapes(values, path, sizes)
-        return torch.cat(values)
-    if all(value is first for value in values):  # no samples, but a parameter or a constant
+        if all(value.shape[1:] == first.shape[1:] for value in values):
+            return torch.cat(values)
+    elif all(value is first for value in values):  # no samples, but a parameter or a constant
         return first
-    if all(value.dim() == 0 and value.is_floating_point() for value in values):
+    elif all(value.dim() == 0 and value.is_floating_point() for value in values):
         return _weighted_mean(values, sizes)
-    return _refuse_shapes(values, path, sizes)
+    found = ", ".join(
+        f"{tuple(value.shape)} {value.dtype} for {size} samples"
+        for value, size in zip(values, sizes)
+    )
+    raise CompatError(
+        f"{path}: micro-batches gave tensors {found}; expected samples in dim 0, or a 0-d float "
+        f"that is a mean over samples; {JOIN_ADVICE}"
+    )
 
 
 def _weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
@@ -121,18 +127,6 @@ def _weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
     terms = [value.to(wide) * (size / sum(sizes)) for value, size in zip(values, sizes)]
     return torch.stack(terms).sum().to(dtype)
-
-
-def _refuse_shapes(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
-    """Raises; the return type lets callers return its call."""
-    found = ", ".join(
-        f"{tuple(value.shape)} {value.dtype} for {size} samples"
-        for value, size in zip(values, sizes)
-    )
-    raise CompatError(
-        f"{path}: micro-batches gave tensors {found}; expected samples in dim 0, or a 0-d float "
-        f"that is a mean over samples; {JOIN_ADVICE}"
-    )
 
 
 def _join_keyed_tensors(values: list[KeyedTensor], path: str, sizes: list[int]) -> KeyedTensor:

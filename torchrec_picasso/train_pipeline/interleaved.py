@@ -42,7 +42,7 @@ from torchrec_picasso.train_pipeline.options import (
     refuse_options,
 )
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
-from torchrec_picasso.train_pipeline.rewrite import replace_regroups, restore_regroups
+from torchrec_picasso.train_pipeline.regroup import replace_regroups, restore_regroups
 from torchrec_picasso.train_pipeline.step_report import OnStep, StepWatch
 
 __all__ = ["InterleavedTrainPipeline"]

@@ -1,4 +1,4 @@
-"""The forwards that a pipeline replaces in a model.
+"""What this package adds to TorchRec's rewrite of a model.
 
 TorchRec's pipelines find the input of each table with torch.fx, which runs the forward of every
 module that contains tables on proxies. Then they replace the forwards of
@@ -10,11 +10,6 @@ module that contains tables on proxies. Then they replace the forwards of
 
 A proxy cannot be a number, a condition or an iterable. Such a use ends in a Python error that names
 neither the tracer nor the model, so :func:`explained_tracing` adds the line and a remedy.
-
-On the CPU, TorchRec's ``KTRegroupAsDict`` is replaced as well: FBGEMM's operator behind it takes
-tens of times as long as a copy, for any order of the columns; with 130 fields that is more than all
-the rest of a step. :func:`regroup` concatenates the columns by name; backward is that of the
-concatenation.
 """
 
 from __future__ import annotations
@@ -25,7 +20,6 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -33,10 +27,7 @@ from typing import Any
 import torch
 import torch.fx
 import torchrec
-from torch import Tensor, nn
 from torchrec.distributed.types import LazyAwaitable, LazyNoWait
-from torchrec.modules.regroup import KTRegroupAsDict
-from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_picasso._torchrec import (
     PipelinedForward,
@@ -49,14 +40,7 @@ from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.schedule.schedule import Op
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 
-__all__ = [
-    "InterleavedForward",
-    "Postprocs",
-    "explained_tracing",
-    "regroup",
-    "replace_regroups",
-    "restore_regroups",
-]
+__all__ = ["InterleavedForward", "Postprocs", "explained_tracing"]
 
 
 class InterleavedForward(PipelinedForward):
@@ -159,45 +143,6 @@ def _split_result(result: Any, sizes_K: Sequence[int], name: str) -> Sequence[An
             f"{type(result).__name__}, which cannot be cut into micro-batches "
             f"({reason_of(error)}); use num_micro_batches=1"
         ) from error
-
-
-def replace_regroups(model: nn.Module, device: torch.device) -> list[KTRegroupAsDict]:
-    """Makes :func:`regroup` the forward of a CPU model's regrouping modules; returns these."""
-    if device.type != "cpu":
-        return []
-    replaced = [module for module in model.modules() if type(module) is KTRegroupAsDict]
-    for module in replaced:
-        module.forward = partial(regroup, module)
-    return replaced
-
-
-def restore_regroups(replaced: list[KTRegroupAsDict]) -> None:
-    """Restores the own forward of the modules, once: it empties their list."""
-    while replaced:
-        vars(replaced.pop()).pop("forward", None)
-
-
-def regroup(module: KTRegroupAsDict, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
-    """Concatenates columns ``(B, sum of D)`` by key: ``(B, columns of the group)`` each.
-
-    Inputs that the module may refuse are passed to the module itself.
-    """
-    columns: dict[str, Tensor] = {}
-    num_columns = 0
-    for keyed in keyed_tensors:
-        if keyed.key_dim() != 1:
-            return KTRegroupAsDict.forward(module, keyed_tensors)
-        found = keyed.to_dict()
-        columns |= found
-        num_columns += len(found)
-    groups = module._groups
-    # a name twice, an empty group or an unknown column: the module decides
-    if len(columns) != num_columns or not all(
-        group and columns.keys() >= set(group) for group in groups
-    ):
-        return KTRegroupAsDict.forward(module, keyed_tensors)
-    values = [torch.cat([columns[name] for name in group], dim=1) for group in groups]
-    return dict(zip(module._keys, module.embedding_cast(values)))
 
 
 _TRACER = torch.fx.Tracer.trace.__code__
