@@ -19,7 +19,7 @@ FEWEST_FILES = 150
 BETWEEN_OWN_PROCESSES = {
     "app/launch/run_ranks.py": "what ranks of this run answer through pipes",
     "app/launch/rank_process.py": "what the launcher of this run sends",
-    "batches/end_of_data.py": "an empty batch that another rank of this run sends",
+    "batches/feed.py": "an empty batch that another rank of this run sends",
 }
 """Files that may call ``pickle.loads``, and where the bytes come from."""
 

@@ -402,7 +402,7 @@ def test_a_name_that_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_use_that_is_new_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(INHERITED, "PipelinedForward", set())
-    with pytest.raises(AssertionError, match=r"forward.*: PipelinedForward\._"):
+    with pytest.raises(AssertionError, match=r"rewrite.*: PipelinedForward\._"):
         test_what_is_inherited_is_in_the_table()
     monkeypatch.setitem(SIGNATURES, "TrainPipelineSparseDist.progress", "dataloader")
     with pytest.raises(AssertionError, match=r"expected \(dataloader\), TorchRec has \(dataload"):

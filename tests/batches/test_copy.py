@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.train_pipeline.batches import assert_same, batches
-from torchrec_picasso.batches.copy import copy_batch
+from torchrec_picasso.batches.members import copy_batch
 from torchrec_picasso.batches.split import children_of
 
 

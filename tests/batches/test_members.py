@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.train_pipeline.batches import Frozen, Open, Pair, kjt_of
-from torchrec_picasso.batches.copy import copy_batch
 from torchrec_picasso.batches.join import join_outputs
+from torchrec_picasso.batches.members import copy_batch
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import CompatError, InputError
 

@@ -70,19 +70,9 @@ def test_the_first_micro_batch_is_a_third_of_the_others_and_of_two_the_larger(
     assert micro_batch_sizes(samples, parts) == sizes
 
 
-def test_the_first_share_can_be_chosen() -> None:
-    assert micro_batch_sizes(100, 3, first_share=0.5) == [50, 25, 25]
-
-
-@given(
-    samples=st.integers(0, 10_000),
-    parts=st.integers(1, 20),
-    share=st.none() | st.floats(0, 1, exclude_min=True),
-)
-def test_sizes_sum_to_the_batch_and_waste_no_sample(
-    samples: int, parts: int, share: float | None
-) -> None:
-    sizes = micro_batch_sizes(samples, parts, share)
+@given(samples=st.integers(0, 10_000), parts=st.integers(1, 20))
+def test_sizes_sum_to_the_batch_and_waste_no_sample(samples: int, parts: int) -> None:
+    sizes = micro_batch_sizes(samples, parts)
     assert len(sizes) == parts
     assert sum(sizes) == samples
     assert max(sizes[1:], default=0) - min(sizes[1:], default=0) <= 1
@@ -93,19 +83,12 @@ def test_sizes_sum_to_the_batch_and_waste_no_sample(
 
 
 @pytest.mark.parametrize(
-    ("samples", "parts", "share", "message"),
-    [
-        (8, 0, None, "into 0 micro-batches"),
-        (-1, 2, None, "cannot cut -1 samples"),
-        (8, 2, 0.0, "first_share is 0.0"),
-        (8, 2, 1.5, "first_share is 1.5"),
-    ],
+    ("samples", "parts", "message"),
+    [(8, 0, "into 0 micro-batches"), (-1, 2, "cannot cut -1 samples")],
 )
-def test_impossible_sizes_are_refused(
-    samples: int, parts: int, share: float | None, message: str
-) -> None:
+def test_impossible_sizes_are_refused(samples: int, parts: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        micro_batch_sizes(samples, parts, share)
+        micro_batch_sizes(samples, parts)
 
 
 # -- jagged tensors -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from tests.train_pipeline.runs import (
     run_to_the_end,
 )
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.batches.end_of_data import empty_batch
+from torchrec_picasso.batches.feed import empty_batch
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.meter import WireMeter
 

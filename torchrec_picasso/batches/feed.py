@@ -1,8 +1,16 @@
-"""Fetches a pipeline's batches on every rank until the data of the last rank has ended."""
+"""Fetches a pipeline's batches on every rank until the data of the last rank has ended.
+
+A rank whose data has ended takes part with empty batches until the data of all ranks has ended:
+every collective includes all ranks, and gradients stay means over all of them. The header of the
+next batch says whether any rank has data, at no cost. The collectives of this file serve the cases
+without a header: before the first batch, for a model without interleaved modules, and where a step
+must not begin unless all ranks have a next batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +18,14 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.batches.end_of_data import (
-    SplitBatch,
-    empty_batch,
-    find_data,
-    share_empty_batch,
-)
 from torchrec_picasso.batches.id_stream import IdStream
+from torchrec_picasso.batches.split import num_samples, reason_of
 from torchrec_picasso.errors import CompatError, PicassoError
 
-__all__ = ["BatchFeed", "Fetched"]
+__all__ = ["AnyData", "BatchFeed", "Fetched", "SplitBatch", "empty_batch", "find_data"]
+
+SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
+"""Splits a batch into micro-batches of given sizes."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +44,9 @@ class Fetched:
 class BatchFeed:
     """Fetches batches, and makes empty batches for a rank whose data has ended.
 
-    Args:
-        fetch: TorchRec's ``copy_batch_to_gpu``; its batch is ``None`` after the last one.
-        create_context: Makes TorchRec's pipeline context of a batch.
-        device: Device of the batches and of the collectives.
-        split: Splits a batch.
-        execute_all_batches: Whether a rank whose data has ended continues with empty batches until
-            the data of all ranks has ended. If not, all ranks stop as soon as one lacks a batch;
-            the others keep their batch for the next call.
-        id_stream: Stream of these collectives and of empty batches.
+    ``fetch`` is TorchRec's ``copy_batch_to_gpu``; its batch is ``None`` after the last one. Without
+    ``execute_all_batches`` all ranks stop as soon as one lacks a batch; the others keep their batch
+    for the next call. The collectives of this class run on the stream of ids.
     """
 
     def __init__(
@@ -72,56 +72,32 @@ class BatchFeed:
         that cannot run a batch without samples merely to learn that all data has ended."""
 
     def first(self, pg: dist.ProcessGroup, batches: Iterator[Any]) -> Fetched:
-        """Fetches a batch when none is in flight. Collective.
+        """Fetches a batch when none is in flight, an empty one if only other ranks have data.
 
-        Args:
-            pg: Process group.
-            batches: This rank's data.
-
-        Returns:
-            This rank's batch, or an empty one if only other ranks have one.
-
-        Raises:
-            StopIteration: On all ranks, if no rank has a batch, or if some rank has none and
-                ``execute_all_batches`` is off.
-            CompatError: On all ranks, if a rank has none and the others' cannot be split.
+        Collective. All ranks raise StopIteration if no rank has a batch, or if some rank has none
+        and ``execute_all_batches`` is off; CompatError if the others' batches cannot be split.
         """
         own = self._fetch(batches)
         with self._id_stream.working():
-            first = self._first(pg, own)
+            source, all_have_data = find_data(pg, self._device, own is not None)
+            if own is None or not all_have_data:
+                if source is None or not self._execute_all_batches:
+                    self._kept = own
+                    raise StopIteration
+                batch = None if own is None else own.batch
+                if batch is not None:
+                    self._id_stream.take_batch(batch)
+                # a rank without any batch so far has nothing to make an empty batch from
+                empty = _share_empty_batch(pg, self._device, source, batch, self._split)
+                own = own or Fetched(empty, self.create_context(), has_data=False)
         self.has_ended = False
-        return first
-
-    def _first(self, pg: dist.ProcessGroup, own: Fetched | None) -> Fetched:
-        source, all_have_data = find_data(pg, self._device, own is not None)
-        if all_have_data and own is not None:
-            return own
-        if source is None or not self._execute_all_batches:
-            self._kept = own
-            raise StopIteration
-        batch = None if own is None else own.batch
-        if batch is not None:
-            self._id_stream.take_batch(batch)
-        # a rank without any batch so far has nothing to make an empty batch from
-        empty = share_empty_batch(pg, self._device, source, batch, self._split)
-        return own or Fetched(empty, self.create_context(), has_data=False)
+        return own
 
     def following(self, pg: dist.ProcessGroup, batches: Iterator[Any], last: Any) -> Fetched | None:
-        """Fetches the batch after an in-flight batch.
+        """Fetches the batch after the in-flight batch ``last``, from which an empty one is made.
 
-        Collective if ``asks_ahead`` is on or ``execute_all_batches`` is off.
-
-        Args:
-            pg: Process group.
-            batches: This rank's data.
-            last: The in-flight batch; an empty batch is made from it.
-
-        Returns:
-            A batch, perhaps an empty one; ``None`` = no rank has one.
-
-        Raises:
-            StopIteration: On all ranks, if some rank has no batch and ``execute_all_batches`` is
-                off.
+        Collective if ``asks_ahead`` is on or ``execute_all_batches`` is off; in the second case all
+        ranks raise StopIteration if some rank has no batch. ``None`` = no rank has a batch.
         """
         own = self._fetch(batches)
         with self._id_stream.working():
@@ -146,10 +122,6 @@ class BatchFeed:
         except CompatError as error:  # raised later, and only if another rank has data
             return Fetched(last, context, has_data=False, refusal=error)
 
-    def end(self) -> None:
-        """Records that the data of all ranks has ended."""
-        self.has_ended = True
-
     def forget(self) -> None:
         """Drops the batch that was kept, and the record that data has ended."""
         self._kept, self.has_ended = None, False
@@ -164,3 +136,79 @@ class BatchFeed:
         except StopIteration:  # TorchRec raises it unless all batches are to be executed
             return None
         return None if batch is None or context is None else Fetched(batch, context)
+
+
+class AnyData:
+    """Asks whether any rank has a batch, with an all-reduce that starts at construction.
+
+    Collective: all ranks construct and wait for it, in the same order.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup, device: torch.device, has_data: bool) -> None:
+        self._answer = torch.tensor([int(has_data)], device=device)
+        self._work = None
+        if pg.size() > 1:
+            self._work = dist.all_reduce(
+                self._answer, op=dist.ReduceOp.MAX, group=pg, async_op=True
+            )
+
+    def wait(self) -> bool:
+        """Waits for the answer, which is equal on all ranks."""
+        if self._work is not None:
+            self._work.wait()
+        return bool(self._answer.item())
+
+
+def find_data(
+    pg: dist.ProcessGroup, device: torch.device, has_data: bool
+) -> tuple[int | None, bool]:
+    """Returns the lowest rank that has a batch, ``None`` = no rank has one; and whether all do.
+
+    Collective: one all-reduce of 16 bytes with a host wait; none with one rank.
+    """
+    if pg.size() == 1:
+        return 0 if has_data else None, has_data
+    # one MIN gives both: the lowest rank with data (size = none), and 1 only if all have data
+    lowest = torch.tensor([pg.rank() if has_data else pg.size(), int(has_data)], device=device)
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=pg)
+    first, all_have = lowest.tolist()
+    return None if first == pg.size() else first, bool(all_have)
+
+
+def empty_batch(batch: Any, split: SplitBatch) -> Any:
+    """Makes a batch without samples from another batch; CompatError if it cannot be split."""
+    try:
+        return split(batch, [0, num_samples(batch)])[0]
+    except Exception as error:  # any error of a user's function
+        raise CompatError(
+            f"a rank whose data ends before the others' goes on with empty batches, but a batch of "
+            f"type {type(batch).__name__} could not be cut to 0 samples "
+            f"({type(error).__name__}: {reason_of(error)}); give the pipeline a split_batch= that "
+            "can, or all ranks the same number of batches"
+        ) from error
+
+
+def _share_empty_batch(
+    pg: dist.ProcessGroup, device: torch.device, source: int, batch: Any, split: SplitBatch
+) -> Any:
+    """Sends every rank an empty batch made from the ``batch`` of rank ``source`` alone.
+
+    Collective. All ranks raise CompatError if that batch cannot be split or pickled.
+    """
+    parcel: list[Any] = [None, None]
+    # an error travels in place of the batch, so that all ranks raise it
+    if pg.rank() == source:
+        try:
+            empty = empty_batch(batch, split).to(torch.device("cpu"))
+            parcel = [pickle.dumps(empty), None]
+        except CompatError as error:
+            parcel = [None, str(error)]
+        except Exception as error:  # any error of pickling a user's type
+            refusal = f"a batch of type {type(batch).__name__} cannot be pickled, which a rank "
+            refusal += f"without any batch needs ({error}); give every rank at least one batch"
+            parcel = [None, refusal]
+    dist.broadcast_object_list(parcel, group=pg, group_src=source, device=device)
+    pickled, refusal = parcel
+    if refusal is not None:
+        raise CompatError(refusal)
+    return pickle.loads(pickled).to(device)

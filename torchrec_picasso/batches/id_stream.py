@@ -25,12 +25,7 @@ __all__ = ["IdStream"]
 
 
 class IdStream:
-    """The stream of ids, if the device has streams.
-
-    Args:
-        stream: The stream; ``None`` = the device has none.
-        copy_stream: The stream on which batches are copied to the device.
-    """
+    """The stream of ids, and the stream that copies batches; ``None`` = the device has none."""
 
     def __init__(self, stream: torch.Stream | None, copy_stream: torch.Stream | None) -> None:
         self._stream = stream
@@ -47,10 +42,9 @@ class IdStream:
         wait_for_batch(batch, self._copy_stream)
 
     def take_over(self, tensors: Iterable[Tensor]) -> None:
-        """Makes tensors that outlive a batch safe to read here. Call it outside :meth:`working`.
+        """Makes the computing stream's tensors safe to read here, after their batch has ended too.
 
-        Args:
-            tensors: Tensors made on the computing stream, which this stream will read.
+        Call it outside :meth:`working`.
         """
         if self._stream is None:
             return
@@ -59,11 +53,9 @@ class IdStream:
             tensor.record_stream(self._stream)
 
     def hand_over(self, batches: Iterable[Any], tensors: Iterable[Tensor]) -> None:
-        """Makes this stream's results safe to read. Call it outside :meth:`working`.
+        """Makes tensors of this stream, and batches that it took or split, safe to read elsewhere.
 
-        Args:
-            batches: Batches that this stream took or split.
-            tensors: Tensors made on this stream.
+        Call it outside :meth:`working`.
         """
         if self._stream is None:
             return

@@ -37,14 +37,7 @@ def join_outputs(outputs_K: Sequence[Any], sizes_K: Sequence[int]) -> Any:
     tensors that all micro-batches share, stay. Gradients flow through.
 
     An empty micro-batch does not count, for any output: not even a loss of NaN. If all are empty,
-    the first one's output is that of the empty batch.
-
-    Args:
-        outputs_K: Output of each micro-batch, in the order of the samples.
-        sizes_K: Samples of each micro-batch.
-
-    Returns:
-        An output of the same type. The output of a single micro-batch is returned unchanged.
+    the first one's output is that of the empty batch. A single output is returned unchanged.
 
     Raises:
         InputError: If there is not one size per output.
@@ -111,14 +104,20 @@ def _join_tensors(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
     """Joins tensors: samples along dim 0, shared tensors, or 0-d means."""
     first = values[0]
     if all(value.dim() and value.size(0) == size for value, size in zip(values, sizes)):
-        if any(value.shape[1:] != first.shape[1:] for value in values):
-            _refuse_shapes(values, path, sizes)
-        return torch.cat(values)
-    if all(value is first for value in values):  # no samples, but a parameter or a constant
+        if all(value.shape[1:] == first.shape[1:] for value in values):
+            return torch.cat(values)
+    elif all(value is first for value in values):  # no samples, but a parameter or a constant
         return first
-    if all(value.dim() == 0 and value.is_floating_point() for value in values):
+    elif all(value.dim() == 0 and value.is_floating_point() for value in values):
         return _weighted_mean(values, sizes)
-    return _refuse_shapes(values, path, sizes)
+    found = ", ".join(
+        f"{tuple(value.shape)} {value.dtype} for {size} samples"
+        for value, size in zip(values, sizes)
+    )
+    raise CompatError(
+        f"{path}: micro-batches gave tensors {found}; expected samples in dim 0, or a 0-d float "
+        f"that is a mean over samples; {JOIN_ADVICE}"
+    )
 
 
 def _weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
@@ -128,18 +127,6 @@ def _weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
     terms = [value.to(wide) * (size / sum(sizes)) for value, size in zip(values, sizes)]
     return torch.stack(terms).sum().to(dtype)
-
-
-def _refuse_shapes(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
-    """Raises; the return type lets callers return its call."""
-    found = ", ".join(
-        f"{tuple(value.shape)} {value.dtype} for {size} samples"
-        for value, size in zip(values, sizes)
-    )
-    raise CompatError(
-        f"{path}: micro-batches gave tensors {found}; expected samples in dim 0, or a 0-d float "
-        f"that is a mean over samples; {JOIN_ADVICE}"
-    )
 
 
 def _join_keyed_tensors(values: list[KeyedTensor], path: str, sizes: list[int]) -> KeyedTensor:
@@ -164,12 +151,11 @@ def _join_jts(values: list[JaggedTensor], path: str, sizes: list[int]) -> Jagged
     """Joins jagged tensors, which are stored by sample: values, weights and lengths in turn."""
     lengths = [value.lengths() for value in values]
     _check_sizes([length.numel() for length in lengths], path, sizes)
-    joined = JaggedTensor(
+    return JaggedTensor(
         values=torch.cat([value.values() for value in values]),
         weights=torch.cat([v.weights() for v in values]) if _are_weighted(values, path) else None,
         lengths=torch.cat(lengths),
     )
-    return joined
 
 
 def _join_kjts(values: list[KeyedJaggedTensor], path: str, sizes: list[int]) -> KeyedJaggedTensor:
@@ -190,14 +176,13 @@ def _join_kjts(values: list[KeyedJaggedTensor], path: str, sizes: list[int]) -> 
     weights_N = None
     if _are_weighted(values, path):
         weights_N = _interleave([value.weights() for value in values], lookups_KF)
-    joined = KeyedJaggedTensor(
+    return KeyedJaggedTensor(
         keys=keys,
         values=_interleave([value.values() for value in values], lookups_KF),
         weights=weights_N,
         lengths=torch.cat(lengths_of_K, dim=1).view(-1),
         stride=sum(sizes),
     )
-    return joined
 
 
 def _interleave(values_K: list[Tensor], lookups_KF: list[list[int]]) -> Tensor:

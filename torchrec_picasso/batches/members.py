@@ -1,4 +1,4 @@
-"""Lists the members of a container in a batch, and rebuilds a container with other members.
+"""Lists the members of containers in a batch, rebuilds containers, and copies batches.
 
 Members are fields or items, and attributes that were assigned to an instance: a per-sample weight
 that was assigned to a dataclass is as much a part of the batch as its fields. Values that the
@@ -20,17 +20,14 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_picasso.errors import CompatError
 
-__all__ = ["children_of", "rebuild"]
+__all__ = ["children_of", "copy_batch", "rebuild"]
 
 
 def children_of(value: Any) -> list[tuple[str, Any]] | None:
     """Lists a container's members with their suffix in a path; ``None`` for anything else.
 
     Containers are dataclasses, dicts, NamedTuples, and exactly tuples and lists: a subclass of
-    tuple or list may have any constructor.
-
-    Returns:
-        Pairs of suffix, such as ``.name`` or ``[0]``, and member.
+    tuple or list may have any constructor. A suffix is ``.name`` or ``[0]``, for example.
     """
     members = _items_of(value)
     if members is None:
@@ -39,16 +36,10 @@ def children_of(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def rebuild(container: Any, members: Sequence[Any], path: str, advice: str) -> Any:
-    """Makes a container of the same type with new members.
+    """Makes a container of the same type with new members, in the order of :func:`children_of`.
 
-    Args:
-        container: The old container.
-        members: New members in the order of :func:`children_of`.
-        path: Place of the container in the batch, for messages.
-        advice: Remedy, for messages.
-
-    Raises:
-        CompatError: If a dataclass's constructor refuses the members.
+    If a dataclass's constructor refuses them, CompatError names the ``path`` of the container in
+    the batch, and ends with ``advice``.
     """
     names = _names_beside(container)
     # children_of lists items first, then the attributes that were assigned to the instance
@@ -57,6 +48,47 @@ def rebuild(container: Any, members: Sequence[Any], path: str, advice: str) -> A
     for name, member in zip(names, members[num_items:]):
         object.__setattr__(rebuilt, name, member)  # works on frozen dataclasses too
     return rebuilt
+
+
+def copy_batch(value: Any) -> Any:
+    """Copies a batch, so that a model may write into it; objects that cannot be copied are shared.
+
+    Only the constructor's tensors are copied, on the current stream. Values that jagged tensors
+    cached meanwhile, perhaps on another stream, are not copied.
+    """
+    members = children_of(value)
+    if members is not None:
+        copied = [copy_batch(member) for _, member in members]
+        return rebuild(value, copied, "batch", "let its constructor take its own fields")
+    if isinstance(value, KeyedJaggedTensor) and not value.variable_stride_per_key():
+        inverse = value.inverse_indices_or_none()
+        return KeyedJaggedTensor(
+            keys=value.keys(),
+            values=value.values().clone(),
+            weights=_cloned(value.weights_or_none()),
+            lengths=value.lengths().clone(),
+            stride=value.stride(),
+            inverse_indices=None if inverse is None else (list(inverse[0]), inverse[1].clone()),
+        )
+    if isinstance(value, JaggedTensor):
+        return JaggedTensor(
+            values=value.values().clone(),
+            weights=_cloned(value.weights_or_none()),
+            lengths=value.lengths().clone(),
+        )
+    if isinstance(value, KeyedTensor):
+        values = value.values().clone()
+        return KeyedTensor(value.keys(), value.length_per_key(), values, key_dim=value.key_dim())
+    if isinstance(value, Tensor):
+        return value.clone()
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # any error of a user's type
+        return value
+
+
+def _cloned(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 def _items_of(value: Any) -> list[tuple[str, Any]] | None:

@@ -25,8 +25,6 @@ from torchrec_picasso.errors import CompatError, InputError
 
 __all__ = [
     "PLAIN_TYPES",
-    "check_lookups",
-    "check_samples",
     "children_of",
     "FEWEST_SAMPLES",
     "micro_batch_sizes",
@@ -36,16 +34,7 @@ __all__ = [
     "split_batch",
 ]
 
-PLAIN_TYPES = (
-    type(None),
-    str,
-    bytes,
-    Number,
-    Enum,
-    torch.device,
-    torch.dtype,
-    torch.Size,
-)
+PLAIN_TYPES = (type(None), str, bytes, Number, Enum, torch.device, torch.dtype, torch.Size)
 """Types without samples: every micro-batch gets the value unchanged."""
 
 SAMPLE_TYPES = (Tensor, KeyedJaggedTensor, JaggedTensor, KeyedTensor)
@@ -55,48 +44,30 @@ SPLIT_ADVICE = (
     "give the pipeline split_batch=, a function (batch, sizes_K) -> list of K micro-batches"
 )
 
-
 FEWEST_SAMPLES = 2
 """Samples of the smallest micro-batch."""
 
 
-def micro_batch_sizes(
-    num_samples: int, num_micro_batches: int, first_share: float | None = None
-) -> list[int]:
-    """Chooses the number of samples of each micro-batch.
+def micro_batch_sizes(num_samples: int, num_micro_batches: int) -> list[int]:
+    """Chooses the number of samples of each of K micro-batches.
 
     The first of several micro-batches is small: its gradients travel last, and no compute is left
-    to overlap with. The first of two is the larger: the link is idle from the arrival of the second
-    one's rows until its gradients are sent. The others differ by one sample at most. No micro-batch
-    has one sample, because models squeeze a dim of one sample away: if there are not two for each,
-    the first micro-batch has all samples and the others are empty.
-
-    Args:
-        num_samples: Samples of the whole batch.
-        num_micro_batches: Number of micro-batches, K.
-        first_share: Share of the first micro-batch, between 0 and 1. By default 0.6 for K=2; for
-            more, the others are three times as large as the first: 0.1, 0.3, 0.3, 0.3 for K=4.
-
-    Returns:
-        K sizes that sum to ``num_samples``.
-
-    Raises:
-        InputError: If a number is out of range.
+    to overlap with. The others are three times as large, and differ by one sample at most: the
+    shares are 0.1, 0.3, 0.3, 0.3 for K=4. Of two, the first is the larger, 0.6: the link is idle
+    from the arrival of the second one's rows until its gradients are sent. No micro-batch has one
+    sample, because models squeeze a dim of one sample away: if there are not two for each, the
+    first micro-batch has all samples and the others are empty.
     """
     if num_samples < 0 or num_micro_batches < 1:
         raise InputError(
             f"cannot cut {num_samples} samples into {num_micro_batches} micro-batches; "
             "expected at least 0 samples and at least 1 micro-batch"
         )
-    if first_share is None:
-        first_share = 0.6 if num_micro_batches == 2 else 1 / (3 * num_micro_batches - 2)
-    if not 0 < first_share <= 1:
-        raise InputError(f"first_share is {first_share}, expected a share above 0 and up to 1")
     num_others = num_micro_batches - 1
     if num_others == 0 or num_samples < FEWEST_SAMPLES * num_micro_batches:
         return [num_samples, *[0] * num_others]
-    most = num_samples - FEWEST_SAMPLES * num_others
-    first = min(max(round(first_share * num_samples), FEWEST_SAMPLES), most)
+    first_share = 0.6 if num_micro_batches == 2 else 1 / (3 * num_micro_batches - 2)
+    first = max(round(first_share * num_samples), FEWEST_SAMPLES)
     # remaining samples are dealt one by one to the first of the others
     each, left_over = divmod(num_samples - first, num_others)
     return [first] + [each + (k < left_over) for k in range(num_others)]
@@ -107,13 +78,7 @@ def num_samples(batch: Any) -> int:
 
     The number is that of the first KeyedJaggedTensor, or without one, of the first jagged or dense
     tensor with a dim 0. The attributes of an object are searched too if only a user's own
-    ``split_batch=`` can split its type.
-
-    Args:
-        batch: Any batch.
-
-    Raises:
-        InputError: If nothing in the batch has samples.
+    ``split_batch=`` can split its type. Raises InputError if nothing in the batch has samples.
     """
     leaves = [leaf for _, leaf in _leaves(batch, "batch")]
     for leaf in list(leaves):
@@ -143,12 +108,7 @@ def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
     from the micro-batch. Attributes that were assigned to a batch are split as its fields are. A
     list is a container: its members are split, the list itself is never split by samples.
 
-    Args:
-        batch: The whole batch.
-        sizes_K: Samples of each micro-batch; 0 is allowed. Their sum is the batch's number.
-
-    Returns:
-        K objects of the batch's type. A single micro-batch is the batch itself, of any type.
+    Sizes may be 0; they sum to the batch's samples. A single micro-batch is the batch itself.
 
     Raises:
         InputError: If a field has another number of samples, or sizes do not fit the batch.
@@ -160,7 +120,7 @@ def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
     sizes_K = list(sizes_K)
     if len(sizes_K) == 1:
         return [batch]
-    found = check_samples(batch)
+    found = _check_samples(batch)
     if not sizes_K or min(sizes_K) < 0:
         raise InputError(
             f"sizes of micro-batches are {sizes_K}, expected one or more, none below 0"
@@ -173,16 +133,8 @@ def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
     return _cut(batch, "batch", sizes_K)
 
 
-def check_samples(batch: Any) -> int | None:
-    """Counts the samples of a batch, and checks that all fields agree.
-
-    Returns:
-        The number of samples; ``None`` = nothing in the batch has samples.
-
-    Raises:
-        InputError: If a field has another number of samples.
-        CompatError: If a field's type or layout cannot be split by samples.
-    """
+def _check_samples(batch: Any) -> int | None:
+    """Counts the samples of a batch, ``None`` = it has none, and checks that all fields agree."""
     counts = [
         (path, leaf, count)
         for path, leaf in _leaves(batch, "batch")
@@ -203,7 +155,7 @@ def check_samples(batch: Any) -> int | None:
 
 
 def reason_of(refusal: Exception) -> str:
-    """Extracts the reason from an error of :func:`split_batch`, without the advice for batches."""
+    """Returns the reason in an error of :func:`split_batch`, without the advice for batches."""
     return str(refusal).partition(f"; {SPLIT_ADVICE}")[0]
 
 
@@ -265,7 +217,7 @@ def _check_kjt(kjt: KeyedJaggedTensor, path: str) -> None:
 
 
 def _cut(value: Any, path: str, sizes_K: list[int]) -> list[Any]:
-    """Splits one value into K micro-batches; :func:`check_samples` has counted its samples."""
+    """Splits one value into K micro-batches; its samples have been counted."""
     members = children_of(value)
     if members is not None:
         parts_MK = [_cut(member, path + suffix, sizes_K) for suffix, member in members]
@@ -309,7 +261,7 @@ def _cut_kjt(kjt: KeyedJaggedTensor, path: str, sizes_K: list[int]) -> list[Keye
     least = min(map(min, lookups_KF))
     if least < 0:
         raise InputError(f"{path}: lengths of a feature that sum to {least}, expected none below 0")
-    check_lookups(path, sum(map(sum, lookups_KF)), values_N, weights_N)
+    _check_lookups(path, sum(map(sum, lookups_KF)), values_N, weights_N)
 
     segments_FK = [count for counts_K in zip(*lookups_KF) for count in counts_K]
     # values are stored by feature and sample, so each feature has K consecutive segments
@@ -344,7 +296,7 @@ def _cut_jt(jagged: JaggedTensor, path: str, sizes_K: list[int]) -> list[JaggedT
     values_N, weights_N = jagged.values(), jagged.weights_or_none()
     lengths_of_K = _views(jagged.lengths(), sizes_K)
     lookups_K = torch.stack([lengths.sum() for lengths in lengths_of_K]).tolist()
-    check_lookups(path, sum(lookups_K), values_N, weights_N)
+    _check_lookups(path, sum(lookups_K), values_N, weights_N)
     weights_of_K: Sequence[Tensor | None] = [None] * len(sizes_K)
     if weights_N is not None:
         weights_of_K = _views(weights_N, lookups_K)
@@ -354,18 +306,8 @@ def _cut_jt(jagged: JaggedTensor, path: str, sizes_K: list[int]) -> list[JaggedT
     ]
 
 
-def check_lookups(path: str, expected: int, values_N: Tensor, weights_N: Tensor | None) -> None:
-    """Refuses values or weights whose number is not the sum of the lengths.
-
-    Args:
-        path: Place of the field in the batch, for the message.
-        expected: Sum of the lengths.
-        values_N: Values of the field.
-        weights_N: Weights of the field, if it has any.
-
-    Raises:
-        InputError: If a number differs; names the path.
-    """
+def _check_lookups(path: str, expected: int, values_N: Tensor, weights_N: Tensor | None) -> None:
+    """Refuses values or weights whose number is not ``expected``, the sum of the lengths."""
     for name, tensor in (("values", values_N), ("weights", weights_N)):
         if tensor is not None and tensor.size(0) != expected:
             raise InputError(f"{path}: {tensor.size(0)} {name}, but its lengths sum to {expected}")

@@ -24,13 +24,10 @@ class Op:
     """One operation of a step.
 
     Args:
-        kind: Kind of the operation, one of :data:`KINDS`.
+        kind: Kind of the operation, one of :data:`KINDS`, else PlanError.
         batch: 0 = the batch of this step, 1 = the next, 2 = the batch after that.
         index: Index of the micro-batch or chunk; ``None`` = the whole batch.
         wave: Wave of packs; ``None`` = all packs.
-
-    Raises:
-        PlanError: If there is no such kind.
     """
 
     kind: str
@@ -48,76 +45,55 @@ class Op:
         return f"{self.kind}{index}{wave}{OF_BATCH[self.batch]}"
 
 
-_Pick = Callable[[Op, Op], bool]
-"""Whether an operation requires another operation of its schedule to run first."""
-
-
 @dataclass(frozen=True)
 class Need:
-    """Operations that must run before an operation, if they are in the same schedule.
-
-    Args:
-        kind: Kind of the required operations.
-        pick: Selects the required operations of that kind.
-        required: Whether the schedule must contain one; otherwise an earlier schedule may have run
-            it.
-    """
+    """Operations of a kind that must run before an operation, if they are in the same schedule."""
 
     kind: str
-    pick: _Pick
+    pick: Callable[[Op, Op], bool]
+    """Whether an operation requires another operation of that kind."""
     required: bool = False
+    """Whether the schedule must contain one; otherwise an earlier schedule may have run it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of operation.
-
-    Args:
-        sends: Whether the operation starts a collective; all ranks reach it in the same order.
-        on_id_stream: Whether the operation works on ids only, on a stream beside the computation.
-        needs: Operations that must run before it.
-    """
+    """One kind of operation."""
 
     sends: bool = False
+    """Whether the operation starts a collective; all ranks reach it in the same order."""
     on_id_stream: bool = False
+    """Whether the operation works on ids only, on a stream beside the computation."""
     needs: tuple[Need, ...] = ()
 
 
 def _share_packs(op: Op, other: Op) -> bool:
-    """Whether two operations have a pack in common; without a wave, an operation has all packs."""
+    """Without a wave, an operation has all packs."""
     return op.wave is None or other.wave is None or op.wave == other.wave
 
 
 def _same_batch(op: Op, other: Op) -> bool:
-    """Whether another operation concerns the same batch and a common pack."""
     return op.batch == other.batch and _share_packs(op, other)
 
 
 def _same_micro_batch(op: Op, other: Op) -> bool:
-    """Whether another operation concerns the same micro-batch."""
     return op.batch == other.batch and op.index == other.index
 
 
 def _before(op: Op, other: Op) -> bool:
-    """Whether another operation concerns an earlier micro-batch of the same batch."""
     return op.batch == other.batch and (other.index or 0) < (op.index or 0)
 
 
 def _later(op: Op, other: Op) -> bool:
-    """Whether another operation concerns a later micro-batch of the same batch."""
     return op.batch == other.batch and (other.index or 0) > (op.index or 0)
 
 
 def _earlier_batch(op: Op, other: Op) -> bool:
-    """Whether another operation concerns an earlier in-flight batch and a common pack.
-
-    The first batch of a schedule has no such operation: its predecessor ended before the schedule.
-    """
+    """The first batch of a schedule has none: its predecessor ended before the schedule."""
     return op.batch > other.batch and _share_packs(op, other)
 
 
 def _all(*kinds: str) -> tuple[Need, ...]:
-    """Returns needs for operations of some kinds on the same batch."""
     return tuple(Need(kind, _same_batch) for kind in kinds)
 
 

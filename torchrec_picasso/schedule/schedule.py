@@ -46,22 +46,16 @@ COLLECTIVES = frozenset(name for name, kind in KINDS.items() if kind.sends)
 
 @dataclass(frozen=True)
 class Setting:
-    """Number of micro-batches of a batch, and whether its clean rows are fetched early.
-
-    Args:
-        num_micro_batches: Number of micro-batches, K.
-        lookahead: Whether clean rows, which the batch before does not update, are fetched before
-            the update of that batch.
-    """
+    """How a batch is trained."""
 
     num_micro_batches: int
     lookahead: bool
+    """Whether clean rows, which the batch before does not update, are fetched before its update."""
 
     def __str__(self) -> str:
-        text = f"{self.num_micro_batches} micro-batches"
-        if self.num_micro_batches == 1:
-            text = "1 micro-batch"
-        return f"{text} {'with' if self.lookahead else 'without'} lookahead"
+        plural = "" if self.num_micro_batches == 1 else "es"
+        ahead = "with" if self.lookahead else "without"
+        return f"{self.num_micro_batches} micro-batch{plural} {ahead} lookahead"
 
 
 @dataclass(frozen=True)
@@ -86,11 +80,7 @@ class Schedule:
         ).astype({"index": "Int64", "wave": "Int64"})
 
     def check(self) -> None:
-        """Refuses a schedule in which an operation runs before its dependencies.
-
-        Raises:
-            PlanError: Names the operation and the operation that must run first.
-        """
+        """Raises PlanError if an operation runs before its dependencies; names both."""
         done: set[Op] = set()
         for op in self.ops:
             if op in done:
@@ -124,11 +114,8 @@ def training_schedule(
     a step ahead. Without clean rows, the layout of the next batch is built while the last gradients
     are on the wire.
 
-    Args:
-        this: Setting of the batch of the step.
-        following: Setting of the next batch; ``None`` = the setting of this batch.
-        after: Setting of the batch after the next; ``None`` = the setting of the next batch.
-        num_waves: Number of waves of packs.
+    The next batch has by default the setting of this batch, and the batch after that the setting of
+    the next. ``num_waves`` counts the waves of packs.
     """
     following = following or this
     waves = _waves(num_waves)
@@ -161,14 +148,7 @@ def evaluation_schedule(
     *,
     num_waves: int = 1,
 ) -> Schedule:
-    """Returns the schedule of a step without backward; training steps may precede and follow it.
-
-    Args:
-        this: Setting of the batch of the step.
-        following: Setting of the next batch; ``None`` = the setting of this batch.
-        after: Setting of the batch after the next; ``None`` = the setting of the next batch.
-        num_waves: Number of waves of packs.
-    """
+    """Returns the schedule of a step without backward; training steps may precede and follow it."""
     following = following or this
     ops = _look_ahead(following)
     ops += _fetch_dirty(NEXT, following, num_waves)
@@ -179,12 +159,7 @@ def evaluation_schedule(
 
 @cache
 def first_batch_schedule(this: Setting, *, num_waves: int = 1) -> Schedule:
-    """Returns the schedule that fetches the rows of the first batch, before the first step.
-
-    Args:
-        this: Setting of the first batch.
-        num_waves: Number of waves of packs.
-    """
+    """Returns the schedule that fetches the rows of the first batch, before the first step."""
     ops = [Op(kind, THIS) for kind in ("request", "send_ids", "receive_ids", "lay_out")]
     return _checked([*ops, *_fetch_dirty(THIS, this, num_waves), Op("read_hot", THIS)])
 
@@ -193,8 +168,7 @@ def first_batch_schedule(this: Setting, *, num_waves: int = 1) -> Schedule:
 def second_batch_schedule(following: Setting) -> Schedule:
     """Returns the schedule that sends the second batch's ids to home ranks, before the first step.
 
-    Args:
-        following: Setting of the second batch.
+    Its setting is ``following``.
     """
     return _checked([Op("request", NEXT), Op("send_ids", NEXT), *_ids_arrive(NEXT, following)])
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.schedule.setting_trial import Trial
 
-__all__ = ["NUM_MICRO_BATCHES", "Clock", "SettingChoice", "candidates", "pieces_for"]
+__all__ = ["NUM_MICRO_BATCHES", "SettingChoice", "StepClock", "candidates", "pieces_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -29,19 +30,40 @@ _FEWEST_SAMPLES = 64
 
 
 def pieces_for(num_samples: int) -> tuple[int, ...]:
-    """Returns the numbers of micro-batches that may be fastest for a batch size, ascending.
+    """Returns the numbers of micro-batches that may be fastest, ascending.
 
-    Args:
-        num_samples: Samples of the largest batch of a rank.
+    ``num_samples`` are those of the largest batch of a rank.
     """
     return tuple(k for k in NUM_MICRO_BATCHES if k == 1 or num_samples >= _FEWEST_SAMPLES * k)
 
 
-class Clock(Protocol):
-    """Reads timestamps, see :class:`.step_clock.StepClock`."""
+class StepClock:
+    """Times steps without blocking the device that runs them.
+
+    On the CPU a step has ended when its call returns. On a device the host runs ahead: reading the
+    time at every step would wait for the device, and a different setting would win. So events are
+    recorded on the stream, and read after a turn of several steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def stamp(self) -> Any:
+        """Returns a timestamp of the current moment on the host (CPU) or the current stream."""
+        if self._device.type == "cpu":
+            return perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.get_device_module(self._device).current_stream())
+        return event
 
     def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
-        """Returns the seconds of each span, a pair of timestamps."""
+        """Returns the seconds of each span, a pair of timestamps; waits for the last span."""
+        if self._device.type == "cpu":
+            return [end - start for start, end in spans]
+        # Spans ascend in time, so all earlier events are complete as well.
+        if spans:
+            spans[-1][1].synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in spans]
 
 
 def candidates(num_micro_batches: int | None, lookahead: bool | None) -> list[Setting]:
@@ -57,11 +79,8 @@ class SettingChoice:
     """Assigns a setting to every batch, and finally the fastest one.
 
     A step counts for a setting if its batch and the next batch have that setting; the operations of
-    the batch after that are small.
-
-    Args:
-        allowed: Candidates, the simplest first.
-        first: Number of micro-batches at the start of the trial, if it is among the candidates.
+    the batch after that are small. The candidates are ``allowed``, the simplest first; the trial
+    starts with ``first`` micro-batches, if that is a candidate.
     """
 
     def __init__(self, allowed: Sequence[Setting], first: int | None = None) -> None:
@@ -75,37 +94,24 @@ class SettingChoice:
         self._spans: list[tuple[Setting, tuple[Any, Any]]] = []
         # A setting of an earlier run, or a single candidate, needs no trial.
         known = [setting for setting in self._allowed if setting == self._known]
-        self._current = (known or self._allowed)[0]
-        self._is_settled = bool(known) or len(self._allowed) == 1
-        if not self._is_settled:
+        self.current = (known or self._allowed)[0]
+        """The setting of the next batch."""
+        self.is_settled = bool(known) or len(self._allowed) == 1
+        """Whether all further batches have the current setting."""
+        if not self.is_settled:
             self._take_turn()
 
-    @property
-    def current(self) -> Setting:
-        """The setting of the next batch."""
-        return self._current
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether all further batches have the current setting."""
-        return self._is_settled
-
     def __str__(self) -> str:
-        if not self._is_settled:
-            return f"{self._current}; trying {len(self._allowed)} settings"
+        if not self.is_settled:
+            return f"{self.current}; trying {len(self._allowed)} settings"
         if not self._trial.times_ms:
-            known = ", as an earlier run chose" if self._current == self._known else ""
-            return f"{self._current}{known}"
+            known = ", as an earlier run chose" if self.current == self._known else ""
+            return f"{self.current}{known}"
         times = ", ".join(f"{setting}: {ms:.0f} ms" for setting, ms in self._trial.times_ms.items())
-        return f"{self._current}; the fastest of {times}"
+        return f"{self.current}; the fastest of {times}"
 
     def settle_on(self, setting: Setting | None) -> None:
-        """Adopts the setting of an earlier run, without a trial.
-
-        Args:
-            setting: Setting of the earlier run; ``None``, or a setting that is no candidate, has no
-                effect.
-        """
+        """Adopts the setting of an earlier run, if it is a candidate, without a trial."""
         if setting in self._allowed:
             self._known = setting
             self._start()
@@ -113,18 +119,11 @@ class SettingChoice:
     def narrow(self, num_samples: int, is_interleaved: bool) -> None:
         """Removes candidates that cannot be fastest, unless none would be left.
 
-        All ranks must pass equal arguments.
-
-        Args:
-            num_samples: Samples of the largest batch of a rank.
-            is_interleaved: Whether any module is interleaved; if not, there is nothing to hide.
+        ``num_samples`` are those of the largest batch of a rank, equal on all ranks. If no module
+        is interleaved, there is nothing to hide.
         """
-        remaining = [
-            setting
-            for setting in self._allowed
-            if setting.num_micro_batches == 1
-            or (is_interleaved and num_samples >= _FEWEST_SAMPLES * setting.num_micro_batches)
-        ]
+        pieces = pieces_for(num_samples) if is_interleaved else (1,)
+        remaining = [each for each in self._allowed if each.num_micro_batches in pieces]
         remaining = remaining if is_interleaved else remaining[:1]
         # Other candidates: the trial starts over.
         if remaining and remaining != self._allowed:
@@ -135,21 +134,16 @@ class SettingChoice:
         self,
         settings: Sequence[Setting],
         span: tuple[Any, Any] | None,
-        clock: Clock,
+        clock: StepClock,
         pg: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Records a training step. Collective at the end of a turn.
+        """Records a step on batches with these settings. Collective at the end of a turn.
 
-        Args:
-            settings: Settings of the batches that the step worked on.
-            span: Timestamps of ``clock`` at the beginning and the end of the step; ``None`` = the
-                step did other work than training. The same on all ranks.
-            clock: Reads the timestamps.
-            pg: Process group.
-            device: Device on which the collectives of ``pg`` run.
+        ``span`` are the clock's timestamps at the beginning and the end of the step; ``None``, on
+        all ranks = the step did other work than training.
         """
-        if self._is_settled:
+        if self.is_settled:
             return
         if span is not None and len(set(settings[:2])) == 1:
             self._spans.append((settings[0], span))
@@ -158,7 +152,7 @@ class SettingChoice:
             self._read_times(clock, pg, device)
             self._take_turn()
 
-    def _read_times(self, clock: Clock, pg: dist.ProcessGroup, device: torch.device) -> None:
+    def _read_times(self, clock: StepClock, pg: dist.ProcessGroup, device: torch.device) -> None:
         """Records the time of each step on its slowest rank. Collective."""
         if not self._spans:
             return
@@ -173,9 +167,9 @@ class SettingChoice:
 
     def _take_turn(self) -> None:
         turn = self._trial.next_turn()
-        self._is_settled = turn is None
+        self.is_settled = turn is None
         if turn is None:
-            self._current = self._trial.chosen
+            self.current = self._trial.chosen
             _log.info("setting chosen: %s", self)
         else:
-            self._current, self._batches_left = turn.setting, turn.num_batches
+            self.current, self._batches_left = turn.setting, turn.num_batches

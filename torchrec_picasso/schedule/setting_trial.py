@@ -49,12 +49,10 @@ class Turn:
 
 
 class Trial:
-    """Generates turns, records times, and determines the fastest setting.
+    """Generates turns, records times, and determines the fastest of the allowed settings.
 
-    Args:
-        allowed: Settings.
-        first: Number of micro-batches at the start, if it is allowed; ``None`` = 2, after which
-            whole batches are tried next.
+    The trial starts with ``first`` micro-batches, if allowed, or else with 2, after which whole
+    batches are tried next.
     """
 
     def __init__(self, allowed: Sequence[Setting], first: int | None = None) -> None:

@@ -22,6 +22,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,8 +32,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_picasso.batches.copy import copy_batch
-from torchrec_picasso.batches.split import split_batch
+from torchrec_picasso.batches.join import join_outputs
+from torchrec_picasso.batches.members import copy_batch
+from torchrec_picasso.batches.split import FEWEST_SAMPLES, split_batch
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import agree_on
 from torchrec_picasso.proof.dense_part import dense_parameters
@@ -47,7 +50,6 @@ from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.operations import Program
 from torchrec_picasso.train_pipeline.options import PipelineOptions
-from torchrec_picasso.train_pipeline.pieces import Cut
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 
 __all__ = ["CutCheck"]
@@ -55,11 +57,58 @@ __all__ = ["CutCheck"]
 _TENSOR_FLOAT = 2.0**-11
 """Rounding step of float32 products on devices that may compute them in TF32."""
 
+_MOST_PIECES = 64
+"""Number of pieces of a torn batch, roughly; small batches have fewer."""
+
 _ADVICE = (
     "Either the loss is no mean over samples (a mean over clicked samples or over padded positions "
     "is not; loss_reduction='sum' or 'ratio' if it is one), or the model computes over the batch "
     "(its own statistics, negatives of the same batch). Use num_micro_batches=1"
 )
+
+
+class _Cut:
+    """Samples of each piece of a batch, in order, and the pieces' positions by micro-batch."""
+
+    def __init__(self, sizes: Sequence[int], pieces_K: Sequence[Sequence[int]]) -> None:
+        self.sizes = sizes
+        self.pieces_K = pieces_K
+        self.sizes_K = [sum(sizes[piece] for piece in pieces) for pieces in pieces_K]
+
+    @staticmethod
+    def in_order(sizes_K: Sequence[int]) -> _Cut:
+        """Splits into micro-batches of these sizes, one piece each."""
+        return _Cut(sizes_K, [[k] for k in range(len(sizes_K))])
+
+    @staticmethod
+    def torn(num_samples: int, num_micro_batches: int, draw: random.Random) -> _Cut:
+        """Splits into pieces of random sizes, dealt in random order to uneven micro-batches.
+
+        The last of the K >= 2 micro-batches has two samples, the fewest that one ever has. The
+        batch has at least 2 K samples.
+        """
+        # about 64 pieces of 2 to `usual` + 1 samples; piece 0 (two samples) is the last one
+        usual = max(FEWEST_SAMPLES, 2 * num_samples // min(_MOST_PIECES, num_samples))
+        sizes = [FEWEST_SAMPLES]
+        while (left := num_samples - sum(sizes)) >= 2 * FEWEST_SAMPLES:
+            sizes.append(draw.randint(FEWEST_SAMPLES, min(usual + 1, left - FEWEST_SAMPLES)))
+        sizes.append(left)
+        # shuffle pieces 1.. and split them at random positions into the other micro-batches
+        others = draw.sample(range(1, len(sizes)), len(sizes) - 1)
+        num_parts = min(num_micro_batches - 1, len(others))
+        ends = sorted(draw.sample(range(1, len(others)), num_parts - 1))
+        parts = [others[start:end] for start, end in pairwise([0, *ends, len(others)])]
+        return _Cut(sizes, [*parts, [0]])
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether micro-batch k is piece k, for all k."""
+        return all(list(pieces) == [k] for k, pieces in enumerate(self.pieces_K))
+
+    def joined(self, pieces: Sequence[Any], index: int) -> Any:
+        """Joins the pieces of one micro-batch; ``pieces`` are all, in the order of the batch."""
+        places = self.pieces_K[index]
+        return join_outputs([pieces[p] for p in places], [self.sizes[p] for p in places])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +123,7 @@ class _Run:
 
 
 class CutCheck:
-    """Compares a whole batch with micro-batches.
-
-    Args:
-        program: Model and losses.
-        taken: The model's sharded modules.
-        options: Functions that split batches and join outputs.
-    """
+    """Compares a whole batch with micro-batches."""
 
     def __init__(self, program: Program, taken: PipelinedModel, options: PipelineOptions) -> None:
         self._program = program
@@ -89,12 +132,9 @@ class CutCheck:
         self._draw = random.Random(0)
 
     def why_not(self, inflight: InFlightBatch) -> str | None:
-        """Describes a difference on any rank; ``None`` = no rank sees one.
+        """Describes a difference on any rank; ``None`` = no rank sees one. Collective.
 
-        Collective: every rank calls this, in the same order.
-
-        Args:
-            inflight: An in-flight batch whose rows are fetched or on their way.
+        The rows of the in-flight batch are fetched or on their way.
         """
         # collective, so it comes before any decision of this rank alone
         full_outputs = inflight.full_batch_outputs(self._taken.groups, self._taken.plain)
@@ -108,9 +148,9 @@ class CutCheck:
         """Describes the first difference on this rank."""
         num_samples, num_parts = inflight.num_samples, len(inflight.sizes_K)
         ways = {
-            "on the whole batch": Cut.in_order([num_samples]),
-            f"in {num_parts} micro-batches": Cut.in_order(inflight.sizes_K),
-            "in uneven parts": Cut.torn(num_samples, num_parts, self._draw),
+            "on the whole batch": _Cut.in_order([num_samples]),
+            f"in {num_parts} micro-batches": _Cut.in_order(inflight.sizes_K),
+            "in uneven parts": _Cut.torn(num_samples, num_parts, self._draw),
         }
         # torn pieces are joined by join_outputs, which may not know a user's type of batch
         if self._options.split is not split_batch:
@@ -143,16 +183,13 @@ class CutCheck:
         self,
         inflight: InFlightBatch,
         full_outputs: Mapping[str, FullBatchOutput],
-        cut: Cut,
+        cut: _Cut,
         still: StillRandomness,
     ) -> _Run:
-        """Runs forward and backward of all micro-batches, as a step does.
+        """Runs forward and backward of all micro-batches of ``cut``, as a step does.
 
-        Args:
-            inflight: The in-flight batch.
-            full_outputs: Outputs of the sharded modules for the whole batch, by name.
-            cut: Sizes of the pieces, and the micro-batch of each.
-            still: Watches for random numbers and collectives.
+        ``full_outputs`` are those of the sharded modules for the whole batch, by name; ``still``
+        watches for random numbers and collectives.
         """
         # copies: a model may write into its batch, and the step still needs the original
         batch, context = copy_batch(inflight.batch), copy.copy(inflight.context)
@@ -169,7 +206,8 @@ class CutCheck:
                     # for the samples of micro-batch k
                     parts = [given[name].part(cut.sizes, p) for p in range(len(cut.sizes))]
                     module.forward.give(cut.joined(parts, k))
-                with self._taken.postprocs.for_part(context, cut, k):
+                part_of = partial(cut.joined, index=k)
+                with self._taken.postprocs.for_part(context, cut.sizes, part_of):
                     losses, output = self._forward(model, cut.joined(pieces, k))
                 losses_K[k] = program.losses.checked(losses)
                 outputs.append(output)
@@ -180,8 +218,7 @@ class CutCheck:
                 loss.backward()
             # the leaves' gradients, in the order of the samples of the whole batch
             grads: dict[str, Sequence[Tensor | None]] = {
-                f"the output of {name}": whole.join_gradients([leaf.grad for leaf in whole.leaves])
-                for name, whole in given.items()
+                f"the output of {name}": whole.joined_gradients() for name, whole in given.items()
             }
             for name, parameter in dense_parameters(model):
                 grads[name] = [parameter.grad]
@@ -241,7 +278,7 @@ def _refuse_views(output: Any, model: nn.Module) -> None:
             raise CompatError("the output holds a view into the model; clone it")
 
 
-def _difference(whole: _Run, parts: _Run, tolerance: Tolerance, cut: Cut) -> str | None:
+def _difference(whole: _Run, parts: _Run, tolerance: Tolerance, cut: _Cut) -> str | None:
     """Describes the first difference in gradients, loss, state or outputs; the outputs of a torn
     batch are in another order and not compared."""
     for name, grads in whole.grads.items():

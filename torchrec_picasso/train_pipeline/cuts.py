@@ -20,8 +20,12 @@ from torchrec_picasso.exchange.agreement import agree_on
 from torchrec_picasso.proof.guard import Guard
 from torchrec_picasso.proof.proof import Proof
 from torchrec_picasso.schedule.schedule import NUM_BATCHES, Setting
-from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates, pieces_for
-from torchrec_picasso.schedule.step_clock import StepClock
+from torchrec_picasso.schedule.setting_choice import (
+    SettingChoice,
+    StepClock,
+    candidates,
+    pieces_for,
+)
 from torchrec_picasso.train_pipeline.evidence import CutEvidence
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 
@@ -48,10 +52,7 @@ def is_due(step: int) -> bool:
 class Cuts:
     """Decides between micro-batches and whole batches, for one model, and times the steps.
 
-    Args:
-        num_micro_batches: Number that the user requested; ``None`` = the fastest.
-        lookahead: Whether clean rows are fetched early; ``None`` = the faster choice.
-        device: Device of the model and of collectives.
+    ``None`` for a number of micro-batches or for lookahead = the fastest.
     """
 
     def __init__(
@@ -80,13 +81,8 @@ class Cuts:
     def begin(self, evidence: CutEvidence) -> None:
         """Starts with a model, or starts again with a model that was attached again.
 
-        All ranks have the same facts about their first batches.
-
-        Args:
-            evidence: The facts for and against micro-batches.
-
-        Raises:
-            CompatError: If the user requested micro-batches and batches cannot be split.
+        All ranks have the same facts about their first batches, and raise CompatError if the user
+        requested micro-batches and batches cannot be split.
         """
         self._begun, self._proof, self._guard = evidence, None, None
         self._num_proofs = self._num_steps = 0
@@ -95,12 +91,15 @@ class Cuts:
             if self._asked > 1 and why_whole is not None:
                 raise CompatError(why_whole)
             self._narrow()
-        elif why_whole is not None or not self._may_pay:
+            return
+        # with a few samples, or nothing to hide, micro-batches cannot be faster
+        taken = evidence.taken
+        may_pay = bool(taken.interleaved) and len(pieces_for(taken.look.num_samples)) > 1
+        if why_whole is not None or not may_pay:
             self._settle_whole(why_whole)
 
     @property
     def _evidence(self) -> CutEvidence:
-        """The facts about the model, which a step has shown."""
         assert self._begun is not None
         return self._begun
 
@@ -124,19 +123,10 @@ class Cuts:
         self._known = setting
         self._choice.settle_on(setting)
 
-    @property
-    def _may_pay(self) -> bool:
-        """Whether micro-batches could be faster at all."""
-        taken = self._evidence.taken
-        return bool(taken.interleaved) and len(pieces_for(taken.look.num_samples)) > 1
-
     def has_changed(self, batch: Any) -> bool:
-        """Whether the model or the form of its batches differs from what was examined.
+        """Whether the model or the form of the next batch differs from what was examined.
 
         This rank's result only: its consequences wait until all ranks agree.
-
-        Args:
-            batch: The next batch.
         """
         self._change = None
         if self._why_whole is not None:
@@ -160,9 +150,7 @@ class Cuts:
     def decide(self, inflight: InFlightBatch, has_changed: bool) -> None:
         """Decides before a training step whether its batch is trained whole. Collective.
 
-        Args:
-            inflight: The in-flight batch of the step.
-            has_changed: Whether the model of any rank has changed since the last decision.
+        ``has_changed`` tells whether the model of any rank has changed since the last decision.
 
         Raises:
             CompatError: On all ranks, if the user requested micro-batches that do not train the
@@ -175,10 +163,9 @@ class Cuts:
         self._is_next_whole = False
 
     def end_step(self, settings: Sequence[Setting]) -> None:
-        """Gives the autotuner the time of a training step. Collective at some steps.
+        """Gives the autotuner the time of a step that worked on batches with these settings.
 
-        Args:
-            settings: Settings of the batches that the step worked on.
+        Collective at some steps.
         """
         # A step lasts from the end of the step before: rows arrive between steps, too, above all
         # while ranks compare the times of a turn, and the next step would seem short.
@@ -213,7 +200,6 @@ class Cuts:
         return has_looked
 
     def _agree_on(self, reason: str | None) -> str | None:
-        """Returns a reason of any rank. Collective."""
         return agree_on(self._evidence.taken.pg, self._device, reason)
 
     def _prove(self, inflight: InFlightBatch) -> None:
@@ -250,7 +236,6 @@ class Cuts:
         self._choose_among(candidates(1, self._lookahead))
 
     def _choose_among(self, allowed: Sequence[Setting]) -> None:
-        """Starts the autotuner with these settings."""
         self._choice = SettingChoice(allowed, self._evidence.taken.planned_micro_batches)
         self._choice.settle_on(self._known)
         self._narrow()

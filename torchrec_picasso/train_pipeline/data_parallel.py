@@ -12,8 +12,8 @@ Work that DDP does per forward or per backward cannot be shared this way: see
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ __all__ = [
     "instead_of_wrapped",
     "no_gradients",
     "note_reduction",
-    "reduced_parameters",
     "why_whole_batches",
     "without_reduction",
     "wrapper_of",
@@ -41,18 +40,9 @@ def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
     """Finds the wrapper that reduces a ``DistributedModelParallel``'s dense gradients.
 
     TorchRec's pipelines reduce no gradients themselves, so without a wrapper nothing does.
-
-    Returns:
-        The wrapper; ``None`` = the model has none.
     """
     wrapped = model._dmp_wrapped_module if isinstance(model, DistributedModelParallel) else None
     return wrapped if isinstance(wrapped, DistributedDataParallel) else None
-
-
-def reduced_parameters(model: nn.Module) -> Sequence[nn.Parameter]:
-    """Lists the parameters whose gradients the wrapper reduces."""
-    wrapper = wrapper_of(model)
-    return [] if wrapper is None else wrapper._module_parameters
 
 
 def why_whole_batches(model: nn.Module) -> str | None:
@@ -60,9 +50,7 @@ def why_whole_batches(model: nn.Module) -> str | None:
     wrapper = wrapper_of(model)
     if wrapper is None:
         return None
-    if any(
-        hasattr(parameter, "_in_backward_optimizers") for parameter in reduced_parameters(model)
-    ):
+    if any(hasattr(each, "_in_backward_optimizers") for each in wrapper._module_parameters):
         return "dense parameters have optimizers that step in backward"
     if wrapper.find_unused_parameters and not wrapper.static_graph:
         return "DistributedDataParallel looks for unused parameters in every backward"
@@ -91,10 +79,7 @@ def counts_gradients(model: nn.Module) -> bool:
 def without_reduction(model: nn.Module) -> Iterator[None]:
     """In this context, forwards of the model do not prepare the wrapper for a backward."""
     wrapper = wrapper_of(model)
-    if wrapper is None:
-        yield
-        return
-    with wrapper.no_sync():
+    with nullcontext() if wrapper is None else wrapper.no_sync():
         yield
 
 
@@ -131,5 +116,7 @@ def note_reduction(model: nn.Module) -> None:
 
 def no_gradients(model: nn.Module) -> Tensor:
     """Makes a loss of 0 that gives every reduced parameter a gradient of 0."""
-    terms = [parameter.sum() * 0.0 for parameter in reduced_parameters(model)]
+    wrapper = wrapper_of(model)
+    parameters = [] if wrapper is None else wrapper._module_parameters
+    terms = [parameter.sum() * 0.0 for parameter in parameters]
     return torch.stack(terms).sum() if terms else torch.zeros((), requires_grad=True)

@@ -26,14 +26,9 @@ _LOSSES = {"mean": Losses.MEANS, "sum": Losses.SUMS, "ratio": Losses.RATIOS}
 
 
 class CutEvidence:
-    """Collects the facts about one model in one pipeline; implements :class:`.Evidence`.
+    """Collects the facts about one model in one pipeline.
 
-    Args:
-        program: Model and losses that the pipeline runs.
-        pipeline: Class of the pipeline.
-        injected: Names of modules into whose backward the user injected work.
-        taken: The model's sharded modules.
-        options: Functions of the user's that run beside the model's forward.
+    The user injected work into the backward of modules with the names ``injected``.
     """
 
     def __init__(
@@ -48,7 +43,8 @@ class CutEvidence:
         self._pipeline = pipeline
         self._injected = injected
         self.taken = taken
-        self._check = CutCheck(program, taken, options)
+        self.compare = CutCheck(program, taken, options).why_not
+        """Runs the model on the whole batch and on micro-batches. Collective."""
         self._why_unproved: str | None = None
         # a proof follows the model's forward only, not code that runs beside or ahead of it
         if options.own_functions:
@@ -61,7 +57,7 @@ class CutEvidence:
     def objection(self) -> str | None:
         """Names work that would run per micro-batch where the user expects it per batch."""
         model = self._program.model
-        reason = why_whole_batches(model) or why_hooked(model)
+        reason = why_whole_batches(model) or self.news() or next(_hooks_inside(model), None)
         if reason is None and self._injected:
             reason = f"register_backward_hook injected work into {', '.join(self._injected)}"
         if reason is None and self._pipeline._backward is not TrainPipelineSparseDist._backward:
@@ -70,7 +66,14 @@ class CutEvidence:
 
     def news(self) -> str | None:
         """Names a hook on the model's wrappers; the guard of a proof sees hooks inside."""
-        return _on_wrappers(self._program.model)
+        model = self._program.model
+        inner = inner_model(model)
+        for wrapper in (model, wrapper_of(model)):
+            if wrapper is None or wrapper is inner:
+                continue
+            if wrapper._forward_hooks or wrapper._forward_pre_hooks or _hooks_backward(wrapper):
+                return f"a hook is registered on the {type(wrapper).__name__} around the model"
+        return None
 
     def prove(self, inflight: InFlightBatch) -> Proof:
         """Traces the model once, with tensors that have no data. Collective."""
@@ -86,40 +89,13 @@ class CutEvidence:
         losses = _LOSSES[self._program.losses.reduction]
         return prove(self.taken.inner, inflight.batch, given, losses=losses)
 
-    def compare(self, inflight: InFlightBatch) -> str | None:
-        """Runs the model on the whole batch and on micro-batches. Collective."""
-        return self._check.why_not(inflight)
 
+def _hooks_inside(model: nn.Module) -> Iterator[str]:
+    """Names hooks inside the wrappers that would run K times, with gradients of micro-batches.
 
-def why_hooked(model: nn.Module) -> str | None:
-    """Names a hook that micro-batches would call K times, with partial gradients or losses.
-
-    The search covers hooks on gradients of dense parameters and modules, hooks on the wrappers, and
-    ``replicate()``, which reduces gradients in hooks. Forward hooks inside the model are a part of
-    its forward.
-
-    Args:
-        model: The model that was passed to the pipeline.
-
-    Returns:
-        A reason; ``None`` = there is no such hook.
+    These are hooks on gradients of dense parameters and modules, and ``replicate()``, which reduces
+    gradients in hooks. Forward hooks inside the model are a part of its forward.
     """
-    return _on_wrappers(model) or next(_inside(model), None)
-
-
-def _on_wrappers(model: nn.Module) -> str | None:
-    """Names a wrapper around the model that has a hook; ``None`` = there is none."""
-    inner = inner_model(model)
-    for wrapper in (model, wrapper_of(model)):
-        if wrapper is None or wrapper is inner:
-            continue
-        if wrapper._forward_hooks or wrapper._forward_pre_hooks or _hooks_backward(wrapper):
-            return f"a hook is registered on the {type(wrapper).__name__} around the model"
-    return None
-
-
-def _inside(model: nn.Module) -> Iterator[str]:
-    """Yields descriptions of hooks on gradients inside the wrappers."""
     for path, module in dense_modules(inner_model(model)):
         where = path or "the model"
         if _hooks_backward(module):

@@ -6,15 +6,13 @@ Shape letters: K micro-batches, V values that gradients run back to.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchrec.distributed.types import Awaitable
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from torchrec_picasso.batches.split import children_of, reason_of, rebuild, split_batch
 from torchrec_picasso.errors import CompatError, InputError
@@ -23,12 +21,7 @@ __all__ = ["UnsplitOutput", "FullBatchOutput"]
 
 
 class UnsplitOutput:
-    """An output for one forward of the whole batch: with its graph, awaited at its first use.
-
-    Args:
-        output: The module's result, awaitable or not.
-        name: Name of the module, for messages.
-    """
+    """An output for one forward of the whole batch: with its graph, awaited at its first use."""
 
     def __init__(self, output: Any, name: str) -> None:
         self._output = output
@@ -51,10 +44,7 @@ class UnsplitOutput:
         if isinstance(value, Awaitable):
             return value.wait()
         members = None if isinstance(value, KeyedTensor | JaggedTensor) else children_of(value)
-        if members is None:
-            return value
-        found = [self._waited(member) for _, member in members]
-        return rebuild(value, found, f"output of {self._name}", "use TrainPipelineSparseDist")
+        return value if members is None else _rebuilt(value, self._waited, self._name)
 
 
 class FullBatchOutput:
@@ -64,12 +54,7 @@ class FullBatchOutput:
     into its own leaves. The module's backward, which exchanges and updates, runs once, with the
     gradients of all leaves. This needs pooled tensors (KeyedTensor) or sequences (dicts of
     JaggedTensors), alone or in containers. A whole batch gets anything else unchanged, with its
-    graph.
-
-    Args:
-        output: The module's result, awaitable or not.
-        name: Name of the module, for messages.
-        always_leaves: Whether values are leaves even without a graph.
+    graph. With ``always_leaves``, values without a graph have leaves too.
     """
 
     def __init__(self, output: Any, name: str, *, always_leaves: bool = False) -> None:
@@ -79,93 +64,77 @@ class FullBatchOutput:
         """Tensors of the output that gradients run back to."""
         self._has_leaf: list[bool] = []
         """For every tensor of the output, whether it is one of ``_values``."""
-        self._output = self._map(output, self._off_graph)
-        self._cuts: dict[tuple[int, ...], _Cut] = {}
-
-    @property
-    def value(self) -> Any:
+        self.value = self._map(output, self._off_graph)
         """The output of the whole batch, without its graph."""
-        return self._output
+        self._parts_K: dict[tuple[int, ...], Sequence[Any]] = {}
+        """The output of each micro-batch, by the sizes of the micro-batches."""
+        self._leaves_VK: dict[tuple[int, ...], Sequence[Sequence[Tensor]]] = {}
+        """For each value of the output, the leaf of each micro-batch, by the sizes."""
 
     def part(self, sizes_K: Sequence[int], index: int) -> Any:
-        """Returns the output for one micro-batch.
-
-        Args:
-            sizes_K: Samples of each micro-batch.
-            index: Index of the micro-batch.
-
-        Raises:
-            CompatError: If the output cannot be split.
-        """
+        """Returns the output for one of micro-batches; CompatError if it cannot be split."""
         sizes = tuple(sizes_K)
-        if sizes not in self._cuts:
-            parts_K = [self._output] if len(sizes) == 1 else self._split(sizes)
-            self._cuts[sizes] = self._with_leaves(parts_K)
-        return self._cuts[sizes].parts_K[index]
+        if sizes not in self._parts_K:
+            parts_K = [self.value] if len(sizes) == 1 else self._split(sizes)
+            made = [self._with_leaves(part) for part in parts_K]
+            self._parts_K[sizes] = [part for part, _ in made]
+            self._leaves_VK[sizes] = list(zip(*(leaves_V for _, leaves_V in made)))
+        return self._parts_K[sizes][index]
 
     def backward(self) -> None:
         """Runs the module's backward; not without any gradient. Collective."""
-        grads = [leaf.grad for leaf in self.leaves]
-        if all(grad is None for grad in grads):
+        if all(leaf.grad is None for leaf in self.leaves):
             return  # a plain loop would not run the module's backward either
-        torch.autograd.backward(self._values, self.join_gradients(grads))
+        torch.autograd.backward(self._values, self.joined_gradients())
 
     def detached(self) -> FullBatchOutput:
         """Copies the output with its own leaves; no module's backward runs from them."""
         other = copy.copy(self)
-        other._cuts = {}
+        other._parts_K, other._leaves_VK = {}, {}
         return other
 
     @property
     def leaves(self) -> list[Tensor]:
         """The leaves of all micro-batches so far, where their gradients arrive."""
-        return [leaf for cut in self._cuts.values() for leaves in cut.leaves_VK for leaf in leaves]
-
-    def join_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Joins gradients of leaves to gradients of the whole output's values.
-
-        Args:
-            grads: Gradient of each of :attr:`leaves`, in their order; ``None`` = zeros.
-
-        Returns:
-            One gradient per value, with its shape.
-        """
-        found = iter(grads)
-        # by cut (sizes of micro-batches), then by value; several cuts of one batch add up
-        by_cut_V = [
-            [_join_gradients([next(found) for _ in leaves], leaves) for leaves in cut.leaves_VK]
-            for cut in self._cuts.values()
+        return [
+            leaf
+            for leaves_VK in self._leaves_VK.values()
+            for leaves_K in leaves_VK
+            for leaf in leaves_K
         ]
+
+    def joined_gradients(self) -> list[Tensor]:
+        """Joins the leaves' gradients to one per value of the output, with its shape."""
+        by_cut_V = [
+            [_joined_gradient(leaves_K) for leaves_K in leaves_VK]
+            for leaves_VK in self._leaves_VK.values()
+        ]
+        # several cuts of one batch add up
         return [torch.stack(g).sum(0) if len(g) > 1 else g[0] for g in zip(*by_cut_V)]
 
     def _split(self, sizes: tuple[int, ...]) -> Sequence[Any]:
         """Splits the output by samples."""
         try:
-            return split_batch(self._output, sizes)
+            return split_batch(self.value, sizes)
         except (CompatError, InputError) as error:
             raise CompatError(
-                f"module {self._name} returns a {type(self._output).__name__}, which cannot be cut "
+                f"module {self._name} returns a {type(self.value).__name__}, which cannot be cut "
                 f"into micro-batches ({reason_of(error)}); use num_micro_batches=1"
             ) from error
 
-    def _with_leaves(self, parts_K: Sequence[Any]) -> _Cut:
-        """Makes leaves for each micro-batch; the model gets copies of the leaves."""
-        leaves_KV: list[list[Tensor]] = []
+    def _with_leaves(self, part: Any) -> tuple[Any, list[Tensor]]:
+        """Returns a micro-batch's output whose gradients run back to leaves, and these leaves."""
+        has_leaf, leaves_V = iter(self._has_leaf), []
 
-        def leaf_of(tensor: Tensor, has_leaf: Iterator[bool], leaves_V: list[Tensor]) -> Tensor:
+        def on_leaf(tensor: Tensor) -> Tensor:
             if not next(has_leaf):
                 return tensor
             leaves_V.append(tensor.detach().requires_grad_())
             # the model gets a clone: it may write into its input, but not into a leaf
             return leaves_V[-1].clone()
 
-        parts = []
-        for part in parts_K:
-            leaves_KV.append([])
-            take = partial(leaf_of, has_leaf=iter(self._has_leaf), leaves_V=leaves_KV[-1])
-            with torch.enable_grad():
-                parts.append(self._map(part, take))
-        return _Cut(parts, list(zip(*leaves_KV)))
+        with torch.enable_grad():
+            return self._map(part, on_leaf), leaves_V
 
     def _off_graph(self, values: Tensor) -> Tensor:
         """Detaches one tensor, and records whether gradients run back to it."""
@@ -186,7 +155,7 @@ class FullBatchOutput:
                 values=change(value.values()),
                 key_dim=value.key_dim(),
             )
-        if isinstance(value, JaggedTensor) and not isinstance(value, KeyedJaggedTensor):
+        if isinstance(value, JaggedTensor):
             return JaggedTensor(
                 values=change(value.values()),
                 weights=value.weights_or_none(),
@@ -195,31 +164,20 @@ class FullBatchOutput:
             )
         if isinstance(value, Tensor):
             return change(value)
-        members = children_of(value)
-        if members is None:
+        if children_of(value) is None:
             return value
-        found = [self._map(member, change) for _, member in members]
-        return rebuild(value, found, f"output of {self._name}", "use TrainPipelineSparseDist")
+        return _rebuilt(value, lambda member: self._map(member, change), self._name)
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """An output split for some sizes of micro-batches.
-
-    Args:
-        parts_K: Output of each micro-batch.
-        leaves_VK: For each value of the output, the leaf of each micro-batch.
-    """
-
-    parts_K: Sequence[Any]
-    leaves_VK: Sequence[Sequence[Tensor]]
+def _rebuilt(container: Any, change: Callable[[Any], Any], name: str) -> Any:
+    """Applies a function to every member of a container in the output of module ``name``."""
+    found = [change(member) for _, member in children_of(container) or ()]
+    return rebuild(container, found, f"output of {name}", "use TrainPipelineSparseDist")
 
 
-def _join_gradients(grads_K: Sequence[Tensor | None], leaves_K: Sequence[Tensor]) -> Tensor:
+def _joined_gradient(leaves_K: Sequence[Tensor]) -> Tensor:
     """Joins the gradients of one value's leaves along the samples; 0-d values are summed."""
-    known_K = [
-        torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads_K, leaves_K)
-    ]
-    if len(known_K) == 1:
-        return known_K[0]
-    return torch.cat(known_K) if leaves_K[0].dim() else torch.stack(known_K).sum()
+    grads_K = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves_K]
+    if len(grads_K) == 1:
+        return grads_K[0]
+    return torch.cat(grads_K) if leaves_K[0].dim() else torch.stack(grads_K).sum()

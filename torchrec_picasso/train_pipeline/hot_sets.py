@@ -19,10 +19,8 @@ __all__ = ["HotSets"]
 class HotSets:
     """Refreshes hot sets, and detects in-flight batches whose layout has an older hot set.
 
-    Args:
-        policy: Interval and thresholds of refreshes; ``None`` = the pipeline changes no hot set.
-        verify_every: Steps between two comparisons of replicas with home rows; ``None`` = never.
-        id_stream: Stream of the requests, which read hot sets.
+    Without a policy the pipeline changes no hot set. Every ``verify_every`` steps replicas are
+    compared with home rows; ``None`` = never. Requests read hot sets on the stream of ids.
     """
 
     def __init__(
@@ -52,7 +50,6 @@ class HotSets:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Makes the tensors of the hot sets safe to read on the stream of the requests."""
         tensors = [tensor for group in self._groups for tensor in group.rows.tensors_of_hot_set()]
         self._id_stream.take_over(tensors)
 
@@ -78,8 +75,7 @@ class HotSets:
     def end_step(self) -> None:
         """Ends a training step; a refresh may follow. Collective.
 
-        Raises:
-            PicassoError: On all ranks, if a replica differs from its owned row.
+        All ranks raise PicassoError if a replica differs from its owned row.
         """
         self._num_steps += 1
         if self._verify_every is not None and self._num_steps % self._verify_every == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import takewhile
@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.batches.end_of_data import find_data
-from torchrec_picasso.batches.feed import BatchFeed, Fetched
+from torchrec_picasso.batches.feed import BatchFeed, Fetched, find_data
 from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.batches.split import micro_batch_sizes, reason_of
 from torchrec_picasso.errors import CompatError, InputError
@@ -25,7 +24,6 @@ from torchrec_picasso.exchange.waiting import OP_RANGE, named_range
 from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
     Op,
-    Schedule,
     Setting,
     evaluation_schedule,
     first_batch_schedule,
@@ -49,16 +47,7 @@ _LEADING = ("lay_out", "request")
 
 
 class InFlight:
-    """A queue of at most three batches: of this step, of the next, and of the one after.
-
-    Args:
-        model: The model that was passed to the pipeline.
-        feed: Fetches batches.
-        options: Functions that split batches and join outputs.
-        cuts: Decides how the next batch is split.
-        lifecycle: The state of the pipeline.
-        id_stream: Stream on which batches are split and ids are prepared.
-    """
+    """A queue of at most three batches: of this step, of the next, and of the one after."""
 
     def __init__(
         self,
@@ -103,13 +92,7 @@ class InFlight:
         program: Program,
         wait_plain: Callable[[TrainPipelineContext], None],
     ) -> None:
-        """Sets the model that the operations of schedules run.
-
-        Args:
-            taken: The sharded modules of the model.
-            program: Model, backward and optimizer.
-            wait_plain: Waits for the input dists of the non-interleaved modules.
-        """
+        """Sets the model that the operations of schedules run, see :class:`.Operations`."""
         self._taken, self._program = taken, program
         self._feed.asks_ahead = taken.has_stock_means
         self._operations = Operations(program, taken, self._id_stream, wait_plain)
@@ -117,8 +100,7 @@ class InFlight:
     def fetch_first(self, batches: Iterator[Any]) -> Fetched:
         """Fetches the batch of a step while no batch is in flight. Collective.
 
-        Raises:
-            StopIteration: On all ranks, if no rank has a batch.
+        All ranks raise StopIteration if no rank has a batch.
         """
         return self._feed.first(self._pg, batches)
 
@@ -149,12 +131,8 @@ class InFlight:
     def fill(self, batches: Iterator[Any]) -> None:
         """Fetches batches until a step has all that it works on, or data has ended. Collective.
 
-        Args:
-            batches: This rank's batches.
-
-        Raises:
-            StopIteration: On all ranks, if not all have a batch and all must: the step does not
-                begin.
+        All ranks raise StopIteration, and the step does not begin, if not all have a batch and all
+        must.
         """
         while len(self._inflights) < NUM_BATCHES and not self._feed.has_ended:
             fetched = self._feed.following(self._pg, batches, self._inflights[-1].batch)
@@ -165,8 +143,7 @@ class InFlight:
     def run_step(self, *, fetch_again: bool) -> None:
         """Runs the operations of a step. Collective.
 
-        Args:
-            fetch_again: Whether rows of the batch may have been updated since they were fetched.
+        With ``fetch_again``, rows of the batch may have been updated since they were fetched.
 
         Raises:
             CompatError: On all ranks, if a batch of any rank cannot be trained; and see
@@ -204,11 +181,7 @@ class InFlight:
         return self._inflights.popleft()
 
     def propagate_errors(self, step: int) -> AbstractContextManager[None]:
-        """In this context, errors name the operation, and the rank that caused them.
-
-        Args:
-            step: Number of the step that runs in the context.
-        """
+        """In this context, errors of a step name the operation, and the rank that caused them."""
         if self._peers is None:
             self._peers = Peers(self._pg)
         return self._peers.propagate_errors(lambda: f"step {step}, {self._doing}")
@@ -257,18 +230,18 @@ class InFlight:
                 raise CompatError(agree_on(self._pg, device, own))
         return flags
 
-    def _lead(self, schedule: Schedule) -> None:
+    def _lead(self, schedule: Iterable[Op]) -> None:
         """Runs the first operations of a schedule, those of later batches alone. Collective.
 
         They need no answer of other ranks and change nothing of this batch or the model, so they
         run while the answer to :meth:`_ask` and the rows of this batch travel.
         """
         ahead = takewhile(lambda op: op.kind in _LEADING, schedule)
-        missing = Schedule(tuple(op for op in ahead if op not in self._led))
+        missing = [op for op in ahead if op not in self._led]
         self._run(missing)
         self._led.update(missing)
 
-    def _run(self, schedule: Schedule) -> None:
+    def _run(self, schedule: Iterable[Op]) -> None:
         """Runs the operations of a schedule on those of its batches that exist. Collective."""
         assert self._operations is not None
         assert self._taken is not None
@@ -280,7 +253,7 @@ class InFlight:
                     with named_range(OP_RANGE, op), in_postprocs:
                         self._operations.run(op, self._inflights)
                     if self._inflights[-1].is_end:  # other operations of the batch are left out
-                        self._feed.end()
+                        self._feed.has_ended = True
                         self._inflights.pop()
 
     def _add(self, inflight: InFlightBatch) -> None:
@@ -317,13 +290,10 @@ class InFlight:
             return self._split(stand_in, setting)
 
     def _split(self, fetched: Fetched, setting: Setting) -> InFlightBatch:
-        """Splits a batch into micro-batches, and reads its inputs.
+        """Splits a batch into micro-batches, and reads its inputs; may raise on this rank alone.
 
         A batch of few samples, or one that cannot be split, becomes the first micro-batch, and the
         others are empty. Other ranks may still split theirs.
-
-        Raises:
-            CompatError: On this rank alone, see :meth:`.PipelinedModel.read`.
         """
         assert self._taken is not None
         batch = fetched.batch
@@ -337,12 +307,9 @@ class InFlight:
                 try:
                     micro_batches_K = list(self._options.split(batch, sizes_K))
                 except (CompatError, InputError) as error:
-                    self._log_unsplit(error)
+                    if not self._has_logged:  # later batches are like it
+                        self._has_logged = True
+                        reason = reason_of(error)
+                        _log.info("a batch is trained whole, it cannot be split: %s", reason)
                     sizes_K = [num_samples, *[0] * (setting.num_micro_batches - 1)]
         return InFlightBatch(fetched, setting, sizes_K, micro_batches_K, inputs)
-
-    def _log_unsplit(self, error: Exception) -> None:
-        """Logs that a batch could not be split; once, since later batches are like it."""
-        if not self._has_logged:
-            self._has_logged = True
-            _log.info("a batch is trained whole, it cannot be split: %s", reason_of(error))

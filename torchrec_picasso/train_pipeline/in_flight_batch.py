@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.batches.end_of_data import AnyData
-from torchrec_picasso.batches.feed import Fetched
+from torchrec_picasso.batches.feed import AnyData, Fetched
 from torchrec_picasso.rows.batch_gradients import BatchGradients
-from torchrec_picasso.rows.batch_rows import BatchRows, GradientSink, PartRows
+from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput, UnsplitOutput
@@ -74,11 +74,14 @@ class InFlightBatch:
         return sum(self.sizes_K)
 
     @property
-    def run_indices(self) -> Sequence[int]:
-        """Indices of the micro-batches that the model runs on: those with samples, or the first."""
-        if self.is_whole:
-            return [0]
+    def filled(self) -> Sequence[int]:
+        """Indices of the micro-batches with samples, or the first."""
         return [index for index, size in enumerate(self.sizes_K) if size] or [0]
+
+    @property
+    def run_indices(self) -> Sequence[int]:
+        """Indices of the micro-batches that the model runs on."""
+        return [0] if self.is_whole else self.filled
 
     @property
     def run_sizes(self) -> Sequence[int]:
@@ -88,11 +91,7 @@ class InFlightBatch:
         return [self.sizes_K[index] for index in self.run_indices]
 
     def run_batch(self, run: int) -> Any:
-        """Returns the input of one run of the model.
-
-        Args:
-            run: Position in :attr:`run_indices`.
-        """
+        """Returns the input of one run of the model, a position in :attr:`run_indices`."""
         return self.batch if self.is_whole else self.micro_batches_K[self.run_indices[run]]
 
     def runs_backward_at(self, index: int) -> bool:
@@ -104,43 +103,26 @@ class InFlightBatch:
         return index == len(self.sizes_K) - 1 if self.is_whole else index in self.run_indices
 
     def acquire(
-        self,
-        rows: BatchRows,
-        run: int,
-        sink: Callable[[int], GradientSink],
-        weights: Tensor | None,
-        number: int,
+        self, run: int, name: str, number: int, group: int, weights: Tensor | None
     ) -> list[tuple[PartRows, int]]:
-        """Returns the rows that a module uses in one run of the model.
+        """Returns rows and samples of each micro-batch that a module uses in one run of the model.
 
-        Args:
-            rows: Rows of the module's group.
-            run: Position in :attr:`run_indices`.
-            sink: Makes the function that receives the gradients of a micro-batch, by its index.
-            weights: Per-sample weights of the whole batch; ``None`` = those of the batch.
-            number: Position of the module in its group.
-
-        Returns:
-            The rows of each micro-batch of the run, with the number of its samples.
+        ``run`` is a position in :attr:`run_indices`, ``number`` that of the module in its group.
+        Without per-sample weights for the whole batch it uses those of the batch.
         """
-        counted = [index for index, size in enumerate(self.sizes_K) if size] or [0]
+        rows, gradients = self.rows[group], self.gradients[group]
         # a run on the whole batch uses the rows of all micro-batches with samples, one after
         # another; the last use of a micro-batch's rows may free them (once)
-        indices = counted if self.is_whole else [counted[run]]
-        return [
-            (
-                rows.acquire(index, sink(index), weights, once=index == counted[-1], module=number),
-                self.sizes_K[index],
-            )
-            for index in indices
-        ]
+        indices = self.filled if self.is_whole else [self.filled[run]]
+        parts = []
+        for index in indices:
+            sink = partial(self._take_gradients, name, gradients, number, index)
+            once = index == self.filled[-1]
+            part = rows.acquire(index, sink, weights, once=once, module=number)
+            parts.append((part, self.sizes_K[index]))
+        return parts
 
-    def forget(self) -> None:
-        """Drops losses and outputs: their graphs hold gradient sinks, which hold this object."""
-        self.losses_K.clear()
-        self.outputs_K.clear()
-
-    def take_gradients(
+    def _take_gradients(
         self,
         name: str,
         gradients: BatchGradients,
@@ -148,34 +130,23 @@ class InFlightBatch:
         index: int,
         grads_M: Sequence[Tensor],
     ) -> None:
-        """Receives the gradients of the rows that a micro-batch uses, in its backward.
+        """Receives the gradients ``(n, D_m)`` of the rows of each matrix, in a backward.
 
         If the model runs a module without gradients, or stops its gradients, this is not called.
-
-        Args:
-            name: Name of the module.
-            gradients: Gradients of the module's group.
-            number: Position of the module in its group.
-            index: Index of the micro-batch.
-            grads_M: Gradients of the rows ``(n, D_m)`` of each matrix.
         """
         self.trained.add(name)
         gradients.add(index, grads_M, number)
 
+    def forget(self) -> None:
+        """Drops losses and outputs: their graphs hold gradient sinks, which hold this object."""
+        self.losses_K.clear()
+        self.outputs_K.clear()
+
     def weights_of(self, name: str, module: Any, rows: BatchRows, number: int) -> Tensor | None:
-        """Computes per-sample weights of the whole batch for modules with feature processors.
+        """Computes the whole batch's weights ``(N,)`` for a module with feature processors.
 
         The backward of each micro-batch adds to the gradient of the weights; the feature processors
-        run backward once, with the sums.
-
-        Args:
-            name: Name of the module.
-            module: The interleaved module.
-            rows: Rows of the module's group.
-            number: Position of the module in its group.
-
-        Returns:
-            The weights ``(N,)``; ``None`` = the module uses those of the batch.
+        run backward once, with the sums. ``None`` = the module uses the weights of the batch.
         """
         if not isinstance(module, ProcessedModule):
             return None
@@ -188,45 +159,35 @@ class InFlightBatch:
         """Wraps a full-batch output; one run of the model needs no split of it."""
         return (UnsplitOutput if len(self.run_sizes) == 1 else FullBatchOutput)(output, name)
 
+    def compute_full_outputs(self, plain: Mapping[str, Any]) -> None:
+        """Computes the non-interleaved modules once per batch. Collective."""
+        for name, module in plain.items():
+            if name not in self.full_outputs:
+                module.forward.set_context(self.context)
+                self.full_outputs[name] = self._whole(module.forward.whole_batch(), name)
+
     def full_batch_outputs(
         self, groups: Sequence[ModuleGroup], plain: Mapping[str, Any]
     ) -> dict[str, FullBatchOutput]:
         """Computes each pipelined module's output for the whole batch, without its graph.
 
-        Collective: every rank calls this for the same batch.
-
-        Args:
-            groups: Modules whose exchange a schedule drives.
-            plain: Non-interleaved modules, by name.
+        Collective. The modules are those of ``groups``, and the non-interleaved ones, ``plain``.
         """
         self.compute_full_outputs(plain)
         outputs = {name: self.full_outputs[name].detached() for name in plain}
-        counted = [index for index, size in enumerate(self.sizes_K) if size] or [0]
         for group, rows in zip(groups, self.rows):
             for number, (name, module) in enumerate(group.modules.items()):
                 weights = self.weights_of(name, module, rows, number)
+                parts = []
                 with torch.no_grad():
-                    # the rows stay for the training step: no sink, and not the last use
-                    parts = [
-                        (
-                            rows.acquire(index, lambda _: None, weights, module=number),
-                            self.sizes_K[index],
-                        )
-                        for index in counted
-                    ]
-                    whole = group.joined_output(name, parts).wait()
+                    for index in self.filled:
+                        # the rows stay for the training step: no sink, and not the last use
+                        part = rows.acquire(index, _no_sink, weights, module=number)
+                        parts.append((part, self.sizes_K[index]))
+                    whole = group.output(name, parts).wait()
                 outputs[name] = FullBatchOutput(whole, name, always_leaves=True)
         return outputs
 
-    def compute_full_outputs(self, plain: Mapping[str, Any]) -> None:
-        """Computes the non-interleaved modules once per batch; a second call does nothing.
 
-        Collective: every rank calls this for the same batch.
-
-        Args:
-            plain: Non-interleaved modules, by name.
-        """
-        for name, module in plain.items():
-            if name not in self.full_outputs:
-                module.forward.set_context(self.context)
-                self.full_outputs[name] = self._whole(module.forward.whole_batch(), name)
+def _no_sink(grads_M: Sequence[Tensor]) -> None:
+    """Receives gradients of a run that trains nothing."""

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.regroup import KTRegroupAsDict
 
 from torchrec_picasso._torchrec import BackwardHookWork, InjectionSite, TrainPipelineContext
-from torchrec_picasso.batches.end_of_data import SplitBatch
-from torchrec_picasso.batches.feed import BatchFeed
+from torchrec_picasso.batches.feed import BatchFeed, SplitBatch
 from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.waiting import STEP_RANGE, named_range
@@ -42,7 +42,7 @@ from torchrec_picasso.train_pipeline.options import (
     refuse_options,
 )
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
-from torchrec_picasso.train_pipeline.regroup import Regroups
+from torchrec_picasso.train_pipeline.regroup import replace_regroups, restore_regroups
 from torchrec_picasso.train_pipeline.step_report import OnStep, StepWatch
 
 __all__ = ["InterleavedTrainPipeline"]
@@ -156,7 +156,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._hot_sets = HotSets(refresh, verify_every, self._id_stream)
         self._watch = StepWatch(on_step, device)
         self._injected: list[str] = []
-        self._regroups = Regroups()
+        self._regroups: list[KTRegroupAsDict] = []
         self._begin_with(model)
 
     def _begin_with(self, model: nn.Module) -> None:
@@ -288,7 +288,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._lifecycle.change_to(State.DETACHED)
         if self._taken is not None:
             self._original_kjt_dist_forwards = self._taken.original_dist_forwards
-        self._regroups.release()
+        restore_regroups(self._regroups)
         self._cuts.train_whole_next()
         return super().detach()
 
@@ -298,7 +298,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self.reset()
             self._begin_with(model)
         self._lifecycle.change_to(State.NEW)
-        self._regroups.release()
+        restore_regroups(self._regroups)
         super().attach(model, sparse_dist)
 
     def reset(self) -> None:
@@ -345,7 +345,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         found.join_splits()
         self._hot_sets.take(found.groups)
         self._in_flight.work_with(found, program, self.wait_sparse_data_dist)
-        self._taken, self._regroups = found, Regroups.find(found.inner, self._device)
+        self._taken, self._regroups = found, replace_regroups(found.inner, self._device)
         self._lifecycle.change_to(State.ATTACHED)
 
     def summary(self) -> str:

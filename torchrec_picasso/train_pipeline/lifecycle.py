@@ -42,11 +42,7 @@ class Lifecycle:
         self.state = self._after_reset = State.NEW
 
     def change_to(self, state: State) -> None:
-        """Changes the state; of a failed pipeline, the state that it has after a reset.
-
-        Raises:
-            PicassoError: If the state may not follow the current state.
-        """
+        """Changes the state; of a failed pipeline, the state that it has after a reset."""
         if self.state is State.FAILED:
             self._after_reset = state
         elif state in _NEXT[self.state]:
@@ -72,11 +68,7 @@ class Lifecycle:
         self.change_to(State.ATTACHED)
 
     def check_step(self) -> None:
-        """Refuses a step before the step before has ended.
-
-        Raises:
-            PicassoError: If the step before raised, or runs.
-        """
+        """Raises PicassoError if the step before raised, or runs."""
         if self.state in (State.IN_STEP, State.FAILED):
             raise PicassoError(
                 "the step before raised and did not end; call reset() on all ranks, which forgets "

@@ -28,14 +28,7 @@ _REDUCTIONS = ("mean", "sum", "ratio")
 
 
 class Losses:
-    """Computes losses of batches and of their micro-batches.
-
-    Args:
-        reduction: ``"mean"``, ``"sum"`` or ``"ratio"``.
-
-    Raises:
-        ConfigError: If ``reduction`` is none of these.
-    """
+    """Computes losses of batches and of their micro-batches."""
 
     def __init__(self, reduction: str) -> None:
         if reduction not in _REDUCTIONS:
@@ -45,10 +38,7 @@ class Losses:
         self.reduction = reduction
 
     def checked(self, losses: Any) -> Any:
-        """Validates the losses that a model returned.
-
-        Returns:
-            The losses, unchanged.
+        """Returns the losses that a model returned, unchanged.
 
         Raises:
             CompatError: If the reduction is a ratio and the losses are no pair of tensors, or the
@@ -70,14 +60,12 @@ class Losses:
             "return ((numerators, denominators), output), tensors of sums over samples"
         )
 
-    def whole(self, losses: Any) -> Tensor:
+    def whole(self, losses: Any) -> Any:
         """Returns the losses of a whole batch, a vector or 0-d."""
         if self.reduction != "ratio":
-            whole: Tensor = losses
-            return whole
+            return losses
         numerators, denominators = losses
-        ratios: Tensor = numerators / denominators
-        return ratios
+        return numerators / denominators
 
     def stand_in(self, losses: Any) -> Tensor:
         """Makes a 0-d loss for a batch without samples; its value has no meaning."""
@@ -88,10 +76,7 @@ class Losses:
     def part(self, losses_K: Mapping[int, Any], index: int, sizes_K: Sequence[int]) -> Tensor:
         """Computes the 0-d loss of one micro-batch; their gradients sum up to those of the batch.
 
-        Args:
-            losses_K: Losses of all micro-batches that have samples.
-            index: Index of the micro-batch.
-            sizes_K: Samples of each micro-batch.
+        ``losses_K`` are those of all micro-batches that have samples.
         """
         losses = losses_K[index]
         if self.reduction == "mean":
@@ -100,23 +85,21 @@ class Losses:
             return torch.sum(losses, dim=0)
         numerators, denominators = losses
         # N and D are constants of the gradient: the formula at the head of the file has dn and dd
-        with torch.no_grad():
-            whole_N, whole_D = (torch.stack(sums).sum(0) for sums in zip(*losses_K.values()))
+        whole_N, whole_D = _whole_sums(losses_K)
         terms = numerators / whole_D - denominators * (whole_N / whole_D.square())
         return torch.sum(terms, dim=0)
 
     def batch(self, losses_K: Mapping[int, Any], sizes_K: Sequence[int]) -> Tensor:
-        """Computes the 0-d loss of a whole batch, without its graph.
-
-        Args:
-            losses_K: Losses of all micro-batches that have samples.
-            sizes_K: Samples of each micro-batch.
-        """
+        """Computes the 0-d loss of a whole batch from all that have samples, without its graph."""
         with torch.no_grad():
             if self.reduction == "ratio":
-                numerators, denominators = (
-                    torch.stack(sums).sum(0) for sums in zip(*losses_K.values())
-                )
+                numerators, denominators = _whole_sums(losses_K)
                 return torch.sum(numerators / denominators, dim=0)
             parts = [self.part(losses_K, index, sizes_K) for index in losses_K]
             return torch.stack(parts).sum()
+
+
+@torch.no_grad()
+def _whole_sums(losses_K: Mapping[int, Any]) -> list[Tensor]:
+    """Sums the numerators and the denominators over micro-batches, without their graphs."""
+    return [torch.stack(sums).sum(0) for sums in zip(*losses_K.values())]

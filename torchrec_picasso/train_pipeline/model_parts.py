@@ -66,15 +66,10 @@ def process_group_of(model: nn.Module) -> dist.ProcessGroup:
 def unpipelined_modules(
     model: nn.Module, pipelined: Collection[nn.Module], called: Collection[str]
 ) -> dict[str, str]:
-    """Finds sharded modules that TorchRec does not pipeline, each with the reason.
+    """Finds sharded modules that TorchRec does not pipeline: a reason by module name.
 
-    Args:
-        model: The model inside its wrapper.
-        pipelined: Modules whose input TorchRec's tracer found in the batch.
-        called: Names of other modules whose call the tracer saw.
-
-    Returns:
-        A reason by module name.
+    TorchRec's tracer found the input of ``pipelined`` modules in the batch, and saw a call of
+    modules with the names ``called``. The model is the one inside its wrapper.
     """
     known = {id(module) for module in pipelined}
     return {
@@ -111,14 +106,9 @@ def why_computed_once(module: ShardedModule) -> str:
 
 
 def why_whole_batches(model: nn.Module, unpipelined: Mapping[str, str]) -> str | None:
-    """Reason why a model's batches cannot be split into micro-batches, with advice.
+    """Reason why batches of the model inside its wrapper cannot be split, with advice, or ``None``.
 
-    Args:
-        model: The model inside its wrapper.
-        unpipelined: Result of :func:`unpipelined_modules`.
-
-    Returns:
-        A reason; ``None`` = none is known.
+    ``unpipelined`` is the result of :func:`unpipelined_modules`.
     """
     for name, module in outside_of_sharded(model):
         if isinstance(module, nn.modules.batchnorm._BatchNorm):

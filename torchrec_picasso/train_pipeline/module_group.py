@@ -8,6 +8,7 @@ weights, with and without variable-batch (VBE) features, and modules with severa
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,11 +41,9 @@ ModuleInput = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class ModuleGroup:
-    """Sharded modules whose exchange a schedule drives as one.
+    """Sharded modules whose exchange a schedule drives as one, in the order of their rows.
 
-    Args:
-        modules: The group's modules by name, in the order of their rows in the group.
-        is_odd: Whether the modules have variable-batch (VBE) features; their batch is never split.
+    ``is_odd`` modules have variable-batch (VBE) features; their batch is never split.
     """
 
     def __init__(self, modules: Mapping[str, ScheduledModule], *, is_odd: bool = False) -> None:
@@ -60,11 +59,7 @@ class ModuleGroup:
     def check(self, inputs: Mapping[str, ModuleInput]) -> None:
         """Refuses what no header reports to other ranks: they must agree on it before the request.
 
-        Args:
-            inputs: Input of each module for the whole batch, by name.
-
-        Raises:
-            CompatError: On this rank alone.
+        Raises CompatError on this rank alone.
         """
         for name, module in self.modules.items():
             features = _features_in(module, inputs[name])
@@ -75,13 +70,7 @@ class ModuleGroup:
     def request(
         self, inputs: Mapping[str, ModuleInput], sizes_K: Sequence[int], has_data: bool
     ) -> RowRequest:
-        """Starts to request the rows of a batch. Collective.
-
-        Args:
-            inputs: Input of each module for the whole batch, by name.
-            sizes_K: Samples of each micro-batch.
-            has_data: Whether the batch comes from this rank's data.
-        """
+        """Starts to request the rows of a batch, from each module's input for it. Collective."""
         modules = self.modules.values()
         sound = [valid_features(_features_in(m, inputs[name])) for name, m in self.modules.items()]
         features_of = [self._features_of(module, kjt) for module, kjt in zip(modules, sound)]
@@ -101,28 +90,15 @@ class ModuleGroup:
             features = with_weights(features, None)
         return VariableBatchFeatures.pad(module.features_of(features), features)
 
-    def joined_output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:
-        """Computes a module's output for several micro-batches, joined along the samples.
-
-        Args:
-            name: Name of the module.
-            parts: Rows and number of samples of each micro-batch.
-        """
-        outputs = [self.output(name, rows) for rows, _ in parts]
+    def output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:
+        """Computes a module's output from the rows and numbers of samples of micro-batches."""
+        module = self.modules[name]
+        compute = partial(spread, module) if self._is_odd else module.output
+        outputs = [compute(rows) for rows, _ in parts]
         if len(outputs) == 1:
             return outputs[0]
         sizes = [size for _, size in parts]
         return LazyNoWait(join_outputs([output.wait() for output in outputs], sizes))
-
-    def output(self, name: str, rows: PartRows) -> LazyAwaitable[Any]:
-        """Computes a module's output for one micro-batch.
-
-        Args:
-            name: Name of the module.
-            rows: Rows of the micro-batch.
-        """
-        module = self.modules[name]
-        return spread(module, rows) if self._is_odd else module.output(rows)
 
 
 def _features_in(module: ScheduledModule, given: ModuleInput) -> KeyedJaggedTensor:
@@ -134,12 +110,9 @@ def _features_in(module: ScheduledModule, given: ModuleInput) -> KeyedJaggedTens
 def group_modules(
     modules: Mapping[str, ScheduledModule], weighted: Collection[str], odd: Collection[str] = ()
 ) -> list[ModuleGroup]:
-    """Groups the modules that can travel together.
+    """Groups the modules that can travel together, in the order in which the model calls them.
 
-    Args:
-        modules: Modules by name, in the order in which the model calls them.
-        weighted: Names of modules whose input has per-sample weights.
-        odd: Names of modules with variable-batch (VBE) features.
+    The input of ``weighted`` modules has per-sample weights; ``odd`` ones have VBE features.
     """
     alike: dict[Any, dict[str, ScheduledModule]] = {}
     # All ranks build the same keys. One exchange needs one process group and one wire precision;

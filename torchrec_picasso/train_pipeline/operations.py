@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.batches.end_of_data import AnyData
+from torchrec_picasso.batches.feed import AnyData
 from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.exchange.tally import note_all_reduce
 from torchrec_picasso.rows.batch_gradients import BatchGradients
@@ -40,33 +40,25 @@ _TRAINED, _UNTRAINED, _TRAINED_BY_NONE, _UNKNOWN = 4, 3, 2, 0
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The functions that a pipeline's user gave it, each called as by TorchRec's pipeline.
-
-    Args:
-        model: The model that was passed to the pipeline.
-        forward: Returns ``(losses, output)`` for a batch or micro-batch.
-        backward: Runs backward from the losses of a whole batch.
-        step: Steps the dense optimizer.
-        zero_grad: Clears gradients, and passes learning rates to FBGEMM.
-        losses: Computes the loss of a batch and of a micro-batch.
-    """
+    """The functions that a pipeline's user gave it, each called as by TorchRec's pipeline."""
 
     model: nn.Module
+    """The model that was passed to the pipeline."""
     forward: Callable[[Any], tuple[Any, Any]]
+    """Returns ``(losses, output)`` for a batch or micro-batch."""
     backward: Callable[[Tensor], None]
+    """Runs backward from the losses of a whole batch."""
     step: Callable[[], None]
+    """Steps the dense optimizer."""
     zero_grad: Callable[[], None]
+    """Clears gradients, and passes learning rates to FBGEMM."""
     losses: Losses
 
 
 class Operations:
     """The operations of a schedule: one method ``_<kind>`` per kind of operation.
 
-    Args:
-        program: Model, backward and optimizer.
-        taken: The model's sharded modules, interleaved and plain.
-        id_stream: Stream on which ids are prepared.
-        wait_plain: Waits for the input dists of plain modules, which run once per batch.
+    ``wait_plain`` waits for the input dists of plain modules, which run once per batch.
     """
 
     def __init__(
@@ -84,33 +76,19 @@ class Operations:
         self._is_trained: dict[str, bool] = {}
 
     def run(self, op: Op, inflights: Sequence[InFlightBatch]) -> None:
-        """Runs one operation.
-
-        Args:
-            op: The operation.
-            inflights: The in-flight batches; ``op.batch`` is the index of its batch.
-        """
-        if not KINDS[op.kind].on_id_stream:
-            self._run(op, inflights)
-            return
-        with self._id_stream.working():
-            self._run(op, inflights)
-        # the layout is the last result of the ids' stream that other streams read
-        if op.kind == "lay_out":
-            inflight = inflights[op.batch]
-            tensors = chain.from_iterable(rows.layout.tensors() for rows in inflight.rows)
-            self._id_stream.hand_over([inflight.batch, *inflight.micro_batches_K], tensors)
-
-    def _run(self, op: Op, inflights: Sequence[InFlightBatch]) -> None:
-        """Calls the method of an operation."""
+        """Runs one operation on the in-flight batch with index ``op.batch``."""
         inflight = inflights[op.batch]
-        if op.kind == "send_dirty_mask":
-            self._send_dirty_mask(inflight, inflights[op.batch - 1])
-            return
         which = {"index": op.index, "wave": op.wave}
         given = {name: number for name, number in which.items() if number is not None}
-        # the kind names its method: "fetch_dirty" -> self._fetch_dirty(inflight, index, wave)
-        getattr(self, f"_{op.kind}")(inflight, **given)
+        with self._id_stream.working() if KINDS[op.kind].on_id_stream else nullcontext():
+            if op.kind == "send_dirty_mask":
+                self._send_dirty_mask(inflight, inflights[op.batch - 1])
+            else:  # the kind names its method: "fetch_dirty" -> _fetch_dirty(inflight, index, wave)
+                getattr(self, f"_{op.kind}")(inflight, **given)
+        # the layout is the last result of the ids' stream that other streams read
+        if op.kind == "lay_out":
+            tensors = chain.from_iterable(rows.layout.tensors() for rows in inflight.rows)
+            self._id_stream.hand_over([inflight.batch, *inflight.micro_batches_K], tensors)
 
     def _request(self, inflight: InFlightBatch) -> None:
         """Starts the header exchanges, and the input dists of non-interleaved modules."""
@@ -173,14 +151,12 @@ class Operations:
         if index not in inflight.run_indices:
             return
         run = inflight.run_indices.index(index)
-        for group, rows, gradients in zip(self._taken.groups, inflight.rows, inflight.gradients):
+        for position, (group, rows) in enumerate(zip(self._taken.groups, inflight.rows)):
             # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(group.modules.items()):
                 weights = inflight.weights_of(name, module, rows, number)
-                # sink(index) receives the gradients of micro-batch `index`
-                sink = partial(partial, inflight.take_gradients, name, gradients, number)
-                parts = inflight.acquire(rows, run, sink, weights, number)
-                module.forward.take(partial(group.joined_output, name, parts))
+                parts = inflight.acquire(run, name, number, position, weights)
+                module.forward.take(partial(group.output, name, parts))
         inflight.compute_full_outputs(self._taken.plain)
         for name, module in self._taken.plain.items():
             module.forward.give(inflight.full_outputs[name].part(inflight.run_sizes, run))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 
-from torchrec_picasso.batches.end_of_data import SplitBatch
+from torchrec_picasso.batches.feed import SplitBatch
 from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import CompatError, ConfigError
@@ -133,13 +133,9 @@ REFUSED_OPTIONS: Mapping[str, str] = {
 
 
 def refuse_options(**options: bool) -> None:
-    """Refuses arguments of TorchRec's constructor that have no meaning here.
+    """Refuses arguments of TorchRec's constructor that have no meaning here, all at once.
 
-    Args:
-        options: Value of each argument in :data:`REFUSED_OPTIONS`.
-
-    Raises:
-        CompatError: If any is true; lists each with reason and remedy.
+    The values are those of the arguments in :data:`REFUSED_OPTIONS`.
     """
     refused = [f"{name}: {REFUSED_OPTIONS[name]}" for name, given in options.items() if given]
     if refused:
@@ -150,11 +146,7 @@ def refuse_options(**options: bool) -> None:
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Refuses models whose dense part or tables are not the same on all ranks of one group.
-
-    Raises:
-        CompatError: If the model has such a wrapper; names it.
-    """
+    """Refuses models whose dense part or tables are not the same on all ranks of one group."""
     wrapped = model._dmp_wrapped_module if isinstance(model, DistributedModelParallel) else model
     kind = None
     if isinstance(model, DMPCollection):
@@ -170,15 +162,7 @@ def refuse_model(model: nn.Module) -> None:
 
 
 def refuse_backward_hook(model: nn.Module, path: str) -> None:
-    """Refuses user work in the backward of a module whose backward this package schedules.
-
-    Args:
-        model: The model that was passed to the pipeline.
-        path: Path of the module in the model.
-
-    Raises:
-        CompatError: If the module has hot/cold tables.
-    """
+    """Refuses user work in the backward of a module whose backward this package schedules."""
     target = dict(model.named_modules()).get(path)
     for module in [] if target is None else target.modules():
         if isinstance(module, HotColdModule) and module.has_hot_cold:

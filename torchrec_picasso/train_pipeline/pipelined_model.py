@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.model_memory import without_a_trace
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
-from torchrec_picasso.train_pipeline.interleaved_forward import InterleavedForward
 from torchrec_picasso.train_pipeline.model_parts import (
     as_scheduled,
     has_weights,
@@ -35,8 +35,11 @@ from torchrec_picasso.train_pipeline.model_parts import (
     why_whole_batches,
 )
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup, ModuleInput, group_modules
-from torchrec_picasso.train_pipeline.postprocs import Postprocs
-from torchrec_picasso.train_pipeline.tracing import explained_tracing
+from torchrec_picasso.train_pipeline.rewrite import (
+    InterleavedForward,
+    Postprocs,
+    explained_tracing,
+)
 
 __all__ = ["FirstLook", "PipelinedModel"]
 
@@ -48,34 +51,23 @@ _ODD_BATCH = (
 
 @dataclass(frozen=True)
 class FirstLook:
-    """Facts about the first batch, equal on all ranks.
-
-    Args:
-        odd: Modules with variable-batch (VBE) features.
-        num_samples: Samples of the largest batch of a rank.
-        weighted: Modules whose features have per-sample weights.
-        why_whole: Reason why batches cannot be split; ``None`` = none is known.
-    """
+    """Facts about the first batch, equal on all ranks."""
 
     odd: Collection[str] = ()
+    """Modules with variable-batch (VBE) features."""
     num_samples: int = 0
+    """Samples of the largest batch of a rank."""
     weighted: Collection[str] = ()
+    """Modules whose features have per-sample weights."""
     why_whole: str | None = None
+    """Reason why batches cannot be split; ``None`` = none is known."""
 
 
 class PipelinedModel:
     """Replaces the forwards of the sharded modules; TorchRec's ``detach`` restores them.
 
-    Args:
-        model: The model that was passed to the pipeline.
-        batch: The first batch; TorchRec's tracer may examine it.
-        context: TorchRec's pipeline context of the batch.
-        stream: Stream on which ids are prepared.
-        device: Device of the model.
-        pipeline_postproc: Whether modules without parameters run ahead of the model.
-
-    Raises:
-        CompatError: If the model cannot be traced.
+    TorchRec's tracer may examine the first batch. ``stream`` is the one on which ids are prepared.
+    CompatError if the model cannot be traced.
     """
 
     def __init__(
@@ -169,18 +161,10 @@ class PipelinedModel:
     def read(
         self, batch: Any, context: TrainPipelineContext
     ) -> tuple[Mapping[str, ModuleInput], int]:
-        """Reads off a batch what the interleaved modules look up.
+        """Reads each interleaved module's input off a batch, and the number of samples.
 
-        Args:
-            batch: The batch.
-            context: TorchRec's pipeline context of the batch.
-
-        Returns:
-            Input of each module by name, and the number of samples.
-
-        Raises:
-            CompatError: On this rank alone, if features have their own batch sizes (VBE), unlike
-                those of the first batch, or cannot be served.
+        CompatError, on this rank alone, if features cannot be served, or have their own batch sizes
+        (VBE), unlike those of the first batch.
         """
         inputs = self._inputs_of(batch, context)
         num_samples = _count(batch, inputs)
@@ -195,7 +179,6 @@ class PipelinedModel:
         return inputs, num_samples
 
     def _inputs_of(self, batch: Any, context: TrainPipelineContext) -> Mapping[str, ModuleInput]:
-        """Builds the arguments of each interleaved module's call."""
         with self.postprocs.for_batch(context):
             return {
                 name: module.forward.args.build_args_kwargs(batch)
@@ -212,33 +195,24 @@ class PipelinedModel:
             group.rows.apply_writes()
 
     def look_at(self, batch: Any, context: TrainPipelineContext, id_stream: IdStream) -> FirstLook:
-        """Collects the facts about all ranks' first batches. Collective.
-
-        Args:
-            batch: This rank's batch.
-            context: TorchRec's pipeline context of the batch.
-            id_stream: Stream on which ids are prepared.
-        """
+        """Collects the facts about all ranks' first batches. Collective."""
         with id_stream.working():
             id_stream.take_batch(batch)
-            return self._look_at(batch, context)
-
-    def _look_at(self, batch: Any, context: TrainPipelineContext) -> FirstLook:
-        inputs = self._inputs_of(batch, context)
-        count = _count(batch, inputs)
-        odd = _odd_modules(inputs, count)
-        # one vector for one all-reduce: a flag per module (VBE), a flag per module (weights),
-        # samples, and a flag for a batch without countable samples; the maximum joins each
-        own = [int(name in odd) for name in inputs]
-        own += [int(has_weights(given)) for given in inputs.values()]
-        own += [count, int(_count_samples(batch) is None)]
-        most = torch.tensor(own, device=self.device)
-        if self.pg.size() > 1:
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.pg)
-        *flags, most_samples, is_uncounted = most.tolist()
-        is_odd, is_weighted = flags[: len(self.interleaved)], flags[len(self.interleaved) :]
-        names = [name for name, is_it in zip(self.interleaved, is_odd) if is_it]
-        weighted = [name for name, is_it in zip(self.interleaved, is_weighted) if is_it]
+            inputs = self._inputs_of(batch, context)
+            count = _count(batch, inputs)
+            odd = _odd_modules(inputs, count)
+            # one vector for one all-reduce: a flag per module (VBE), a flag per module (weights),
+            # samples, and a flag for a batch without countable samples; the maximum joins each
+            own = [int(name in odd) for name in inputs]
+            own += [int(has_weights(given)) for given in inputs.values()]
+            own += [count, int(_count_samples(batch) is None)]
+            most = torch.tensor(own, device=self.device)
+            if self.pg.size() > 1:
+                dist.all_reduce(most, dist.ReduceOp.MAX, group=self.pg)
+            *flags, most_samples, is_uncounted = most.tolist()
+        is_odd, is_weighted = flags[: len(inputs)], flags[len(inputs) :]
+        names = list(compress(inputs, is_odd))
+        weighted = list(compress(inputs, is_weighted))
         why_whole = None
         if names:
             why_whole = (
@@ -263,10 +237,7 @@ class PipelinedModel:
         return self.look.why_whole or why_whole_batches(self.inner, self._unpipelined)
 
     def start_plain(self, inflight: InFlightBatch) -> None:
-        """Starts the input dists of the non-interleaved modules, as TorchRec does.
-
-        Runs on the ids' stream. Collective: all ranks call this for the same batch.
-        """
+        """Starts the input dists of the non-interleaved modules, on the ids' stream. Collective."""
         start_data_dist(list(self.plain.values()), inflight.batch, inflight.context)
         self.join_splits()
 

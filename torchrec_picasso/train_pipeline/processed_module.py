@@ -33,12 +33,7 @@ __all__ = ["ProcessedModule", "module_of"]
 
 
 class ProcessedModule:
-    """A module with feature processors, with the interface that a schedule needs.
-
-    Args:
-        module: TorchRec's sharded module.
-        tables: Tables of the module, which are all hot/cold.
-    """
+    """A module with feature processors and hot/cold ``tables`` alone, as a schedule needs it."""
 
     def __init__(
         self, module: ShardedFeatureProcessedEmbeddingBagCollection, tables: HotColdModule
@@ -63,13 +58,9 @@ class ProcessedModule:
         return args, kwargs
 
     def features_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Selects the features that the module looks up, in the order of its tables.
+        """Copies the features that the module looks up, in the order of its tables.
 
-        Args:
-            features: The module's input; lengths must be valid.
-
-        Returns:
-            A copy with weights, which the processors may overwrite.
+        The copy has weights, which the processors may overwrite. Lengths must be valid.
         """
         (own, *_), _ = self._module.preprocess_input([with_own_weights(features)], {})
         return self._tables.features_of(own)
@@ -79,15 +70,10 @@ class ProcessedModule:
         return self._tables.output(rows)
 
     def weights(self, rows: BatchRows, number: int) -> Tensor:
-        """Runs the processors on a whole batch.
+        """Runs the processors on a whole batch: weights of all lookups of the group ``(N,)``.
 
-        Args:
-            rows: Rows of the batch.
-            number: Position of this module in its group.
-
-        Returns:
-            The weights of all lookups of the group ``(N,)``: those of this module with their graph,
-            those of other modules as the batch has them.
+        Those of this module, which has position ``number`` in the group, have their graph; those of
+        other modules are as the batch has them.
         """
         features_of = rows.layout.features_of
         features, apply = features_of[number], self._module.apply_feature_processors_to_kjt_list

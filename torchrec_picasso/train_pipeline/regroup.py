@@ -16,50 +16,29 @@ from torch import Tensor, nn
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-__all__ = ["Regroups", "regroup"]
+__all__ = ["regroup", "replace_regroups", "restore_regroups"]
 
 
-class Regroups:
-    """The regrouping modules of a model whose forward is replaced.
+def replace_regroups(model: nn.Module, device: torch.device) -> list[KTRegroupAsDict]:
+    """Makes :func:`regroup` the forward of a CPU model's regrouping modules; returns these."""
+    if device.type != "cpu":
+        return []
+    replaced = [module for module in model.modules() if type(module) is KTRegroupAsDict]
+    for module in replaced:
+        module.forward = partial(regroup, module)
+    return replaced
 
-    Args:
-        taken: The modules; from now on their forward is :func:`regroup`.
-    """
 
-    def __init__(self, taken: Sequence[KTRegroupAsDict] = ()) -> None:
-        self._taken = taken
-        for module in taken:
-            module.forward = partial(regroup, module)
-
-    @staticmethod
-    def find(model: nn.Module, device: torch.device) -> Regroups:
-        """Finds the modules of a model on the CPU; on other devices none.
-
-        Args:
-            model: The model.
-            device: Device of the model.
-        """
-        if device.type != "cpu":
-            return Regroups()
-        return Regroups([m for m in model.modules() if type(m) is KTRegroupAsDict])
-
-    def release(self) -> None:
-        """Restores the modules' own forward."""
-        for module in self._taken:
-            vars(module).pop("forward", None)
-        self._taken = ()
+def restore_regroups(replaced: list[KTRegroupAsDict]) -> None:
+    """Restores the own forward of the modules, once: it empties their list."""
+    while replaced:
+        vars(replaced.pop()).pop("forward", None)
 
 
 def regroup(module: KTRegroupAsDict, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
-    """Computes the result of a regrouping module by concatenation.
+    """Concatenates columns ``(B, sum of D)`` by key: ``(B, columns of the group)`` each.
 
-    Args:
-        module: The module, which has the groups.
-        keyed_tensors: The columns, ``(B, sum of D)`` each.
-
-    Returns:
-        The columns of each group by key, ``(B, columns of the group)``. Inputs that the module may
-        refuse are passed to the module itself.
+    Inputs that the module may refuse are passed to the module itself.
     """
     columns: dict[str, Tensor] = {}
     num_columns = 0

@@ -98,12 +98,7 @@ class StepReports:
 
 
 class StepWatch:
-    """Measures steps if there is a receiver of reports; else it does nothing.
-
-    Args:
-        on_step: Receives the report of each training step; ``None`` = no reports.
-        device: Device of the steps.
-    """
+    """Measures steps if there is a receiver of reports, ``on_step``; else it does nothing."""
 
     def __init__(self, on_step: OnStep | None, device: torch.device) -> None:
         self._takers = [] if on_step is None else [on_step] if callable(on_step) else list(on_step)
@@ -124,12 +119,7 @@ class StepWatch:
             self._seconds = perf_counter() - start
 
     def report(self, inflight: InFlightBatch, refreshed: Refreshed | None) -> None:
-        """Reports a training step that was measured.
-
-        Args:
-            inflight: The in-flight batch of the step.
-            refreshed: Result of the last refresh evaluation.
-        """
+        """Reports a training step that was measured, and the last refresh evaluation."""
         if not self._takers:
             return
         report = StepReport(

@@ -13,7 +13,6 @@ Shape letters: B samples, F features, N lookups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
@@ -40,15 +39,17 @@ class VariableBatchFeatures(KeyedJaggedTensor):
 
     @staticmethod
     def pad(features: KeyedJaggedTensor, given: KeyedJaggedTensor) -> VariableBatchFeatures:
-        """Converts features, with or without their own batch sizes; no copy.
+        """Converts features in the order of the tables, without a copy.
 
-        Args:
-            features: The features in the order of the tables.
-            given: The features as the batch has them, with their inverse indices.
+        ``given`` are the features as the batch has them, perhaps with inverse indices.
         """
         row_of_sample_FB = None
         if features.variable_stride_per_key():
-            row_of_sample_FB = _rows_of_samples(features.keys(), given)
+            names, row_of_sample_FB = given.inverse_indices()
+            order = list(map(names.index, features.keys()))
+            if order != list(range(len(names))):  # (F, B) of these features, in their order
+                index = torch.tensor(order, device=row_of_sample_FB.device)
+                row_of_sample_FB = row_of_sample_FB.index_select(0, index)
         odd = VariableBatchFeatures(
             keys=features.keys(),
             values=features.values(),
@@ -62,11 +63,7 @@ class VariableBatchFeatures(KeyedJaggedTensor):
 
 
 def check_inverse_indices(given: KeyedJaggedTensor) -> None:
-    """Refuses features with their own batch sizes that name no row for each sample.
-
-    Raises:
-        CompatError: If the features have their own batch sizes and no inverse indices.
-    """
+    """Raises CompatError if features have their own batch sizes and no inverse indices."""
     if given.variable_stride_per_key() and given.inverse_indices_or_none() is None:
         raise CompatError(
             f"the KeyedJaggedTensor of features {', '.join(given.keys())} has a batch size per "
@@ -75,22 +72,8 @@ def check_inverse_indices(given: KeyedJaggedTensor) -> None:
         )
 
 
-def _rows_of_samples(keys: Sequence[str], given: KeyedJaggedTensor) -> Tensor:
-    """Selects the inverse indices ``(F, B)`` of these features, in their order."""
-    names, row_of_sample_FB = given.inverse_indices()
-    order = [names.index(key) for key in keys]
-    if order == list(range(len(names))):
-        return row_of_sample_FB
-    return row_of_sample_FB.index_select(0, torch.tensor(order, device=row_of_sample_FB.device))
-
-
 def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:
-    """Computes a module's output from VBE features, expanded to the samples.
-
-    Args:
-        module: A module with pooled tables, or with sequences.
-        rows: Rows of the whole batch.
-    """
+    """Computes a module's output from the whole batch's VBE features, expanded to the samples."""
     features = rows.rows.layout.features_of[rows.module]
     assert isinstance(features, VariableBatchFeatures)
     strides_F, row_FB = features.stride_per_key(), features.row_of_sample_FB

@@ -1,0 +1,183 @@
+"""What this package adds to TorchRec's rewrite of a model.
+
+TorchRec's pipelines find the input of each table with torch.fx, which runs the forward of every
+module that contains tables on proxies. Then they replace the forwards of
+
+- sharded modules: here by :class:`InterleavedForward`;
+- with ``pipeline_postproc=True``, modules without parameters that transform features between the
+  batch and a table ("postprocs"). They run once, when ids are exchanged, and later return the same
+  result to the model; :class:`Postprocs` gives a micro-batch its part of that result.
+
+A proxy cannot be a number, a condition or an iterable. Such a use ends in a Python error that names
+neither the tracer nor the model, so :func:`explained_tracing` adds the line and a remedy.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx
+import torchrec
+from torchrec.distributed.types import LazyAwaitable, LazyNoWait
+
+from torchrec_picasso._torchrec import (
+    PipelinedForward,
+    PipelinedPostproc,
+    TrainPipelineContext,
+    use_context_for_postprocs,
+)
+from torchrec_picasso.batches.split import reason_of, split_batch
+from torchrec_picasso.errors import CompatError, InputError
+from torchrec_picasso.schedule.schedule import Op
+from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
+
+__all__ = ["InterleavedForward", "Postprocs", "explained_tracing"]
+
+
+class InterleavedForward(PipelinedForward):
+    """Returns a sharded module's output for the current micro-batch, which the pipeline sets.
+
+    It replaces ``forward`` of the module, as TorchRec's ``PipelinedForward`` does.
+    """
+
+    _taken: Callable[[], Any] | None = None
+    _parts: Sequence[InterleavedForward] = ()
+    _join: Callable[[Sequence[LazyAwaitable[Any]]], LazyAwaitable[Any]] | None = None
+
+    def for_part(self, module: Any, name: str) -> InterleavedForward:
+        """Copies this forward for a part of the module with the same input."""
+        part = copy.copy(self)
+        part._module, part._name = module, name
+        module.forward = part
+        return part
+
+    def put_together(
+        self,
+        parts: Sequence[InterleavedForward],
+        join: Callable[[Sequence[LazyAwaitable[Any]]], LazyAwaitable[Any]],
+    ) -> None:
+        """Makes later calls return the joined outputs of the parts."""
+        self._parts, self._join = parts, join
+
+    def take(self, output: Callable[[], Any]) -> None:
+        """Makes the next call return the result of ``output``, which runs at that call."""
+        self._taken = output
+
+    def give(self, output: Any) -> None:
+        """Makes the next call return this output."""
+        is_lazy = isinstance(output, LazyAwaitable)
+        self._taken = lambda: output if is_lazy else LazyNoWait(output)
+
+    def whole_batch(self) -> Any:
+        """Returns the output of TorchRec's pipelined forward."""
+        return super().__call__()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the output for the current micro-batch; arguments are ignored."""
+        if self._join is not None:
+            return self._join([part() for part in self._parts])
+        taken, self._taken = self._taken, None
+        assert taken is not None, f"{self._name} is called twice in one forward"
+        return taken()
+
+
+class Postprocs:
+    """Sets the context that the postprocs found by TorchRec's rewrite read and write."""
+
+    def __init__(self, modules: Sequence[PipelinedPostproc]) -> None:
+        self._modules = list(modules)
+
+    def for_op(self, op: Op, inflight: InFlightBatch) -> AbstractContextManager[None]:
+        """The context of an operation of a schedule on a batch."""
+        if op.kind == "request":
+            return self.for_batch(inflight.context)
+        if op.kind == "forward" and op.index in inflight.run_indices:
+            run = inflight.run_indices.index(op.index)
+            return self.for_part(inflight.context, inflight.run_sizes, itemgetter(run))
+        return nullcontext()
+
+    @contextmanager
+    def for_batch(self, context: TrainPipelineContext) -> Iterator[None]:
+        """In this context, postprocs run for a batch, or return their result for it."""
+        with use_context_for_postprocs(self._modules, context):
+            yield
+
+    @contextmanager
+    def for_part(
+        self,
+        context: TrainPipelineContext,
+        sizes: Sequence[int],
+        part_of: Callable[[Sequence[Any]], Any],
+    ) -> Iterator[None]:
+        """In this context, postprocs return a micro-batch's part of their result for the batch.
+
+        ``part_of`` makes it from the pieces of the result, which have these sizes.
+        """
+        if self._modules and len(sizes) > 1:
+            part = TrainPipelineContext(index=context.index, version=context.version)
+            part.postproc_fwd_results = {
+                name: part_of(_split_result(result, sizes, name))
+                for name, result in context.postproc_fwd_results.items()
+            }
+            context = part
+        with self.for_batch(context):
+            yield
+
+
+def _split_result(result: Any, sizes_K: Sequence[int], name: str) -> Sequence[Any]:
+    """Splits the result of one postproc; errors name it."""
+    try:
+        return split_batch(result, sizes_K)
+    except (CompatError, InputError) as error:
+        raise CompatError(
+            f"{name} is run ahead of the model (pipeline_postproc=True) and gives a "
+            f"{type(result).__name__}, which cannot be cut into micro-batches "
+            f"({reason_of(error)}); use num_micro_batches=1"
+        ) from error
+
+
+_TRACER = torch.fx.Tracer.trace.__code__
+_LIBRARIES = tuple(str(Path(inspect.getfile(package)).parent) for package in (torch, torchrec))
+_STDLIB = sysconfig.get_path("stdlib")
+
+
+@contextmanager
+def explained_tracing() -> Iterator[None]:
+    """Raises CompatError in place of any error of the model's forward while it is traced."""
+    try:
+        yield
+    except Exception as error:  # any error of Python, torch.fx or the model
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if _TRACER not in codes:
+            raise
+        traced = traceback.extract_tb(error.__traceback__)[codes.index(_TRACER) :]
+        # the innermost line outside the libraries is the one that the user can change
+        lines = [
+            f" at {frame.filename}:{frame.lineno}, `{frame.line}`"
+            for frame in traced
+            if not _is_library(frame.filename)
+        ]
+        where = lines[-1] if lines else ""
+        raise CompatError(
+            "the model cannot be traced by torch.fx, which tells the pipeline what its tables look "
+            f"up: the tracer stopped{where} ({type(error).__name__}: {str(error).strip()}). Only "
+            "modules with tables inside are traced. Either move that line into a function of its "
+            "own at the top level of a file and mark it there with torch.fx.wrap, or move the "
+            "dense part into an nn.Module of its own that holds no tables"
+        ) from error
+
+
+def _is_library(filename: str) -> bool:
+    """Whether a file belongs to Python, torch or TorchRec."""
+    if filename.startswith(_STDLIB) and "site-packages" not in filename:
+        return True
+    return filename.startswith((*_LIBRARIES, "<"))  # "<" marks generated code
