@@ -161,6 +161,11 @@ class RowGroup:
         """Whether rows on this rank were written from outside since :meth:`apply_writes`."""
         return any(storage.was_written() for storage in self.storages)
 
+    @property
+    def num_updates(self) -> int:
+        """Number of training steps of all packs, by any driver of these tables."""
+        return sum(storage.num_updates for storage in self.storages)
+
     def apply_writes(self) -> None:
         """Broadcasts every hot row from its home rank to all replicas. Collective."""
         for storage in self.storages:

@@ -71,6 +71,7 @@ class InFlight:
         self._peers: Peers | None = None
         self._op: Op | str = ""
         self._led: set[Op] = set()  # operations that ran ahead of a step that has not begun
+        self._num_updates = 0  # of the tables, when this pipeline last fetched rows
         self._has_logged = False
 
     def __len__(self) -> int:
@@ -140,10 +141,8 @@ class InFlight:
                 return
             self._add(self._prepared(fetched))
 
-    def run_step(self, *, fetch_again: bool) -> None:
+    def run_step(self) -> None:
         """Runs the operations of a step. Collective.
-
-        With ``fetch_again``, rows of the batch may have been updated since they were fetched.
 
         Raises:
             CompatError: On all ranks, if a batch of any rank cannot be trained; and see
@@ -162,9 +161,11 @@ class InFlight:
         with self._lifecycle.in_step():
             self._lead(schedule)
             flags = self._agreed(agreement)
-            if fetch_again or flags.homes_written:
+            if flags.homes_written:
                 for rows in inflight.rows:
                     rows.fetch_again()
+                assert self._taken is not None
+                self._num_updates = self._taken.num_updates
         if not is_training:
             inflight.is_whole = True
             self._cuts.train_whole_next()
@@ -173,6 +174,8 @@ class InFlight:
         inflight.is_whole = counts_gradients(self._model)
         self._cuts.decide(inflight, flags.model_changed)
         self._run(schedule)
+        assert self._taken is not None
+        self._num_updates = self._taken.num_updates
         self._cuts.end_step(settings)
 
     def end_step(self) -> InFlightBatch:
@@ -208,8 +211,10 @@ class InFlight:
     def _ask(self) -> Agreement:
         """Starts to agree with all ranks on the flags of a step. Collective."""
         assert self._taken is not None
+        # another pipeline, or a loop while the model was detached, may have trained the same tables
+        was_trained = self._taken.num_updates != self._num_updates
         flags = Flags(
-            homes_written=self._taken.was_written(),
+            homes_written=was_trained or self._taken.was_written(),
             model_changed=self._model.training and self._cuts.has_changed(self.first.batch),
             refused=any(inflight.fetched.refusal for inflight in self._inflights),
         )
@@ -267,6 +272,7 @@ class InFlight:
         assert self._taken is not None
         if self._agreed(self._ask()).homes_written:
             self._taken.apply_writes()
+        self._num_updates = self._taken.num_updates
         self._run(first_batch_schedule(self.first.setting, num_waves=self.num_waves))
 
     def _prepared(self, fetched: Fetched) -> InFlightBatch:

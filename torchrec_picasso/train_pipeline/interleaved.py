@@ -251,15 +251,15 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
                 self._take_over(fetched.batch, fetched.context)
             in_flight.begin(fetched)
         begin_batch(self._model)
-        # rows in flight may have been updated by hand while the model was detached
-        is_attached_again = self._lifecycle.state is State.NEW
-        if is_attached_again:
+        if self._lifecycle.state is State.NEW:  # it was detached
             self._take_over(in_flight.first.batch, in_flight.first.context)
+        assert self._taken is not None
+        self._taken.check_forwards()
         if self._hot_sets.have_changed():  # batches in flight have layouts of an older hot set
             in_flight.prepare_again()
         in_flight.fill(dataloader_iter)
         with named_range(STEP_RANGE, self._batch_count):
-            in_flight.run_step(fetch_again=is_attached_again)
+            in_flight.run_step()
             if self._model.training:
                 self._hot_sets.end_step()
         self._batch_count += 1

@@ -189,6 +189,24 @@ class PipelinedModel:
         """Whether home rows were written from outside, on this rank."""
         return any(group.rows.was_written() for group in self.groups)
 
+    @property
+    def num_updates(self) -> int:
+        """Number of training steps of all packs, by any driver of these tables."""
+        return sum(group.rows.num_updates for group in self.groups)
+
+    def check_forwards(self) -> None:
+        """Refuses a model whose forwards another pipeline has replaced.
+
+        Raises:
+            CompatError: On all ranks alike.
+        """
+        for name, module in self._named:
+            if not isinstance(module.forward, InterleavedForward):
+                raise CompatError(
+                    f"{name}: another pipeline has replaced its forward; call detach() of this "
+                    "pipeline before the other one, and detach() of the other one after it"
+                )
+
     def apply_writes(self) -> None:
         """Takes over what was written into home rows. Collective."""
         for group in self.groups:

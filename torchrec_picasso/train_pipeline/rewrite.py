@@ -82,11 +82,20 @@ class InterleavedForward(PipelinedForward):
         return super().__call__()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output for the current micro-batch; arguments are ignored."""
+        """Returns the output for the current micro-batch; arguments are ignored.
+
+        Raises:
+            CompatError: If the pipeline has set no output.
+        """
         if self._join is not None:
             return self._join([part() for part in self._parts])
         taken, self._taken = self._taken, None
-        assert taken is not None, f"{self._name} is called twice in one forward"
+        if taken is None:
+            raise CompatError(
+                f"{self._name} is called twice in one forward, or outside a step of the pipeline "
+                "that runs it; call its detach() before the model is used without it, or by "
+                "another pipeline"
+            )
         return taken()
 
 
