@@ -38,21 +38,13 @@ _LEAST_SHARE, _HALVINGS = 1e-4, 24
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CountSpectrum:
-    """The number of rows of one table by lookup count.
+    """The number of rows of one table by lookup count."""
 
-    Args:
-        counts_K: Distinct counts, descending, float64, shape ``(K,)``.
-        rows_K: Number of rows with each count, float64, shape ``(K,)``.
-        num_lookups: Number of counted lookups, the sum of ``counts_K * rows_K``.
-        num_embeddings: Number of rows of the table.
-        effective_share: Number of independent lookups per lookup of a batch, 0 to 1.
-    """
-
-    counts_K: Tensor
-    rows_K: Tensor
-    num_lookups: float
+    counts_K: Tensor  # distinct counts, descending, float64
+    rows_K: Tensor  # number of rows with each count, float64
+    num_lookups: float  # number of counted lookups, the sum of counts_K * rows_K
     num_embeddings: int
-    effective_share: float = 1.0
+    effective_share: float = 1.0  # independent lookups per lookup of a batch, 0 to 1
 
     @staticmethod
     def from_counts(counts_U: Tensor, num_embeddings: int, num_uncounted: int = 0) -> CountSpectrum:

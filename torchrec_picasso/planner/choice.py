@@ -167,9 +167,8 @@ def choose(
         if priced_ms["mixed"] <= priced_ms[name] * (1 - _FORMS_MARGIN):
             name = "mixed"
         chosen = plans[name]
-    stock = None
-    if None not in all_stock_types:
-        stock = price_plan(works, {}, {}, all_stock_types, pricer)
+    has_stock = None not in all_stock_types
+    stock = price_plan(works, {}, {}, all_stock_types, pricer) if has_stock else None
     return Choice(**vars(chosen), works=works, stock=stock, priced_ms=priced_ms)
 
 

@@ -124,11 +124,9 @@ def copy_options(options: Sequence[ShardingOption]) -> list[ShardingOption]:
 
     Values that a planner replaces but never changes, such as times and hot rows, are shared.
     """
-    copies = []
-    for option in options:
-        copied = copy.copy(option)
-        copied.shards = [copy.copy(shard) for shard in option.shards]
-        copies.append(copied)
+    copies = [copy.copy(option) for option in options]
+    for copied in copies:
+        copied.shards = [copy.copy(shard) for shard in copied.shards]
     return copies
 
 

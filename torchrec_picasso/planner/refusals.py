@@ -53,6 +53,12 @@ TablePath = tuple[str, str]
 """Path of the module, name of the table."""
 
 
+_USE_ROWS = "request form='rows'"
+_NO_REPLICAS = Refusal(
+    what="form='bags' was requested, and owner-pooled tables have no replicas", instead=_USE_ROWS
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TableRefusals:
     """The reasons why one table cannot be hot/cold, and why it cannot have hot rows."""
@@ -63,9 +69,6 @@ class TableRefusals:
     """Whether the table's options include a hot/cold sharding type and kernel."""
     is_only_hot_cold: bool = False
     """Whether only this package has a kernel for the table's optimizer on this device."""
-
-
-_USE_ROWS = "request form='rows'"
 
 
 def refusals_of(
@@ -92,7 +95,10 @@ def refusals_of(
     if refusal is None and no_bags is not None:
         refusal = Refusal(what=f"form='bags' was requested, but {no_bags}", instead=_USE_ROWS)
     if refusal is None and not kernels:
-        refusal = _NO_ROW_WISE
+        refusal = Refusal(
+            what="its sharder or its constraints do not allow hot/cold",
+            instead="allow row_wise with kernel fused",
+        )
     if refusal is None:
         in_memory = why_no_memory((able or kernels)[0], first.tensor.shape[1])
         if in_memory is not None:
@@ -103,15 +109,6 @@ def refusals_of(
         is_offered=bool(able),
         is_only_hot_cold=refusal is None and is_updated_only_here(params, device_type=device_type),
     )
-
-
-_NO_REPLICAS = Refusal(
-    what="form='bags' was requested, and owner-pooled tables have no replicas", instead=_USE_ROWS
-)
-_NO_ROW_WISE = Refusal(
-    what="its sharder or its constraints do not allow hot/cold",
-    instead="allow row_wise with kernel fused",
-)
 
 
 def _fused_params(
