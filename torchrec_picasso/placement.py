@@ -39,11 +39,8 @@ _MOST_POOLED_WAVES = 4  # more waves send more messages and hide less
 def pack_key(form: Form, wave: int, dim: int, memory: Hashable) -> tuple[int, int, int, Hashable]:
     """Returns what the tables of one pack have in common.
 
-    Args:
-        form: Exchange of the tables.
-        wave: Wave of the placement; bags are spread over waves by pack instead.
-        dim: Columns.
-        memory: Compute kernel and data type, equal in one FBGEMM table.
+    Bags ignore the wave of the placement: they are spread over waves by pack instead. ``memory`` is
+    what is equal in one FBGEMM table: compute kernel and data type.
     """
     is_pooled = SHARDING_TYPE_OF[form] == ShardingType.TABLE_WISE.value
     return list(SHARDING_TYPE_OF).index(form), 0 if is_pooled else wave, dim, memory
@@ -114,11 +111,7 @@ class HotColdParams(CacheParams):
         return self.hot_rows.numel()
 
     def check(self, table: str, num_embeddings: int) -> None:
-        """Refuses a hot set that the table cannot hold.
-
-        Args:
-            table: Name of the table.
-            num_embeddings: Rows of the table.
+        """Refuses a hot set that a table with ``num_embeddings`` rows cannot hold.
 
         Raises:
             PlanError: If there are more hot rows than rows, or a hot row is outside the table.

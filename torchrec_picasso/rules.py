@@ -31,19 +31,11 @@ def rule(
     multiple_of: int | None = None,
     choices: tuple[str, ...] | None = None,
 ) -> Any:
-    """Declares a dataclass field with its explanation and the values that it may hold.
+    """Declares a dataclass field with its explanation, one sentence with the unit, and the values
+    that it may hold.
 
-    Args:
-        default: The value when none is given; immutable.
-        help: One sentence, with the unit.
-        at_least: Smallest value allowed, for a number or for each number of a list or mapping.
-        above: Like ``at_least``, but the bound itself is excluded.
-        at_most: Largest value allowed.
-        multiple_of: Every value must be divisible by it.
-        choices: The only strings allowed.
-
-    Returns:
-        A ``dataclasses.field``.
+    Bounds apply to a number, or to each number of a list or mapping; ``above`` excludes the bound
+    itself. ``choices`` are the only strings allowed.
     """
     bounds = {
         "at_least": at_least,
@@ -80,15 +72,10 @@ def field_types(cls: type) -> list[tuple[dataclasses.Field[Any], Any]]:
 
 
 def value_problems(value: Any, annotation: Any, bounds: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with one value: its type first, then its range.
+    """Yields what is wrong with one value, its type first, then its range: expected and found.
 
-    Args:
-        value: Value from Python or YAML.
-        annotation: ``int``, ``float``, ``str``, ``bool``, a tuple or mapping of those, or a union.
-        bounds: The metadata that :func:`rule` stored.
-
-    Yields:
-        One phrase per problem: what was expected and what was found.
+    ``annotation`` is ``int``, ``float``, ``str``, ``bool``, a tuple or mapping of those, or a
+    union; ``bounds`` is the metadata that :func:`rule` stored.
     """
     if not _fits(value, annotation):
         yield f"expected {_spell(annotation)}, got {shown(value)} ({type(value).__name__})"
@@ -118,12 +105,7 @@ def _range_problems(number: float, bounds: Mapping[str, Any]) -> Iterator[str]:
 
 
 def shown(value: Any, *, quoted: bool = True) -> str:
-    """A value as a message shows it: on one line, and cut short if it is long.
-
-    Args:
-        value: Plain data.
-        quoted: Whether text is quoted.
-    """
+    """Formats plain data for a message: on one line, and cut short if it is long."""
     if isinstance(value, str):
         value = value if len(value) <= _LONGEST_SHOWN else value[:_LONGEST_SHOWN] + "..."
         return repr(value) if quoted else repr(value)[1:-1]

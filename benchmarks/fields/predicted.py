@@ -14,8 +14,8 @@ from torchrec_picasso.app.runs.placements import Placement
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.placement import Form, HotColdParams
+from torchrec_picasso.planner.choice import price_plan
 from torchrec_picasso.planner.decision import Decision
-from torchrec_picasso.planner.priced_plan import price_plan
 
 
 @dataclass(frozen=True, kw_only=True)

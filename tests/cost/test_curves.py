@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES
-from torchrec_picasso.cost.dense import DenseTimes
+from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.errors import PicassoError, PlanError
 
 MAX_BYTES = 1 << 20

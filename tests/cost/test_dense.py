@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from torchrec_picasso.cost.dense import DenseTimes
-from torchrec_picasso.cost.read import read
+from torchrec_picasso.cost.curves import read
+from torchrec_picasso.cost.local import DenseTimes
 
 MEASURED = DenseTimes(
     forward_ms=40.0,

@@ -136,7 +136,6 @@ def test_the_parts_of_a_step_add_up() -> None:
     curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2)
     cost = hot_cold_cost(HotColdTotals.from_table(work, 1), curves, 2)
     assert cost.total_ms == pytest.approx(cost.input_dist_wire_ms + cost.exposed_ms)
-    assert cost.total_ms == pytest.approx(cost.forward_ms + cost.backward_ms)
     assert 0 < cost.input_dist_wire_ms < cost.total_ms
     assert cost.plus(cost, -1.0).total_ms == pytest.approx(0)
 

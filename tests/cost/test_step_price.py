@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.hot_cold import (
     HotColdTotals,
     exchange_bytes,
     hot_cold_cost,
     sum_hot_cold,
 )
-from torchrec_picasso.cost.local import LocalCosts, SideCosts
+from torchrec_picasso.cost.local import DenseTimes, LocalCosts, SideCosts
 from torchrec_picasso.cost.step_price import StepPricer, _first_used, _shares
 from torchrec_picasso.cost.stock import stock_cost, stock_totals
 from torchrec_picasso.cost.table_work import BATCH_SHARES, TableLoad, TableWork

@@ -19,7 +19,7 @@ from torchrec import (
 )
 
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, TableCounts
-from torchrec_picasso.frequency.accumulate import CountAccumulator
+from torchrec_picasso.frequency.counts import lookup_counter
 
 META = torch.device("meta")
 ROWS = {"small": 3, "large": 40}
@@ -106,7 +106,7 @@ def counted(
     chunks: Iterable[Sequence[int] | np.ndarray], num_embeddings: int | None, **budget: int
 ) -> TableCounts:
     """What an accumulator makes of the chunks."""
-    counter = CountAccumulator(table_of(num_embeddings), **budget)
+    counter = lookup_counter(table_of(num_embeddings), **budget)
     for chunk in chunks:
         counter.add(torch.tensor(np.asarray(chunk, dtype=np.int64)))
     return counter.result()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.frequency.samples import HUGE, as_dict, chunks_of, counted, table_of, true_counts
-from torchrec_picasso.frequency import accumulate
-from torchrec_picasso.frequency.accumulate import CountAccumulator
+from torchrec_picasso.frequency import counts as counters
+from torchrec_picasso.frequency.counts import lookup_counter
 
 # 60 ids: dense below 4 * 15 rows counted, sorted otherwise
 NUM_IDS = 60
@@ -22,7 +22,7 @@ STREAM = chunks_of(NUM_IDS)
 def _fold_small_chunks() -> Iterator[None]:
     """Half a million ids would wait otherwise, and no test here could fold twice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accumulate, "_MIN_PENDING_LOOKUPS", 1)
+        patch.setattr(counters, "_MIN_PENDING_LOOKUPS", 1)
         yield
 
 
@@ -68,7 +68,7 @@ def test_ranks_that_merge_know_what_one_pass_knows(
 
 def test_both_counters_take_int32_and_int64_ids() -> None:
     for num_embeddings in (10, HUGE):
-        counter = CountAccumulator(table_of(num_embeddings), max_rows_counted=3)
+        counter = lookup_counter(table_of(num_embeddings), max_rows_counted=3)
         for dtype in (torch.int32, torch.int64):
             counter.add(torch.tensor([7, 2, 7], dtype=dtype))
         assert as_dict(counter.result()) == {2: 2, 7: 4}
@@ -82,8 +82,8 @@ def test_ids_beyond_32_bits_are_counted(num_embeddings: int | None) -> None:
 
 def test_ids_may_be_a_view_that_changes_later() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accumulate, "_MIN_PENDING_LOOKUPS", 100)
-        counter = CountAccumulator(table_of(HUGE))
+        patch.setattr(counters, "_MIN_PENDING_LOOKUPS", 100)
+        counter = lookup_counter(table_of(HUGE))
         batch = torch.tensor([5, 6, 7])
         counter.add(batch[1:])
         batch.fill_(0)

@@ -15,7 +15,7 @@ from torchrec.datasets.utils import Batch
 
 from tests.frequency.samples import TwoCollections, dense_counts, kjt
 from torchrec_picasso.errors import InputError, PicassoError, PlanError
-from torchrec_picasso.frequency import FrequencyStats, accumulate
+from torchrec_picasso.frequency import FrequencyStats, counts
 
 BAGS = st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=3, max_size=3)
 BATCH = st.fixed_dictionaries({"f0": BAGS, "shared": BAGS, "f1": BAGS})
@@ -45,7 +45,7 @@ def test_counts_equal_numpys(batches: list[dict[str, list[list[int]]]]) -> None:
 def test_folding_early_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [kjt(**FULL), kjt(**{**FULL, "f0": [[3]]})] * 3
     at_once = FrequencyStats.collect(batches, TwoCollections())
-    monkeypatch.setattr(accumulate, "_MIN_PENDING_LOOKUPS", 1)
+    monkeypatch.setattr(counts, "_MIN_PENDING_LOOKUPS", 1)
     assert FrequencyStats.collect(batches, TwoCollections()) == at_once
 
 

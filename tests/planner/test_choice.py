@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curve import Curve
-from torchrec_picasso.cost.dense import DenseTimes
+from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
-from torchrec_picasso.planner.choice import TableInfo, choose
-from torchrec_picasso.planner.priced_plan import price_plan
+from torchrec_picasso.planner.choice import TableInfo, choose, price_plan
 
 ROWS = 20_000
 BATCH = 1024

@@ -21,7 +21,7 @@ from torchrec_picasso.cost import CommCurves, LocalCosts
 from torchrec_picasso.cost.local import PhaseCost, SideCosts
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
-from torchrec_picasso.planner.decided_plan import DecidedPlan
+from torchrec_picasso.planner.planner import DecidedPlan
 
 STOCK = CommCurves(
     world_size=2,

@@ -91,7 +91,7 @@ def test_without_curves_a_plan_of_given_rows_says_nothing_of_micro_batches() -> 
 def test_the_dense_part_is_that_of_the_curves_unless_given() -> None:
     from dataclasses import replace
 
-    from torchrec_picasso.cost.dense import DenseTimes
+    from torchrec_picasso.cost.local import DenseTimes
 
     known = replace(
         SLOW, dense=DenseTimes(forward_ms=10.0, backward_ms=20.0, batch_size=BATCH // 2)

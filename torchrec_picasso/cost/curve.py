@@ -7,7 +7,6 @@ describe the link to a reader. The fit minimizes relative errors, because sizes 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +14,7 @@ from statistics import median
 
 import numpy as np
 
+from torchrec_picasso.cost.local import non_negative_least_squares
 from torchrec_picasso.errors import PicassoError
 
 __all__ = ["Curve"]
@@ -24,22 +24,13 @@ _BYTES_PER_MS_TO_GB_PER_S = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Milliseconds of a collective by the bytes that its busiest rank sends or receives.
+    """Milliseconds of a collective by the bytes that its busiest rank sends or receives."""
 
-    Args:
-        sent_bytes: Measured sizes, ascending, at least one.
-        ms: Median time of each size on the slowest rank.
-        latency_ms: Latency of the fitted line, at least 0.
-        ms_per_byte: Slope of the fitted line, at least 0.
-        median_error: Median of ``|line - measured| / measured``.
-        worst_error: Maximum of ``|line - measured| / measured``.
-    """
-
-    sent_bytes: tuple[int, ...]
-    ms: tuple[float, ...]
-    latency_ms: float
-    ms_per_byte: float
-    median_error: float
+    sent_bytes: tuple[int, ...]  # measured sizes, ascending, at least one
+    ms: tuple[float, ...]  # median time of each size on the slowest rank
+    latency_ms: float  # of the fitted line, at least 0
+    ms_per_byte: float  # slope of the fitted line, at least 0
+    median_error: float  # of |line - measured| / measured
     worst_error: float
 
     def __post_init__(self) -> None:
@@ -51,18 +42,16 @@ class Curve:
 
     @staticmethod
     def fit(sent_bytes: Sequence[int], ms: Sequence[float]) -> Curve:
-        """Fits the line to measured points.
-
-        Raises:
-            PicassoError: If sizes do not ascend, or times are missing or not above 0.
-        """
+        """Fits the line to measured points; refuses sizes that do not ascend, and times of 0."""
         if not _are_points(sent_bytes, ms) or min(ms) <= 0:
             raise PicassoError(
                 f"expected ascending sizes with one time above 0 each, got sizes {list(sent_bytes)}"
                 f" and times {list(ms)}; measure the curve again"
             )
         x, t = np.asarray(sent_bytes, dtype=float), np.asarray(ms, dtype=float)
-        latency, slope = _relative_least_squares(x, t)
+        # divided by the times, so that residuals are relative errors; one point is a pure slope
+        design = np.stack([1 / t if len(t) > 1 else 0 * t, x / t], axis=1)
+        latency, slope = map(float, non_negative_least_squares(design, np.ones_like(t)))
         errors = np.abs(latency + slope * x - t) / t
         return Curve(
             sent_bytes=tuple(int(n) for n in sent_bytes),
@@ -104,35 +93,14 @@ class Curve:
 
         Sizes below the first point take the time of the first point; sizes above the last point
         are extrapolated.
-
-        Args:
-            num_bytes: Bytes that the busiest rank sends or receives, at least 0.
         """
-        right = bisect_right(self.sent_bytes, num_bytes)
-        if right == 0:
-            return self.ms[0]
-        x0, t0 = self.sent_bytes[right - 1], self.ms[right - 1]
-        if right == len(self.sent_bytes):
-            return t0 + (num_bytes - x0) * self._last_ms_per_byte
-        x1, t1 = self.sent_bytes[right], self.ms[right]
-        return t0 + (t1 - t0) * (num_bytes - x0) / (x1 - x0)
+        beyond = num_bytes - self.sent_bytes[-1]
+        if beyond > 0:
+            return self.ms[-1] + beyond * self._last_ms_per_byte
+        return float(np.interp(num_bytes, self.sent_bytes, self.ms))
 
 
 def _are_points(sent_bytes: Sequence[int], ms: Sequence[float]) -> bool:
     """Whether there is a time for each size, and sizes ascend."""
     ascending = all(a < b for a, b in pairwise(sent_bytes))
     return bool(sent_bytes) and len(sent_bytes) == len(ms) and ascending
-
-
-def _relative_least_squares(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
-    """Minimizes the sum of ``((latency + slope x - t) / t)^2`` over ``latency, slope >= 0``."""
-    design = np.stack([1 / t, x / t], axis=1)
-    ones = np.ones_like(t)
-    latency, slope = np.linalg.lstsq(design, ones, rcond=None)[0]
-    # If the unconstrained minimum has a negative coefficient, that coefficient is 0 in the
-    # constrained minimum, and the other one is a projection. A single point is a pure slope.
-    if latency < 0 or len(t) == 1:
-        latency, slope = 0.0, float((design[:, 1] @ ones) / max(design[:, 1] @ design[:, 1], 1e-30))
-    if slope < 0:
-        latency, slope = float((design[:, 0] @ ones) / (design[:, 0] @ design[:, 0])), 0.0
-    return float(latency), float(slope)

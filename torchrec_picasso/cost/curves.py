@@ -9,27 +9,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from torchrec_picasso.cost.curve import Curve
-from torchrec_picasso.cost.dense import DenseTimes
-from torchrec_picasso.cost.local import LocalCosts
+from torchrec_picasso.cost.local import DenseTimes, LocalCosts
 from torchrec_picasso.cost.measure import COLLECTIVES, measure_curves
-from torchrec_picasso.cost.read import read, shown_shortly
 from torchrec_picasso.errors import PicassoError, PlanError
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-__all__ = ["COLLECTIVES", "CommCurves"]
+__all__ = ["COLLECTIVES", "CommCurves", "read"]
 
 _FORMAT_VERSION = 1
 _ASSUMED_CORE_NS = 1.0
 """CPU time to send and receive a byte through sockets on one core of a server CPU, nanoseconds."""
+_LONGEST_SHOWN = 60
+_LARGEST = 1e18  # far beyond any time or number of bytes
 _HINT = "create it with `torchrec-picasso calibrate` or CommCurves.measure(pg).to_json(path)"
 
 
@@ -220,7 +221,7 @@ class CommCurves:
             version = document.pop("format_version")
             if version != _FORMAT_VERSION:
                 raise PicassoError(
-                    f"format version {shown_shortly(version)}, expected {_FORMAT_VERSION}; "
+                    f"format version {_shown(version)}, expected {_FORMAT_VERSION}; "
                     "measure again with this release"
                 )
             document.pop("levels", None)  # a field of earlier files without any use
@@ -229,5 +230,71 @@ class CommCurves:
         except PicassoError as error:
             raise PicassoError(f"{source} does not contain curves: {error}; {_HINT}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {shown_shortly(str(error))}"
+            reason = f"{type(error).__name__}: {_shown(str(error))}"
             raise PicassoError(f"{source} does not contain curves ({reason}); {_HINT}") from error
+
+
+def read(kind: Any, value: Any, place: str) -> Any:
+    """Reads a value from the output of ``dataclasses.asdict``; messages name its place.
+
+    The file may be damaged or edited, so every value is checked. ``kind`` is a dataclass, mapping,
+    tuple, union or plain type; numbers are finite and at least 0.
+
+    Raises:
+        PicassoError: If the value is of another type, or a field is unknown or missing.
+    """
+    arguments = get_args(kind)
+    if get_origin(kind) in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        other = [option for option in arguments if option is not type(None)][-1]
+        return read(str if isinstance(value, str) and str in arguments else other, value, place)
+    if is_dataclass(kind):
+        return _read_fields(kind, _mapping(value, place), place)
+    if get_origin(kind) is Mapping:
+        items = _mapping(value, place).items()
+        return {
+            name: read(arguments[1], item, f"{place}.{str(name)[:_LONGEST_SHOWN]}")
+            for name, item in items
+        }
+    if get_origin(kind) is tuple:
+        kinds = arguments
+        if arguments[-1] is Ellipsis:
+            kinds = arguments[:1] * (len(value) if isinstance(value, list) else 0)
+        if not isinstance(value, list) or len(value) != len(kinds):
+            raise PicassoError(f"{place} is {_shown(value)}, expected a list of numbers")
+        return tuple(read(one, item, place) for one, item in zip(kinds, value))
+    if kind in (str, bool):
+        if not isinstance(value, kind):
+            raise PicassoError(f"{place} is {_shown(value)}, expected a {kind.__name__}")
+        return value
+    is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    # NaN fails the comparison
+    if not is_number or not 0 <= value <= _LARGEST:
+        raise PicassoError(f"{place} is {_shown(value)}, expected a number from 0 to {_LARGEST:g}")
+    return value
+
+
+def _read_fields(kind: Any, document: Mapping[str, Any], place: str) -> Any:
+    hints = get_type_hints(kind)
+    unknown = sorted(map(str, document.keys() - {field.name for field in fields(kind)}))
+    if unknown:
+        raise PicassoError(f"{place}.{unknown[0][:_LONGEST_SHOWN]} is unknown")
+    values = {name: read(hints[name], item, f"{place}.{name}") for name, item in document.items()}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise PicassoError(f"{place} lacks a field ({error})") from error
+
+
+def _mapping(value: Any, place: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise PicassoError(f"{place} is {_shown(value)}, expected a mapping")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """Formats a value for a message, on one line of limited length."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "a huge number"
+    return repr(value)[:_LONGEST_SHOWN]

@@ -53,46 +53,27 @@ class HotColdTotals:
     """Expected work of one step on one rank, summed over the tables of one exchange.
 
     An owner-pooled table counts only in ``features``, ``updated``, ``rows`` and the fields of bags.
-    Fields named ``*_elements`` are numbers of rows, lookups or bags times dim.
-
-    Args:
-        features: Number of features.
-        lookups: Lookups of the rank's batch.
-        lookup_elements: Elements of the lookups.
-        unique: Distinct rows of the rank's batch.
-        unique_elements: Elements of the distinct rows.
-        cold: Distinct cold rows of the rank's batch.
-        updated: Home rows that the rank updates: distinct rows over all ranks' batches.
-        touched: Hot rows in any rank's batch.
-        touched_elements: Elements of the touched hot rows.
-        hot: Hot rows of the tables.
-        rows: Rows of the tables.
-        bags: Bags of the rank's batch in owner-pooled tables.
-        bag_elements: Elements of the bags.
-        bag_lookups: Lookups of the bags.
-        bag_lookup_elements: Elements of the lookups of the bags.
-        cold_elements_S: Elements of the cold rows in each of
-            :data:`torchrec_picasso.cost.table_work.BATCH_SHARES` of the batch.
-        dirty_elements_S: Elements of the cold rows that the batch before updates, by share.
+    Fields named ``*_elements`` are numbers of rows, lookups or bags times dim; those of shape
+    ``(S,)`` belong to the shares of the batch in ``table_work.BATCH_SHARES``.
     """
 
     features: float = 0.0
     lookups: float = 0.0
     lookup_elements: float = 0.0
-    unique: float = 0.0
+    unique: float = 0.0  # distinct rows of the rank's batch
     unique_elements: float = 0.0
-    cold: float = 0.0
-    updated: float = 0.0
-    touched: float = 0.0
+    cold: float = 0.0  # distinct cold rows of the rank's batch
+    updated: float = 0.0  # home rows that the rank updates: distinct over all ranks' batches
+    touched: float = 0.0  # hot rows in any rank's batch
     touched_elements: float = 0.0
-    hot: float = 0.0
-    rows: float = 0.0
-    bags: float = 0.0
+    hot: float = 0.0  # hot rows of the tables
+    rows: float = 0.0  # rows of the tables
+    bags: float = 0.0  # bags of the rank's batch in owner-pooled tables
     bag_elements: float = 0.0
     bag_lookups: float = 0.0
     bag_lookup_elements: float = 0.0
     cold_elements_S: np.ndarray = field(default_factory=_zeros)
-    dirty_elements_S: np.ndarray = field(default_factory=_zeros)
+    dirty_elements_S: np.ndarray = field(default_factory=_zeros)  # updated by the batch before
 
     @property
     def cold_elements(self) -> float:
@@ -101,13 +82,7 @@ class HotColdTotals:
 
     @staticmethod
     def from_table(work: TableWork, num_hot: float, form: Form = "rows") -> HotColdTotals:
-        """Computes the work of one table.
-
-        Args:
-            work: Expected rows of the table.
-            num_hot: Number of hot rows, the most frequent rows; not used if owner-pooled.
-            form: ``"rows"`` = row-exchanged, ``"bags"`` = owner-pooled.
-        """
+        """Computes the work of one table; its most frequent rows are hot unless owner-pooled."""
         load = work.load
         if form == "bags":
             # The lookups of all ranks spread over the home ranks: on average as many as one batch.
@@ -145,27 +120,16 @@ def sum_hot_cold(tables: Iterable[HotColdTotals]) -> HotColdTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeTimes:
-    """Local work of one step on one rank, milliseconds.
+    """Local work of one step on one rank, milliseconds."""
 
-    Args:
-        ids_ms: Deduplication and layout of ids.
-        call_ms: Fixed cost of forward.
-        pool_ms: Pooling of fetched rows.
-        bag_pool_ms: Pooling at the home ranks of owner-pooled tables.
-        gather_ms: Copies of rows at the home rank and at the rank of the batch.
-        backward_call_ms: Fixed cost of backward.
-        sum_ms: Sums of gradients by row.
-        update_ms: Sums of received gradients, and the update.
-    """
-
-    ids_ms: float
-    call_ms: float
-    pool_ms: float
-    bag_pool_ms: float
-    gather_ms: float
-    backward_call_ms: float
-    sum_ms: float
-    update_ms: float
+    ids_ms: float  # deduplication and layout of ids
+    call_ms: float  # fixed cost of forward
+    pool_ms: float  # pooling of fetched rows
+    bag_pool_ms: float  # pooling at the home ranks of owner-pooled tables
+    gather_ms: float  # copies of rows at the home rank and at the rank of the batch
+    backward_call_ms: float  # fixed cost of backward
+    sum_ms: float  # sums of gradients by row
+    update_ms: float  # sums of received gradients, and the update
 
 
 def exchange_times(
@@ -175,13 +139,8 @@ def exchange_times(
 
     A received bag is copied like a row. A home rank pools the lookups of bags and sums their
     gradients by row with the operators of row-exchanged tables, and sorts these lookups by row in
-    backward. On average it has as many of them as one rank's batch. Their ids are only sent.
-
-    Args:
-        totals: Work of the tables.
-        costs: Local costs.
-        num_packs: Number of packs of the tables.
-        num_parts: Number of micro-batches; only one at a time has buffers of its lookups.
+    backward. On average it has as many of them as one rank's batch. Their ids are only sent. Of the
+    ``num_parts`` micro-batches only one at a time has buffers of its lookups.
     """
     row_elements = totals.unique_elements + totals.bag_elements
     fetched = LocalWork(
@@ -231,11 +190,7 @@ def exchange_times(
 def hot_cold_cost(
     totals: HotColdTotals, curves: CommCurves, world_size: int, *, num_packs: int = 1
 ) -> StepCost:
-    """Predicts the cost of one step of hot/cold tables, without any overlap.
-
-    Returns:
-        The cost; 0 without tables.
-    """
+    """Predicts the cost of one step of hot/cold tables, without any overlap; 0 without tables."""
     if not totals.features:
         return StepCost()
     wire = exchange_bytes(totals, world_size, num_packs)
@@ -273,10 +228,9 @@ def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> di
 def hot_cold_memory_bytes(works: Sequence[TableWork], num_hot: Sequence[float]) -> dict[str, float]:
     """Predicts the memory of hot/cold tables per rank, in bytes.
 
-    Returns:
-        ``home`` and ``replica``: weights and optimizer state; ``optimizer``: the optimizer state in
-        both; ``buffers``: outgoing rows, fetched rows, gradients of both, and the pooled output
-        with its gradient.
+    ``home`` and ``replica`` are weights and optimizer state; ``optimizer`` the optimizer state in
+    both; ``buffers`` outgoing rows, fetched rows, gradients of both, and the pooled output with its
+    gradient.
     """
     home = replica = optimizer = buffers = 0.0
     for work, hot in zip(works, num_hot):

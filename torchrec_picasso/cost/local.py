@@ -1,24 +1,33 @@
-"""Cost of local work: milliseconds per row, lookup and element.
+"""Cost of local work on one rank: of the embedding part, and of the dense part of the model.
 
-The cost of each phase of a step (input dist, forward, backward with the update) is linear in the
-work. The coefficients are fitted to measured steps of the real sharded modules on one rank, so they
-include Python, page faults and cache misses. ``torchrec-picasso calibrate`` measures on all ranks
-at once, so that ranks that share cores slow each other down as in training.
+The cost of each phase of the embedding part (input dist, forward, backward with the update) is
+linear in the work. The coefficients are fitted to measured steps of the real sharded modules on one
+rank, so they include Python, page faults and cache misses. ``torchrec-picasso calibrate`` measures
+on all ranks at once, so that ranks that share cores slow each other down as in training.
 
 Shape letters: M measurements, X terms.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
 
 import numpy as np
 
 from torchrec_picasso.errors import PicassoError
 
-__all__ = ["PHASES", "LocalCosts", "LocalWork", "PhaseCost", "SideCosts"]
+__all__ = [
+    "PHASES",
+    "DenseTimes",
+    "LocalCosts",
+    "LocalWork",
+    "PhaseCost",
+    "SideCosts",
+    "non_negative_least_squares",
+]
 
 PHASES = ("input_dist", "forward", "backward")
 """Phases of a step, in order; ``backward`` includes the update of the tables."""
@@ -39,29 +48,21 @@ _TERMS = (
 _KEPT_BYTES = 32 << 20
 _ELEMENT_BYTES = 4
 
+_FORWARD_SHARE = 1 / 3
+"""Assumed share of forward: backward has two matrix products for each product of forward."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalWork:
-    """The work of one rank in one phase of a step.
-
-    Args:
-        features: Number of features.
-        lookups: Lookups of the rank's batch.
-        rows: Rows that are fetched, or whose gradients are summed.
-        lookup_elements: Lookups x dim.
-        row_elements: Rows x dim.
-        buffer_elements: Elements of the large buffers that the phase allocates.
-        updated: Rows that the optimizer updates on this rank: distinct rows over all ranks'
-            lookups, home rows and replicas.
-    """
+    """The work of one rank in one phase of a step."""
 
     features: float = 0.0
     lookups: float = 0.0
-    rows: float = 0.0
-    lookup_elements: float = 0.0
-    row_elements: float = 0.0
-    buffer_elements: float = 0.0
-    updated: float = 0.0
+    rows: float = 0.0  # rows that are fetched, or whose gradients are summed
+    lookup_elements: float = 0.0  # lookups x dim
+    row_elements: float = 0.0  # rows x dim
+    buffer_elements: float = 0.0  # elements of the large buffers that the phase allocates
+    updated: float = 0.0  # home rows and replicas that the optimizer updates on this rank
 
     def terms(self) -> tuple[float, ...]:
         """Returns the factors of the coefficients in ``_TERMS``, so that products are in ms."""
@@ -79,29 +80,16 @@ class LocalWork:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseCost:
-    """Coefficients of one phase, all at least 0.
+    """Coefficients of one phase, all at least 0, and the relative errors of their fit."""
 
-    Args:
-        fixed_ms: Milliseconds per step.
-        feature_us: Microseconds per feature.
-        lookup_ns: Nanoseconds per lookup.
-        row_ns: Nanoseconds per row.
-        lookup_element_ns: Nanoseconds per lookup and column.
-        row_element_ns: Nanoseconds per row and column.
-        paged_element_ns: Additional nanoseconds per buffer element beyond the kept memory.
-        update_ns: Nanoseconds per updated row, for any dim.
-        median_error: Median relative error of the fit.
-        worst_error: Largest relative error of the fit.
-    """
-
-    fixed_ms: float = 0.0
+    fixed_ms: float = 0.0  # per step
     feature_us: float = 0.0
     lookup_ns: float = 0.0
     row_ns: float = 0.0
-    lookup_element_ns: float = 0.0
-    row_element_ns: float = 0.0
-    paged_element_ns: float = 0.0
-    update_ns: float = 0.0
+    lookup_element_ns: float = 0.0  # per lookup and column
+    row_element_ns: float = 0.0  # per row and column
+    paged_element_ns: float = 0.0  # added per buffer element beyond the kept memory
+    update_ns: float = 0.0  # per updated row, for any dim
     median_error: float = 0.0
     worst_error: float = 0.0
 
@@ -134,7 +122,7 @@ class PhaseCost:
         times_M = np.asarray(ms, dtype=float)
         # divided by the times, so that the target is 1 and residuals are relative errors
         design_MX = np.array([work.terms() for work in works]) / times_M[:, None]
-        found_X = _non_negative_least_squares(design_MX, np.ones(len(works)))
+        found_X = non_negative_least_squares(design_MX, np.ones(len(works)))
         errors_M = np.abs(design_MX @ found_X - 1)
         return PhaseCost(
             **dict(zip(_TERMS, map(float, found_X))),
@@ -183,21 +171,81 @@ _ASSUMED_STOCK = SideCosts(
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCosts:
-    """Local costs of both kinds of sharding.
-
-    Args:
-        hot_cold: Costs of this package's exchange.
-        stock: Costs of TorchRec's fused table-wise lookup.
-        measured: Whether the costs were measured; the defaults are those of one core of a server
-            CPU.
-    """
+    """Local costs of this package's exchange, and of TorchRec's fused table-wise lookup; the
+    defaults, which are not measured, are those of one core of a server CPU."""
 
     hot_cold: SideCosts = _ASSUMED_HOT_COLD
     stock: SideCosts = _ASSUMED_STOCK
     measured: bool = False
 
 
-def _non_negative_least_squares(a_MX: np.ndarray, b_M: np.ndarray) -> np.ndarray:
+@dataclass(frozen=True, kw_only=True)
+class DenseTimes:
+    """The dense part of one step on one rank: forward and backward without tables."""
+
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    parameter_bytes: float = 0.0
+    """Bytes of the parameters whose gradients are summed over ranks."""
+    batch_size: int = 0
+    """Number of samples of the measured step; 0 = the planned number."""
+    in_parts: tuple[tuple[int, float, float], ...] = ()
+    """Measured times of the same samples in micro-batches: (number of micro-batches, forward ms,
+    backward ms), ascending. Smaller buffers stay in caches and in memory that the allocator keeps.
+    """
+
+    def __post_init__(self) -> None:
+        counts = [1, *(count for count, _, _ in self.in_parts)]
+        if any(a >= b for a, b in pairwise(counts)):
+            raise PicassoError(
+                f"dense.in_parts is {str(self.in_parts)[:60]}, expected ascending numbers of "
+                "micro-batches from 2, each with two times"
+            )
+
+    @staticmethod
+    def from_total(total_ms: float, parameter_bytes: float = 0.0) -> DenseTimes:
+        """Splits a known total time of forward and backward."""
+        forward_ms = _FORWARD_SHARE * total_ms
+        return DenseTimes(
+            forward_ms=forward_ms,
+            backward_ms=total_ms - forward_ms,
+            parameter_bytes=parameter_bytes,
+        )
+
+    @property
+    def total_ms(self) -> float:
+        """Forward and backward, in milliseconds."""
+        return self.forward_ms + self.backward_ms
+
+    def cut(self, num_micro_batches: int) -> DenseTimes:
+        """Returns the times of the same samples in micro-batches, interpolated if not measured."""
+        known = ((1, self.forward_ms, self.backward_ms), *self.in_parts)
+        counts, *columns_ms = zip(*known)
+        # linear in the logarithm of the number; constant beyond the largest measured number
+        forward_ms, backward_ms = (
+            float(np.interp(math.log(num_micro_batches), np.log(counts), column_ms))
+            for column_ms in columns_ms
+        )
+        return replace(self, forward_ms=forward_ms, backward_ms=backward_ms, in_parts=())
+
+    def at(self, batch_size: int) -> DenseTimes:
+        """Returns the times of another number of samples, in proportion."""
+        if not self.batch_size or self.batch_size == batch_size:
+            return self
+        factor = batch_size / self.batch_size
+        return replace(
+            self,
+            forward_ms=self.forward_ms * factor,
+            backward_ms=self.backward_ms * factor,
+            batch_size=batch_size,
+            in_parts=tuple(
+                (count, forward_ms * factor, backward_ms * factor)
+                for count, forward_ms, backward_ms in self.in_parts
+            ),
+        )
+
+
+def non_negative_least_squares(a_MX: np.ndarray, b_M: np.ndarray) -> np.ndarray:
     """Minimises ``|a x - b|`` over ``x >= 0``: the best set of terms, of all 2^X sets."""
     num_terms = a_MX.shape[1]
     # columns are scaled to length 1, because terms differ by orders of magnitude

@@ -190,9 +190,8 @@ def _prepare(
 ) -> tuple[int, Callable[[], object]]:
     """Prepares a collective on a float32 buffer with about ``numel`` elements per rank.
 
-    Returns:
-        Bytes that the busiest rank sends or receives with a bandwidth-optimal algorithm, so that
-        curves of different world sizes can be compared; and the function to time.
+    Returns the bytes that the busiest rank sends or receives with a bandwidth-optimal algorithm, so
+    that curves of different world sizes can be compared; and the function to time.
     """
     world_size = pg.size()
     share = max(1, numel // world_size)  # one of W equal shares stays on the rank

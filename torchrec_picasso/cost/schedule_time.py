@@ -39,12 +39,7 @@ with a wave waits for messages of that wave."""
 
 @dataclass(frozen=True)
 class Message:
-    """One message.
-
-    Args:
-        ms: Time on the wire.
-        core_share: Share of the core that it takes during that time, 0 to 1.
-    """
+    """One message: its time on the wire, and the share of the core that it takes meanwhile."""
 
     ms: float
     core_share: float = 0.0
@@ -52,23 +47,19 @@ class Message:
 
 @dataclass(frozen=True)
 class OpTime:
-    """Durations of one operation, in the order in which they happen.
-
-    Args:
-        compute_ms: Computation, after the exposed messages.
-        message: Message that the operation sends at its end, or ``None``.
-        exposed: Messages that the operation sends first and waits for, each with the computation
-            that follows it: exchanges that nothing hides.
-        last: Message after the computation that the operation waits for, or ``None``.
-    """
+    """Durations of one operation: ``exposed``, computation, ``last``, then ``message``."""
 
     compute_ms: float = 0.0
     message: Message | None = None
+    """Message that the operation sends at its end, without waiting for it."""
     exposed: tuple[tuple[Message, float], ...] = ()
+    """Messages that the operation waits for, each with the computation that follows it: exchanges
+    that nothing hides."""
     last: Message | None = None
+    """Message after the computation that the operation waits for."""
 
     def part(self, share: float) -> OpTime:
-        """Returns the part of a wave; operations with waves have no exposed messages."""
+        """Returns the part of one wave; operations with waves have no exposed messages."""
         message = self.message
         if message is not None:
             message = Message(share * message.ms, message.core_share)
@@ -77,19 +68,12 @@ class OpTime:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrice:
-    """A predicted step.
-
-    Args:
-        num_micro_batches: Number of micro-batches; 1 if nothing is interleaved.
-        step_ms: Duration of the whole step, including the dense part.
-        wire_ms: Sum of all messages, a lower bound of the duration.
-        compute_ms: Sum of all computations, without the core's share of messages: a lower bound.
-    """
+    """A predicted step, including the dense part."""
 
     num_micro_batches: int = 1
     step_ms: float
-    wire_ms: float
-    compute_ms: float
+    wire_ms: float  # sum of all messages, a lower bound of the duration
+    compute_ms: float  # sum of all computations without sending, a lower bound
 
 
 def step_price(
@@ -99,10 +83,8 @@ def step_price(
 ) -> StepPrice:
     """Simulates steps of the training schedule.
 
-    Args:
-        setting: Number of micro-batches, and lookahead.
-        times: Durations by kind and index, over all waves; missing operations take no time.
-        shares_of_waves: Share of the work and of the bytes in each wave of packs.
+    ``times`` has durations by kind and index, over all waves; missing operations take no time.
+    ``shares_of_waves`` has the share of the work and of the bytes in each wave of packs.
 
     Raises:
         PlanError: If an operation that does not send has a message.
@@ -114,15 +96,16 @@ def step_price(
     schedule = training_schedule(setting, num_waves=num_waves)
     timed = []
     for op, slots in zip(schedule, _awaited(setting, num_waves)):
-        time = times.get((op.kind, op.index), _NOTHING)
+        time = times.get((op.kind, op.index), OpTime())
         timed.append((op, time if op.wave is None else time.part(shares_of_waves[op.wave]), slots))
+    arrival_ms: dict[tuple[_Slot, int], float] = {}  # of each message of each batch
     ends_ms = []
     for step in range(_STEPS):
         for op, time, slots in timed:
             # batch number of the operation: messages of all in-flight batches are distinguished
             batch = step + op.batch
             for slot in slots:
-                machine.wait(slot, batch)
+                machine.wait_until(arrival_ms.get((slot, batch), 0.0))  # 0: it was not sent
             for message, work_ms in time.exposed:
                 machine.wait_until(machine.send(message))
                 machine.compute(work_ms)
@@ -131,7 +114,7 @@ def step_price(
                 machine.wait_until(machine.send(time.last))
             if time.message is not None:
                 slot = (op.kind, op.index or 0, op.wave)
-                machine.arrival_ms[slot, batch] = machine.send(time.message)
+                arrival_ms[slot, batch] = machine.send(time.message)
         ends_ms.append(machine.now_ms)
     return StepPrice(
         num_micro_batches=setting.num_micro_batches,
@@ -139,9 +122,6 @@ def step_price(
         wire_ms=sum(_wire_ms(time) for _, time, _ in timed),
         compute_ms=sum(t.compute_ms + sum(ms for _, ms in t.exposed) for _, t, _ in timed),
     )
-
-
-_NOTHING = OpTime()
 
 
 def _wire_ms(time: OpTime) -> float:
@@ -154,11 +134,8 @@ class _Machine:
 
     def __init__(self) -> None:
         self.now_ms = 0.0
-        self.arrival_ms: dict[tuple[_Slot, int], float] = {}
-        """Arrival of each message of each batch."""
         self._wire_free_ms = 0.0
-        self._on_wire: list[tuple[float, float]] = []
-        """Arrival and share of the core of all messages, in order."""
+        self._on_wire: list[tuple[float, float]] = []  # arrival and share of the core, in order
         self._first = 0  # first message that may still be on the wire
 
     def send(self, message: Message) -> float:
@@ -169,10 +146,6 @@ class _Machine:
         self._wire_free_ms = start_ms + message.ms
         self._on_wire.append((self._wire_free_ms, message.core_share))
         return self._wire_free_ms
-
-    def wait(self, slot: _Slot, batch: int) -> None:
-        """Waits for a message; has no effect if it was not sent."""
-        self.wait_until(self.arrival_ms.get((slot, batch), 0.0))
 
     def wait_until(self, time_ms: float) -> None:
         """Advances the time, if it is earlier."""

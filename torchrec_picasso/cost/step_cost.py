@@ -13,40 +13,22 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Predicted cost of the embedding part of one step on the busiest rank, without overlap.
+    """Predicted cost of the embedding part of one step on the busiest rank, without overlap."""
 
-    Args:
-        input_dist_ms: Exchange of ids: communication and local work.
-        forward_compute_ms: Gather and pooling.
-        forward_comms_ms: Communication of rows.
-        backward_compute_ms: Gradients of rows, and the update.
-        backward_comms_ms: Communication of gradients.
-        input_dist_wire_ms: The communication in ``input_dist_ms``.
-        sent_bytes: Bytes that a rank sends, by purpose; mean over ranks.
-    """
-
-    input_dist_ms: float = 0.0
-    forward_compute_ms: float = 0.0
-    forward_comms_ms: float = 0.0
-    backward_compute_ms: float = 0.0
-    backward_comms_ms: float = 0.0
-    input_dist_wire_ms: float = 0.0
+    input_dist_ms: float = 0.0  # exchange of ids: communication and local work
+    forward_compute_ms: float = 0.0  # gather and pooling
+    forward_comms_ms: float = 0.0  # communication of rows
+    backward_compute_ms: float = 0.0  # gradients of rows, and the update
+    backward_comms_ms: float = 0.0  # communication of gradients
+    input_dist_wire_ms: float = 0.0  # the communication in input_dist_ms
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def forward_ms(self) -> float:
-        """Forward, including the input dist."""
-        return self.input_dist_ms + self.forward_compute_ms + self.forward_comms_ms
-
-    @property
-    def backward_ms(self) -> float:
-        """Backward, including the update."""
-        return self.backward_compute_ms + self.backward_comms_ms
+    """Bytes that a rank sends, by purpose; mean over ranks."""
 
     @property
     def total_ms(self) -> float:
-        """Forward and backward."""
-        return self.forward_ms + self.backward_ms
+        """Forward with the input dist, and backward with the update."""
+        forward_ms = self.input_dist_ms + self.forward_compute_ms + self.forward_comms_ms
+        return forward_ms + (self.backward_compute_ms + self.backward_comms_ms)
 
     @property
     def wire_ms(self) -> float:

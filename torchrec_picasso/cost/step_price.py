@@ -18,8 +18,8 @@ import numpy as np
 
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.cost.curves import CommCurves
-from torchrec_picasso.cost.dense import DenseTimes
 from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes, exchange_times
+from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, step_price
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.table_work import BATCH_SHARES
@@ -39,14 +39,7 @@ _MARK_BYTES = 1
 
 
 class StepPricer:
-    """Predicts steps of one model on one network.
-
-    Args:
-        curves: Measured communication and local work.
-        world_size: Number of ranks.
-        dense: Times of the dense part; ``None`` = those of the curves, or 0.
-        micro_batch_counts: Allowed numbers of micro-batches.
-    """
+    """Predicts steps of one model on one network, by default with the dense times in the curves."""
 
     def __init__(
         self,
@@ -74,15 +67,14 @@ class StepPricer:
     ) -> StepPrice:
         """Predicts the fastest step over the allowed numbers of micro-batches.
 
-        Among equal durations, the smallest number is returned.
-
         Args:
             totals: Work of the hot/cold tables.
             stock: Cost of the stock tables, without overlap; ``None`` = no stock tables.
             num_packs: Number of packs of the hot/cold tables.
             uneven_bags: Bags of the busiest home rank divided by the mean over ranks.
             num_bag_waves: Number of waves of owner-pooled packs, which follow the wave of rows.
-            micro_batch_counts: Numbers of micro-batches to try; ``None`` = all allowed numbers.
+            micro_batch_counts: Numbers of micro-batches to try; ``None`` = all allowed numbers. The
+                smallest of equally fast ones is returned.
         """
         stock = stock or StepCost()
         if not totals.features:
@@ -180,12 +172,8 @@ class _Interleaved:
         return Message(header.ms + self._stock.input_dist_wire_ms, header.core_share)
 
     def _rows(self, share: float, pool_ms: float = 0.0) -> OpTime:
-        """Returns the times of a fetch.
-
-        Args:
-            share: Share of the batch's received elements.
-            pool_ms: Time in which home ranks pool the fetched bags.
-        """
+        """Returns the times of a fetch of a share of the batch's received elements; home ranks pool
+        the fetched bags in ``pool_ms``."""
         message = self._message("row_exchange", share * self._bytes["rows"] * self._uneven)
         return OpTime(share * self._local.gather_ms + pool_ms, message)
 
@@ -234,12 +222,8 @@ def _shares(num_parts: int) -> tuple[float, ...]:
 
 
 def _first_used(num_parts: int, elements_S: np.ndarray) -> np.ndarray:
-    """Returns the elements that each micro-batch is the first to use, shape ``(K,)``.
-
-    Args:
-        num_parts: Number of micro-batches.
-        elements_S: Elements in each of :data:`BATCH_SHARES` of the batch.
-    """
+    """Returns the elements that each micro-batch is the first to use, shape ``(K,)``, from the
+    elements in each of :data:`BATCH_SHARES` of the batch."""
     if elements_S[-1] <= 0:
         return np.zeros(num_parts)
     # log-log interpolation: the number of distinct rows grows about like a power of the samples

@@ -43,23 +43,15 @@ _DENSE_UPDATE_PASSES = 3  # over the whole table: zero, write and apply the grad
 class StockTotals:
     """Expected work of one step on one rank, summed over tables of one stock sharding type.
 
-    Args:
-        features: Number of features.
-        lookups: Lookups of the rank's batch, times the ranks that each is sent to.
-        lookup_elements: Lookups x dim.
-        lengths: Bag lengths of the rank's batch, times the ranks that each is sent to.
-        bag_elements: Bags x dim.
-        rows: Distinct rows over all ranks' batches that the rank updates.
-        row_elements: Rows times dim, summed over tables.
-        table_elements: Elements of the tables.
+    Fields named ``*_elements`` are numbers of lookups, bags or rows times dim.
     """
 
     features: float = 0.0
-    lookups: float = 0.0
+    lookups: float = 0.0  # of the rank's batch, times the ranks that each is sent to
     lookup_elements: float = 0.0
-    lengths: float = 0.0
+    lengths: float = 0.0  # bag lengths of the batch, times the ranks that each is sent to
     bag_elements: float = 0.0
-    rows: float = 0.0
+    rows: float = 0.0  # distinct rows over all ranks' batches that the rank updates
     row_elements: float = 0.0
     table_elements: float = 0.0
 
@@ -106,10 +98,7 @@ def stock_cost(
 ) -> StepCost:
     """Predicts the cost of one step of tables of one stock sharding type, without overlap.
 
-    ``uneven`` is the load of the busiest rank divided by the mean, see :func:`max_over_mean`.
-
-    Returns:
-        The cost; 0 without tables.
+    ``uneven`` is the load of the busiest rank divided by the mean. Without tables the cost is 0.
     """
     if not totals.features:
         return StepCost()
@@ -156,11 +145,8 @@ def stock_cost(
 def marginal_stock_costs(
     sharding_type: str, works: Sequence[TableWork], curves: CommCurves, world_size: int
 ) -> list[StepCost]:
-    """Predicts what each table adds to a step in which all tables have one stock sharding type.
-
-    Returns:
-        Cost of all tables minus the cost without the table, for each table.
-    """
+    """Predicts what each table adds to a step in which all tables have one stock sharding type: the
+    cost of all tables minus the cost without the table."""
     uneven = max_over_mean(sharding_type, [work.load for work in works], world_size)
     totals = stock_totals(sharding_type, works)
 

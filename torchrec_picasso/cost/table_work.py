@@ -25,29 +25,21 @@ of 4, a larger share, and the whole batch."""
 
 @dataclass(frozen=True, kw_only=True)
 class TableLoad:
-    """One table and the lookups of a rank's batch in it.
-
-    Args:
-        name: Table name.
-        num_embeddings: Number of rows.
-        dim: Number of columns.
-        lookups: Lookups per rank and step: samples x pooling factor, over all features.
-        bags: Bags per rank and step: samples x features; for sequences, the number of lookups.
-        num_features: Number of features.
-        spectrum: Distribution of lookups over rows; ``None`` = uniform.
-        element_bytes: Bytes of a stored element.
-        optimizer_share: Bytes of optimizer state divided by bytes of weights.
-    """
+    """One table and the lookups of a rank's batch in it."""
 
     name: str
     num_embeddings: int
     dim: int
     lookups: float
+    """Lookups per rank and step: samples x pooling factor, over all features."""
     bags: float
+    """Bags per rank and step: samples x features; for sequences, the number of lookups."""
     num_features: int = 1
     spectrum: CountSpectrum | None = None
+    """Distribution of lookups over rows; ``None`` = uniform."""
     element_bytes: int = 4
     optimizer_share: float = 0.0
+    """Bytes of optimizer state divided by bytes of weights."""
 
     @property
     def row_bytes(self) -> float:
@@ -57,21 +49,13 @@ class TableLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class HotSplit:
-    """Expected distinct rows of a table per step, with its most frequent rows hot.
+    """Expected distinct rows of a table per step, with its most frequent rows hot."""
 
-    Args:
-        coverage: Share of lookups of hot rows.
-        hot_touched: Hot rows in any rank's batch.
-        cold_touched: Cold rows in any rank's batch.
-        cold_S: Cold rows in each of :data:`BATCH_SHARES` of one rank's batch.
-        dirty_S: Cold rows that are also in any rank's batch before, by the same shares.
-    """
-
-    coverage: float
-    hot_touched: float
-    cold_touched: float
-    cold_S: np.ndarray
-    dirty_S: np.ndarray
+    coverage: float  # share of lookups of hot rows
+    hot_touched: float  # hot rows in any rank's batch
+    cold_touched: float  # cold rows in any rank's batch
+    cold_S: np.ndarray  # cold rows in each of BATCH_SHARES of one rank's batch
+    dirty_S: np.ndarray  # those that are also in any rank's batch before
 
     @property
     def cold_used(self) -> float:
@@ -80,12 +64,7 @@ class HotSplit:
 
 
 class TableWork:
-    """Expected rows of one table at one batch size and world size.
-
-    Args:
-        load: The table and the lookups of a rank's batch.
-        world_size: Number of ranks, each with such a batch.
-    """
+    """Expected rows of one table at one batch size, with such a batch on each rank."""
 
     def __init__(self, load: TableLoad, world_size: int) -> None:
         self.load, self.world_size = load, world_size
@@ -129,11 +108,7 @@ class TableWork:
         return float(self._sums_KQ[-1, 1]) + self._unseen_touched
 
     def split(self, num_hot: float) -> HotSplit:
-        """Computes the expected hot and cold rows of a step.
-
-        Args:
-            num_hot: Number of hot rows, the most frequent rows.
-        """
+        """Computes the expected rows of a step in which the most frequent rows are hot."""
         hot_Q = self._sums_of_first(num_hot)
         cold_Q = np.maximum(self._sums_KQ[-1] - hot_Q, 0.0)
         cold_S, dirty_S = np.split(cold_Q[2:], 2)

@@ -8,63 +8,62 @@ Shape letters: N lookups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import InputError, PlanError
-from torchrec_picasso.frequency.accumulate import CountAccumulator
-from torchrec_picasso.frequency.counts import ModelTable, TableCounts, count_rows
+from torchrec_picasso.frequency.counts import ModelTable, TableCounts, count_rows, lookup_counter
 
-__all__ = ["count_lookups", "model_tables"]
+__all__ = ["count_lookups", "model_tables", "table_configs"]
 
 _MEASURED_BATCHES = 16
 """Number of first batches whose distinct rows are counted per batch."""
 
 
 def model_tables(model: nn.Module) -> list[ModelTable]:
-    """Lists the embedding tables of an unsharded model, in module order.
-
-    Args:
-        model: Contains EmbeddingBagCollections or EmbeddingCollections at any depth; may be on the
-            meta device.
+    """Lists the tables of an unsharded model's EmbeddingBagCollections and EmbeddingCollections, at
+    any depth, in module order.
 
     Raises:
         PlanError: If there is no table, or two tables have the same name.
     """
     tables: dict[str, ModelTable] = {}
     paths: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, EmbeddingBagCollection):
-            configs = module.embedding_bag_configs()
-        elif isinstance(module, EmbeddingCollection):
-            configs = module.embedding_configs()
-        else:
-            continue
-        for config in configs:
-            if config.name in tables:
-                raise PlanError(
-                    f"table {config.name!r} exists in module {paths[config.name]!r} and in module "
-                    f"{path!r}, but frequency statistics are stored by table name; rename one of "
-                    "the tables"
-                )
-            paths[config.name] = path
-            tables[config.name] = ModelTable(
-                name=config.name,
-                num_embeddings=config.num_embeddings,
-                feature_names=tuple(config.feature_names),
+    for path, config in table_configs(model):
+        if config.name in tables:
+            raise PlanError(
+                f"table {config.name!r} exists in module {paths[config.name]!r} and in module "
+                f"{path!r}, but frequency statistics are stored by table name; rename one of the "
+                "tables"
             )
+        paths[config.name] = path
+        tables[config.name] = ModelTable(
+            name=config.name,
+            num_embeddings=config.num_embeddings,
+            feature_names=tuple(config.feature_names),
+        )
     if not tables:
         raise PlanError(
             f"{type(model).__name__} contains no EmbeddingBagCollection or EmbeddingCollection; "
             "pass the unsharded model"
         )
     return list(tables.values())
+
+
+def table_configs(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
+    """Yields the path of the collection and the configuration of each table, in module order."""
+    for path, module in model.named_modules():
+        if isinstance(module, EmbeddingBagCollection):
+            yield from ((path, config) for config in module.embedding_bag_configs())
+        elif isinstance(module, EmbeddingCollection):
+            yield from ((path, config) for config in module.embedding_configs())
 
 
 def count_lookups(
@@ -76,9 +75,9 @@ def count_lookups(
     """Counts the lookups of each table; arguments and errors as for ``FrequencyStats.collect``.
 
     Returns:
-        Counts by table name, number of batches read, number of samples read.
+        Counts by table name, number of batches and of samples read.
     """
-    counters = [CountAccumulator(table, max_rows_counted) for table in tables]
+    counters = [lookup_counter(table, max_rows_counted) for table in tables]
     # sums over the first batches: distinct rows of each batch, and lookups
     distinct_rows = dict.fromkeys((table.name for table in tables), 0)
     num_lookups = dict(distinct_rows)

@@ -1,15 +1,17 @@
-"""The lookup counts of one table: exact, or of its most frequent rows.
+"""Counts the lookups of one table in bounded memory: exactly, or of its most frequent rows.
 
-Counts are exact while the seen rows fit into the budget of :class:`.accumulate.CountAccumulator`.
-Beyond that, only the most frequent rows (heavy hitters) have counts, and each count may be too low
-by at most ``max_undercount`` lookups.
+A small table has a dense vector, one count per row: no sort, 2 to 15 ns per lookup. For a large
+table the seen rows are kept sorted; ids are buffered, so that the cost of sorting stays
+proportional to the lookups. Both are exact. When the sorted rows exceed their budget, only the most
+frequent rows (heavy hitters) are kept, and each count may be too low by at most ``max_undercount``
+lookups.
 
 NumPy sorts ids, because its SIMD sort takes 4 to 10 ns per id; torch's sort takes 40 ns.
 
 Source: Misra and Gries 1982; Agarwal et al. 2012, Mergeable Summaries, section 3.1
 (:func:`keep_heaviest`).
 
-Shape letters: N lookups, U and V counted rows.
+Shape letters: N lookups, R rows of the table, U and V counted rows.
 """
 
 from __future__ import annotations
@@ -24,7 +26,25 @@ from torch import Tensor
 
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
-__all__ = ["ModelTable", "TableCounts", "add_counts", "count_rows", "keep_heaviest"]
+__all__ = [
+    "MAX_ROWS_COUNTED",
+    "LookupCounter",
+    "ModelTable",
+    "TableCounts",
+    "add_counts",
+    "count_rows",
+    "keep_heaviest",
+    "lookup_counter",
+]
+
+MAX_ROWS_COUNTED = 1 << 20
+"""Default number of rows of a large table with a count of their own: 16 MiB."""
+
+_DENSE_ROWS_PER_SORTED = 4  # a dense count takes 8 bytes, a sorted row and its count 16
+
+_MIN_PENDING_LOOKUPS = 1 << 19
+"""Buffered ids are counted when there are this many, or as many as counted rows if those are
+more."""
 
 _Vector = NDArray[np.int64]
 
@@ -152,15 +172,92 @@ class TableCounts:
         )
 
 
+def lookup_counter(table: ModelTable, max_rows_counted: int = MAX_ROWS_COUNTED) -> LookupCounter:
+    """Creates the counter of a table with at most ``max_rows_counted`` sorted rows, or a dense
+    vector of 4 times as many: 32 bytes for each, twice that while buffered ids are counted."""
+    num_embeddings = table.num_embeddings
+    if num_embeddings is None or num_embeddings > _DENSE_ROWS_PER_SORTED * max_rows_counted:
+        return _SortedCounter(table, max_rows_counted)
+    return _DenseCounter(table, num_embeddings)
+
+
+class _DenseCounter:
+    """Counts with one int64 per row of the table."""
+
+    def __init__(self, table: ModelTable, num_embeddings: int) -> None:
+        self._table = table
+        self._counts_R = torch.zeros(num_embeddings, dtype=torch.int64)
+
+    def add(self, ids_N: Tensor) -> None:
+        """Counts one lookup for each id: row ids in any order, with repeats."""
+        # expand: a source of N ones without N elements of memory
+        self._counts_R.index_add_(0, ids_N, torch.ones((), dtype=torch.int64).expand(ids_N.numel()))
+
+    def result(self) -> TableCounts:
+        """Returns the counts; the counter must not be used afterwards."""
+        rows_U = self._counts_R.nonzero().flatten()
+        return TableCounts(
+            num_embeddings=self._counts_R.numel(),
+            feature_names=self._table.feature_names,
+            rows_U=rows_U,
+            counts_U=self._counts_R[rows_U],
+        )
+
+
+class _SortedCounter:
+    """Counts of seen rows; if more than ``max_rows`` are seen, of the most frequent rows."""
+
+    def __init__(self, table: ModelTable, max_rows: int) -> None:
+        self._table = table
+        self._max_rows = max_rows
+        self._rows_U: _Vector = np.empty(0, dtype=np.int64)
+        self._counts_U: _Vector = np.empty(0, dtype=np.int64)
+        self._largest_id = -1
+        self._num_lookups = 0
+        self._max_undercount = 0
+        self._pending: list[_Vector] = []
+        self._num_pending = 0
+
+    def add(self, ids_N: Tensor) -> None:
+        """Counts one lookup for each id: row ids in any order, with repeats."""
+        # copied: a view would keep the whole batch in memory
+        self._pending.append(ids_N.numpy().astype(np.int64, copy=True))
+        self._num_pending += ids_N.numel()
+        if self._num_pending >= max(_MIN_PENDING_LOOKUPS, self._rows_U.size):
+            self._count_pending()
+
+    def result(self) -> TableCounts:
+        """Returns the counts; the counter must not be used afterwards."""
+        self._count_pending()
+        num_embeddings = self._table.num_embeddings
+        return TableCounts(
+            num_embeddings=self._largest_id + 1 if num_embeddings is None else num_embeddings,
+            feature_names=self._table.feature_names,
+            rows_U=torch.from_numpy(self._rows_U),
+            counts_U=torch.from_numpy(self._counts_U),
+            max_undercount=self._max_undercount,
+            total_lookups=self._num_lookups if self._max_undercount else None,
+        )
+
+    def _count_pending(self) -> None:
+        """Sorts and counts the buffered ids, and adds the counts to those of the seen rows."""
+        if not self._num_pending:
+            return
+        rows, counts = count_rows(np.concatenate(self._pending))
+        self._num_lookups += self._num_pending
+        self._pending, self._num_pending = [], 0
+        self._largest_id = max(self._largest_id, int(rows[-1]))
+        rows, counts = add_counts(self._rows_U, self._counts_U, rows, counts)
+        # every pass may lower all counts; the bound on missing lookups is the sum of the passes
+        self._rows_U, self._counts_U, subtracted = keep_heaviest(rows, counts, self._max_rows)
+        self._max_undercount += subtracted
+
+
+LookupCounter = _DenseCounter | _SortedCounter
+
+
 def count_rows(ids_N: _Vector) -> tuple[_Vector, _Vector]:
-    """Counts the occurrences of each id.
-
-    Returns:
-        Distinct ids, ascending, and their counts, both ``(U,)``.
-
-    Cost:
-        O(N log N) time, about 10 ns per id.
-    """
+    """Returns the distinct ids, ascending, and their counts, both ``(U,)``: 10 ns per id."""
     sorted_N = np.sort(ids_N)
     is_first_N = np.ones(sorted_N.size, dtype=bool)
     np.not_equal(sorted_N[1:], sorted_N[:-1], out=is_first_N[1:])
@@ -171,19 +268,9 @@ def count_rows(ids_N: _Vector) -> tuple[_Vector, _Vector]:
 def add_counts(
     rows_U: _Vector, counts_U: _Vector, other_rows_V: _Vector, other_counts_V: _Vector
 ) -> tuple[_Vector, _Vector]:
-    """Adds two sparse count vectors.
+    """Adds two sparse count vectors, each with distinct rows, ascending, and their counts.
 
-    Args:
-        rows_U: Distinct rows, ascending, shape ``(U,)``.
-        counts_U: Count of each row, shape ``(U,)``.
-        other_rows_V: Distinct rows of the other vector, ascending, shape ``(V,)``.
-        other_counts_V: Count of each row of the other vector, shape ``(V,)``.
-
-    Returns:
-        The union of the rows, ascending, and the summed counts.
-
-    Cost:
-        O(U + V log U) time: pass the larger vector first.
+    O(U + V log U) time: pass the larger vector first.
     """
     # place_V: index of each other row in rows_U, or the index to insert it at
     place_V = np.searchsorted(rows_U, other_rows_V)
@@ -202,22 +289,14 @@ def add_counts(
 def keep_heaviest(
     rows_U: _Vector, counts_U: _Vector, max_rows: int
 ) -> tuple[_Vector, _Vector, int]:
-    """Keeps the most frequent rows and bounds the error of their counts.
+    """Keeps the most frequent rows and bounds the error of their counts; O(U) time.
 
     The largest count that does not fit is subtracted from all counts, and rows at 0 or below are
     dropped. Repeated over a stream, no count is too high, and none is too low by more than the sum
     of the subtracted numbers, which is at most the lookups divided by ``max_rows + 1``.
 
-    Args:
-        rows_U: Distinct rows, ascending, shape ``(U,)``.
-        counts_U: Count of each row, above 0, shape ``(U,)``.
-        max_rows: Maximum number of rows to keep.
-
     Returns:
-        The kept rows, ascending; their counts after subtraction; the subtracted number.
-
-    Cost:
-        O(U) time.
+        The kept rows, in the given order; their counts after subtraction; the subtracted number.
     """
     if rows_U.size <= max_rows:
         return rows_U, counts_U, 0

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.frequency.accumulate import CountAccumulator
-from torchrec_picasso.frequency.counts import ModelTable, TableCounts
+from torchrec_picasso.frequency.counts import ModelTable, TableCounts, lookup_counter
 
 __all__ = ["CHUNK_ROWS", "count_files", "num_samples_of"]
 
@@ -50,7 +49,7 @@ def count_files(
     columns = list(dict.fromkeys(name for table in tables for name in table.feature_names))
     for path in files:  # all files are checked before the first, possibly for hours, is counted
         _check_columns(path, columns)
-    counters = [CountAccumulator(table, max_rows_counted) for table in tables]
+    counters = [lookup_counter(table, max_rows_counted) for table in tables]
     num_samples = 0
     for path in files:
         for batch in _read_chunks(path, columns):

@@ -25,19 +25,12 @@ def select_hot_rows(
     hot_rows: int | Mapping[str, int],
     stats: FrequencyStats | None = None,
 ) -> dict[str, Tensor]:
-    """Selects the rows that get a replica on every rank.
+    """Selects the rows that get a replica on every rank: ids by table, ascending, int64.
 
-    If the number exceeds the number of seen rows, unseen rows follow, by table order and ascending
-    row.
-
-    Args:
-        tables: Number of rows by table name, in model order.
-        hot_rows: A total over all tables, or a number of hot rows by table name; tables that the
-            mapping lacks are left out of the result.
-        stats: Lookup counts; required for a total above 0.
-
-    Returns:
-        Row ids by table, ascending, int64, in the order of ``tables``.
+    ``tables`` has the number of rows by table name, in model order. ``hot_rows`` is a total over
+    all tables, which requires statistics, or a number by table name; tables that the mapping lacks
+    are left out. If the number exceeds that of seen rows, unseen rows follow, by table order and
+    ascending row.
 
     Raises:
         PlanError: If a number is not an integer between 0 and the number of rows, a table is
@@ -87,9 +80,10 @@ def _per_table(
 def _over_all_tables(
     tables: Mapping[str, int], total: int, stats: FrequencyStats
 ) -> dict[str, Tensor]:
-    # counts of all tables, concatenated in table order: (U,)
+    # counts of all tables, concatenated in table order; a stable sort takes equal counts in order
     counts_U = torch.cat([stats.tables[name].counts_U for name in tables])
-    is_hot_U = _are_largest(counts_U, total)
+    is_hot_U = torch.zeros(counts_U.numel(), dtype=torch.bool)
+    is_hot_U[counts_U.argsort(descending=True, stable=True)[:total]] = True
     chosen, start, missing = {}, 0, max(0, total - counts_U.numel())
     for name, num_rows in tables.items():
         seen = stats.tables[name].rows_U
@@ -99,18 +93,6 @@ def _over_all_tables(
         start += seen.numel()
         missing -= unseen.numel()
     return chosen
-
-
-def _are_largest(counts_U: Tensor, total: int) -> Tensor:
-    """Marks the ``total`` largest numbers, among equal numbers the first: bool, ``(U,)``; O(U)."""
-    if total >= counts_U.numel():
-        return torch.ones(counts_U.numel(), dtype=torch.bool)
-    least = counts_U.kthvalue(counts_U.numel() - total + 1).values
-    # numbers equal to the smallest selected one fill up the total, in order of position
-    are_largest_U = counts_U > least
-    equal = (counts_U == least).nonzero().flatten()
-    are_largest_U[equal[: total - int(are_largest_U.sum())]] = True
-    return are_largest_U
 
 
 def _first_unseen(seen: Tensor, num_rows: int, count: int) -> Tensor:

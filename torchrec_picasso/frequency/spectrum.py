@@ -38,31 +38,20 @@ _LEAST_SHARE, _HALVINGS = 1e-4, 24
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CountSpectrum:
-    """The number of rows of one table by lookup count.
+    """The number of rows of one table by lookup count."""
 
-    Args:
-        counts_K: Distinct counts, descending, float64, shape ``(K,)``.
-        rows_K: Number of rows with each count, float64, shape ``(K,)``.
-        num_lookups: Number of counted lookups, the sum of ``counts_K * rows_K``.
-        num_embeddings: Number of rows of the table.
-        effective_share: Number of independent lookups per lookup of a batch, 0 to 1.
-    """
-
-    counts_K: Tensor
-    rows_K: Tensor
-    num_lookups: float
+    counts_K: Tensor  # distinct counts, descending, float64
+    rows_K: Tensor  # number of rows with each count, float64
+    num_lookups: float  # number of counted lookups, the sum of counts_K * rows_K
     num_embeddings: int
-    effective_share: float = 1.0
+    effective_share: float = 1.0  # independent lookups per lookup of a batch, 0 to 1
 
     @staticmethod
     def from_counts(counts_U: Tensor, num_embeddings: int, num_uncounted: int = 0) -> CountSpectrum:
-        """Builds the spectrum of counted rows.
+        """Builds the spectrum of rows with the counts ``counts_U``, int64, shape ``(U,)``.
 
-        Args:
-            counts_U: Count of each row, int64, shape ``(U,)``.
-            num_embeddings: Number of rows of the table.
-            num_uncounted: Number of lookups of rows without a count. Each is assumed to be the only
-                lookup of its row, if the table has that many rows.
+        Each of the ``num_uncounted`` lookups of rows without a count is assumed to be the only
+        lookup of its row, if the table has that many rows.
         """
         # counts of counts: distinct values of counts_U and the number of rows with each value
         counts, rows = (part.double() for part in counts_U.unique(return_counts=True))
@@ -80,15 +69,8 @@ class CountSpectrum:
         )
 
     def presence(self, num_lookups: float) -> Tensor:
-        """Returns the probability that a row with each count is among ``num_lookups`` lookups.
-
-        Args:
-            num_lookups: Number of lookups of the table, at least 0.
-
-        Returns:
-            Probabilities, float64, shape ``(K,)``; 1 if ``num_lookups`` is at least the size of the
-            sample.
-        """
+        """Returns the probability ``(K,)`` that a row with each count is among ``num_lookups``
+        lookups; 1 if ``num_lookups`` is at least the size of the sample."""
         if not self.num_lookups:
             return torch.zeros_like(self.counts_K)
         # all three numbers in independent lookups
@@ -110,16 +92,8 @@ class CountSpectrum:
     def with_distinct(
         self, num_lookups: float, num_distinct: float, num_batches: int
     ) -> CountSpectrum:
-        """Fits the effective share to the measured number of distinct rows per batch.
-
-        Args:
-            num_lookups: Mean number of lookups of a batch.
-            num_distinct: Mean number of distinct rows of a batch.
-            num_batches: Number of measured batches.
-
-        Returns:
-            The spectrum with the fitted share; this spectrum if its prediction is within the noise.
-        """
+        """Fits the effective share to the mean number of distinct rows of some batches with a mean
+        number of lookups; returns this spectrum if its prediction is within the noise."""
         # Poisson noise of the mean over the batches
         noise = _SIGMAS * math.sqrt(num_distinct / num_batches)
         excess = self.expected_unique(num_lookups) - num_distinct
@@ -167,10 +141,8 @@ class CountSpectrum:
         return math.ceil(rows_before + rest / float(self.counts_K[index]) - 1e-9)
 
     def expected_unseen(self, num_lookups: float) -> float:
-        """Returns the expected number of rows outside the sample among ``num_lookups`` lookups.
-
-        The result is 0 up to the size of the sample.
-        """
+        """Returns the expected number of rows outside the sample among ``num_lookups`` lookups; 0
+        up to the size of the sample."""
         extra = num_lookups - self.num_lookups
         unseen = self.num_unseen
         if extra <= 0 or not unseen:
@@ -204,10 +176,8 @@ class CountSpectrum:
 
 
 def _log_absent(total: float, counts_K: Tensor, drawn: float) -> Tensor:
-    """Computes the log-probability that a row's c lookups are not among n drawn of N lookups.
-
-    The probability is ``C(N - c, n) / C(N, n)``, shape ``(K,)``.
-    """
+    """Computes the log-probability that a row's c lookups are not among n drawn of N lookups:
+    ``C(N - c, n) / C(N, n)``, shape ``(K,)``."""
     if total <= _EXACT_UP_TO:
         # C(N - c, n) / C(N, n) = (N - c)! (N - n)! / ((N - c - n)! N!)
         left_K = (total - counts_K - drawn).clamp(min=0)

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from torchrec_picasso.errors import PicassoError, PlanError
-from torchrec_picasso.frequency.accumulate import MAX_ROWS_COUNTED
 from torchrec_picasso.frequency.collect import count_lookups, model_tables
-from torchrec_picasso.frequency.counts import ModelTable, TableCounts
+from torchrec_picasso.frequency.counts import MAX_ROWS_COUNTED, ModelTable, TableCounts
 from torchrec_picasso.frequency.files import count_files
 from torchrec_picasso.frequency.parquet import read_tables, write_tables
 
@@ -62,7 +61,7 @@ class FrequencyStats:
             batches: KeyedJaggedTensors, or objects with a KeyedJaggedTensor ``sparse_features``.
             model: The unsharded model; may be on the meta device.
             num_batches: Maximum number of batches to read, at least 1; ``None`` = all.
-            max_rows_counted: Maximum number of sorted rows, see :class:`.CountAccumulator`.
+            max_rows_counted: Maximum number of sorted rows, see :func:`.lookup_counter`.
 
         Returns:
             The statistics of all tables, including tables without lookups.
@@ -101,7 +100,7 @@ class FrequencyStats:
             tables: Tables to count; each feature is a column of integers or of lists of integers.
             hash_ids: Whether ids are taken modulo the number of rows of the table.
             missing_id: Id that replaces a null; ``None`` = a null is no lookup.
-            max_rows_counted: Maximum number of sorted rows, see :class:`.CountAccumulator`.
+            max_rows_counted: Maximum number of sorted rows, see :func:`.lookup_counter`.
             progress: Called with the number of samples of each counted chunk.
 
         Returns:
@@ -306,14 +305,7 @@ class FrequencyStats:
                 )
 
     def table(self, name: str) -> TableCounts:
-        """Returns the counts of one table.
-
-        Args:
-            name: Table name.
-
-        Raises:
-            PlanError: If the statistics lack the table.
-        """
+        """Returns the counts of one table; ``PlanError`` if the statistics lack it."""
         if name not in self.tables:
             raise PlanError(
                 f"the statistics have no table {name!r}, only {list(self.tables)}; check the name, "

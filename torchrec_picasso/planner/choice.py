@@ -17,14 +17,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes
+from torchrec_picasso.cost.hot_cold import (
+    HotColdTotals,
+    exchange_bytes,
+    hot_cold_cost,
+    sum_hot_cold,
+)
+from torchrec_picasso.cost.schedule_time import StepPrice
+from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.step_price import StepPricer
-from torchrec_picasso.cost.stock import marginal_stock_costs
+from torchrec_picasso.cost.stock import (
+    marginal_stock_costs,
+    max_over_mean,
+    placed_over_mean,
+    stock_cost,
+    stock_totals,
+)
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
-from torchrec_picasso.placement import Form
-from torchrec_picasso.planner.priced_plan import Forms, PricedPlan, price_plan
+from torchrec_picasso.placement import Form, owner_pooled_waves, pack_key
 
-__all__ = ["Choice", "TableInfo", "choose", "given_choice"]
+__all__ = ["Choice", "PricedPlan", "TableInfo", "choose", "price_plan"]
+
+Forms = Mapping[int, Form]
+"""Exchange of each hot/cold table by position; the other tables are stock."""
 
 _STOCK_MARGIN = 0.02
 """A hot/cold plan is chosen only if its predicted step is shorter than stock by this share."""
@@ -46,25 +61,15 @@ it."""
 
 @dataclass(frozen=True, kw_only=True)
 class TableInfo:
-    """One table of the model and its allowed placements.
-
-    Args:
-        load: Rows, columns and lookups per step.
-        not_hot_cold: Reason why the table cannot be hot/cold; ``None`` = it can.
-        no_hot_rows: Reason why it cannot have hot rows; ``None`` = it can.
-        no_bags: Reason why it cannot be owner-pooled; ``None`` = it can.
-        required_form: Exchange that the user requires if the table is hot/cold; ``None`` = any.
-        stock_types: Allowed stock sharding types.
-        module: Path of the table's module; its tables share an exchange.
-    """
+    """One table of the model and its allowed placements."""
 
     load: TableLoad
-    not_hot_cold: str | None = None
-    no_hot_rows: str | None = None
-    no_bags: str | None = "owner-pooling was not considered"
-    required_form: Form | None = None
-    stock_types: tuple[str, ...] = ("table_wise", "row_wise")
-    module: str = ""
+    not_hot_cold: str | None = None  # reason why the table cannot be hot/cold; None = it can
+    no_hot_rows: str | None = None  # reason why it cannot have hot rows; None = it can
+    no_bags: str | None = "owner-pooling was not considered"  # the same for owner-pooling
+    required_form: Form | None = None  # exchange that the user requires if it is hot/cold
+    stock_types: tuple[str, ...] = ("table_wise", "row_wise")  # allowed ones
+    module: str = ""  # path of the table's module; its tables share an exchange
 
     @property
     def may_be_hot_cold(self) -> bool:
@@ -80,33 +85,60 @@ class TableInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice(PricedPlan):
-    """The chosen plan.
+class PricedPlan:
+    """A plan and its predicted step; sequences have one entry per table."""
 
-    Args:
-        works: Expected rows of each table.
-        stock: The plan with all tables stock, under TorchRec's pipeline; ``None`` if a table has no
-            stock type.
-        priced_ms: Predicted step of each priced plan with its best hot rows, in milliseconds.
-    """
+    forms: tuple[Form | None, ...]  # exchange of a hot/cold table; None = stock
+    num_hot: tuple[int, ...]
+    stock_types: tuple[str | None, ...]  # not used for hot/cold tables
+    step: StepPrice  # under the schedule that runs it
+    cost: StepCost  # the embedding part of the step, without overlap
+
+    @property
+    def hot_cold(self) -> tuple[bool, ...]:
+        """Whether each table is hot/cold."""
+        return tuple(form is not None for form in self.forms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(PricedPlan):
+    """The chosen plan."""
 
     works: tuple[TableWork, ...]
     stock: PricedPlan | None
+    """All tables stock, under TorchRec's pipeline; ``None`` if a table has no stock type."""
     priced_ms: Mapping[str, float]
+    """Predicted step of each priced plan with its best hot rows; empty if the caller chose."""
 
 
 def choose(
     tables: Sequence[TableInfo],
     pricer: StepPricer,
     replica_budget_bytes: float = float("inf"),
+    *,
+    given_hot: Mapping[int, int] | None = None,
 ) -> Choice:
-    """Chooses the plan with the shortest predicted step."""
-    works = _works(tables, pricer)
+    """Chooses the plan with the shortest predicted step, or prices the choice of the caller.
+
+    ``given_hot`` has the number of hot rows of each table that is hot/cold by the caller's choice,
+    by position; the other tables are stock. ``None`` = the cost model chooses.
+    """
+    works = tuple(TableWork(table.load, pricer.world_size) for table in tables)
     all_stock_types = _best_stock_types(tables, works, pricer)
+
+    def stock_types_beside(forms: Forms) -> list[str | None]:
+        """Returns the best stock types of the tables that are not hot/cold: fewer whole tables may
+        be less even over ranks than all of them."""
+        rest = [i for i in range(len(tables)) if i not in forms]
+        found = _best_stock_types([tables[i] for i in rest], [works[i] for i in rest], pricer)
+        kinds = list(all_stock_types)
+        for i, kind in zip(rest, found):
+            kinds[i] = kind
+        return kinds
 
     def best(forms: Forms) -> PricedPlan:
         """Prices a plan with each budget of hot rows, and returns the best."""
-        stock_types = _stock_types_beside(forms, tables, works, all_stock_types, pricer)
+        stock_types = stock_types_beside(forms)
         found = price_plan(works, forms, {}, stock_types, pricer)
         may_be_hot = [
             i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None
@@ -119,38 +151,82 @@ def choose(
                 found = plan
         return found
 
-    plans = {name: best(forms) for name, forms in _plans(tables, works, all_stock_types).items()}
-    # from the simplest plan to the mixed one, each with its margin
-    chosen = plans["stock"]
-    uniform = min((plans["rows"], plans["bags"]), key=_step_ms)
-    if _step_ms(uniform) <= _step_ms(chosen) * (1 - _STOCK_MARGIN):
-        chosen = uniform
-    if _step_ms(plans["mixed"]) <= _step_ms(chosen) * (1 - _FORMS_MARGIN):
-        chosen = plans["mixed"]
-    priced_ms = {name: _step_ms(plan) for name, plan in plans.items()}
-    return _answer(works, chosen, all_stock_types, pricer, priced_ms)
+    priced_ms: dict[str, float] = {}
+    if given_hot is not None:
+        forms: Forms = {position: tables[position].forms[0] for position in given_hot}
+        chosen = price_plan(works, forms, given_hot, stock_types_beside(forms), pricer)
+    else:
+        to_price = _plans(tables, works, all_stock_types)
+        plans = {name: best(forms) for name, forms in to_price.items()}
+        priced_ms = {name: plan.step.step_ms for name, plan in plans.items()}
+        # from the simplest plan to the mixed one, each with its margin
+        name = "stock"
+        uniform = "rows" if priced_ms["rows"] <= priced_ms["bags"] else "bags"
+        if priced_ms[uniform] <= priced_ms[name] * (1 - _STOCK_MARGIN):
+            name = uniform
+        if priced_ms["mixed"] <= priced_ms[name] * (1 - _FORMS_MARGIN):
+            name = "mixed"
+        chosen = plans[name]
+    has_stock = None not in all_stock_types
+    stock = price_plan(works, {}, {}, all_stock_types, pricer) if has_stock else None
+    return Choice(**vars(chosen), works=works, stock=stock, priced_ms=priced_ms)
 
 
-def given_choice(
-    tables: Sequence[TableInfo], num_hot: Mapping[int, int], pricer: StepPricer
-) -> Choice:
-    """Prices a choice of the caller.
+def price_plan(
+    works: Sequence[TableWork],
+    forms: Forms,
+    num_hot: Mapping[int, int],
+    stock_types: Sequence[str | None],
+    pricer: StepPricer,
+    *,
+    homes: Mapping[int, int] | None = None,
+    num_micro_batches: int | None = None,
+) -> PricedPlan:
+    """Prices one plan; arguments as in :class:`PricedPlan`, ``num_hot`` by position.
 
-    Args:
-        tables: All tables of the model.
-        num_hot: Number of hot rows by position, for the hot/cold tables; other tables are stock.
-        pricer: Predicts a step.
+    ``homes`` has the rank of each whole table by position, if the plan is placed; else whole tables
+    are spread over ranks as evenly as possible. ``num_micro_batches=None`` = the best number.
     """
-    works = _works(tables, pricer)
-    all_stock_types = _best_stock_types(tables, works, pricer)
-    forms: Forms = {position: tables[position].forms[0] for position in num_hot}
-    stock_types = _stock_types_beside(forms, tables, works, all_stock_types, pricer)
-    plan = price_plan(works, forms, num_hot, stock_types, pricer)
-    return _answer(works, plan, all_stock_types, pricer, {})
+    curves, world_size = pricer.curves, pricer.world_size
+    hot_cold = sorted(forms)
 
+    def uneven(kind: str, tables: Sequence[int]) -> float:
+        """Returns the load of the busiest rank divided by the mean."""
+        loads = [works[i].load for i in tables]
+        if homes is None or kind != "table_wise":
+            return max_over_mean(kind, loads, world_size)
+        return placed_over_mean(loads, [homes[i] for i in tables], world_size)
 
-def _works(tables: Sequence[TableInfo], pricer: StepPricer) -> tuple[TableWork, ...]:
-    return tuple(TableWork(table.load, pricer.world_size) for table in tables)
+    totals = sum_hot_cold(
+        HotColdTotals.from_table(works[i], num_hot.get(i, 0), forms[i]) for i in hot_cold
+    )
+    # stock tables of one type share their exchanges; those of different types do not
+    stock = StepCost()
+    for kind in sorted({kind for kind in stock_types if kind is not None}):
+        tables = [i for i, found in enumerate(stock_types) if found == kind and i not in forms]
+        kind_totals = stock_totals(kind, [works[i] for i in tables])
+        stock = stock.plus(
+            stock_cost(kind, kind_totals, curves, world_size, uneven=uneven(kind, tables))
+        )
+    bags = [i for i in hot_cold if forms[i] == "bags"]
+    num_packs, num_bag_packs = (
+        len({pack_key(forms[i], 0, works[i].load.dim, works[i].load.element_bytes) for i in tables})
+        for tables in (hot_cold, bags)
+    )
+    return PricedPlan(
+        forms=tuple(forms.get(i) for i in range(len(works))),
+        num_hot=tuple(num_hot.get(i, 0) for i in range(len(works))),
+        stock_types=tuple(stock_types),
+        step=pricer.price(
+            totals,
+            stock,
+            num_packs=num_packs,
+            uneven_bags=uneven("table_wise", bags),
+            num_bag_waves=len(owner_pooled_waves(num_bag_packs)) or 1,
+            micro_batch_counts=None if num_micro_batches is None else [num_micro_batches],
+        ),
+        cost=hot_cold_cost(totals, curves, world_size, num_packs=max(1, num_packs)).plus(stock),
+    )
 
 
 def _plans(
@@ -159,8 +235,12 @@ def _plans(
     """Lists the plans to price; some may be equal."""
     able = {i: table.forms for i, table in enumerate(tables) if table.may_be_hot_cold}
 
+    def sent_bytes(work: TableWork, form: Form) -> float:
+        totals = HotColdTotals.from_table(work, 0, form)
+        return sum(exchange_bytes(totals, work.world_size, num_packs=1).values())
+
     def fewer_bytes(work: TableWork, forms: Sequence[Form]) -> Form:
-        first, last = (_sent_bytes(work, forms[end]) for end in (0, -1))
+        first, last = (sent_bytes(work, forms[end]) for end in (0, -1))
         return forms[0 if first <= last * (1 - _ROWS_MARGIN) else -1]
 
     return {
@@ -172,38 +252,12 @@ def _plans(
     }
 
 
-def _sent_bytes(work: TableWork, form: Form) -> float:
-    totals = HotColdTotals.from_table(work, 0, form)
-    return sum(exchange_bytes(totals, work.world_size, num_packs=1).values())
-
-
-def _step_ms(plan: PricedPlan) -> float:
-    return plan.step.step_ms
-
-
-def _answer(
-    works: tuple[TableWork, ...],
-    plan: PricedPlan,
-    all_stock_types: Sequence[str | None],
-    pricer: StepPricer,
-    priced_ms: Mapping[str, float],
-) -> Choice:
-    stock = None
-    if None not in all_stock_types:
-        stock = price_plan(works, {}, {}, all_stock_types, pricer)
-    return Choice(**vars(plan), works=works, stock=stock, priced_ms=priced_ms)
-
-
 def _frequent_rows(
     works: Sequence[TableWork], tables: Sequence[int], least_chance: float, budget_bytes: float
 ) -> dict[int, int]:
-    """Counts the rows of each table that one rank's batch uses with a minimum probability.
+    """Counts the rows of some tables that one rank's batch uses with a minimum probability.
 
-    Args:
-        works: All tables.
-        tables: Positions of the tables that may have hot rows.
-        least_chance: Minimum probability that one rank's batch uses a row.
-        budget_bytes: Maximum memory of these rows; the most frequent rows come first.
+    If these rows exceed the budget, the most frequent ones come first.
     """
     chance_G = np.concatenate([works[i].used_K for i in tables])
     rows_G = np.concatenate([works[i].rows_K for i in tables])
@@ -220,32 +274,11 @@ def _frequent_rows(
     return {i: int(counts[i]) for i in tables}
 
 
-def _stock_types_beside(
-    forms: Forms,
-    tables: Sequence[TableInfo],
-    works: Sequence[TableWork],
-    all_stock_types: Sequence[str | None],
-    pricer: StepPricer,
-) -> list[str | None]:
-    """Returns the best stock types of the tables that are not hot/cold.
-
-    They may differ from those in an all-stock plan: fewer whole tables may be less even over ranks.
-    """
-    stock_types = list(all_stock_types)
-    stock = [i for i in range(len(tables)) if i not in forms]
-    found = _best_stock_types([tables[i] for i in stock], [works[i] for i in stock], pricer)
-    for i, kind in zip(stock, found):
-        stock_types[i] = kind
-    return stock_types
-
-
 def _best_stock_types(
     tables: Sequence[TableInfo], works: Sequence[TableWork], pricer: StepPricer
 ) -> list[str | None]:
-    """Returns the stock type with the smallest cost of each table.
-
-    The cost is what the table adds to a step in which all tables have this type.
-    """
+    """Returns the stock type of each table that adds least to a step in which all tables that can
+    have this type have it; ``None`` for a table without stock types."""
     added_ms: list[dict[str, float]] = [{} for _ in tables]
     for kind in sorted({kind for table in tables for kind in table.stock_types}):
         able = [i for i, table in enumerate(tables) if kind in table.stock_types]

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.cost.curves import CommCurves
-from torchrec_picasso.cost.dense import DenseTimes
+from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableWork
 from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
 from torchrec_picasso.placement import Form, pack_key
-from torchrec_picasso.planner.choice import Choice, TableInfo, choose, given_choice
+from torchrec_picasso.planner.choice import Choice, TableInfo, choose
 from torchrec_picasso.planner.home_blocks import HomeBlocks, RowLoads, balance_homes
 from torchrec_picasso.schedule.setting_choice import pieces_for
 
@@ -30,32 +30,23 @@ __all__ = ["Decision", "balance_waves", "decide", "given_hot_sets"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decision:
-    """Placement of all tables.
-
-    Args:
-        tables: The tables.
-        choice: The chosen plan and its predicted step.
-        hot_sets: Hot rows of each hot/cold table by name, ascending, int64, shape ``(H,)``.
-        forms: Exchange of each hot/cold table by name.
-        homes: Home blocks of the row-exchanged tables, in the order of ``hot_sets``; ``None`` = no
-            statistics or no such tables.
-        waves: Wave of each hot/cold table by name.
-        curves: Measured communication and local work.
-        world_size: Number of ranks.
-        batch_size: Samples per rank and step.
-        dense: Times of the dense part; 0 if not known.
-    """
+    """Placement of all tables."""
 
     tables: tuple[TableInfo, ...]
     choice: Choice
     hot_sets: Mapping[str, Tensor]
+    """Hot rows of each hot/cold table by name, ascending, int64, shape ``(H,)``."""
     forms: Mapping[str, Form]
+    """Exchange of each hot/cold table by name."""
     homes: HomeBlocks | None
+    """Home blocks of the row-exchanged tables, in the order of ``hot_sets``; ``None`` = no
+    statistics or no such tables."""
     waves: Mapping[str, int]
+    """Wave of each hot/cold table by name."""
     curves: CommCurves
     world_size: int
-    batch_size: int
-    dense: DenseTimes
+    batch_size: int  # samples per rank and step
+    dense: DenseTimes  # for this batch size; 0 if not known
 
     @property
     def works(self) -> tuple[TableWork, ...]:
@@ -90,16 +81,9 @@ def decide(
 ) -> Decision:
     """Chooses the placement of each table, its hot rows, and its home blocks.
 
-    Args:
-        tables: The tables.
-        stats: Lookup counts; ``None`` = all rows are looked up equally often.
-        curves: Measured communication and local work.
-        world_size: Number of ranks.
-        batch_size: Samples per rank and step.
-        hot_rows: ``None`` = the cost model chooses; else as for ``hot_cold_planner``.
-        replica_budget_bytes: Maximum memory of replicas per rank, if the cost model chooses.
-        num_waves: Number of waves of the hot/cold tables of a module.
-        dense: Times of the dense part of a step; ``None`` = those of the curves.
+    Arguments as for ``hot_cold_planner``; ``batch_size`` is per rank, ``replica_budget_bytes`` per
+    rank and used only if the cost model chooses (``hot_rows=None``), ``dense=None`` = the times in
+    the curves.
 
     Raises:
         PlanError: If the statistics are of other tables, or the requested hot rows do not exist.
@@ -113,11 +97,8 @@ def decide(
     if hot_rows is None:
         # the choice has the number of hot rows of each table; the statistics have the rows
         choice = choose(tables, pricer, replica_budget_bytes)
-        counts = {
-            table.load.name: num_hot
-            for table, is_hot_cold, num_hot in zip(tables, choice.hot_cold, choice.num_hot)
-            if is_hot_cold
-        }
+        chosen = zip(tables, choice.forms, choice.num_hot)
+        counts = {table.load.name: num_hot for table, form, num_hot in chosen if form is not None}
         hot_sets = select_hot_rows(able, counts, stats)
     else:
         # the caller has chosen: the plan is only priced
@@ -127,17 +108,21 @@ def decide(
             for position, table in enumerate(tables)
             if table.load.name in hot_sets
         }
-        choice = given_choice(tables, given, pricer)
-    names = [table.load.name for table in tables]
-    forms = {name: form for name, form in zip(names, choice.forms) if form is not None}
-    row_hot_sets = {name: hot_H for name, hot_H in hot_sets.items() if forms[name] == "rows"}
+        choice = choose(tables, pricer, given_hot=given)
+    forms = {table.load.name: form for table, form in zip(tables, choice.forms) if form is not None}
+    works = {work.load.name: work for work in choice.works}
+    in_rows = [name for name in hot_sets if forms[name] == "rows"]
+    homes = None
+    if stats is not None and in_rows:
+        loads = [_row_loads(works[name], hot_sets[name], stats) for name in in_rows]
+        homes = balance_homes(loads, world_size)
     return Decision(
         tables=tuple(tables),
         choice=choice,
         hot_sets=hot_sets,
         forms=forms,
-        homes=_homes(choice.works, row_hot_sets, stats, world_size),
-        waves=_waves(tables, choice.works, hot_sets, forms, num_waves),
+        homes=homes,
+        waves=_waves(tables, works, hot_sets, forms, num_waves),
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,
@@ -151,19 +136,13 @@ def given_hot_sets(
     hot_rows: int | Mapping[str, int],
     stats: FrequencyStats | None,
 ) -> dict[str, Tensor]:
-    """Selects the hot rows for a number that the caller chose.
+    """Selects the hot rows for a total, or for numbers by table name, that the caller chose.
 
-    Args:
-        able: Number of rows of each table that can be hot/cold, in model order.
-        without: Tables that cannot have hot rows; a total is spent on the other tables.
-        hot_rows: A total, or a number by table name.
-        stats: Lookup counts; required for a total above 0.
-
-    Returns:
-        Hot rows of each hot/cold table by name, in the order of ``able``.
+    ``able`` has the number of rows of each table that can be hot/cold, in model order; a total is
+    spent on the tables that are not in ``without``. Returns the hot rows of each hot/cold table.
 
     Raises:
-        PlanError: If the hot rows do not exist.
+        PlanError: If the hot rows do not exist, or a total above 0 has no statistics.
     """
     if isinstance(hot_rows, Mapping):
         return select_hot_rows(able, hot_rows, stats)
@@ -172,34 +151,20 @@ def given_hot_sets(
     return {name: chosen.get(name, torch.empty(0, dtype=torch.int64)) for name in able}
 
 
-def _homes(
-    works: Sequence[TableWork],
-    hot_sets: Mapping[str, Tensor],
-    stats: FrequencyStats | None,
-    world_size: int,
-) -> HomeBlocks | None:
-    """Balances the home blocks of row-exchanged tables; ``None`` without statistics or tables."""
-    if stats is None or not hot_sets:
-        return None
-    by_name = {work.load.name: work for work in works}
-    return balance_homes(
-        [_row_loads(by_name[name], hot, stats) for name, hot in hot_sets.items()], world_size
-    )
-
-
 def _waves(
     tables: Sequence[TableInfo],
-    works: Sequence[TableWork],
+    works: Mapping[str, TableWork],
     hot_sets: Mapping[str, Tensor],
     forms: Mapping[str, Form],
     num_waves: int,
 ) -> dict[str, int]:
     """Assigns each hot/cold table to a wave of its module, by volume."""
     volumes: dict[str, dict[str, tuple[Hashable, float]]] = {}
-    for table, work in zip(tables, works):
+    for table in tables:
         load = table.load
         if load.name in hot_sets:
-            split, form = work.split(hot_sets[load.name].numel()), forms[load.name]
+            form = forms[load.name]
+            split = works[load.name].split(hot_sets[load.name].numel())
             # cold rows are fetched, gradients of touched hot rows are reduced
             rows = split.cold_used + split.hot_touched
             volumes.setdefault(table.module, {})[load.name] = (
@@ -220,13 +185,9 @@ def balance_waves(tables: Sequence[tuple[Hashable, float]], num_waves: int) -> l
     each additional pack costs an update and some copies. Descending units go to the wave with the
     smallest volume; the largest wave is at most 4/3 of that of an optimal assignment (Graham 1969).
 
-    Args:
-        tables: Key that is equal for tables that can share a pack, and expected elements that a
-            rank sends per step, of each table of one exchange.
-        num_waves: Number of waves, at least 1.
-
-    Returns:
-        The wave of each table; a wave may be empty.
+    Each table of one exchange has a key that is equal for tables that can share a pack, and the
+    expected elements that a rank sends per step. Returns the wave of each table; a wave may be
+    empty.
 
     Source:
         PICASSO (arXiv 2204.04903), K-Interleaving: packs in groups of balanced volume.

@@ -21,18 +21,19 @@ from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, T
 from torchrec.distributed.types import ModuleSharder
 
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.cost.dense import DenseTimes
+from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.planner.capacity import replica_budget_bytes
 from torchrec_picasso.planner.decision import Decision, decide, given_hot_sets
 from torchrec_picasso.planner.hot_options import (
     add_replica_storage,
+    by_table,
     copy_options,
     cut_home_blocks,
     hot_cold_options,
     price_options,
+    replica_budget_bytes,
 )
 from torchrec_picasso.planner.refusals import (
     TableRefusals,
@@ -57,19 +58,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
     """Enumerates sharding options; hot/cold tables get only hot/cold options.
 
     Tables can be hot/cold if the class of their module's sharder has the attribute
-    ``supports_hot_cold = True``; all other tables keep TorchRec's options.
-
-    Args:
-        topology: Devices to plan for.
-        batch_size: Samples per rank and step.
-        hot_rows: ``None`` = the cost model chooses; a number = total over all tables that can be
-            hot/cold; a mapping = number of hot rows of each hot/cold table.
-        stats: Lookup counts; required for a total above 0.
-        curves: Measured costs; ``None`` = the bandwidths of the topology.
-        num_waves: Number of waves, see :func:`hot_cold_planner`.
-        dense_ms: Forward and backward of the model without tables, milliseconds; ``None`` = the
-            times in the curves.
-        kwargs: Other arguments of TorchRec's ``EmbeddingEnumerator``.
+    ``supports_hot_cold = True``; all other tables keep TorchRec's options. Arguments as for
+    :func:`.hot_cold_planner`; others go to TorchRec's ``EmbeddingEnumerator``.
     """
 
     def __init__(
@@ -99,11 +89,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
 
     @property
     def decision(self) -> Decision | None:
-        """The decision of the last call of ``enumerate``.
-
-        ``None`` before the first call, if two tables have equal names, or if the caller gave
-        ``hot_rows`` and nothing is left to decide.
-        """
+        """The decision of the last call of ``enumerate``; ``None`` if two tables have equal names,
+        or if the caller gave ``hot_rows`` and nothing is left to decide."""
         return self._decision
 
     def enumerate(
@@ -111,12 +98,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
     ) -> list[ShardingOption]:
         """Lists the options of all tables, in the same order in every process.
 
-        Args:
-            module: The unsharded model.
-            sharders: Sharders of its embedding modules.
-
-        Returns:
-            TorchRec's options; the options of hot/cold tables are replaced by hot/cold ones.
+        A hot/cold table has only hot/cold options, another table TorchRec's.
 
         Raises:
             PlanError: If requested hot rows cannot be placed, with the reason.
@@ -158,33 +140,28 @@ class HotColdEnumerator(EmbeddingEnumerator):
                 )
                 cut_home_blocks(options, blocks.get(table))
             elif not isinstance(self._hot_rows, Mapping):
-                options = self._stock_options(options)
+                options = self._stock_options(key, options)
             space.extend(options)
         self.populate_estimates(space)
         self._hot_cold_space = copy_options(space)
         return space
 
     def decided_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
-        """Selects one option per table: the decided one, or the one with TorchRec's best rating.
-
-        Args:
-            space: Result of ``enumerate``.
-        """
+        """Selects one option per table of a result of ``enumerate``: the decided one, or the one
+        with TorchRec's best rating."""
         stock_types: dict[str, str | None] = {}
         decision = self._decision
         if decision is not None and self._has_prices and not isinstance(self._hot_rows, Mapping):
             names = (table.load.name for table in decision.tables)
             stock_types = dict(zip(names, decision.choice.stock_types))
-        by_table: dict[tuple[str, str], list[ShardingOption]] = {}
-        for option in space:
-            by_table.setdefault((option.path, option.name), []).append(option)
 
         def rank(option: ShardingOption) -> tuple[bool, float]:
             # a hot/cold table has only hot/cold options; among several kernels, the fastest
             is_other = option.sharding_type != stock_types.get(option.name)
-            return is_other and self._can_be_hot_cold(option), _slowest_shard(option)
+            slowest_ms = max(shard.perf.total if shard.perf else 0.0 for shard in option.shards)
+            return is_other and (option.path, option.name) in self._refusals, slowest_ms
 
-        return [min(options, key=rank) for options in by_table.values()]
+        return [min(options, key=rank) for options in by_table(space).values()]
 
     @property
     def last_stored_search_space(self) -> list[ShardingOption] | None:
@@ -192,11 +169,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         return self._hot_cold_space
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Estimates time and memory, including replicas.
-
-        Args:
-            sharding_options: Options to estimate; earlier estimates are replaced.
-        """
+        """Estimates time and memory, including replicas, in place."""
         if self._listed is not None:
             # Called by TorchRec's enumerate: collect its options, and leave it none to estimate.
             self._listed.extend(sharding_options)
@@ -222,9 +195,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
             listed = self._listed
         finally:
             self._listed = self._last_stored_module = None
-        by_path: dict[tuple[str, str], list[ShardingOption]] = {}
-        for option in listed:
-            by_path.setdefault((option.path, option.name), []).append(option)
+        by_path = by_table(listed)
         for options in by_path.values():
             # TorchRec builds its lists from sets of strings, whose order varies between processes
             options.sort(key=lambda option: (option.sharding_type, option.compute_kernel))
@@ -246,7 +217,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
     def _decide(self, options_by_path: OptionsByPath, dense_bytes: int) -> Decision | None:
         """Makes the decision; ``None`` if there is nothing to decide, or table names are equal."""
         tables = [table for _, table in options_by_path]
-        candidates = [o for o in options_by_path.values() if self._can_be_hot_cold(o[0])]
+        candidates = {key: o for key, o in options_by_path.items() if key in self._refusals}
         if not candidates:
             return None
         if len(set(tables)) < len(tables):
@@ -274,10 +245,10 @@ class HotColdEnumerator(EmbeddingEnumerator):
                     options,
                     self._frequency_stats,
                     batch_size=self._batch_size,
-                    refusals=self._refusals[options[0].path, options[0].name],
-                    constrained_types=self._constrained_types(options[0].name),
+                    refusals=self._refusals[key],
+                    constrained_types=self._constrained_types(key[1]),
                 )
-                for options in candidates
+                for key, options in candidates.items()
             ],
             self._frequency_stats,
             self._curves,
@@ -297,8 +268,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
         """Collects the refusals of each table whose sharder supports hot/cold tables."""
         found = {}
         for key, options in options_by_path.items():
-            if self._can_be_hot_cold(options[0]):
-                sharder = self.sharder_map[options[0].module_type_key]
+            sharder = self.sharder_map[options[0].module_type_key]
+            if getattr(type(sharder), "supports_hot_cold", False) is True:
                 found[key] = refusals_of(
                     options,
                     config_of(options[0]),
@@ -307,17 +278,11 @@ class HotColdEnumerator(EmbeddingEnumerator):
                 )
         return found
 
-    def _stock_options(self, options: list[ShardingOption]) -> list[ShardingOption]:
+    def _stock_options(
+        self, key: tuple[str, str], options: list[ShardingOption]
+    ) -> list[ShardingOption]:
         """Removes options that train another model, see ``stock_types_of``."""
-        if not self._can_be_hot_cold(options[0]):
+        if key not in self._refusals:
             return options
-        kept = stock_types_of(options, self._constrained_types(options[0].name))
+        kept = stock_types_of(options, self._constrained_types(key[1]))
         return [option for option in options if option.sharding_type in kept] or options
-
-    def _can_be_hot_cold(self, option: ShardingOption) -> bool:
-        sharder = self.sharder_map[option.module_type_key]
-        return getattr(type(sharder), "supports_hot_cold", False) is True
-
-
-def _slowest_shard(option: ShardingOption) -> float:
-    return max(shard.perf.total if shard.perf is not None else 0.0 for shard in option.shards)

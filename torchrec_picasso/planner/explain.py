@@ -14,13 +14,12 @@ __all__ = ["explain", "summarize", "why_nothing_is_hot_cold"]
 
 
 def explain(decision: Decision) -> pd.DataFrame:
-    """Returns the placement of each table, and the reason.
+    """Returns the placement of each table, and the reason: one line per table, in model order.
 
-    Returns:
-        One line per table, in model order: ``table, rows, dim, placement, form`` (``rows`` or
-        ``bags``) and ``wave`` (both missing for stock tables), ``hot_rows, coverage`` (share of
-        lookups of hot rows), ``lookups, unique_rows, cold_rows`` (expected, per rank and step),
-        ``home_bytes, replica_bytes`` (per rank, if hot/cold), ``why``.
+    Columns: ``table, rows, dim, placement, form`` (``rows`` or ``bags``) and ``wave`` (both missing
+    for stock tables), ``hot_rows, coverage`` (share of lookups of hot rows), ``lookups,
+    unique_rows, cold_rows`` (expected, per rank and step), ``home_bytes, replica_bytes`` (per rank,
+    if hot/cold), ``why``.
     """
     import pandas as pd
 
@@ -29,17 +28,16 @@ def explain(decision: Decision) -> pd.DataFrame:
 
 
 def summarize(decision: Decision) -> dict[str, Any]:
-    """Returns the predicted step of a decision: milliseconds, bytes, memory and balance.
+    """Returns the predicted step of a decision: numbers and strings for JSON.
 
-    Returns:
-        Numbers and strings for JSON. ``step_ms``: duration of the whole step under the schedule
-        that runs it, with ``num_micro_batches`` (``None`` = nothing is interleaved). ``wire_ms``
-        and ``compute_ms``: lower bounds of ``step_ms``. ``dense_ms``: the dense part, 0 if not
-        known. ``embedding_ms``: the embedding part without overlap. ``priced_ms``: the step of each
-        priced plan, empty if the caller gave ``hot_rows``. ``stock_ms``, ``stock_sent_bytes`` and
-        ``speedup`` are ``None`` if a table has no stock option.
+    ``step_ms``: duration of the whole step under the schedule that runs it, with
+    ``num_micro_batches`` (``None`` = nothing is interleaved). ``wire_ms`` and ``compute_ms``: lower
+    bounds of ``step_ms``. ``dense_ms``: the dense part, 0 if not known. ``embedding_ms``: the
+    embedding part without overlap. ``priced_ms``: the step of each priced plan, empty if the caller
+    gave ``hot_rows``. ``stock_ms``, ``stock_sent_bytes`` and ``speedup`` are ``None`` if a table
+    has no stock option.
     """
-    choice, homes = decision.choice, decision.homes
+    choice, homes, curves = decision.choice, decision.homes, decision.curves
     chosen = [work for work, form in zip(decision.works, choice.forms) if form]
     hot_counts = [count for count, form in zip(choice.num_hot, choice.forms) if form]
     stock = choice.stock
@@ -66,9 +64,7 @@ def summarize(decision: Decision) -> dict[str, Any]:
         "memory_bytes": hot_cold_memory_bytes(chosen, hot_counts),
         "home_max_over_mean": homes.max_over_mean if homes is not None else None,
         "even_home_max_over_mean": homes.even_max_over_mean if homes is not None else None,
-        "curves": decision.curves.mismatch(
-            world_size=decision.world_size, device=decision.curves.device
-        )
+        "curves": curves.mismatch(world_size=decision.world_size, device=curves.device)
         or "of this world size",
     }
 

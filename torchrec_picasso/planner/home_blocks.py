@@ -31,19 +31,15 @@ times the mean of a table's rows."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowLoads:
-    """Expected load per step of the rows of one table, in any unit.
-
-    Args:
-        num_embeddings: Number of rows of the table.
-        rows_U: Rows with a load of their own, ascending, int64, shape ``(U,)``.
-        load_U: Load of each of these rows, float64, shape ``(U,)``; 0 for hot rows.
-        spread_load: Sum of all other load, spread evenly over the table.
-    """
+    """Expected load per step of the rows of one table, in any unit."""
 
     num_embeddings: int
     rows_U: np.ndarray
+    """Rows with a load of their own, ascending, int64, shape ``(U,)``."""
     load_U: np.ndarray
+    """Load of each of these rows, float64, shape ``(U,)``; 0 for hot rows."""
     spread_load: float
+    """Sum of all other load, spread evenly over the table."""
 
     @property
     def total(self) -> float:
@@ -60,17 +56,14 @@ class RowLoads:
 
 @dataclass(frozen=True, kw_only=True)
 class HomeBlocks:
-    """Home blocks of all tables.
-
-    Args:
-        block_rows_TW: Number of home rows of each table on each rank.
-        max_over_mean: Load of the busiest rank divided by the mean over ranks.
-        even_max_over_mean: The same with TorchRec's equal blocks.
-    """
+    """Home blocks of all tables, and their balance."""
 
     block_rows_TW: tuple[tuple[int, ...], ...]
+    """Number of home rows of each table on each rank."""
     max_over_mean: float
+    """Load of the busiest rank divided by the mean over ranks."""
     even_max_over_mean: float
+    """The same with TorchRec's equal blocks."""
 
 
 def even_blocks(num_embeddings: int, world_size: int) -> tuple[int, ...]:
@@ -92,13 +85,9 @@ def filled_blocks(num_embeddings: int, world_size: int) -> tuple[int, ...]:
 def balance_homes(tables: Sequence[RowLoads], world_size: int) -> HomeBlocks:
     """Splits tables into home blocks so that all ranks have the same expected load.
 
-    Returns:
-        The blocks and their balance; those of :func:`filled_blocks` if their balance is at least as
-        good. No block is empty if the table has a row for every rank; in a smaller table each row
-        is a block, and empty blocks come last.
-
-    Cost:
-        O(U log U + T W log U) time.
+    The blocks are those of :func:`filled_blocks` if their balance is at least as good. No block is
+    empty if the table has a row for every rank; in a smaller table each row is a block, and empty
+    blocks come last. O(U log U + T W log U) time.
     """
     even = [even_blocks(table.num_embeddings, world_size) for table in tables]
     filled = [filled_blocks(table.num_embeddings, world_size) for table in tables]
@@ -124,10 +113,10 @@ def balance_homes(tables: Sequence[RowLoads], world_size: int) -> HomeBlocks:
             _cut(weighted[t], aims * total - given), tables[t].num_embeddings
         )
         given += weighted[t].before(cuts[t])
-    balanced = []
-    for t, table in enumerate(tables):
-        edges = np.concatenate([[0], cuts[t], [table.num_embeddings]])
-        balanced.append(tuple(int(n) for n in np.diff(edges)))
+    balanced = [
+        tuple(np.diff(cuts[t], prepend=0, append=table.num_embeddings).tolist())
+        for t, table in enumerate(tables)
+    ]
     balance = _max_over_mean(tables, balanced, world_size)
     if balance >= filled_balance:
         balanced, balance = filled, filled_balance

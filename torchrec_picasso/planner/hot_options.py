@@ -1,4 +1,4 @@
-"""Converts TorchRec's sharding options to hot/cold options, with their memory and times.
+"""Hot/cold sharding options: their memory and times, and the error if tables do not fit.
 
 A hot/cold option is a row-wise option (row-exchanged) or a table-wise option (owner-pooled) with
 ``HotColdParams`` as ``cache_params``, so TorchRec's validation, statistics and broadcast work on
@@ -17,7 +17,7 @@ from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
-from torchrec.distributed.planner.types import Perf, ShardingOption, Storage
+from torchrec.distributed.planner.types import Perf, ShardingOption, Storage, Topology
 from torchrec.distributed.types import CacheParams
 
 from torchrec_picasso._torchrec import optimizer_multiplier
@@ -31,13 +31,19 @@ from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
 __all__ = [
     "add_replica_storage",
+    "by_table",
     "copy_options",
     "cut_home_blocks",
+    "explain_shortage",
     "hot_cold_options",
     "optimizer_class",
     "price_options",
+    "replica_budget_bytes",
     "replica_bytes",
 ]
+
+_RESERVED_SHARE = 0.15
+"""Share of a rank's memory that TorchRec's planner reserves by default."""
 
 
 def hot_cold_options(
@@ -50,16 +56,9 @@ def hot_cold_options(
 ) -> list[ShardingOption]:
     """Converts options of one table to hot/cold options, in place.
 
-    Args:
-        options: All options of one table.
-        hot_rows_H: Hot rows, int64, shape ``(H,)``; empty = no replicas.
-        wave: Wave of the table; replaces a wave in the constraints.
-        form: Exchange of the table.
-        num_micro_batches: Number of micro-batches in the predicted step; ``None`` = not predicted.
-
-    Returns:
-        The row-wise options, or the table-wise ones if owner-pooled, with a kernel in
-        ``HOT_COLD_KERNELS``; other cache settings of the constraints are kept.
+    Keeps the row-wise options, or the table-wise ones if owner-pooled, with a kernel in
+    ``HOT_COLD_KERNELS``. ``hot_rows_H`` and ``wave`` replace those in the constraints; other cache
+    settings stay. ``num_micro_batches`` is that of the predicted step, ``None`` without prices.
 
     Raises:
         PlanError: If there is no such option, or a hot row is outside the table.
@@ -91,15 +90,21 @@ def hot_cold_options(
     return kept
 
 
+def by_table(options: Sequence[ShardingOption]) -> dict[tuple[str, str], list[ShardingOption]]:
+    """Groups options by path of the module and name of the table, in order of appearance."""
+    found: dict[tuple[str, str], list[ShardingOption]] = {}
+    for option in options:
+        found.setdefault((option.path, option.name), []).append(option)
+    return found
+
+
 def cut_home_blocks(
     options: list[ShardingOption], block_rows_W: Sequence[int] | None = None
 ) -> None:
-    """Sets the home blocks of one table's options, in place.
+    """Sets the home blocks of one table's hot/cold options, in place.
 
-    Args:
-        options: Hot/cold options of one table; a shard per rank, or one for a whole table.
-        block_rows_W: Number of home rows on each rank; ``None`` = TorchRec's blocks, or equal
-            blocks if those leave a rank without rows.
+    ``block_rows_W`` has the number of home rows on each rank; ``None`` = TorchRec's blocks, or
+    equal blocks if those leave a rank without rows.
     """
     for option in options:
         num_rows = option.tensor.shape[0]
@@ -119,11 +124,9 @@ def copy_options(options: Sequence[ShardingOption]) -> list[ShardingOption]:
 
     Values that a planner replaces but never changes, such as times and hot rows, are shared.
     """
-    copies = []
-    for option in options:
-        copied = copy.copy(option)
-        copied.shards = [copy.copy(shard) for shard in option.shards]
-        copies.append(copied)
+    copies = [copy.copy(option) for option in options]
+    for copied in copies:
+        copied.shards = [copy.copy(shard) for shard in copied.shards]
     return copies
 
 
@@ -152,19 +155,76 @@ def replica_bytes(option: ShardingOption) -> int:
 def add_replica_storage(options: list[ShardingOption], compute_device: str) -> None:
     """Adds the memory of replicas to every shard of hot/cold options, in place.
 
-    Args:
-        options: Options with storage estimated without replicas.
-        compute_device: ``"cpu"`` = added to DDR; other devices = added to HBM, also for kernel
-            ``fused_uvm``, whose home rows are in host memory.
+    It is DDR on the CPU, else HBM, also for ``fused_uvm``, whose home rows are in host memory.
     """
+    on_cpu = compute_device == "cpu"
     for option in options:
         num_bytes = replica_bytes(option)
-        if not num_bytes:
-            continue
-        on_cpu = compute_device == "cpu"
-        extra = Storage(hbm=0 if on_cpu else num_bytes, ddr=num_bytes if on_cpu else 0)
-        for shard in option.shards:
-            shard.storage = shard.storage + extra
+        if num_bytes:
+            extra = Storage(hbm=0 if on_cpu else num_bytes, ddr=num_bytes if on_cpu else 0)
+            for shard in option.shards:
+                shard.storage = shard.storage + extra
+
+
+def replica_budget_bytes(
+    options_by_table: Sequence[Sequence[ShardingOption]], topology: Topology
+) -> float:
+    """Computes the bytes per rank that are free for replicas if tables are spread evenly."""
+    # each table in its smallest option
+    used = sum(min(_per_rank(o, topology) for o in options) for options in options_by_table)
+    return max(0.0, _capacity_bytes(topology) * (1 - _RESERVED_SHARE) - used)
+
+
+def explain_shortage(options: Sequence[ShardingOption], topology: Topology) -> PlanError | None:
+    """Returns the error for a plan that does not fit; ``None`` if memory is sufficient."""
+    if not options:
+        return None
+    # each table in its smallest option
+    least = {
+        key: min(table_options, key=lambda option: _per_rank(option, topology))
+        for key, table_options in by_table(options).items()
+    }
+    needed = {key: _per_rank(option, topology) for key, option in least.items()}
+    capacity = _capacity_bytes(topology)
+    available = capacity * (1 - _RESERVED_SHARE)
+    total = sum(needed.values())
+    if total <= available:
+        return None
+    largest = max(needed, key=lambda key: (needed[key], key))
+    replicas = {key: replica_bytes(option) for key, option in least.items()}
+    replica_total = sum(replicas.values())
+    memory = "ddr" if topology.compute_device == "cpu" else "hbm"
+    smallest = int(total / (1 - _RESERVED_SHARE)) + 1
+    message = (
+        f"the tables need {total:,.0f} bytes of {memory} per rank, but a rank has {available:,.0f} "
+        f"({capacity:,.0f} less {_RESERVED_SHARE:.0%} that TorchRec reserves); the largest is "
+        f"table {largest[1]!r} with {needed[largest]:,.0f}, {replicas[largest]:,} of them "
+        f"replicas. Set {memory}_cap of the topology to at least {smallest:,}"
+    )
+    without = total - replica_total
+    if replica_total and without <= available:
+        hot = sum(
+            option.cache_params.num_hot_rows
+            for option in least.values()
+            if isinstance(option.cache_params, HotColdParams)
+        )
+        # replicas that fit, if all rows had the mean size
+        most = int(hot * (available - without) / replica_total)
+        message += f", or request at most {most:,} hot rows instead of {hot:,}"
+    return PlanError(message)
+
+
+def _per_rank(option: ShardingOption, topology: Topology) -> float:
+    """Returns the bytes of an option per rank if its shards are spread evenly."""
+    return _bytes(option.total_storage, topology) / topology.world_size
+
+
+def _bytes(storage: Storage, topology: Topology) -> float:
+    return float(storage.ddr if topology.compute_device == "cpu" else storage.hbm)
+
+
+def _capacity_bytes(topology: Topology) -> float:
+    return min(_bytes(device.storage, topology) for device in topology.devices)
 
 
 def price_options(
@@ -178,10 +238,7 @@ def price_options(
     TorchRec's partitioner sums the ``Perf`` of the shards on a rank and compares ranks.
     ``Perf.total`` excludes the input dist, so its cost is added to the forward exchange. An
     owner-pooled table has the cost of a table-wise one, on its home rank; a row-exchanged table
-    that of a row-wise one, on all ranks.
-
-    Returns:
-        The options without a predicted cost, which TorchRec estimates.
+    that of a row-wise one, on all ranks. Returns the options without a predicted cost.
     """
     costs = {
         (work.load.name, kind): cost

@@ -1,14 +1,14 @@
 """``hot_cold_planner``: TorchRec's planner with the hot/cold enumerator.
 
-The partitioner, the performance model and the validation are TorchRec's. TorchRec's proposers are
-used if the decided plan does not fit (:mod:`torchrec_picasso.planner.decided_plan`).
+The partitioner, the performance model and the validation are TorchRec's. :class:`DecidedPlan`
+proposes the plan that the enumerator decided on; TorchRec's proposers follow if it does not fit.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -21,9 +21,11 @@ from torchrec.distributed.planner.proposers import (
     UniformProposer,
 )
 from torchrec.distributed.planner.types import (
+    Enumerator,
     ParameterConstraints,
     PlannerError,
     Proposer,
+    ShardingOption,
     Topology,
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -32,16 +34,15 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
-from torchrec_picasso.planner.capacity import explain_shortage
-from torchrec_picasso.planner.decided_plan import DecidedPlan
 from torchrec_picasso.planner.decision import Decision
 from torchrec_picasso.planner.enumerator import HotColdEnumerator
 from torchrec_picasso.planner.explain import explain, summarize, why_nothing_is_hot_cold
+from torchrec_picasso.planner.hot_options import explain_shortage
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["HotColdPlanner", "hot_cold_planner"]
+__all__ = ["DecidedPlan", "HotColdPlanner", "hot_cold_planner"]
 
 _LOGGER = logging.getLogger("torchrec_picasso.planner")
 
@@ -94,11 +95,15 @@ def hot_cold_planner(
     Warns:
         UserWarning: If the curves are of another world size or device.
     """
-    if curves is not None and not isinstance(curves, CommCurves):
-        raise PlanError(
-            f"curves is a {type(curves).__name__}, expected CommCurves; create it with "
-            "CommCurves.measure or CommCurves.from_json"
-        )
+    for name, value, kind, source in (
+        ("curves", curves, CommCurves, "CommCurves.measure or CommCurves.from_json"),
+        ("stats", stats, FrequencyStats, "FrequencyStats.collect or FrequencyStats.from_parquet"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise PlanError(
+                f"{name} is a {type(value).__name__}, expected {kind.__name__}; create it with "
+                f"{source}"
+            )
     if curves is not None:
         mismatch = curves.mismatch(world_size=topology.world_size, device=topology.compute_device)
         if mismatch is not None:
@@ -106,11 +111,6 @@ def hot_cold_planner(
                 f"{mismatch}: times are extrapolated; calibrate on the training hardware",
                 stacklevel=2,
             )
-    if stats is not None and not isinstance(stats, FrequencyStats):
-        raise PlanError(
-            f"stats is a {type(stats).__name__}, expected FrequencyStats; create it with "
-            "FrequencyStats.collect or FrequencyStats.from_parquet"
-        )
     if "enumerator" in planner_kwargs:
         raise PlanError(
             "enumerator was given, but hot_cold_planner creates its own; leave it out, or create "
@@ -149,6 +149,61 @@ def _torchrec_proposers(device_type: str) -> list[Proposer]:
     return greedy if device_type == "cpu" else [GridSearchProposer(), *greedy]
 
 
+class DecidedPlan(Proposer):
+    """Proposes the decided plan; the other proposers follow, in order, only if it does not fit.
+
+    The decision determines the sharding type of each table; TorchRec's partitioner places it.
+    """
+
+    def __init__(self, others: Sequence[Proposer]) -> None:
+        self._others = list(others)
+        self._decided: list[ShardingOption] | None = None
+        self._left: list[Proposer] = []
+
+    def load(
+        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
+    ) -> None:
+        """Loads all options, and the decided ones from the enumerator."""
+        self._decided = None
+        if isinstance(enumerator, HotColdEnumerator):
+            self._decided = enumerator.decided_options(search_space)
+        for proposer in self._others:
+            proposer.load(search_space, enumerator)
+        self._left = list(self._others)
+
+    def propose(self) -> list[ShardingOption] | None:
+        """Returns the decided plan, or the next proposal of the other proposers."""
+        if self._decided is not None:
+            return self._decided
+        # an exhausted proposer returns None
+        while self._left:
+            proposal = self._left[0].propose()
+            if proposal:
+                return proposal
+            self._left.pop(0)
+        return None
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """Ends the search if the decided plan was placed; else passes on to the other proposers."""
+        if self._decided is None:
+            self._left[0].feedback(partitionable, plan, perf_rating, storage_constraint)
+            return
+        self._decided = None
+        if partitionable:
+            self._left = []
+        else:
+            _LOGGER.warning(
+                "the plan with the shortest predicted step does not fit into memory; TorchRec's "
+                "proposers search for another plan"
+            )
+
+
 class HotColdPlanner(EmbeddingShardingPlanner):
     """TorchRec's planner with an explanation of the plan; created by :func:`hot_cold_planner`.
 
@@ -160,11 +215,7 @@ class HotColdPlanner(EmbeddingShardingPlanner):
 
     @property
     def decision(self) -> Decision:
-        """The decision of the last plan, on the rank that made it.
-
-        Raises:
-            PlanError: If there is no plan yet, or nothing was decided.
-        """
+        """The decision of the last plan, on the rank that made it; ``PlanError`` without one."""
         decision = self._enumerator.decision
         if decision is None:
             raise PlanError(
@@ -174,10 +225,7 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         return decision
 
     def explain(self) -> pd.DataFrame:
-        """Returns the placement of each table, and the reason.
-
-        Returns:
-            One line per table; columns as in :func:`torchrec_picasso.planner.explain.explain`.
+        """Returns the placement of each table, and the reason: one line per table.
 
         Raises:
             PlanError: If there is no plan yet, or nothing was decided.
@@ -185,11 +233,7 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         return explain(self.decision)
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """Plans without a process group.
-
-        Args:
-            module: The unsharded model.
-            sharders: Sharders of its embedding modules.
+        """Plans an unsharded model without a process group.
 
         Raises:
             PlanError: If the tables do not fit; names the largest table and the required memory.
@@ -210,14 +254,6 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
         """Plans on the first rank of ``pg`` and broadcasts the plan. Collective.
-
-        Args:
-            module: The unsharded model.
-            sharders: Sharders of its embedding modules; ``None`` = TorchRec's own.
-            pg: Process group; ``None`` = the default group.
-
-        Returns:
-            The plan, equal on all ranks.
 
         Raises:
             PlanError: On the other ranks, with the message of the first rank, if planning failed;

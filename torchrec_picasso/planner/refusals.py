@@ -53,21 +53,22 @@ TablePath = tuple[str, str]
 """Path of the module, name of the table."""
 
 
+_USE_ROWS = "request form='rows'"
+_NO_REPLICAS = Refusal(
+    what="form='bags' was requested, and owner-pooled tables have no replicas", instead=_USE_ROWS
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TableRefusals:
-    """The refused placements of one table.
-
-    Args:
-        hot_cold: Reason why the table cannot be hot/cold; ``None`` = it can.
-        hot_rows: Reason why it cannot have hot rows; ``None`` = it can.
-        is_offered: Whether its options include a hot/cold sharding type and kernel.
-        is_only_hot_cold: Whether only this package has a kernel for its optimizer on this device.
-    """
+    """The reasons why one table cannot be hot/cold, and why it cannot have hot rows."""
 
     hot_cold: Refusal | None = None
     hot_rows: Refusal | None = None
     is_offered: bool = True
+    """Whether the table's options include a hot/cold sharding type and kernel."""
     is_only_hot_cold: bool = False
+    """Whether only this package has a kernel for the table's optimizer on this device."""
 
 
 def refusals_of(
@@ -94,7 +95,10 @@ def refusals_of(
     if refusal is None and no_bags is not None:
         refusal = Refusal(what=f"form='bags' was requested, but {no_bags}", instead=_USE_ROWS)
     if refusal is None and not kernels:
-        refusal = _NO_ROW_WISE
+        refusal = Refusal(
+            what="its sharder or its constraints do not allow hot/cold",
+            instead="allow row_wise with kernel fused",
+        )
     if refusal is None:
         in_memory = why_no_memory((able or kernels)[0], first.tensor.shape[1])
         if in_memory is not None:
@@ -105,16 +109,6 @@ def refusals_of(
         is_offered=bool(able),
         is_only_hot_cold=refusal is None and is_updated_only_here(params, device_type=device_type),
     )
-
-
-_USE_ROWS = "request form='rows'"
-_NO_REPLICAS = Refusal(
-    what="form='bags' was requested, and owner-pooled tables have no replicas", instead=_USE_ROWS
-)
-_NO_ROW_WISE = Refusal(
-    what="its sharder or its constraints do not allow hot/cold",
-    instead="allow row_wise with kernel fused",
-)
 
 
 def _fused_params(
@@ -175,10 +169,7 @@ def hot_cold_candidates(
     hot_rows: int | Mapping[str, int] | None,
     sharders: Sequence[Any],
 ) -> dict[str, int]:
-    """Finds the tables that can be hot/cold.
-
-    Returns:
-        Number of rows by table name, in model order.
+    """Finds the tables that can be hot/cold: number of rows by table name, in model order.
 
     Raises:
         PlanError: If requested hot rows cannot be placed, with the reason.
@@ -287,8 +278,7 @@ def _check_total(
 
 
 def _refuse_if_not_offered(options: list[ShardingOption], refusals: TableRefusals) -> None:
-    """Raises the error of :func:`hot_cold_options`, which lists a table's options, if none can be
-    hot/cold."""
+    """Raises the error of ``hot_cold_options``, which lists the options, if none is hot/cold."""
     if not refusals.is_offered:
         form = required_form(options) or "rows"
         hot_cold_options(options, torch.empty(0, dtype=torch.int64), form=form)

@@ -15,6 +15,7 @@ from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.cost.table_work import TableLoad
 from torchrec_picasso.frequency import FrequencyStats
+from torchrec_picasso.frequency.collect import table_configs
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.choice import TableInfo
 from torchrec_picasso.planner.hot_options import optimizer_class
@@ -29,7 +30,6 @@ __all__ = [
 ]
 
 _BYTES_PER_MS_TO_GB_PER_S = 1e-6
-_DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 
 
 def table_info(
@@ -89,26 +89,18 @@ def stock_types_of(
     leaves a rank without rows is excluded if there is another type, because FBGEMM assumes that
     tables without rows are in GPU memory.
     """
-    found = [t for t in STOCK_TYPES if any(o.sharding_type == t for o in options)]
-    if len(found) > 1 and _leaves_a_rank_without_rows(options):
+    offered = {option.sharding_type for option in options}
+    found = [kind for kind in STOCK_TYPES if kind in offered]
+    row_wise = (o for o in options if o.sharding_type == ShardingType.ROW_WISE.value)
+    if len(found) > 1 and any(shard.size[0] == 0 for o in row_wise for shard in o.shards):
         found.remove(ShardingType.ROW_WISE.value)
     if constrained_types:
         return tuple(found)
     optimizer = optimizer_class(options[0])
-    row_wise_state = optimizer is not None and "rowwise" in optimizer.__name__.lower()
-    return tuple(
-        t
-        for t in found
-        if t != _DATA_PARALLEL and not (row_wise_state and t == ShardingType.COLUMN_WISE.value)
-    )
-
-
-def _leaves_a_rank_without_rows(options: Sequence[ShardingOption]) -> bool:
-    return any(
-        option.sharding_type == ShardingType.ROW_WISE.value
-        and any(shard.size[0] == 0 for shard in option.shards)
-        for option in options
-    )
+    excluded = {ShardingType.DATA_PARALLEL.value}
+    if optimizer is not None and "rowwise" in optimizer.__name__.lower():
+        excluded.add(ShardingType.COLUMN_WISE.value)
+    return tuple(kind for kind in found if kind not in excluded)
 
 
 def dense_bytes_of(model: nn.Module) -> int:
@@ -138,12 +130,5 @@ def assumed_curves(topology: Topology) -> CommCurves:
 
 def config_of(option: ShardingOption) -> BaseEmbeddingConfig:
     """Returns the configuration of an option's table, whose module may wrap a collection."""
-    for module in option.module[1].modules():
-        if isinstance(module, EmbeddingBagCollection):
-            configs: Sequence[BaseEmbeddingConfig] = module.embedding_bag_configs()
-            break
-        if isinstance(module, EmbeddingCollection):
-            configs = module.embedding_configs()
-            break
-    (config,) = (config for config in configs if config.name == option.name)
-    return config
+    configs = (config for _, config in table_configs(option.module[1]))
+    return next(config for config in configs if config.name == option.name)

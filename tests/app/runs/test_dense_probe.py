@@ -12,7 +12,7 @@ from benchmarks.fields.question import UNIFORM, Question
 from tests.sharding.sequence_jobs import SequenceJob, SequenceModel, make_sequence_batch
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.dense_probe import measure_dense_of
-from torchrec_picasso.cost.dense import DenseTimes
+from torchrec_picasso.cost.local import DenseTimes
 
 POOLED = Question(model="columns", data=UNIFORM, batch_size=256, max_rows=50, dim=8)
 SEQUENCES = SequenceJob(placement={"*": 0})

@@ -20,7 +20,7 @@ from torchrec_picasso.app.config import TrainConfig
 from torchrec_picasso.app.runs.trainer import unsharded_model
 from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.batches.split import split_batch
-from torchrec_picasso.cost.dense import DenseTimes
+from torchrec_picasso.cost.local import DenseTimes
 
 _WARMUP_STEPS, _TIMED_STEPS = 2, 7
 _NUM_PARTS, _FEWEST_SAMPLES = (1, 4, 16), 64
