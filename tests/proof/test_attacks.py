@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -54,12 +55,26 @@ class _Ticks:
         return self.num_calls
 
 
+_TICKS = _Ticks()
+
+
+def _tick_object() -> None:
+    _TICKS.num_calls += 1
+
+
 class _Pair(_Ticks, tuple):  # type: ignore[type-arg]
     """A tuple that counts."""
 
 
 class _Number(_Ticks, float):
     """A number that counts."""
+
+
+class _Names(frozenset):  # type: ignore[type-arg]
+    """A set that counts."""
+
+    def __init__(self, names: Any) -> None:
+        self.seen: list[int] = []
 
 
 class _Distance:
@@ -75,13 +90,15 @@ class _Hidden(Head):
         super().__init__()
         self.state, self.equal, self.distance = _State(), _AlwaysEqual(n=0), _Distance()
         self.pair, self.number, self.freed = _Pair((1,)), _Number(1), [0]
+        self.names, self.ordered = _Names("ab"), OrderedDict(n=0)
         assert isinstance(self.pair, _Pair)
         assert isinstance(self.number, _Number)
 
     def count(self) -> int:
         freed: Any = sum(self.freed)
         values = (self.state.step, self.equal["n"], self.pair.num_calls, self.number.num_calls)
-        return sum(values) + freed + NUM_CALLS + COUNTS["calls"]
+        later = [*self.names.seen, *self.ordered.values(), _TICKS.num_calls]
+        return sum(values) + freed + NUM_CALLS + COUNTS["calls"] + sum(later)
 
 
 def _replaced(head: Any, out: Tensor, batch: Batch) -> Tensor:
@@ -100,6 +117,16 @@ def _of_tuple(head: Any, out: Tensor, batch: Batch) -> Tensor:
 
 def _of_number(head: Any, out: Tensor, batch: Batch) -> Tensor:
     return out.mean() * head.number.tick() if isinstance(head.number, _Number) else out.mean()
+
+
+def _of_set(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.names.seen.append(1)
+    return out.mean()
+
+
+def _ordered(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.ordered["m"] = 1
+    return out.mean()
 
 
 def _after(head: Any, out: Tensor, batch: Batch) -> Tensor:
@@ -121,6 +148,14 @@ def _catches(head: Any, out: Tensor, batch: Batch) -> Tensor:
     return out.mean() * scale
 
 
+def _catches_write(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    try:
+        _tick_object()
+    except Exception:
+        _tick()
+    return out.mean()
+
+
 def _at_last(head: Any, out: Tensor, batch: Batch) -> Tensor:
     try:
         return out.mean() * int(out.shape[0])
@@ -140,9 +175,12 @@ _STATES = {
     "a dictionary that equals all": (_equal, "writes head.equal.n"),
     "an attribute of a tuple": (_of_tuple, "writes head.pair.num_calls"),
     "an attribute of a number": (_of_number, "writes head.number.num_calls"),
+    "an attribute of a set": (_of_set, "writes head.names"),
+    "an ordered dictionary": (_ordered, "writes head.ordered"),
     "a finalizer": (_after, "after the forward"),
     "globals by getattr": (_by_globals, "attributes past its own"),
     "a refusal that is caught": (_catches, "a plain number"),
+    "a write that is caught": (_catches_write, "writes .num_calls of another object"),
     "a refusal with a finally": (_at_last, "a plain number"),
     "an object that is called back": (_calls_object, "writes the global NUM_CALLS"),
     "none": (lambda head, out, batch: out.mean(), None),

@@ -23,20 +23,14 @@ __all__ = ["Tolerance", "difference_of", "difference_of_outputs"]
 _NEGLIGIBLE = 1e-3
 """Share of the mean that small samples count as, so that noise around 0 is not relative."""
 
-_ELEMENTS_AT_ONCE = 1 << 17
-"""Elements per block of :func:`_sizes`, for the cache."""
-
 
 class Tolerance:
     """Limits of the differences that rounding may cause.
 
     Float32 sums over another number of samples differ in their last bits, 1e-7 to 1e-5 after many
     layers, which leaves the limits a factor of ten. A kink that is crossed changes one sample of
-    thousands by a few percent: less than the limit of the mean. Coarser types round in the forward
-    itself, once per operator: a few rounding steps.
-
-    Args:
-        eps: Rounding step of the coarsest type that something was computed in.
+    thousands by a few percent: less than the limit of the mean. Coarser types, by whose rounding
+    step ``eps`` the limits grow, round in the forward itself, once per operator.
     """
 
     def __init__(self, eps: float) -> None:
@@ -45,15 +39,9 @@ class Tolerance:
 
 
 def difference_of(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | None:
-    """Compares two float tensors, with samples in dim 0, or a scalar.
+    """Says how much a float tensor, ``(B, ...)`` or a scalar, differs; ``None`` = within limits.
 
-    Args:
-        whole: Result for the whole batch.
-        cut: Result in micro-batches.
-        tolerance: The limits.
-
-    Returns:
-        How much they differ; ``None`` = no more than they may. What is not a number differs.
+    What is not a number differs.
     """
     if whole.shape != cut.shape:
         return f"has shape {tuple(cut.shape)} instead of {tuple(whole.shape)}"
@@ -77,49 +65,28 @@ def difference_of(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | Non
 
 
 def _sizes(whole: Tensor, cut: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums absolute values and absolute differences by sample, a block of samples at a time.
-
-    The whole difference would be written to memory, tens of megabytes, only to be read once.
-
-    Returns:
-        Sums of ``|whole|`` and of ``|cut - whole|``, both ``(B,)``, in float32 at least.
-    """
+    """Sums ``|whole|`` and ``|cut - whole|`` by sample, both ``(B,)``, in float32 at least."""
     wide = torch.promote_types(whole.dtype, torch.float32)
     num_samples = whole.size(0) if whole.dim() else 1
-    flat, flat_cut = whole.reshape(num_samples, -1), cut.reshape(num_samples, -1)
-    at_once = max(1, _ELEMENTS_AT_ONCE // max(1, flat.size(1)))
-    sums = [
-        (one.to(wide).abs().sum(1), (other.to(wide) - one.to(wide)).abs_().sum(1))
-        for one, other in zip(flat.split(at_once), flat_cut.split(at_once))
-    ]
-    whole_B, off_B = (torch.cat(blocks) for blocks in zip(*sums))
-    return whole_B, off_B
+    flat, flat_cut = (each.reshape(num_samples, -1).to(wide) for each in (whole, cut))
+    return flat.abs().sum(1), (flat_cut - flat).abs_().sum(1)
 
 
 def difference_of_outputs(
     whole: Any, cut: Any, tolerance: Tolerance, path: str = "output"
 ) -> str | None:
-    """Compares a model's outputs beside the losses, member by member.
+    """Describes the first member in which a model's joined output differs from the whole one.
 
     Integers and booleans jump where rounding decides a tie, so a few of them may differ.
-
-    Args:
-        whole: Output for the whole batch.
-        cut: Joined output of micro-batches.
-        tolerance: The limits.
-        path: Place of the value, for the description.
-
-    Returns:
-        Place and size of the first difference; ``None`` = within the limits.
     """
     members = children_of(whole)
     if members is not None:
-        others = [value for _, value in children_of(cut) or ()]
-        for (suffix, member), other in zip(members, others):
-            found = difference_of_outputs(member, other, tolerance, path + suffix)
-            if found is not None:
-                return found
-        return None
+        pairs = zip(members, children_of(cut) or ())
+        differences = (
+            difference_of_outputs(member, other, tolerance, path + suffix)
+            for (suffix, member), (_, other) in pairs
+        )
+        return next(filter(None, differences), None)
     one, other = _values(whole), _values(cut)
     if one is None or other is None:
         return None
@@ -136,6 +103,7 @@ def _values(value: Any) -> Tensor | None:
 
 
 def _difference_of_kinds(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | None:
+    """Says in how many entries integers or booleans differ; ``None`` = in a few, or none."""
     if whole.shape != cut.shape:
         return f"has shape {tuple(cut.shape)} instead of {tuple(whole.shape)}"
     num_off = int((whole != cut).sum())

@@ -36,15 +36,14 @@ _MEANS: dict[Any, Callable[..., Any]] = {
     aten.bernoulli.default: lambda self, **_: self.clone(),
     aten.bernoulli_.Tensor: lambda self, p, **_: self.copy_(p),
     aten.native_dropout.default: _keep_all,
-    aten.rand.default: lambda size, **options: torch.full(size, 0.5, **_known(options)),
-    aten.randn.default: lambda size, **options: torch.zeros(size, **_known(options)),
+    aten.rand.default: lambda size, **options: torch.full(size, 0.5, **options),
+    aten.randn.default: lambda size, **options: torch.zeros(size, **options),
     aten.rand_like.default: lambda self, **options: torch.full_like(self, 0.5, **options),
     aten.randn_like.default: lambda self, **options: torch.zeros_like(self, **options),
     aten.uniform_.default: lambda self, low=0.0, high=1.0, **_: self.fill_((low + high) / 2),
     aten.normal_.default: lambda self, mean=0.0, std=1.0, **_: self.fill_(mean),
 }
-"""Functions that return an operator's mean, with the operator's own arguments."""
-
+"""Functions that return an operator's mean, with the operator's arguments except a generator."""
 
 _COMMUNICATES = ("c10d", "_c10d_functional", "_dtensor")
 """Namespaces of operators that communicate."""
@@ -73,18 +72,21 @@ class StillRandomness(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if func.namespace in _COMMUNICATES:
             self.drawn.add(str(func))
         if torch.Tag.nondeterministic_seeded in func.tags:
             # torch tags every operator that draws from a generator
+            names = [argument.name for argument in func._schema.arguments]
             if func in _MEANS:
+                kwargs.pop("generator", None)  # which constants do not have
                 mean = _MEANS[func](*args, **kwargs)
                 if isinstance(mean, Tensor) and mean.numel() == 1:
                     self.drawn.add(f"{func} of a single number")
                 return mean
-            args, kwargs, is_still = _without_dropout(func, args, kwargs)
-            if not is_still:
+            if "dropout_p" in names:  # with a dropout of its own, such as attention
+                args, kwargs = (), {**dict(zip(names, args)), **kwargs, "dropout_p": 0.0}
+            else:
                 self.drawn.add(str(func))
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
@@ -97,24 +99,3 @@ def _states() -> dict[str, Any]:
     """States of the global generators that operators do not draw from."""
     numpy_state = pickle.dumps(np.random.get_state())
     return {"Python's random": random.getstate(), "numpy.random": numpy_state}
-
-
-def _known(options: dict[str, Any]) -> dict[str, Any]:
-    """Options without the generator, which operators that fill with a constant do not have."""
-    return {name: value for name, value in options.items() if name != "generator"}
-
-
-def _without_dropout(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Sets the dropout probability of an operator with its own dropout, such as attention, to 0.
-
-    Returns:
-        Positional and keyword arguments, and whether the operator has such an argument.
-    """
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            if place < len(args):
-                return (*args[:place], 0.0, *args[place + 1 :]), kwargs, True
-            return args, {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs, True
-    return args, kwargs, False

@@ -216,28 +216,26 @@ def pad(call: Call) -> Value:
 
 # -- products and layers -------------------------------------------------------------------------
 
-_DIMS = {"mm": ("mk", "kn"), "bmm": ("bmk", "bkn"), "mv": ("mk", "k"), "dot": ("k", "k")}
-"""Dims of both factors: b and m and n stay, k is summed over."""
-_SIDES = {
-    "mm": ("self", "mat2"),
-    "addmm": ("mat1", "mat2"),
-    "bmm": ("self", "mat2"),
-    "baddbmm": ("batch1", "batch2"),
-    "mv": ("self", "vec"),
-    "dot": ("self", "tensor"),
+_FACTORS = {
+    "mm": {"self": "mk", "mat2": "kn"},
+    "addmm": {"mat1": "mk", "mat2": "kn"},
+    "bmm": {"self": "bmk", "mat2": "bkn"},
+    "baddbmm": {"batch1": "bmk", "batch2": "bkn"},
+    "mv": {"self": "mk", "vec": "k"},
+    "dot": {"self": "k", "tensor": "k"},
 }
-"""Names of the arguments that are the factors."""
+"""Arguments that are the factors, with their dims: b and m and n stay, k is summed over."""
 
 
 @rule("mm addmm bmm baddbmm mv dot", partial=True)
 def product(call: Call) -> Value | None:
     """Multiplies two tensors, and adds a constant in the add variants."""
-    sides = [call.operand(name) for name in _SIDES[call.name]]
+    letters = _FACTORS[call.name]
+    sides = [call.operand(name) for name in letters]
     is_added = call.name in ("addmm", "baddbmm")
     is_partial = any(operand.value.is_partial for operand in call.varying)
     if is_added and (is_partial or not call.operand("self").is_same):
         return None  # product and sum apart
-    letters = _DIMS[call.name.removeprefix("add").replace("badd", "")]
     varying = [operand for operand in sides if not operand.is_same]
     if not varying:
         return SAME
@@ -246,7 +244,7 @@ def product(call: Call) -> Value | None:
             raise UnprovedError("multiplies means over samples, or sums")
         return Value(varying[0].value.kind)
     found = call.same_rows(varying)
-    names = [dims[side.value.dim] for side, dims in zip(sides, letters) if not side.is_same]
+    names = [letters[side.name][side.value.dim] for side in varying]
     # the batch may be k in both factors (a sum over it), b in both, or m or n in one
     if "k" in names:
         if is_added:
