@@ -153,7 +153,7 @@ def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
     kept += [Kept("", value) for value in values if isinstance(value, (list, dict, set))]
     # the tensor objects stay the same, since others may hold references to them; a tensor of an
     # attribute gets its data back after a write only, which its version shows
-    buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+    buffers = [b for module in modules for b in module._buffers.values() if b is not None]
     tensors = [value for value in values if isinstance(value, Tensor)]
     data: list[tuple[Tensor, Tensor, int | None]] = [(b, b.detach().clone(), None) for b in buffers]
     data += [(tensor, tensor.detach().clone(), tensor._version) for tensor in tensors]

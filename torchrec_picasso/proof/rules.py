@@ -122,7 +122,7 @@ def filled(call: Call) -> Value:
     if value is not None and not value.is_same:
         raise UnprovedError(f"fills a tensor with {value.value.kind.value}")
     if before.kind is Kind.ROWS:
-        return Value(Kind.ROWS, rows=before.rows, outer=before.outer)
+        return plain(before)
     if before.is_partial:
         return SAME
     raise UnprovedError(f"writes into {before.kind.value}")
@@ -153,7 +153,7 @@ def constant(call: Call) -> Value:
     if call.name.endswith("_like"):
         value = call.operand("self").value
         if value.kind is Kind.ROWS:
-            return Value(Kind.ROWS, rows=value.rows, outer=value.outer)
+            return plain(value)
     return call.filled()
 
 
@@ -177,7 +177,7 @@ def total(call: Call) -> Value:
     operand = call.only()
     value, dims = operand.value, call.dims(operand)
     if dims is not None and value.dim not in dims:
-        return Value(Kind.ROWS, rows=value.rows, outer=value.outer)
+        return plain(value)
     if call.name == "sum":
         return Value(Kind.SUM)
     # the mean's divisor must be the number of samples, whose shares are known
@@ -201,7 +201,7 @@ def along(call: Call) -> Value:
     dims = call.dims(operand)
     if dims is None or operand.value.dim in dims:
         raise UnprovedError("computes over the batch: its samples change what others give")
-    return Value(Kind.ROWS, rows=operand.value.rows, outer=operand.value.outer)
+    return plain(operand.value)
 
 
 @rule("constant_pad_nd")
@@ -265,7 +265,7 @@ def norm(call: Call) -> Value:
     operand = call.only()
     if operand.name != "input" or -operand.place <= len(call.args["normalized_shape"]):
         raise UnprovedError("takes a norm over the batch")
-    return Value(Kind.ROWS, rows=operand.value.rows, outer=operand.value.outer)
+    return plain(operand.value)
 
 
 @rule(
