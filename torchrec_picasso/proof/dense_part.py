@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 
+from torchrec_picasso.proof.comparison import Tolerance, difference_of
 from torchrec_picasso.proof.content import Kept
-from torchrec_picasso.proof.difference import Tolerance, difference_of
 
 __all__ = [
     "MODULE_ATTRIBUTES",

@@ -1,10 +1,9 @@
 """The Python state that a model's forward can reach: kept, compared and restored.
 
-A forward runs K times in a step of K micro-batches. A function that counts in a global, reads a
-clock or keeps batches in a list then behaves differently. So every container that the model's code
-can reach is kept by a shallow copy: attributes, their lists, dicts and plain objects, classes,
-closures, defaults, and the global names that each of the user's functions reads. Values whose
-content cannot be compared, such as iterators, caches or arrays, are refused.
+In K micro-batches a forward runs K times, so a function that counts in a global, reads a clock or
+keeps batches behaves differently. So every container that the model's code can reach is kept by a
+shallow copy: attributes, their lists, dicts and plain objects, classes, closures, defaults, and the
+globals that the user's functions read. What cannot be compared, such as an iterator, is refused.
 """
 
 from __future__ import annotations

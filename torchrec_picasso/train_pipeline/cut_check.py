@@ -34,13 +34,13 @@ from torchrec_picasso.batches.copy import copy_batch
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.consensus import agree_on
-from torchrec_picasso.proof.dense_part import ModelState, copy_model, dense_parameters
-from torchrec_picasso.proof.difference import (
+from torchrec_picasso.proof.comparison import (
+    StillRandomness,
     Tolerance,
     difference_of,
     difference_of_outputs,
 )
-from torchrec_picasso.proof.preserved_rng import StillRandomness
+from torchrec_picasso.proof.dense_part import ModelState, copy_model, dense_parameters
 from torchrec_picasso.train_pipeline.data_parallel import instead_of_wrapped
 from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
