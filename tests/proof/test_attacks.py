@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,6 +79,22 @@ class _Names(frozenset):  # type: ignore[type-arg]
         self.seen: list[int] = []
 
 
+class _Mode(Enum):
+    """A choice whose value and attribute can be changed."""
+
+    FAST = [0]  # noqa: RUF012
+
+    def __init__(self, steps: list[int]) -> None:
+        self.later: list[int] = []
+
+
+def _noted() -> None:
+    """Is never called; has a list."""
+
+
+_noted.seen = []  # type: ignore[attr-defined]
+
+
 class _Distance:
     def __call__(self, one: Tensor, other: Tensor) -> Tensor:
         _tick()
@@ -91,6 +109,8 @@ class _Hidden(Head):
         self.state, self.equal, self.distance = _State(), _AlwaysEqual(n=0), _Distance()
         self.pair, self.number, self.freed = _Pair((1,)), _Number(1), [0]
         self.names, self.ordered = _Names("ab"), OrderedDict(n=0)
+        self.mode, self.noted, self.call = _Mode.FAST, _noted, partial(_tick)
+        vars(self.call)["seen"] = []
         assert isinstance(self.pair, _Pair)
         assert isinstance(self.number, _Number)
 
@@ -98,6 +118,7 @@ class _Hidden(Head):
         freed: Any = sum(self.freed)
         values = (self.state.step, self.equal["n"], self.pair.num_calls, self.number.num_calls)
         later = [*self.names.seen, *self.ordered.values(), _TICKS.num_calls]
+        later += [*self.mode.value, *self.mode.later, *vars(_noted)["seen"], *self.call.seen]
         return sum(values) + freed + NUM_CALLS + COUNTS["calls"] + sum(later)
 
 
@@ -121,6 +142,26 @@ def _of_number(head: Any, out: Tensor, batch: Batch) -> Tensor:
 
 def _of_set(head: Any, out: Tensor, batch: Batch) -> Tensor:
     head.names.seen.append(1)
+    return out.mean()
+
+
+def _of_choice(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.mode.value.append(1)
+    return out.mean()
+
+
+def _of_choice_later(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.mode.later.append(1)
+    return out.mean()
+
+
+def _of_function(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.noted.seen.append(1)
+    return out.mean()
+
+
+def _of_partial(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.call.seen.append(1)
     return out.mean()
 
 
@@ -176,6 +217,10 @@ _STATES = {
     "an attribute of a tuple": (_of_tuple, "writes head.pair.num_calls"),
     "an attribute of a number": (_of_number, "writes head.number.num_calls"),
     "an attribute of a set": (_of_set, "writes head.names"),
+    "the value of an enumeration": (_of_choice, "writes head.mode"),
+    "an attribute of an enumeration": (_of_choice_later, "writes head.mode"),
+    "an attribute of a function": (_of_function, "writes _noted.seen"),
+    "an attribute of a partial": (_of_partial, "writes head.call.seen"),
     "an ordered dictionary": (_ordered, "writes head.ordered"),
     "a finalizer": (_after, "after the forward"),
     "globals by getattr": (_by_globals, "attributes past its own"),

@@ -49,7 +49,7 @@ _PARTS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (classmethod, ("__func__",)),
     (property, ("fget", "fset")),
     (functools.cached_property, ("func",)),
-    (functools.partial, ("func", "args", "keywords")),
+    (functools.partial, ("func", "args", "keywords", "__dict__")),
 )
 """Types that hold functions, and where."""
 _HEAP_TYPE = 1 << 9
@@ -137,6 +137,9 @@ def held_by(value: Any) -> list[Any] | None:
         owner = value.__self__
         is_function = owner is None or isinstance(owner, ModuleType | type)
         return [] if is_function or type(owner).__name__ == "PyCapsule" else [owner]
+    if isinstance(value, Enum):
+        own = vars(value).items()
+        return [held for name, held in own if name == "_value_" or not name.startswith("_")]
     if isinstance(value, tuple | frozenset):
         return list(value)
     for kind, names in _PARTS:
@@ -169,16 +172,17 @@ def has_attributes(value: Any) -> bool:
     """Whether a number, a text or a tuple, say, is of the user's own class, with attributes."""
     kind = type(value)
     is_plain = isinstance(value, (Number, str, bytes, tuple, frozenset))
-    if not (is_plain and is_class_statement(kind)):
+    if isinstance(value, Enum) or not (is_plain and is_class_statement(kind)):
         return False
     return hasattr(value, "__dict__") and is_users_module(kind.__module__)
 
 
 def is_leaf(value: Any) -> bool:
     """Whether a value has nothing that could change, or that the proof does not watch elsewhere."""
+    if isinstance(value, Enum):
+        return all(isinstance(held, _LEAVES) for held in held_by(value) or ())
     is_plain = isinstance(value, _LEAVES) or type(value).__module__ == "typing"
-    is_member = isinstance(value, Enum) or not has_attributes(value)
-    return type(value) is object or (is_plain and is_member)
+    return type(value) is object or (is_plain and not has_attributes(value))
 
 
 class _Plain:

@@ -212,7 +212,7 @@ class Snapshot:
         if (id(code), id(function.__globals__)) in self._entered:
             return self._state_of(function)
         if is_users(code, function.__globals__):
-            return ()
+            return self._keep(function.__qualname__, vars(function)) if vars(function) else ()
         found = foreign_module(function.__globals__.get("__name__"))
         if found:
             self._refuse(f"uses {path}, of the module {found}")
