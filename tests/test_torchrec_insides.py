@@ -108,7 +108,7 @@ FOREIGN: dict[str, set[str]] = {
     "torch.distributed.ProcessGroup": {"_get_backend"},
     "torch.nn.Module": {
         *("_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"),
-        "_non_persistent_buffers_set",
+        *("_buffers", "_non_persistent_buffers_set"),
     },
     "torch.nn.modules.batchnorm": {"_BatchNorm"},
     "torch.nn.parallel.DistributedDataParallel": {

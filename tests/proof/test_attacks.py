@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,12 +57,42 @@ class _Ticks:
         return self.num_calls
 
 
+_TICKS = _Ticks()
+
+
+def _tick_object() -> None:
+    _TICKS.num_calls += 1
+
+
 class _Pair(_Ticks, tuple):  # type: ignore[type-arg]
     """A tuple that counts."""
 
 
 class _Number(_Ticks, float):
     """A number that counts."""
+
+
+class _Names(frozenset):  # type: ignore[type-arg]
+    """A set that counts."""
+
+    def __init__(self, names: Any) -> None:
+        self.seen: list[int] = []
+
+
+class _Mode(Enum):
+    """A choice whose value and attribute can be changed."""
+
+    FAST = [0]  # noqa: RUF012
+
+    def __init__(self, steps: list[int]) -> None:
+        self.later: list[int] = []
+
+
+def _noted() -> None:
+    """Is never called; has a list."""
+
+
+_noted.seen = []  # type: ignore[attr-defined]
 
 
 class _Distance:
@@ -75,13 +108,18 @@ class _Hidden(Head):
         super().__init__()
         self.state, self.equal, self.distance = _State(), _AlwaysEqual(n=0), _Distance()
         self.pair, self.number, self.freed = _Pair((1,)), _Number(1), [0]
+        self.names, self.ordered = _Names("ab"), OrderedDict(n=0)
+        self.mode, self.noted, self.call = _Mode.FAST, _noted, partial(_tick)
+        vars(self.call)["seen"] = []
         assert isinstance(self.pair, _Pair)
         assert isinstance(self.number, _Number)
 
     def count(self) -> int:
         freed: Any = sum(self.freed)
         values = (self.state.step, self.equal["n"], self.pair.num_calls, self.number.num_calls)
-        return sum(values) + freed + NUM_CALLS + COUNTS["calls"]
+        later = [*self.names.seen, *self.ordered.values(), _TICKS.num_calls]
+        later += [*self.mode.value, *self.mode.later, *vars(_noted)["seen"], *self.call.seen]
+        return sum(values) + freed + NUM_CALLS + COUNTS["calls"] + sum(later)
 
 
 def _replaced(head: Any, out: Tensor, batch: Batch) -> Tensor:
@@ -100,6 +138,36 @@ def _of_tuple(head: Any, out: Tensor, batch: Batch) -> Tensor:
 
 def _of_number(head: Any, out: Tensor, batch: Batch) -> Tensor:
     return out.mean() * head.number.tick() if isinstance(head.number, _Number) else out.mean()
+
+
+def _of_set(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.names.seen.append(1)
+    return out.mean()
+
+
+def _of_choice(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.mode.value.append(1)
+    return out.mean()
+
+
+def _of_choice_later(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.mode.later.append(1)
+    return out.mean()
+
+
+def _of_function(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.noted.seen.append(1)
+    return out.mean()
+
+
+def _of_partial(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.call.seen.append(1)
+    return out.mean()
+
+
+def _ordered(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    head.ordered["m"] = 1
+    return out.mean()
 
 
 def _after(head: Any, out: Tensor, batch: Batch) -> Tensor:
@@ -121,6 +189,14 @@ def _catches(head: Any, out: Tensor, batch: Batch) -> Tensor:
     return out.mean() * scale
 
 
+def _catches_write(head: Any, out: Tensor, batch: Batch) -> Tensor:
+    try:
+        _tick_object()
+    except Exception:
+        _tick()
+    return out.mean()
+
+
 def _at_last(head: Any, out: Tensor, batch: Batch) -> Tensor:
     try:
         return out.mean() * int(out.shape[0])
@@ -140,9 +216,16 @@ _STATES = {
     "a dictionary that equals all": (_equal, "writes head.equal.n"),
     "an attribute of a tuple": (_of_tuple, "writes head.pair.num_calls"),
     "an attribute of a number": (_of_number, "writes head.number.num_calls"),
+    "an attribute of a set": (_of_set, "writes head.names"),
+    "the value of an enumeration": (_of_choice, "writes head.mode"),
+    "an attribute of an enumeration": (_of_choice_later, "writes head.mode"),
+    "an attribute of a function": (_of_function, "writes _noted.seen"),
+    "an attribute of a partial": (_of_partial, "writes head.call.seen"),
+    "an ordered dictionary": (_ordered, "writes head.ordered"),
     "a finalizer": (_after, "after the forward"),
     "globals by getattr": (_by_globals, "attributes past its own"),
     "a refusal that is caught": (_catches, "a plain number"),
+    "a write that is caught": (_catches_write, "writes .num_calls of another object"),
     "a refusal with a finally": (_at_last, "a plain number"),
     "an object that is called back": (_calls_object, "writes the global NUM_CALLS"),
     "none": (lambda head, out, batch: out.mean(), None),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchrec import JaggedTensor, KeyedTensor
 
-from torchrec_picasso.proof.difference import (
+from torchrec_picasso.proof.comparison import (
     Tolerance,
     difference_of,
     difference_of_outputs,

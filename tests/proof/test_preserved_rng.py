@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchrec_picasso.proof.preserved_rng import StillRandomness
+from torchrec_picasso.proof.comparison import StillRandomness
 
 ROWS = torch.arange(24.0).view(6, 4)
 attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)

@@ -43,23 +43,18 @@ class Operand:
 
 @dataclass
 class Call:
-    """A call that has run.
-
-    Args:
-        name: Name of the operator, without the underscore of an in-place variant.
-        args: Arguments by the names of the operator's schema, with defaults.
-        operands: Tensors among the arguments; tensors in lists are listed one by one.
-        out: Result of the call.
-        sizes: Sizes of the batch.
-        where: Operator and line of the model.
-    """
+    """A call that has run."""
 
     name: str
+    """Name of the operator, without the underscore of an in-place variant."""
     args: dict[str, Any]
+    """Arguments by the names of the operator's schema, with defaults."""
     operands: Sequence[Operand]
+    """Tensors among the arguments; tensors in lists are listed one by one."""
     out: Any
     sizes: Sizes
     where: str
+    """Operator and line of the model."""
     varying: list[Operand] = field(init=False)
     """The tensors that depend on the batch."""
 
@@ -90,12 +85,12 @@ class Call:
         """Arguments that are symbolic numbers, computed from the batch's size."""
         return [leaf for leaf in tree_leaves(list(self.args.values())) if is_symbolic(leaf)]
 
-    def dim(self, operand: Operand, name: str = "dim") -> int:
-        """Returns the dim that an argument names, counted from 0."""
-        return int(self.args[name]) % max(operand.tensor.dim(), 1)
+    def dim(self, operand: Operand) -> int:
+        """Returns the dim of an operand that the call names, counted from 0."""
+        return int(self.args["dim"]) % max(operand.tensor.dim(), 1)
 
     def dims(self, operand: Operand) -> list[int] | None:
-        """Lists the dims that an argument names, counted from 0; ``None`` = all dims."""
+        """Lists the dims of an operand that the call names, counted from 0; ``None`` = all."""
         given = self.args.get("dim", self.args.get("dims"))
         if given is None or (isinstance(given, Sequence) and not given):
             return None
@@ -110,17 +105,12 @@ class Call:
             return SAME
         found = self.sizes.rows_of(out.shape[dims[0]])
         if found is None:
-            raise UnprovedError(
-                f"makes a tensor of {out.shape[dims[0]]} entries, which is no batch"
-            )
+            size = out.shape[dims[0]]
+            raise UnprovedError(f"makes a tensor of {size} entries, which is no batch")
         return Value(Kind.ROWS, rows=found[0])
 
     def same_rows(self, operands: Iterable[Operand]) -> Value:
-        """Returns the rows that all operands share; the caller has compared their dims.
-
-        Raises:
-            UnprovedError: If they hold other entries than rows, or rows in different orders.
-        """
+        """Returns the rows that all operands share, in one order; the caller compares the dims."""
         operands = list(operands)
         first = operands[0].value
         for operand in operands:
@@ -137,8 +127,7 @@ class Call:
     def aligned(self, operands: Iterable[Operand]) -> Value:
         """Returns the rows of tensors that broadcast with equal batch dims from the right.
 
-        Raises:
-            UnprovedError: If batch dims differ, or another tensor has several entries there.
+        Another tensor must not have several entries there.
         """
         operands = list(operands)
         rows = [operand for operand in operands if not operand.is_same]
@@ -158,22 +147,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule of an operator.
-
-    Args:
-        function: Returns one value for all outputs, or one for each, where the batch's dim may be
-            open (see :class:`.Value`); ``None`` = look at the operator's parts instead.
-        numbers: Whether arguments may be numbers computed from the batch's size.
-        linear: Whether a mean or a sum over samples stays one, if only ``self`` varies.
-        partial: Whether ``function`` takes other calls with means and sums.
-        places: Whether ``function`` takes positions in the batch.
-    """
+    """The rule of an operator."""
 
     function: Callable[[Call], Value | Sequence[Value] | None]
+    """Returns one value for all outputs, or one for each, where the batch's dim may be open (see
+    :class:`.Value`); ``None`` = look at the operator's parts instead."""
     numbers: bool = False
+    """Whether arguments may be numbers computed from the batch's size."""
     linear: bool = False
+    """Whether a mean or a sum over samples stays one, if only ``self`` varies."""
     partial: bool = False
+    """Whether ``function`` takes other calls with means and sums."""
     places: bool = False
+    """Whether ``function`` takes positions in the batch."""
 
     def __call__(self, call: Call) -> Sequence[Value] | None:
         """Returns the value of each output of a call; ``None`` = the rule does not know."""
@@ -204,12 +190,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(names: str, **options: bool) -> Callable[[Any], Any]:
-    """Makes a function the rule of some operators.
-
-    Args:
-        names: Names of the operators, separated by blanks; FBGEMM's begin with "fbgemm.".
-        options: Of the :class:`Rule`.
-    """
+    """Makes a function the rule of operators, named with blanks between; ``options`` of Rule."""
 
     def note(function: Any) -> Any:
         RULES.update(dict.fromkeys(names.split(), Rule(function, **options)))

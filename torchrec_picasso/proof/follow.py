@@ -37,9 +37,7 @@ _KNOWN = (Tensor, nn.Parameter, FakeTensor)
 class Follower(TorchDispatchMode):
     """A dispatch mode that records how each tensor depends on the batch.
 
-    Args:
-        sizes: Sizes of the batch.
-        names: Names of the model's parameters, buffers and other tensors, by ``id``.
+    ``names`` are those of the model's parameters and buffers, by ``id``.
     """
 
     def __init__(self, sizes: Sizes, names: Mapping[int, str]) -> None:
@@ -54,12 +52,9 @@ class Follower(TorchDispatchMode):
         """The first refusal, with its place; kept because a model may catch the exception."""
 
     def know(self, tensor: Tensor, value: Value, *, is_input: bool = False) -> None:
-        """Records how a tensor depends on the batch.
+        """Records how a tensor without data depends on the batch; the batch's dim may be open.
 
-        Args:
-            tensor: A tensor without data.
-            value: Dependence of the tensor; the batch's dim may be open.
-            is_input: Whether the model must not write into it.
+        The model must not write into an input.
         """
         if id(tensor) not in self._known:
             storage = tensor.untyped_storage()._cdata
@@ -69,11 +64,7 @@ class Follower(TorchDispatchMode):
             self._outside[tensor.untyped_storage()._cdata] = "the batch; write into a clone"
 
     def value_of(self, tensor: Tensor) -> Value:
-        """Returns how a tensor depends on the batch.
-
-        Raises:
-            UnprovedError: If the tensor came from no operator that was followed.
-        """
+        """Returns how a tensor depends on the batch; raises if no followed operator made it."""
         if type(tensor) not in _KNOWN:
             raise UnprovedError(f"takes a {type(tensor).__name__}, not a plain tensor")
         if isinstance(tensor, FakeTensor):

@@ -35,12 +35,7 @@ def _why_kept() -> str | None:
 
 
 class Guard:
-    """The state of a model that a proof depends on, except its tensors' data.
-
-    Args:
-        snapshot: Python state of the model.
-        batch: The batch of the proof.
-    """
+    """The state of a model that a proof depends on, except its tensors' data."""
 
     def __init__(self, snapshot: Snapshot, batch: Any) -> None:
         self._snapshot = snapshot
@@ -48,13 +43,9 @@ class Guard:
         self._settings = _settings()
 
     def again(self, batch: Any) -> Guard | None:
-        """Makes a guard of the current model, which no proof belongs to.
+        """Makes a guard of the current model, which no proof belongs to, and of a batch's form.
 
-        Args:
-            batch: Batch whose form the guard expects.
-
-        Returns:
-            The guard; ``None`` = the model's state cannot be read any more.
+        ``None`` = the model's state cannot be read any more.
         """
         try:
             return Guard(self._snapshot.again(), batch)
@@ -64,8 +55,7 @@ class Guard:
     def changed(self, batch: Any = None) -> str | None:
         """Describes the first change since the proof; ``None`` = no change.
 
-        Args:
-            batch: The next batch; ``None`` = its form is not compared.
+        The form of the next batch is compared too, if it is given.
         """
         try:
             return next(self._changes(batch), None)
@@ -73,7 +63,6 @@ class Guard:
             return f"attributes cannot be compared any more ({type(error).__name__}: {error})"
 
     def _changes(self, batch: Any) -> Iterator[str]:
-        """Yields descriptions of changes."""
         if batch is not None and form_of(batch) != self._form:
             yield "the batch has other fields, types, keys or plain values"
         if _settings() != self._settings:

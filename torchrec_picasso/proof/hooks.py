@@ -34,10 +34,8 @@ def accumulation_hooks(parameter: Tensor) -> tuple[Node, list[Any]] | None:
     """Finds the node that accumulates a parameter's gradient, and the dictionaries of its hooks.
 
     A node does not show its hooks. A hook that is registered and removed again reveals the
-    dictionary that holds all hooks of its kind; it stays the same while the node lives.
-
-    Returns:
-        The node and its dictionaries; ``None`` = the parameter gets no gradient.
+    dictionary that holds all hooks of its kind; it stays the same while the node lives. ``None`` =
+    the parameter gets no gradient.
     """
     if not (parameter.requires_grad and parameter.is_leaf):
         return None
@@ -65,14 +63,7 @@ def why_parameter_hooked(parameter: Tensor) -> str | None:
 
 
 def why_backward_is_unknown(tensors: Collection[Tensor]) -> str | None:
-    """Describes a step of the backward that runs Python code or another library's code.
-
-    Args:
-        tensors: Losses, with their graphs.
-
-    Returns:
-        A description of the first such step; ``None`` = there is none.
-    """
+    """Describes a step of the losses' backward that runs Python code or an unknown library's."""
     # walks the whole autograd graph, each node once
     todo = [loss.grad_fn for loss in tensors if loss.grad_fn is not None]
     seen = set(todo)

@@ -22,11 +22,7 @@ __all__ = ["Inputs", "form_of"]
 class Inputs:
     """Makes values without data that have the structure of given values.
 
-    Args:
-        sizes: Sizes of the batch; new symbols are added to it.
-        follower: Records how each tensor depends on the batch.
-        mode: Makes tensors without data.
-        num_samples: Samples of the batch.
+    New symbols are added to ``sizes``, and the dependence of each tensor to ``follower``.
     """
 
     def __init__(
@@ -39,15 +35,9 @@ class Inputs:
         self._samples = sizes.add(SAMPLES, num_samples)
 
     def like(self, value: Any, path: str, *, has_graph: bool = False) -> Any:
-        """Makes a value of the same structure.
+        """Makes a value like a batch or an output; raises UnprovedError if that cannot be split.
 
-        Args:
-            value: A batch or an output, or a member of one.
-            path: Place of the value, for messages.
-            has_graph: Whether gradients run back to floats, and the model may write into them.
-
-        Raises:
-            UnprovedError: If the value cannot be split by samples.
+        With ``has_graph`` gradients run back to floats, and the model may write into them.
         """
         if isinstance(value, Awaitable):
             value = value.wait()
@@ -108,32 +98,30 @@ class Inputs:
 
     def _jagged(self, jagged: JaggedTensor, path: str, has_graph: bool) -> JaggedTensor:
         """Makes sequences: values (n,), n a symbol of their own, and a length per sample."""
-        lengths, values, weights = jagged.lengths(), jagged.values(), jagged.weights_or_none()
-        if lengths.shape != (self._num_samples,):
+        if jagged.lengths().shape != (self._num_samples,):
             raise UnprovedError(
-                f"{path} has lengths of shape {tuple(lengths.shape)}, and not of "
+                f"{path} has lengths of shape {tuple(jagged.lengths().shape)}, and not of "
                 f"{self._num_samples} samples"
             )
-        return self._sequences(path, values.size(0), values, weights, lengths, has_graph)
+        return self._sequences(path, jagged, jagged.values().size(0), has_graph)
 
     def _sequences(
         self,
         path: str,
+        like: JaggedTensor | KeyedJaggedTensor,
         num_lookups: int,
-        values: Tensor,
-        weights: Tensor | None,
-        lengths: Tensor,
         has_graph: bool = False,
     ) -> JaggedTensor:
         """Makes one feature's lookups, of a number of their own, and a length per sample."""
         count, rows = self._sizes.add(path, num_lookups), Value(Kind.ROWS, rows=path)
-        made = None if weights is None else self._make(weights, (count, *weights.shape[1:]), rows)
+        per_sample = Value(Kind.ROWS, rows=SAMPLES, feature=path)
+        values, weights = like.values(), like.weights_or_none()
+        if weights is not None:
+            weights = self._make(weights, (count, *weights.shape[1:]), rows)
         return JaggedTensor(
             values=self._make(values, (count, *values.shape[1:]), rows, has_graph),
-            weights=made,
-            lengths=self._make(
-                lengths, (self._samples,), Value(Kind.ROWS, rows=SAMPLES, feature=path)
-            ),
+            weights=weights,
+            lengths=self._make(like.lengths(), (self._samples,), per_sample),
         )
 
     def _keyed_jagged(self, kjt: KeyedJaggedTensor, path: str) -> KeyedJaggedTensor:
@@ -147,7 +135,7 @@ class Inputs:
             raise UnprovedError(f"{path} has no features")
         # what to_dict() will return
         features = {
-            key: self._sequences(f"{path}[{key!r}]", count, kjt.values(), weights, kjt.lengths())
+            key: self._sequences(f"{path}[{key!r}]", kjt, count)
             for key, count in zip(keys, kjt.length_per_key())
         }
         # all features in one: entries whose order the rules do not follow

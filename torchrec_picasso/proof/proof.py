@@ -33,11 +33,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_picasso.batches.split import PLAIN_TYPES, children_of, num_samples
 from torchrec_picasso.errors import InputError
+from torchrec_picasso.proof.content import Kept
 from torchrec_picasso.proof.follow import Follower
 from torchrec_picasso.proof.guard import Guard, why_disturbed
 from torchrec_picasso.proof.hooks import why_backward_is_unknown
 from torchrec_picasso.proof.inputs import Inputs
-from torchrec_picasso.proof.snapshot import Kept, Snapshot
+from torchrec_picasso.proof.snapshot import Snapshot
 from torchrec_picasso.proof.values import SAMPLES, Kind, Sizes, UnprovedError, is_symbolic
 from torchrec_picasso.proof.watch import Watch
 
@@ -54,36 +55,27 @@ class Losses(Enum):
 
 @dataclass(frozen=True)
 class Given:
-    """A module of the model that does not run, because its output is known.
-
-    Args:
-        module: A module in the model, or a part of one.
-        name: Name of the module, for messages.
-        output: Output of the module for the batch.
-        give: Sets the output of the module's next call.
-    """
+    """A module of the model, or a part of one, that does not run: its output is known."""
 
     module: nn.Module
     name: str
     output: Any
+    """Output for the batch."""
     give: Callable[[Any], None]
+    """Sets the output of the next call."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of an attempt to prove a model.
-
-    Args:
-        reason: The operator or state that prevents a proof, and its place; ``None`` = the model is
-            proved.
-        guard: Checks before each step whether the model is still the one that was examined, proved
-            or not; ``None`` = this cannot be checked.
-        num_operators: Number of operators that were followed.
-    """
+    """The result of an attempt to prove a model."""
 
     reason: str | None
+    """The operator or state that prevents a proof, and its place; ``None`` = proved."""
     guard: Guard | None = None
+    """Checks before each step whether the model is still the examined one, proved or not; ``None``
+    = this cannot be checked."""
     num_operators: int = 0
+    """Number of operators that were followed."""
 
 
 def prove(
@@ -92,9 +84,10 @@ def prove(
     given: Sequence[Given],
     *,
     losses: Losses = Losses.MEANS,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Proof:
-    """Proves that a model may train in micro-batches of consecutive samples.
+    """Proves that a model may train in micro-batches of consecutive samples, or says why not.
+
+    A proof holds for all batches of the same form, as long as its guard sees no change.
 
     Args:
         module: The model inside its wrappers. Its forward takes a batch and returns losses and an
@@ -102,14 +95,10 @@ def prove(
         batch: Any batch of its data; neither its values nor its number of samples matter.
         given: Sharded modules, and others that do not run, with their outputs for the batch.
         losses: Reduction of the losses; ratios are returned as ``(numerators, denominators)``.
-        forward: Runs a module like ``module`` on a batch; by default calls it.
-
-    Returns:
-        A proof, or the reason why there is none. It holds for all batches of the same form, as long
-        as its guard sees no change.
     """
     sizes = Sizes()
-    follower = Follower(sizes, _names_of(module))
+    named = (*module.named_parameters(), *module.named_buffers())
+    follower = Follower(sizes, {id(tensor): name for name, tensor in named})
     try:
         state = Snapshot(module, [known.module for known in given], _types_in(batch))
         guard = Guard(state, batch)
@@ -134,7 +123,7 @@ def prove(
         # data, follow operators, watch functions.
         watch = Watch(refuse, state.enter)
         with torch.enable_grad(), enable_python_dispatcher(), mode, follower, watch:
-            result = module(made) if forward is None else forward(module, made)
+            result = module(made)
         if _places_in(made) != before:
             # the caller sees that, and a later epoch may read it; a micro-batch is a copy
             raise UnprovedError("the model changes the containers of its batch")
@@ -151,12 +140,6 @@ def prove(
             reason = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
     # without a proof a guard is still useful: a change of the model allows another attempt
     return Proof(follower.reason or reason, guard, follower.num_operators)
-
-
-def _names_of(module: nn.Module) -> dict[int, str]:
-    """Maps ids of the model's tensors to their names."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {id(tensor): name for name, tensor in named}
 
 
 def _types_in(batch: Any) -> list[type]:
@@ -226,11 +209,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _judge(result: Any, losses: Losses, follower: Follower) -> None:
-    """Checks the dependence of losses and output on the batch.
-
-    Raises:
-        UnprovedError: If micro-batches would not add up to the batch.
-    """
+    """Raises UnprovedError if losses and outputs of micro-batches do not add up to the batch's."""
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise UnprovedError(f"the model gives a {type(result).__name__}, not losses and an output")
     found, output = result

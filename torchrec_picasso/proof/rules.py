@@ -122,7 +122,7 @@ def filled(call: Call) -> Value:
     if value is not None and not value.is_same:
         raise UnprovedError(f"fills a tensor with {value.value.kind.value}")
     if before.kind is Kind.ROWS:
-        return Value(Kind.ROWS, rows=before.rows, outer=before.outer)
+        return plain(before)
     if before.is_partial:
         return SAME
     raise UnprovedError(f"writes into {before.kind.value}")
@@ -153,7 +153,7 @@ def constant(call: Call) -> Value:
     if call.name.endswith("_like"):
         value = call.operand("self").value
         if value.kind is Kind.ROWS:
-            return Value(Kind.ROWS, rows=value.rows, outer=value.outer)
+            return plain(value)
     return call.filled()
 
 
@@ -177,7 +177,7 @@ def total(call: Call) -> Value:
     operand = call.only()
     value, dims = operand.value, call.dims(operand)
     if dims is not None and value.dim not in dims:
-        return Value(Kind.ROWS, rows=value.rows, outer=value.outer)
+        return plain(value)
     if call.name == "sum":
         return Value(Kind.SUM)
     # the mean's divisor must be the number of samples, whose shares are known
@@ -201,7 +201,7 @@ def along(call: Call) -> Value:
     dims = call.dims(operand)
     if dims is None or operand.value.dim in dims:
         raise UnprovedError("computes over the batch: its samples change what others give")
-    return Value(Kind.ROWS, rows=operand.value.rows, outer=operand.value.outer)
+    return plain(operand.value)
 
 
 @rule("constant_pad_nd")
@@ -216,28 +216,26 @@ def pad(call: Call) -> Value:
 
 # -- products and layers -------------------------------------------------------------------------
 
-_DIMS = {"mm": ("mk", "kn"), "bmm": ("bmk", "bkn"), "mv": ("mk", "k"), "dot": ("k", "k")}
-"""Dims of both factors: b and m and n stay, k is summed over."""
-_SIDES = {
-    "mm": ("self", "mat2"),
-    "addmm": ("mat1", "mat2"),
-    "bmm": ("self", "mat2"),
-    "baddbmm": ("batch1", "batch2"),
-    "mv": ("self", "vec"),
-    "dot": ("self", "tensor"),
+_FACTORS = {
+    "mm": {"self": "mk", "mat2": "kn"},
+    "addmm": {"mat1": "mk", "mat2": "kn"},
+    "bmm": {"self": "bmk", "mat2": "bkn"},
+    "baddbmm": {"batch1": "bmk", "batch2": "bkn"},
+    "mv": {"self": "mk", "vec": "k"},
+    "dot": {"self": "k", "tensor": "k"},
 }
-"""Names of the arguments that are the factors."""
+"""Arguments that are the factors, with their dims: b and m and n stay, k is summed over."""
 
 
 @rule("mm addmm bmm baddbmm mv dot", partial=True)
 def product(call: Call) -> Value | None:
     """Multiplies two tensors, and adds a constant in the add variants."""
-    sides = [call.operand(name) for name in _SIDES[call.name]]
+    letters = _FACTORS[call.name]
+    sides = [call.operand(name) for name in letters]
     is_added = call.name in ("addmm", "baddbmm")
     is_partial = any(operand.value.is_partial for operand in call.varying)
     if is_added and (is_partial or not call.operand("self").is_same):
         return None  # product and sum apart
-    letters = _DIMS[call.name.removeprefix("add").replace("badd", "")]
     varying = [operand for operand in sides if not operand.is_same]
     if not varying:
         return SAME
@@ -246,7 +244,7 @@ def product(call: Call) -> Value | None:
             raise UnprovedError("multiplies means over samples, or sums")
         return Value(varying[0].value.kind)
     found = call.same_rows(varying)
-    names = [dims[side.value.dim] for side, dims in zip(sides, letters) if not side.is_same]
+    names = [letters[side.name][side.value.dim] for side in varying]
     # the batch may be k in both factors (a sum over it), b in both, or m or n in one
     if "k" in names:
         if is_added:
@@ -267,7 +265,7 @@ def norm(call: Call) -> Value:
     operand = call.only()
     if operand.name != "input" or -operand.place <= len(call.args["normalized_shape"]):
         raise UnprovedError("takes a norm over the batch")
-    return Value(Kind.ROWS, rows=operand.value.rows, outer=operand.value.outer)
+    return plain(operand.value)
 
 
 @rule(

@@ -119,12 +119,7 @@ class Sizes:
         self._num_known = len(self.env.guards)
 
     def add(self, rows: str, count: int) -> torch.SymInt:
-        """Makes a symbol for a number of rows.
-
-        Args:
-            rows: Name of the rows.
-            count: Number of these rows in the batch of the proof.
-        """
+        """Makes a symbol for the number of these rows, ``count`` in the batch of the proof."""
         # the shift keeps equal counts equal, and hints away from 0 and 1
         hint, source = count + _LEAST, ConstantSource(f"rows_{len(self._counts)}")
         symbol = self.env.create_symbol(
@@ -136,44 +131,26 @@ class Sizes:
         self._counts[rows], self._names[symbol] = found, rows
         return found
 
-    def count(self, rows: str) -> sympy.Expr:
-        """Returns the number of rows as an expression, with all simplifications so far."""
-        return self._counts[rows].node.expr
-
     def times(self, size: Any, rows: str) -> int | None:
-        """Divides a size by a number of rows; ``None`` = it is no multiple.
-
-        Args:
-            size: A size of a tensor.
-            rows: Name of the rows.
-        """
+        """Divides a tensor's size by the number of these rows; ``None`` = it is no multiple."""
         if not is_symbolic(size):
             return None
+        # a node's expression has all simplifications so far
         factor, rest = size.node.expr.as_coeff_Mul()
-        return int(factor) if rest == self.count(rows) and factor.is_Integer else None
+        is_multiple = rest == self._counts[rows].node.expr and factor.is_Integer
+        return int(factor) if is_multiple else None
 
     def rows_of(self, size: Any) -> tuple[str, int] | None:
         """Finds rows whose number divides a size, and the quotient; ``None`` = none do."""
-        for rows in self._counts:
-            times = self.times(size, rows)
-            if times is not None:
-                return rows, times
-        return None
+        found = ((rows, self.times(size, rows)) for rows in self._counts)
+        return next(((rows, times) for rows, times in found if times is not None), None)
 
     def batch_dims(self, tensor: Tensor) -> list[int]:
         """Lists the dims of a tensor whose size depends on the batch."""
         return [dim for dim, size in enumerate(tensor.shape) if is_symbolic(size)]
 
     def locate(self, tensor: Tensor, value: Value) -> Value:
-        """Sets the dim of a value: the one dim of the tensor with the batch's size.
-
-        Args:
-            tensor: The tensor.
-            value: Dependence of the tensor on the batch, without a dim.
-
-        Raises:
-            UnprovedError: If there is no such dim, or the shape depends on the batch otherwise.
-        """
+        """Sets the dim of a tensor's value: the one dim with the batch's size, if it needs one."""
         dims = self.batch_dims(tensor)
         shape = "(" + ", ".join(map(str, tensor.shape)) + ")"
         if value.kind is Kind.HIDDEN:
@@ -193,15 +170,10 @@ class Sizes:
             times = self.times(tensor.shape[dim], value.rows)
             if times is None or times % value.outer:
                 raise UnprovedError(f"gives a tensor of shape {shape}, not of samples")
-        return Value(**{**vars(value), "dim": dim})
+        return replace(value, dim=dim)
 
     def inner(self, tensor: Tensor, value: Value) -> int:
-        """Counts the entries of each row in the batch's dim of a tensor.
-
-        Args:
-            tensor: The tensor.
-            value: Dependence of the tensor on the batch, of kind ``ROWS``.
-        """
+        """Counts the entries of each row in the batch's dim of a tensor of kind ``ROWS``."""
         times = self.times(tensor.shape[value.dim], value.rows)
         assert times is not None
         return times // value.outer
@@ -220,10 +192,9 @@ class Sizes:
 
     def fail_unless_same(self, one: str, other: str) -> None:
         """Records that an operator fails unless two numbers are equal: it does not broadcast."""
-        if not self.are_same(one, other):
-            roots = {self._root(one), self._root(other)}
-            # the samples become the representative if they are one of the two
-            first, second = sorted(roots, key=lambda root: root != SAMPLES)
+        # the samples become the representative if they are one of the two
+        first, second = sorted((self._root(one), self._root(other)), key=lambda r: r != SAMPLES)
+        if first != second:
             self._same_as[second] = first
 
     def want_same(self, one: str, other: str, where: str) -> None:
@@ -241,10 +212,8 @@ class Sizes:
     def assumption(self, start: int | None = None) -> str | None:
         """Describes an assumption of PyTorch's other than an equality; ``None`` = none.
 
-        Equalities are recorded as needed.
-
-        Args:
-            start: Number of guards that were examined before; ``None`` = those of this forward.
+        Equalities are recorded as needed. Guards before ``start`` are skipped, by default those of
+        an earlier forward.
         """
         for guard in self.env.guards[self._num_known if start is None else start :]:
             for equal in _equalities(guard.expr):

@@ -1,13 +1,16 @@
-"""Watches the Python code of a forward: whose code runs, and how the user's uses tensors."""
+"""Watches the Python code of a forward: whose code runs, what it does, how it uses tensors."""
 
 from __future__ import annotations
 
+import builtins
+import dis
 import functools
+import itertools
 import sys
 import sysconfig
 import weakref
-from collections.abc import Callable, Mapping
-from types import CodeType, FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, CodeType, FrameType
 from typing import Any
 
 import torch
@@ -16,20 +19,24 @@ from torch.overrides import TorchFunctionMode
 
 from torchrec_picasso.proof.values import UnprovedError, is_symbolic
 
-__all__ = ["Watch", "current_line", "foreign_module", "is_users", "is_users_module"]
+__all__ = [
+    "Watch",
+    "current_line",
+    "foreign_module",
+    "globals_in",
+    "is_users",
+    "is_users_module",
+    "refusals_of",
+    "why_builtin_refused",
+    "writes_attributes",
+]
+
+# -- whose code ----------------------------------------------------------------------------------
 
 _TRUSTED = frozenset(
     (
-        *(
-            "torch",
-            "torchrec",
-            "torchrec_picasso",
-            "fbgemm_gpu",
-            "tensordict",
-            "numpy",
-            "sympy",
-            "mpmath",
-        ),
+        *("torch", "torchrec", "torchrec_picasso", "fbgemm_gpu", "tensordict"),
+        *("numpy", "sympy", "mpmath"),
         *("builtins", "typing", "typing_extensions", "types", "collections", "abc", "enum"),
         *("functools", "itertools", "math", "operator", "numbers", "dataclasses", "contextlib"),
         *("warnings", "logging", "copy", "copyreg", "re", "string", "weakref", "reprlib"),
@@ -72,7 +79,7 @@ def is_users_module(name: str) -> bool:
     return _is_users(name, "")
 
 
-def is_import(frame: FrameType) -> bool:
+def _is_import(frame: FrameType) -> bool:
     """Whether a frame runs the import of a module, or is called by one."""
     found: FrameType | None = frame
     while found is not None and not found.f_code.co_filename.startswith("<frozen importlib"):
@@ -80,7 +87,7 @@ def is_import(frame: FrameType) -> bool:
     return found is not None
 
 
-def line_of(frame: FrameType) -> str:
+def _line_of(frame: FrameType) -> str:
     """File and line of a frame."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -90,8 +97,87 @@ def current_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code, frame.f_globals):
         frame = frame.f_back
-    return "the model" if frame is None else line_of(frame)
+    return "the model" if frame is None else _line_of(frame)
 
+
+# -- what a function does, by its bytecode -------------------------------------------------------
+
+_FORBIDDEN = {
+    getattr(builtins, name)
+    for name in (
+        *("globals", "locals", "vars", "setattr", "delattr", "id", "hash", "exec", "eval"),
+        *("compile", "open", "input", "__import__"),
+    )
+}
+_PAST_ATTRIBUTES = (
+    *("__globals__", "__closure__", "__defaults__", "__kwdefaults__", "__code__"),
+    *("__dict__", "__class__", "__setattr__", "__delattr__", "__subclasses__"),
+)
+_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR")
+_WRITING = ("STORE_ATTR", "DELETE_ATTR")
+_BETWEEN = ("CACHE", "PRECALL", "PUSH_NULL", "COPY")
+"""Instructions between the load of a name and that of its attribute."""
+
+
+def refusals_of(code: CodeType) -> Iterator[str]:
+    """Yields what a function does that hides state, or that differs for tensors without data."""
+    instructions = list(dis.get_instructions(code))
+    loaded = {i.argval for i in instructions if i.opname == "LOAD_GLOBAL"}
+    if "int" in loaded and loaded & {"isinstance", "type"}:
+        yield "asks whether a value is an int, which sizes are not here"
+    if "type" in loaded and "Tensor" in code.co_names:
+        yield "asks for the type of a tensor, which is another one here"
+    if "getattr" in loaded and not {*_PAST_ATTRIBUTES}.isdisjoint(code.co_consts):
+        yield "takes attributes past its own"
+    for place, instruction in enumerate(instructions):
+        name, operation = instruction.argval, instruction.opname
+        if operation == "IMPORT_NAME" and (is_users_module(name) or foreign_module(name)):
+            yield f"imports {name}"
+        elif operation in _ATTRIBUTES and name in _PAST_ATTRIBUTES:
+            yield f"takes {name}"
+        elif operation in _WRITING and not _writes_into_first(code, instructions, place):
+            yield f"writes .{name} of another object than its own"
+
+
+def why_builtin_refused(path: str, value: BuiltinFunctionType) -> str | None:
+    """Names a built-in function with effects, or of an unknown extension; else ``None``."""
+    owner = value.__self__
+    found = foreign_module(value.__module__ or type(owner).__module__)
+    found = found or foreign_module(type(owner).__module__)
+    if not (found or (owner is builtins and value in _FORBIDDEN)):
+        return None
+    return f"calls {path}" + (f", of the module {found}" if found else "")
+
+
+def _writes_into_first(code: CodeType, instructions: Sequence[dis.Instruction], place: int) -> bool:
+    """Whether an attribute that is written is one of the first argument, which is watched."""
+    name, target = instructions[place].argval, instructions[place - 1]
+    copies = [i for i in range(place) if instructions[i].opname == "COPY"]
+    reads = [i for i in copies if instructions[i + 1].argval == name]
+    if target.opname == "SWAP" and reads:  # +=, which reads the attribute before
+        target = instructions[reads[-1] - 1]
+    is_first = target.opname == "LOAD_FAST" and target.argval in code.co_varnames[:1]
+    return is_first and code.co_argcount > 0
+
+
+@functools.lru_cache(4096)
+def writes_attributes(code: CodeType) -> bool:
+    """Whether a function sets or deletes attributes."""
+    return any(instruction.opname in _WRITING for instruction in dis.get_instructions(code))
+
+
+def globals_in(code: CodeType) -> Iterator[tuple[str, list[str]]]:
+    """Yields each global name in a function, with the attributes that are taken in turn."""
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in _BETWEEN]
+    for place, instruction in enumerate(instructions):
+        if instruction.opname in _GLOBALS:
+            following = instructions[place + 1 :]
+            chain = itertools.takewhile(lambda i: i.opname in _ATTRIBUTES, following)
+            yield instruction.argval, [each.argval for each in chain]
+
+
+# -- what it calls -------------------------------------------------------------------------------
 
 _HOOKS = "sets a hook, which would see gradients of micro-batches"
 _READS = "reads data, so a model can branch on them"
@@ -135,9 +221,8 @@ _SAVED_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 class Watch(TorchFunctionMode):
     """A mode that examines the user's functions when they are called, and calls of PyTorch.
 
-    Args:
-        refuse: Records a reason.
-        enter: Examines a function of the user's before it runs; raises UnprovedError.
+    ``refuse`` records a reason; ``enter`` examines a function of the user's before it runs, and
+    raises UnprovedError.
     """
 
     def __init__(self, refuse: Callable[[str], None], enter: Callable[[FrameType], None]) -> None:
@@ -163,61 +248,69 @@ class Watch(TorchFunctionMode):
         try:
             name = _name_of(func)
             if func is Tensor.__len__ and is_symbolic(args[0].shape[0]):
-                self._refuse("takes len() of the batch, a plain number; use .shape[0]")
+                self._complain(
+                    f"{current_line()} takes len() of the batch, a plain number; use .shape[0]"
+                )
             if name in _REFUSED or (name == "requires_grad" and func.__name__ == "__set__"):
-                self._refuse(f"calls .{name}, which {_REFUSED.get(name, _WRITES)}")
+                reason = _REFUSED.get(name, _WRITES)
+                self._complain(f"{current_line()} calls .{name}, which {reason}")
             return func(*args, **(kwargs or {}))
         finally:
             sys.setprofile(self._see)
 
-    def _refuse(self, reason: str) -> None:
-        """Records a reason at the current line, and raises it."""
-        self._complain(f"{current_line()} {reason}")
-
     def _see(self, frame: FrameType, event: str, given: Any) -> None:
-        """The profile function: Python calls it at every call of a function."""
-        if event == "call":
-            self._see_call(frame)
-        elif event == "c_call" and is_users(frame.f_code, frame.f_globals):
-            owner = getattr(given, "__self__", None)
-            home = (owner if isinstance(owner, type) else type(owner)).__module__
-            found = None if is_users_module(home) else foreign_module(home)
-            self._check_library(frame, foreign_module(given.__module__) or found, given.__name__)
+        """The profile function: Python calls it at every call of a function.
+
+        Python drops it after any error, which the model may catch, so every error is a refusal.
+        """
+        try:
+            if event == "call":
+                self._see_call(frame)
+            elif event == "c_call" and is_users(frame.f_code, frame.f_globals):
+                owner = getattr(given, "__self__", None)
+                home = (owner if isinstance(owner, type) else type(owner)).__module__
+                found = foreign_module(given.__module__)
+                found = found or (None if is_users_module(home) else foreign_module(home))
+                self._check_library(frame, found, given.__name__)
+        except UnprovedError:
+            raise
+        except Exception as error:  # any error of the user's attributes
+            self._complain(f"{_line_of(frame)} cannot be watched ({type(error).__name__}: {error})")
 
     def _see_call(self, frame: FrameType) -> None:
         """Examines a call: the user's own functions, and the user's calls of libraries."""
         code, caller = frame.f_code, frame.f_back
         if is_users(code, frame.f_globals):
-            if is_import(frame):
+            if _is_import(frame):
                 return  # an import runs once, for any number of forwards
             try:
                 self._enter(frame)
             except UnprovedError as unproved:
-                self._complain(f"{code.co_qualname} at {line_of(frame)}: {unproved}")
+                self._complain(f"{code.co_qualname} at {_line_of(frame)}: {unproved}")
             return
         if caller is None or not is_users(caller.f_code, caller.f_globals):
             return
         if code in _NUMBER_METHODS:
             if is_symbolic(frame.f_locals["self"]):
                 self._complain(
-                    f"{line_of(caller)} branches on the size of the batch, or makes a plain "
+                    f"{_line_of(caller)} branches on the size of the batch, or makes a plain "
                     "number or a text of it"
                 )
         elif code is _FINALIZE:
-            self._complain(f"{line_of(caller)} sets a function that runs after the forward")
+            self._complain(f"{_line_of(caller)} sets a function that runs after the forward")
         elif code is _SAVED_HOOKS:
-            self._complain(f"{line_of(caller)} sets hooks on tensors that are saved for backward")
+            self._complain(f"{_line_of(caller)} sets hooks on tensors that are saved for backward")
         else:
             found = foreign_module(frame.f_globals.get("__name__"))
             self._check_library(caller, found, code.co_name)
 
     def _check_library(self, caller: FrameType, found: str | None, name: str) -> None:
         """Refuses functions of a foreign module, and those that ask for the process's state."""
-        if (found is not None or name in _ASKS) and not is_import(caller):
-            self._complain(f"{line_of(caller)} calls {name}, of {found or 'torch'}")
+        if (found is not None or name in _ASKS) and not _is_import(caller):
+            self._complain(f"{_line_of(caller)} calls {name}, of {found or 'torch'}")
 
     def _complain(self, text: str) -> None:
-        """Raises from within a profile function, which ends the function that it examines."""
+        """Records a reason and raises it; within a profile function this ends the examined one."""
         self._note(text)
         raise UnprovedError(text)
 

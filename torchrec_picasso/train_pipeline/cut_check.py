@@ -37,14 +37,13 @@ from torchrec_picasso.batches.members import copy_batch
 from torchrec_picasso.batches.split import FEWEST_SAMPLES, split_batch
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import agree_on
-from torchrec_picasso.proof.dense_part import dense_parameters
-from torchrec_picasso.proof.difference import (
+from torchrec_picasso.proof.comparison import (
+    StillRandomness,
     Tolerance,
     difference_of,
     difference_of_outputs,
 )
-from torchrec_picasso.proof.model_copy import ModelState, copy_model
-from torchrec_picasso.proof.preserved_rng import StillRandomness
+from torchrec_picasso.proof.dense_part import ModelState, copy_model, dense_parameters
 from torchrec_picasso.train_pipeline.data_parallel import instead_of_wrapped
 from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
@@ -226,7 +225,7 @@ class CutCheck:
                 loss=program.losses.batch(losses_K, cut.sizes_K),
                 output=self._options.join(outputs, cut.sizes_K) if cut.is_in_order else None,
                 grads=grads,
-                state=ModelState.read(model),
+                state=ModelState(model),
             )
 
     def _refuse_shared(self, losses: Sequence[Tensor]) -> None:

@@ -21,7 +21,7 @@ from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.batches.split import SPLIT_ADVICE, num_samples
 from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.proof.model_memory import without_a_trace
+from torchrec_picasso.proof.dense_part import without_a_trace
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.model_parts import (

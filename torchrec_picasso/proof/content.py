@@ -1,0 +1,196 @@
+"""Which Python values have content that can change; how it is kept, compared and put back."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+import weakref
+from collections import OrderedDict, deque
+from enum import Enum
+from numbers import Number
+from operator import is_, ne
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from torchrec_picasso.batches.split import PLAIN_TYPES
+from torchrec_picasso.proof.watch import is_users_module
+
+__all__ = [
+    "CONTAINERS",
+    "NOTHING",
+    "Kept",
+    "closure_of",
+    "has_attributes",
+    "held_by",
+    "is_class_statement",
+    "is_leaf",
+    "is_plain_object",
+]
+
+NOTHING = object()
+"""Stands for a name or a key that is not there."""
+CONTAINERS: tuple[Any, ...] = (dict, list, set, deque)
+_LEAVES = (
+    *(*PLAIN_TYPES, range, slice, type(Ellipsis), torch.layout, torch.memory_format, np.ufunc),
+    *(FakeTensor, dist.ProcessGroup, logging.Logger, types.GenericAlias, types.UnionType),
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket, types.MethodWrapperType),
+)
+"""Types without content that could change, or that the proof watches elsewhere."""
+
+_PARTS: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (MethodType, ("__self__", "__func__")),
+    (staticmethod, ("__func__",)),
+    (classmethod, ("__func__",)),
+    (property, ("fget", "fset")),
+    (functools.cached_property, ("func",)),
+    (functools.partial, ("func", "args", "keywords", "__dict__")),
+)
+"""Types that hold functions, and where."""
+_HEAP_TYPE = 1 << 9
+
+_EQUAL = (type(None), str, bytes, int, float, bool, complex, MethodType, torch.Size, torch.device)
+"""Types whose equal values are the same to every program."""
+
+
+class Kept:
+    """A container, or a class with its attributes, and its content when it was found."""
+
+    def __init__(self, path: str, place: Any, is_library: bool = False) -> None:
+        self.path, self.place, self.is_library = path, place, is_library
+        self._is_class = isinstance(place, type)
+        self._content = vars(place) if self._is_class else place
+        self._base = next((base for base in CONTAINERS if isinstance(place, base)), dict)
+        self.before = self._base(self._content)
+        self._order = list(self._content)
+        # a class is seen through a proxy; a subclass may have an __eq__ of its own
+        self._differ = ne if self._is_class else self._base.__ne__
+        values = self.before.values() if self._base is dict else self.before
+        self._has_objects = any(type(value) not in _EQUAL for value in values)
+
+    def has_changed(self, in_order: bool = False) -> bool:
+        """Whether the content differs, or cannot be compared any more.
+
+        A comparison with the order (``in_order``) is slower.
+        """
+        now, before = self._content, self.before
+        try:
+            if in_order and list(now) != self._order:
+                return True
+            if self._differ(now, before):
+                return True
+            if self._base is set or not (self._has_objects or in_order):
+                return False
+            values = (now.values(), before.values()) if self._base is dict else (now, before)
+            if all(map(is_, *values)):
+                return False
+            names = before if self._base is dict else range(len(before))
+            return any(_is_replaced(now[name], before[name]) for name in names)
+        except Exception:  # any error of a comparison, such as that of two tensors
+            return True
+
+    def difference(self) -> str:
+        """Names the member that differs, or the container."""
+        now, before = self._content, self.before
+        for name in [*before, *now] if isinstance(before, dict) else ():
+            if now.get(name, NOTHING) is not before.get(name, NOTHING):
+                return f"{self.path}.{name}"
+        return self.path
+
+    def restore(self) -> None:
+        """Puts the content back, into the same object."""
+        place, before = self.place, self.before
+        if self._is_class:
+            for name in {*vars(place), *before}:
+                if name not in before:
+                    type.__delattr__(place, name)
+                elif vars(place).get(name, NOTHING) is not before[name]:
+                    type.__setattr__(place, name, before[name])
+            return
+        # an ordered dict keeps its keys twice: dict.clear() would leave one of the two
+        base = OrderedDict if isinstance(place, OrderedDict) else self._base
+        base.clear(place)
+        fill = base.extend if base in (list, deque) else base.update
+        fill(place, before)
+
+
+def _is_replaced(now: Any, before: Any) -> bool:
+    """Whether an equal value is another object that may hold other state."""
+    if now is before or type(now) is not type(before):
+        return now is not before
+    if type(now) is tuple:
+        return any(map(_is_replaced, now, before))
+    return type(now) not in _EQUAL
+
+
+# -- kinds of values -----------------------------------------------------------------------------
+
+
+def held_by(value: Any) -> list[Any] | None:
+    """Lists what a value holds that has no other content, such as a method; ``None`` for others."""
+    if isinstance(value, BuiltinFunctionType):
+        owner = value.__self__
+        is_function = owner is None or isinstance(owner, ModuleType | type)
+        return [] if is_function or type(owner).__name__ == "PyCapsule" else [owner]
+    if isinstance(value, Enum):
+        own = vars(value).items()
+        return [held for name, held in own if name == "_value_" or not name.startswith("_")]
+    if isinstance(value, tuple | frozenset):
+        return list(value)
+    for kind, names in _PARTS:
+        if isinstance(value, kind):
+            return [getattr(value, name) for name in names]
+    if isinstance(value, weakref.ref):
+        return [value()]
+    # a descriptor of Python itself has no state either
+    is_descriptor = hasattr(type(value), "__get__") and not is_class_statement(type(value))
+    return [] if is_descriptor or isinstance(value, _LEAVES) else None
+
+
+def closure_of(function: FunctionType) -> list[tuple[str, Any, Any]]:
+    """Lists the variables of a closure that have a value: name, cell and value."""
+    found = []
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        try:
+            found.append((variable, cell, cell.cell_contents))
+        except ValueError:
+            continue  # a variable without a value
+    return found
+
+
+def is_class_statement(kind: type) -> bool:
+    """Whether a class is from a class statement, so its attributes can be set."""
+    return bool(kind.__flags__ & _HEAP_TYPE)
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether a number, a text or a tuple, say, is of the user's own class, with attributes."""
+    kind = type(value)
+    is_plain = isinstance(value, (Number, str, bytes, tuple, frozenset))
+    if isinstance(value, Enum) or not (is_plain and is_class_statement(kind)):
+        return False
+    return hasattr(value, "__dict__") and is_users_module(kind.__module__)
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value has nothing that could change, or that the proof does not watch elsewhere."""
+    if isinstance(value, Enum):
+        return all(isinstance(held, _LEAVES) for held in held_by(value) or ())
+    is_plain = isinstance(value, _LEAVES) or type(value).__module__ == "typing"
+    return type(value) is object or (is_plain and not has_attributes(value))
+
+
+class _Plain:
+    """An object without state outside its attributes."""
+
+
+def is_plain_object(value: Any) -> bool:
+    """Whether the attributes of an object hold all of its state."""
+    has_slots = any(vars(base).get("__slots__") for base in type(value).__mro__)
+    is_small = type(value).__basicsize__ == _Plain.__basicsize__
+    return hasattr(value, "__dict__") and is_small and not has_slots
