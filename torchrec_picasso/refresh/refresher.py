@@ -15,9 +15,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from torchrec_picasso.refresh.census import take_census
-from torchrec_picasso.refresh.choice import choose_swaps
-from torchrec_picasso.refresh.hot_rows import change_hot_rows
+from torchrec_picasso.refresh.census import take_census, uses_of
+from torchrec_picasso.refresh.hot_rows import change_hot_rows, choose_swaps
 from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.refresh.saved_uses import SavedUses, collect_uses, give_uses
 from torchrec_picasso.rows.group import RowGroup
@@ -57,9 +56,7 @@ class Refreshed:
 class Refresher:
     """Counts the accesses to some tables' rows, and refreshes their hot sets.
 
-    Args:
-        groups: The tables, one group per module; all over the same ranks.
-        policy: Interval and thresholds of refreshes.
+    There is one group per module; all are over the same ranks.
     """
 
     def __init__(self, groups: Sequence[RowGroup], policy: Refresh) -> None:
@@ -117,8 +114,7 @@ class Refresher:
     def step(self) -> Refreshed | None:
         """Ends a training step. Collective in steps with an evaluation or a check.
 
-        Returns:
-            The result of a refresh evaluation; ``None`` in other steps.
+        Returns the result of an evaluation, ``None`` in other steps.
         """
         if not self._packs_of:
             return None
@@ -145,9 +141,7 @@ class Refresher:
     def _evaluate(self, coverage: float, home_uses_W: tuple[int, ...]) -> Refreshed:
         """Evaluates the hot sets now, and changes them where counts justify it. Collective.
 
-        Args:
-            coverage: Share of accesses to hot rows since the last evaluation or check.
-            home_uses_W: Accesses to cold rows of each home rank in that time.
+        ``coverage`` and ``home_uses_W`` are those since the last evaluation or check.
         """
         self._rescale()
         num_moved = moved_bytes = 0
@@ -171,10 +165,13 @@ class Refresher:
     def _refresh_route(self, route: Route, packs: Sequence[int]) -> tuple[int, int]:
         """Evaluates the hot rows of one route, and changes them. Collective.
 
-        Returns:
-            Number of rows that entered, and their bytes.
+        Returns the number of rows that entered, and their bytes.
         """
-        most_P = self._most(route, packs)
+        # largest number of rows of each pack that one evaluation may replace
+        most_P = [
+            max(1, int(self.policy.most_moved * route.storages[pack].num_hot_rows))
+            for pack in packs
+        ]
         census_P = take_census(route, packs, most_P)
         swaps_P = [
             choose_swaps(
@@ -196,13 +193,6 @@ class Refresher:
             for pack in packs
         ]
         return sum(moved_P), sum(moved * size for moved, size in zip(moved_P, row_bytes_P))
-
-    def _most(self, route: Route, packs: Sequence[int]) -> list[int]:
-        """Largest number of rows of each pack that one evaluation may replace."""
-        return [
-            max(1, int(self.policy.most_moved * route.storages[pack].num_hot_rows))
-            for pack in packs
-        ]
 
     def _coverage(self) -> tuple[float, tuple[int, ...]]:
         """Share of accesses to hot rows, and accesses by home rank. Collective."""
@@ -236,9 +226,7 @@ class Refresher:
         """Yields the counts of each pack."""
         for route, packs in self._packs_of:
             for pack in packs:
-                uses = route.storages[pack].uses
-                assert uses is not None, "counting has begun"
-                yield uses
+                yield uses_of(route, pack)
 
 
 def _packs_with_hot(route: Route) -> list[int]:

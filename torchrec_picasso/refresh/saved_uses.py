@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from torchrec_picasso.refresh.census import take_census
+from torchrec_picasso.refresh.census import take_census, uses_of
 from torchrec_picasso.rows.routes.route import Route
 
 __all__ = ["SavedUses", "collect_uses", "give_uses"]
@@ -36,15 +36,9 @@ class SavedUses:
 def collect_uses(
     route: Route, packs: Sequence[int], most_P: Sequence[int]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Collects the counts of one module from all ranks; counts must be rescaled. Collective.
+    """Collects the counts of a module's route from all ranks, by table. Collective.
 
-    Args:
-        route: The tables of one route of the module.
-        packs: Packs that count accesses.
-        most_P: Largest number of cold rows of a rank, for each of these packs.
-
-    Returns:
-        Rows and counts by table name, as in :class:`SavedUses`.
+    Counts must be rescaled. ``most_P`` is the largest number of cold rows of a rank for each pack.
     """
     hot_P = [route.hot.ids_H[start:end] for start, end in pairwise(route.hot.start_P1)]
     census_P = take_census(route, packs, most_P)
@@ -66,20 +60,16 @@ def collect_uses(
 def give_uses(
     route: Route, packs: Sequence[int], uses_by_table: Mapping[str, tuple[Tensor, Tensor]]
 ) -> None:
-    """Sets the counts of one module from saved ones; unknown tables and rows are left out.
+    """Sets the counts of a route's packs from those of any tables, as by :func:`collect_uses`.
 
-    Args:
-        route: The tables of one route of a module.
-        packs: Packs that count accesses.
-        uses_by_table: Result of :func:`collect_uses`, for any tables.
+    Unknown tables and rows are left out.
     """
     rank = route.ranks.rank
     start_P1 = route.hot.start_P1
     for name, base, end, pack in _tables(route):
         if name not in uses_by_table or pack not in packs:
             continue
-        uses = route.storages[pack].uses
-        assert uses is not None, "counting has begun"
+        uses = uses_of(route, pack)
         rows_n, uses_n = (tensor.to(route.device) for tensor in uses_by_table[name])
         is_row_n = rows_n < end - base
         ids_n, uses_n = rows_n[is_row_n] + base, uses_n[is_row_n]

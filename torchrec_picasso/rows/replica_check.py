@@ -22,16 +22,9 @@ _NONE = -1
 def check_replicas(group: RowGroup) -> None:
     """Compares the replicas on all ranks with the home rows. Collective: between steps.
 
-    The check is skipped if home rows were written since the replicas were filled.
-
-    Args:
-        group: The tables of one module, or of several.
-
-    Raises:
-        PicassoError: On all ranks; names table, row and ranks of the first mismatch.
-
-    Cost:
-        Every rank receives all hot rows, weights and optimizer state.
+    Raises PicassoError on all ranks, which names table, row and ranks of the first mismatch. The
+    check is skipped if home rows were written since the replicas were filled. Every rank receives
+    all hot rows, weights and optimizer state.
     """
     for route in group.routes:
         if route.hot.num_rows:

@@ -42,13 +42,10 @@ RecordLookup = Callable[..., None]
 
 
 def begin_batch(model: nn.Module) -> None:
-    """Starts a new batch in all trackers of the model.
+    """Starts a new batch in all trackers of the model that is passed to a pipeline.
 
     ``DistributedModelParallel`` does this in its forward. A pipeline that computes embeddings ahead
     of the forward calls this function first. Batch numbers need not be consecutive.
-
-    Args:
-        model: The model that is passed to a pipeline.
     """
     for tracker in getattr(model, "model_trackers", {}).values():
         tracker.step()
@@ -59,17 +56,9 @@ def lookup_tracker(
 ) -> RecordLookup:
     """Wraps the tracker's function for a sharded module, which calls the result after its lookups.
 
-    Args:
-        record: The tracker's function; it still gets stock tables' ids, as TorchRec passes them.
-        group: The module's hot/cold tables.
-        kernels: TorchRec's kernels of these tables, with the rows that this rank owns.
-
-    Returns:
-        A function with the tracker's signature.
-
-    Raises:
-        CompatError: If ``record`` is not a method of TorchRec's delta tracker, or tables share a
-            feature.
+    ``record`` still gets stock tables' ids, as TorchRec passes them. The kernels are TorchRec's of
+    the hot/cold tables in ``group``, with the rows that this rank owns. Raises CompatError if
+    ``record`` is not a method of TorchRec's delta tracker, or tables share a feature.
     """
     tracker = _delta_tracker_of(record)
     feature_of = _feature_of_table(tracker, group.tables)
@@ -100,19 +89,8 @@ def state_tracker(
     """Makes the function that a hot/cold lookup calls if the tracker records optimizer state.
 
     TorchRec's tracker reads the state from TBEs, which hold home rows and replicas here. It
-    therefore gets one table at a time, and reads the latest state from the home rows.
-
-    Args:
-        record: The tracker's function.
-        group: The lookup's tables.
-        kernels: TorchRec's kernels of these tables, with the rows that this rank owns.
-
-    Returns:
-        A function of the rows of one micro-batch.
-
-    Raises:
-        CompatError: If ``record`` is not a method of TorchRec's delta tracker, tables share a
-            feature, or the tables' optimizer has no state of the tracked kind.
+    therefore gets one table at a time, and reads the latest state from the home rows. Raises
+    CompatError as :func:`lookup_tracker`, or if the optimizer has no state of the tracked kind.
     """
     tracker = _delta_tracker_of(record)
     feature_of = _feature_of_table(tracker, group.tables)

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_rows import PartRows
-from torchrec_picasso.sharding.features import with_weights
+from torchrec_picasso.rows.valid_features import with_weights
 from torchrec_picasso.sharding.sharded_module import (
     GROUP,
     HotColdModule,
@@ -111,17 +111,7 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         """Looks up the batch. Collective.
 
         TorchRec's implementation fails on batches without samples, so it runs only for modules with
-        stock tables.
-
-        Args:
-            ctx: TorchRec's context of the batch.
-            input: Features with their layout, one entry per sharding.
-
-        Returns:
-            The awaitable of a JaggedTensor per embedding name.
-
-        Raises:
-            CompatError: If stock tables would not be trained.
+        stock tables. Raises CompatError if stock tables would not be trained.
         """
         if not self.is_all_hot_cold:
             _refuse_untrained(ctx, self._device)

@@ -67,10 +67,7 @@ class HotColdModule(ABC):
     def with_shardings(self, positions: Sequence[int]) -> HotColdModule:
         """Copies the module with a subset of its shardings; both modules share the rows.
 
-        The copy makes its own input dists, with the first batch.
-
-        Args:
-            positions: Indices of the shardings, ascending.
+        Positions ascend. The copy makes its own input dists, with the first batch.
         """
 
     @abstractmethod
@@ -155,8 +152,7 @@ class HotColdModule(ABC):
     def features_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Selects the features that the module looks up, in the order of its tables.
 
-        Args:
-            features: The module's input; lengths must be valid.
+        Lengths of the module's input must be valid.
         """
         if self._has_uninitialized_input_dist:
             self._create_input_dist(features.keys())
@@ -180,11 +176,7 @@ def twin_of(module: nn.Module) -> Any:
 
 
 def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
-    """Whether the plan makes a table hot/cold.
-
-    Raises:
-        PlanError: If a hot/cold table does not have the sharding type of its form.
-    """
+    """Whether the plan makes a table hot/cold; PlanError if its sharding type is not its form's."""
     sharding = info.param_sharding
     if not isinstance(sharding.cache_params, HotColdParams):
         return False

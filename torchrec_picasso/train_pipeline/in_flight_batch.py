@@ -125,11 +125,13 @@ class InFlightBatch:
         """
         counted = [index for index, size in enumerate(self.sizes_K) if size] or [0]
         # a run on the whole batch uses the rows of all micro-batches with samples, one after
-        # another; the last use of a micro-batch's rows may free them (once)
+        # another; the last use of a micro-batch's rows may free them
         indices = counted if self.is_whole else [counted[run]]
         return [
             (
-                rows.acquire(index, sink(index), weights, once=index == counted[-1], module=number),
+                rows.acquire(
+                    index, sink(index), weights, is_last=index == counted[-1], module=number
+                ),
                 self.sizes_K[index],
             )
             for index in indices

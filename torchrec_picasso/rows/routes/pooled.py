@@ -18,7 +18,7 @@ Host syncs per batch on CUDA: one, for the first lookup of each home rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -30,7 +30,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
-from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags
 from torchrec_picasso.ops.fetch_order import Exchanges, FetchOrder, dirty_exchange, find_fetch_order
 from torchrec_picasso.ops.ids import PackedTable
@@ -39,6 +38,7 @@ from torchrec_picasso.ops.segment_reduction import mean_scale, mean_weights
 from torchrec_picasso.ops.shift_rows import shift_rows
 from torchrec_picasso.placement import owner_pooled_waves
 from torchrec_picasso.rows.routes.route import (
+    IncomingRequests,
     PackLayout,
     Payload,
     Pooling,
@@ -46,7 +46,6 @@ from torchrec_picasso.rows.routes.route import (
     RouteFeatures,
     RouteLayout,
     RouteRequest,
-    Source,
 )
 from torchrec_picasso.storage.hot_homes import TouchedHot
 from torchrec_picasso.storage.row_storage import RowStorage
@@ -66,26 +65,25 @@ class PooledRoute(Route):
     name = "bags"
     needs_one_batch_size = True  # home ranks get one number of samples per rank
 
-    def __init__(
-        self,
-        tables: Sequence[PackedTable],
-        storages: Sequence[RowStorage],
-        ranks: Ranks,
-        device: torch.device,
-    ) -> None:
-        super().__init__(tables, storages, ranks, device)
-        num_packs = self.space.num_packs
-        block_F, self.first_row_F = self.space.find_blocks(self.space.feature_base_F)
-        """First row of each feature's table in the home rank's storage of the pack, int64."""
-        self.features_AW = [[0] * ranks.size for _ in range(num_packs)]
-        """Number of features that each rank pools, by pack."""
-        pack_F = [table.pack for table in tables for _ in table.feature_names]
-        places = list(zip(pack_F, self.space.block_rank_TW[block_F].tolist()))
-        assert places == sorted(places), "tables of one home must be side by side"
-        for pack, home in places:
-            self.features_AW[pack][home] += 1
-        self.incoming_order = lru_cache(maxsize=num_packs)(incoming_bag_order)
+    @cached_property
+    def features_by_home(self) -> list[list[int]]:
+        """Number of features that each rank pools, by pack and rank."""
+        counts_AW = [[0] * self.ranks.size for _ in range(self.space.num_packs)]
+        homes = [(table.pack, _home_rank(table)) for table in self.tables]
+        assert homes == sorted(homes), "tables of one home must be side by side"
+        for table, (pack, home) in zip(self.tables, homes):
+            counts_AW[pack][home] += len(table.feature_names)
+        return counts_AW
+
+    @cached_property
+    def first_rows(self) -> Tensor:
+        """First row of each feature's table in its home rank's storage, int64, ``(F,)``."""
+        return self.space.find_blocks(self.space.feature_base_F)[1]
+
+    @cached_property
+    def incoming_order(self) -> Callable[..., Tensor]:
         """The permutation of incoming bags, kept for the packs of one batch."""
+        return lru_cache(maxsize=self.space.num_packs)(incoming_bag_order)
 
     @cached_property
     def plan(self) -> PackPlan:
@@ -96,7 +94,7 @@ class PooledRoute(Route):
     @property
     def features_of_blocks(self) -> Sequence[int]:
         """Number of features by pack and home rank."""
-        return [num for features_W in self.features_AW for num in features_W]
+        return [num for features_W in self.features_by_home for num in features_W]
 
     def why_not(self, features: KeyedJaggedTensor) -> str | None:
         """Says that weights require gradients, which home ranks that apply them cannot give."""
@@ -113,6 +111,11 @@ class PooledRoute(Route):
     def read(self, features: RouteFeatures) -> _Request:
         """Splits the lookups of a batch by pack and home rank."""
         return _Request(self, features)
+
+
+def _home_rank(table: PackedTable) -> int:
+    """Returns the rank that stores all rows of the table."""
+    return next(rank for rank, rows in enumerate(table.block_rows_W) if rows)
 
 
 class _Request(RouteRequest):
@@ -133,7 +136,7 @@ class _Request(RouteRequest):
         # Row of the table plus the table's first row in the home rank's storage, shape (N,); rows
         # outside their table are 0.
         rows_N, self.outside_ids = shift_rows(
-            values_N, lookups_F, route.first_row_F, route.space.feature_rows_F, torch.int64
+            values_N, lookups_F, route.first_rows, route.space.feature_rows_F, torch.int64
         )
         if weights_N is not None:
             first = features.first_lookup
@@ -159,7 +162,7 @@ class _Request(RouteRequest):
 
     def ids(self, dtype: torch.dtype) -> list[Payload]:
         payloads = []
-        for pack, features_W in enumerate(self._route.features_AW):
+        for pack, features_W in enumerate(self._route.features_by_home):
             incoming_W = self._incoming_lookups_AW[pack]
             own_features = features_W[self._route.ranks.rank]
             # One entry (sent, sent_W, received_W) per vector. Lengths: one per (sample, feature).
@@ -186,7 +189,7 @@ class _Request(RouteRequest):
         return payloads
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
-        plan, features_AW = self._route.plan, self._route.features_AW
+        plan, features_AW = self._route.plan, self._route.features_by_home
         layouts = [self._pack_layout(pack, first_matrix + pack) for pack in range(plan.num_packs)]
         edges_K1 = [*accumulate(self._sizes_K, initial=0)]
         pooling_KM: list[list[Pooling]] = [
@@ -207,9 +210,9 @@ class _Request(RouteRequest):
         return layouts, pooling_KM
 
     def _pack_layout(self, pack: int, matrix: int) -> PackLayout:
-        source = self._asked(pack)
-        nothing = source.home_rows_n.new_empty(0)
-        features_W = self._route.features_AW[pack]
+        requests = self._incoming_bags(pack)
+        nothing = requests.home_rows_n.new_empty(0)
+        features_W = self._route.features_by_home[pack]
         bags_KW = [[size * features for features in features_W] for size in self._sizes_K]
         return PackLayout(
             matrix=matrix,
@@ -219,15 +222,15 @@ class _Request(RouteRequest):
             outgoing=Exchanges(bags_KW),
             outgoing_by_fetch=find_fetch_order(bags_KW, None),
             # Gradients are sent by chunk: without the (empty) exchange of clean rows.
-            incoming=Exchanges(source.by_fetch.counts_EW[dirty_exchange(0) :]),
-            source=source,
+            incoming=Exchanges(requests.by_fetch.counts_EW[dirty_exchange(0) :]),
+            requests=requests,
         )
 
-    def _asked(self, pack: int) -> _AskedBags:
+    def _incoming_bags(self, pack: int) -> _IncomingBags:
         """Builds the incoming requests of one pack from the received ids."""
         mean_F, rank = self._route.plan.mean_MF[pack], self._route.ranks.rank
         rows, lengths, *weight_bits = self._received_A[pack]
-        *_, first, end = accumulate(self._route.features_AW[pack][: rank + 1], initial=0)
+        *_, first, end = accumulate(self._route.features_by_home[pack][: rank + 1], initial=0)
         num_features = end - first
         # From (rank, feature, sample) order to (micro-batch, rank, sample, feature) order.
         ordered = reorder_bags(
@@ -258,7 +261,7 @@ class _Request(RouteRequest):
         # First bag of each exchange, shape (E + 1,). Nothing is fetched ahead: exchange 0 is empty.
         edges = torch.tensor([0, *(by_fetch.rows(e).stop for e in range(len(counts_KW) + 1))])
         edges = edges.to(ordered.offsets_S1.device, non_blocking=True)
-        return _AskedBags(
+        return _IncomingBags(
             home_rows_n=ordered.ids_N,
             offsets_S1=ordered.offsets_S1,
             weights_N=weights_N,
@@ -269,7 +272,7 @@ class _Request(RouteRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AskedBags(Source):
+class _IncomingBags(IncomingRequests):
     """Incoming requests for pooled bags, ordered by micro-batch, rank, sample and feature.
 
     There is a home row per lookup, int64.
@@ -287,7 +290,7 @@ class _AskedBags(Source):
     """First lookup of each exchange; the last entry is N; on the host."""
 
     @staticmethod
-    def joined(batches: Sequence[_AskedBags]) -> _AskedBags:
+    def joined(batches: Sequence[_IncomingBags]) -> _IncomingBags:
         starts = accumulate((incoming.home_rows_n.numel() for incoming in batches), initial=0)
         # Shift each batch's offsets by the lookups before it and drop its end, which is the next
         # batch's start; the end of the last batch is appended below.
@@ -296,7 +299,7 @@ class _AskedBags(Source):
         end = offsets[0].new_full((1,), rows_N.numel())
         weights = [incoming.weights_N for incoming in batches if incoming.weights_N is not None]
         scales = [incoming.scale_S for incoming in batches if incoming.scale_S is not None]
-        return _AskedBags(
+        return _IncomingBags(
             home_rows_n=rows_N,
             offsets_S1=torch.cat([*offsets, end]),
             weights_N=torch.cat(weights) if weights else None,
