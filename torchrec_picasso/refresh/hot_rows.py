@@ -65,7 +65,7 @@ def change_hot_rows(
     route: Route, packs: Sequence[int], census: Sequence[Census], swaps: Sequence[Swaps]
 ) -> None:
     """Replaces hot rows of the packs by their census and swaps. Collective."""
-    old_P = [route.hot.ids_H[start:end] for start, end in pairwise(route.hot.start_P1)]
+    old_P = route.hot_ids_by_pack()
     new_P, old_slot_P = list(old_P), {}
     # Slots are in the order of packed ids, so most replicas of a changed pack move to other slots.
     for pack, pack_census, (leaving_s, entering_s) in zip(packs, census, swaps):

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def state_tracker(
             for (name, rows), state in zip(rows_of_table.items(), kernel.split_first_state()):
                 if name in feature_of:
                     ids = _as_features({feature_of[name]: rows})
-                    record(ids, None, _OneTable(state, kernel.config.embedding_dims()))
+                    record(ids, None, _one_table(state, kernel.config.embedding_dims()))
 
     return record_at_home
 
@@ -202,30 +202,10 @@ def _latest_state(tracker: Any) -> dict[str, Tensor]:
     return latest
 
 
-@dataclass(frozen=True)
-class _OneTable:
-    """A stand-in for TorchRec's kernel, with the state of one table, for the tracker to read."""
-
-    state: Tensor
-    dims: Sequence[int]
-
-    @property
-    def _emb_module(self) -> _OneTable:
-        return self
-
-    @property
-    def _config(self) -> _OneTable:
-        return self
-
-    @property
-    def momentum1_dev(self) -> Tensor:
-        """The state, flattened."""
-        return self.state.flatten()
-
-    def split_optimizer_states(self) -> list[list[Tensor]]:
-        """The state in the form in which a TBE of this single table returns it."""
-        return [[self.state]]
-
-    def embedding_dims(self) -> Sequence[int]:
-        """Columns of the table, a list of one number."""
-        return self.dims
+def _one_table(state: Tensor, dims: Sequence[int]) -> SimpleNamespace:
+    """Makes a stand-in for TorchRec's kernel, with the state of one table, for the tracker."""
+    tbe = SimpleNamespace(
+        momentum1_dev=state.flatten(),
+        split_optimizer_states=lambda: [[state]],
+    )
+    return SimpleNamespace(_emb_module=tbe, _config=SimpleNamespace(embedding_dims=lambda: dims))

@@ -172,9 +172,7 @@ class _Joined(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
     def _wait_impl(self) -> KeyedTensor:
         found: dict[str, Tensor] = {}
         for part in self._parts:
-            pooled = part.wait()
-            split = pooled.values().split(pooled.length_per_key(), dim=1)
-            found |= dict(zip(pooled.keys(), split))
+            found |= part.wait().to_dict()
         return KeyedTensor(
             self._keys, self._dims, torch.cat([found[key] for key in self._keys], dim=1)
         )

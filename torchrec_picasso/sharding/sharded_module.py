@@ -33,6 +33,18 @@ GROUP = "hot_cold"
 """The key of hot/cold tables in TorchRec's dictionary of tables by sharding type."""
 
 
+def _tracker_shared_with_parts(name: str) -> Any:
+    """Makes a property that is one for a module and those that its :meth:`apart` returns."""
+
+    def read(module: HotColdModule) -> Callable[..., None] | None:
+        return module._tracked.get(name)
+
+    def write(module: HotColdModule, record: Callable[..., None] | None) -> None:
+        vars(module).setdefault("_tracked", {})[name] = record
+
+    return property(read, write)
+
+
 class HotColdModule(ABC):
     """A sharded module of TorchRec's in which tables with :class:`HotColdParams` are hot/cold.
 
@@ -75,9 +87,14 @@ class HotColdModule(ABC):
         """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
 
     @property
+    def hot_cold_shardings(self) -> list[HotColdEmbeddingSharding]:
+        """The sharding of the hot/cold tables, none if there are no such tables."""
+        return [s for s in self.table_shardings() if isinstance(s, HotColdEmbeddingSharding)]
+
+    @property
     def has_hot_cold(self) -> bool:
         """Whether any table is hot/cold."""
-        return bool(self._positions(hot_cold=True))
+        return bool(self.hot_cold_shardings)
 
     @property
     def is_all_hot_cold(self) -> bool:
@@ -111,28 +128,14 @@ class HotColdModule(ABC):
         """Replaces malformed features, then starts TorchRec's input dist. Collective."""
         if self.has_hot_cold or self._is_checked:
             features = valid_features(maybe_td_to_kjt(features, None))
-            for sharding in self.table_shardings():
-                if isinstance(sharding, HotColdEmbeddingSharding):
-                    sharding.request_dist.sound = [features]
+            for sharding in self.hot_cold_shardings:
+                sharding.request_dist.sound = [features]
         return super().input_dist(ctx, features)  # type: ignore[misc]
 
-    @property
-    def post_lookup_tracker_fn(self) -> Callable[..., None] | None:
-        """The function that TorchRec calls after a lookup."""
-        return self._tracked.get("lookup")
-
-    @post_lookup_tracker_fn.setter
-    def post_lookup_tracker_fn(self, record: Callable[..., None] | None) -> None:
-        vars(self).setdefault("_tracked", {})["lookup"] = record
-
-    @property
-    def post_odist_tracker_fn(self) -> Callable[..., None] | None:
-        """The function that TorchRec calls after it has started an output dist."""
-        return self._tracked.get("odist")
-
-    @post_odist_tracker_fn.setter
-    def post_odist_tracker_fn(self, record: Callable[..., None] | None) -> None:
-        vars(self).setdefault("_tracked", {})["odist"] = record
+    post_lookup_tracker_fn = _tracker_shared_with_parts("lookup")
+    """The function that TorchRec calls after a lookup."""
+    post_odist_tracker_fn = _tracker_shared_with_parts("odist")
+    """The function that TorchRec calls after it has started an output dist."""
 
     def register_post_lookup_tracker_fn(self, record_fn: Callable[..., None]) -> None:
         """Registers TorchRec's delta tracker; see ``delta_tracker.py``."""

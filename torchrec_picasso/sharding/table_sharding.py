@@ -13,6 +13,7 @@ import copy
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -84,14 +85,11 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         self._tables = self._packed_tables(params, means)
         self._ranks = Ranks(self._pg, qcomm_codecs_registry)
         self._packs: Packs | None = None
-        self._request_dist: RequestDist | None = None
 
-    @property
+    @cached_property
     def request_dist(self) -> RequestDist:
         """The request for a batch's rows; shared by all copies of the module."""
-        if self._request_dist is None:
-            self._request_dist = RequestDist(self.group)
-        return self._request_dist
+        return RequestDist(self.group)
 
     @property
     def group(self) -> RowGroup:

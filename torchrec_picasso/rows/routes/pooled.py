@@ -161,31 +161,31 @@ class _Request(RouteRequest):
         self._incoming_lookups_AW = lookups_WA.T.tolist()
 
     def ids(self, dtype: torch.dtype) -> list[Payload]:
-        payloads = []
+        payloads: list[Payload] = []
         for pack, features_W in enumerate(self._route.features_by_home):
-            incoming_W = self._incoming_lookups_AW[pack]
+            lookups_W, incoming_W = self._lookups_AW[pack], self._incoming_lookups_AW[pack]
             own_features = features_W[self._route.ranks.rank]
             # One entry (sent, sent_W, received_W) per vector. Lengths: one per (sample, feature).
-            lookups = self._rows_A[pack], self._lookups_AW[pack], incoming_W
-            lengths = (
-                self._lengths_A[pack],
-                [sum(self._sizes_K) * features for features in features_W],
-                [sum(sizes_K) * own_features for sizes_K in self._samples_WK],
-            )
-            vectors = [lookups, lengths]
+            vectors = [
+                (self._rows_A[pack], lookups_W, incoming_W),
+                (
+                    self._lengths_A[pack],
+                    [sum(self._sizes_K) * features for features in features_W],
+                    [sum(sizes_K) * own_features for sizes_K in self._samples_WK],
+                ),
+            ]
             if self._weights_A is not None:
-                # float32 weights are sent as their bits in the integer payload, with the ids'
-                # counts.
+                # float32 weights are sent as their bits in the integer payload.
                 bits = self._weights_A[pack].contiguous().view(torch.int32)
-                vectors.append((bits, *lookups[1:]))
-            received = [
-                lengths[0].new_empty(sum(counts_W), dtype=dtype) for *_, counts_W in vectors
+                vectors.append((bits, lookups_W, incoming_W))
+            own = [
+                Payload(
+                    sent.to(dtype), sent_W, sent.new_empty(sum(received_W), dtype=dtype), received_W
+                )
+                for sent, sent_W, received_W in vectors
             ]
-            self._received_A.append(received)
-            payloads += [
-                Payload(sent.to(dtype), sent_W, into, received_W)
-                for (sent, sent_W, received_W), into in zip(vectors, received)
-            ]
+            self._received_A.append([payload.received for payload in own])
+            payloads += own
         return payloads
 
     def lay_out(self, first_matrix: int) -> RouteLayout:

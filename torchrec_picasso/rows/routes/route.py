@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -84,6 +85,17 @@ class Route(ABC):
     def features_of_blocks(self) -> Sequence[int]:
         """Numbers of features of consecutive blocks; the host learns the lookups of each block."""
         return (self.num_features,)
+
+    def id_ranges(self) -> Iterator[tuple[PackedTable, int, int]]:
+        """Yields each table with its first packed id and the end of its packed ids."""
+        base = 0
+        for table in self.tables:
+            yield table, base, base + table.num_embeddings
+            base += table.num_embeddings
+
+    def hot_ids_by_pack(self) -> list[Tensor]:
+        """Returns the packed ids of each pack's hot rows, int64, ascending."""
+        return [self.hot.ids_H[start:end] for start, end in pairwise(self.hot.start_P1)]
 
     def change_hot_rows(self, hot_rows_T: Sequence[Tensor], epoch: int | None = None) -> None:
         """Sets the hot rows of each table, ascending int64; the storages update the replicas.
