@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -27,7 +26,7 @@ from torchrec_picasso.rows.valid_features import valid_features
 from torchrec_picasso.sharding.delta_tracker import lookup_tracker
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
-__all__ = ["GROUP", "HotColdModule", "apart_from_stock", "is_hot_cold", "twin_of"]
+__all__ = ["GROUP", "HotColdModule", "is_hot_cold"]
 
 GROUP = "hot_cold"
 """The key of hot/cold tables in TorchRec's dictionary of tables by sharding type."""
@@ -60,8 +59,21 @@ class HotColdModule(ABC):
     preprocess_input: Callable[..., Any]
 
     _lookups: list[Any]
+    _sharding_types: list[str]
     _tracked: dict[str, Any]
     """TorchRec's tracker functions; shared with modules that :meth:`apart` made before or after."""
+
+    @classmethod
+    def create_grouped_sharding_infos(
+        cls, *args: Any, **kwargs: Any
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
+        """Groups tables by sharding type; hot/cold tables are a group of their own."""
+        stock_groups = super().create_grouped_sharding_infos(*args, **kwargs)  # type: ignore[misc]
+        groups: dict[str, list[EmbeddingShardingInfo]] = {}
+        for sharding_type, infos in stock_groups.items():
+            for info in infos:
+                groups.setdefault(GROUP if is_hot_cold(info) else sharding_type, []).append(info)
+        return groups
 
     @abstractmethod
     def table_shardings(self) -> Sequence[Any]:
@@ -109,6 +121,22 @@ class HotColdModule(ABC):
         # malformed features are replaced for both modules; the hot/cold one reports them
         stock._is_checked = True
         return hot_cold, stock
+
+    def _copy_with(self, positions: Sequence[int]) -> Any:
+        """Makes a shallow copy with the lookups of some shardings, for :meth:`with_shardings`.
+
+        All that depends on the set of shardings is rebuilt, by the same TorchRec methods as in its
+        constructor or, for input dists, with the first batch.
+        """
+        part: Any = copy.copy(self)
+        # nn.Module writes submodules and buffers into these dictionaries: the copy gets its own
+        vars(part).update(_buffers=dict(part._buffers), _modules=dict(part._modules))
+        part._lookups = [self._lookups[p] for p in positions]
+        part._sharding_types = [self._sharding_types[p] for p in positions]
+        part._has_uninitialized_input_dist = True
+        part._input_dists, part._output_dists = [], []
+        part._feature_splits, part._features_order = [], []
+        return part
 
     def _positions(self, *, hot_cold: bool) -> list[int]:
         """Indices of the shardings of one kind."""
@@ -170,14 +198,6 @@ class HotColdModule(ABC):
         return own
 
 
-def twin_of(module: nn.Module) -> Any:
-    """Makes a shallow copy of a module whose submodules can be replaced without changing it."""
-    twin = copy.copy(module)
-    # nn.Module writes submodules and buffers into these dictionaries, so the copy needs its own
-    vars(twin).update(_buffers=dict(module._buffers), _modules=dict(module._modules))
-    return twin
-
-
 def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
     """Whether the plan makes a table hot/cold; PlanError if its sharding type is not its form's."""
     sharding = info.param_sharding
@@ -192,14 +212,3 @@ def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
             f"{expected!r}"
         )
     return True
-
-
-def apart_from_stock(
-    stock_groups: dict[str, list[EmbeddingShardingInfo]],
-) -> dict[str, list[EmbeddingShardingInfo]]:
-    """Moves hot/cold tables out of TorchRec's groups by sharding type into a group of their own."""
-    groups: dict[str, list[EmbeddingShardingInfo]] = {}
-    for sharding_type, infos in stock_groups.items():
-        for info in infos:
-            groups.setdefault(GROUP if is_hot_cold(info) else sharding_type, []).append(info)
-    return groups
