@@ -56,9 +56,9 @@ def take_census(route: Route, packs: Sequence[int], most_P: Sequence[int]) -> li
     found_P = route.ranks.gather(sent).transpose(0, 1).split(list(most_P), dim=2)
     hot_P = sums.split([route.storages[pack].num_hot_rows for pack in packs])
     census = []
-    # found_2WC: ids and counts of one pack; the last candidates of a rank may be padding (-1)
-    for hot_H, found_2WC in zip(hot_P, found_P):
-        ids_C, uses_C = found_2WC.reshape(2, -1).unbind()
+    # found: ids and counts of one pack; the last candidates of a rank may be padding (-1)
+    for hot_H, found in zip(hot_P, found_P):
+        ids_C, uses_C = found.reshape(2, -1).unbind()
         is_row_C = ids_C >= 0
         census.append(
             Census(

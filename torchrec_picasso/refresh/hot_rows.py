@@ -71,11 +71,11 @@ def change_hot_rows(
     for pack, pack_census, (leaving_s, entering_s) in zip(packs, census, swaps):
         ids_H = old_P[pack].clone()
         ids_H[leaving_s] = pack_census.candidate_ids_C[entering_s]
-        new_P[pack], place_H = ids_H.sort()
+        new_P[pack], order_H = ids_H.sort()
         # old slot of each new slot; -1 = an entering row
         is_new_H = torch.zeros(len(ids_H), dtype=torch.bool, device=ids_H.device)
         is_new_H[leaving_s] = True
-        old_slot_P[pack] = torch.where(is_new_H[place_H], -1, place_H)
+        old_slot_P[pack] = torch.where(is_new_H[order_H], -1, order_H)
         _hand_over_uses(route, pack, pack_census, leaving_s, old_P[pack])
     route.change_hot_rows(_by_table(route, torch.cat(new_P)))
     # the group now has the new hot set; weights, optimizer state and counts follow it

@@ -62,7 +62,7 @@ class Refresher:
     def __init__(self, groups: Sequence[RowGroup], policy: Refresh) -> None:
         self.policy = policy
         self._groups = groups
-        self._packs_of = [
+        self._counted = [
             (route, packs)
             for group in groups
             for route in group.routes
@@ -73,7 +73,7 @@ class Refresher:
         self._num_batches = 0.0  # of all ranks, decayed like the counts
         self._best_coverage = 0.0
         self._is_first_check = True
-        for route, packs in self._packs_of:
+        for route, packs in self._counted:
             for pack in packs:
                 route.storages[pack].start_counting()
 
@@ -81,16 +81,11 @@ class Refresher:
         """Whether this refresher was made for these groups."""
         return list(map(id, groups)) == list(map(id, self._groups))
 
-    @property
-    def num_hot(self) -> int:
-        """Hot rows over all tables."""
-        return sum(route.hot.num_rows for route, _ in self._packs_of)
-
     def hot_rows(self) -> dict[str, Tensor]:
         """The hot rows by table name, int64, ascending; tables without hot rows are left out."""
         return {
             table.name: table.hot_rows_H
-            for route, _ in self._packs_of
+            for route, _ in self._counted
             for table in route.tables
             if table.hot_rows_H.numel()
         }
@@ -99,7 +94,7 @@ class Refresher:
         """Collects the access counts so far. Collective."""
         self._rescale()
         uses_by_table: dict[str, tuple[Tensor, Tensor]] = {}
-        for route, packs in self._packs_of:
+        for route, packs in self._counted:
             most_P = [_SAVED_A_SLOT * route.storages[pack].num_hot_rows for pack in packs]
             uses_by_table |= collect_uses(route, packs, most_P)
         return SavedUses(num_batches=self._num_batches, uses_by_table=uses_by_table)
@@ -108,7 +103,7 @@ class Refresher:
         """Continues from another run's counts; all ranks call it, before the first step."""
         self._rescale()
         self._num_batches = saved.num_batches
-        for route, packs in self._packs_of:
+        for route, packs in self._counted:
             give_uses(route, packs, saved.uses_by_table)
 
     def step(self) -> Refreshed | None:
@@ -116,7 +111,7 @@ class Refresher:
 
         Returns the result of an evaluation, ``None`` in other steps.
         """
-        if not self._packs_of:
+        if not self._counted:
             return None
         self._step += 1
         self._decay()
@@ -145,7 +140,7 @@ class Refresher:
         """
         self._rescale()
         num_moved = moved_bytes = 0
-        for route, packs in self._packs_of:
+        for route, packs in self._counted:
             moved, route_bytes = self._refresh_route(route, packs)
             num_moved += moved
             moved_bytes += route_bytes
@@ -153,7 +148,7 @@ class Refresher:
         self._evaluated_at, self._is_first_check = self._step, True
         refreshed = Refreshed(
             step=self._step,
-            num_hot=self.num_hot,
+            num_hot=sum(route.hot.num_rows for route, _ in self._counted),
             num_moved=num_moved,
             moved_bytes=moved_bytes,
             coverage=coverage,
@@ -196,7 +191,7 @@ class Refresher:
 
     def _coverage(self) -> tuple[float, tuple[int, ...]]:
         """Share of accesses to hot rows, and accesses by home rank. Collective."""
-        route, _ = self._packs_of[0]
+        route, _ = self._counted[0]
         ranks = route.ranks
         uses = list(self._uses())
         sent = torch.tensor(
@@ -208,7 +203,7 @@ class Refresher:
 
     def _decay(self) -> None:
         """Decays all counts, so that later steps weigh more."""
-        self._num_batches = self._num_batches * self.policy.fading + self._packs_of[0][0].ranks.size
+        self._num_batches = self._num_batches * self.policy.fading + self._counted[0][0].ranks.size
         for uses in self._uses():
             uses.fade(self.policy.fading)
 
@@ -224,7 +219,7 @@ class Refresher:
 
     def _uses(self) -> Iterator[RowUses]:
         """Yields the counts of each pack."""
-        for route, packs in self._packs_of:
+        for route, packs in self._counted:
             for pack in packs:
                 yield uses_of(route, pack)
 
