@@ -35,11 +35,16 @@ GROUP = "hot_cold"
 def _tracker_shared_with_parts(name: str) -> Any:
     """Makes a property that is one for a module and those that its :meth:`apart` returns."""
 
+    # TorchRec sets trackers before and after the copy of a module; copies share the dictionary
+    def trackers_of(module: HotColdModule) -> dict[str, Any]:
+        trackers: dict[str, Any] = vars(module).setdefault("_tracked", {})
+        return trackers
+
     def read(module: HotColdModule) -> Callable[..., None] | None:
-        return module._tracked.get(name)
+        return trackers_of(module).get(name)
 
     def write(module: HotColdModule, record: Callable[..., None] | None) -> None:
-        vars(module).setdefault("_tracked", {})[name] = record
+        trackers_of(module)[name] = record
 
     return property(read, write)
 
@@ -60,8 +65,6 @@ class HotColdModule(ABC):
 
     _lookups: list[Any]
     _sharding_types: list[str]
-    _tracked: dict[str, Any]
-    """TorchRec's tracker functions; shared with modules that :meth:`apart` made before or after."""
 
     @classmethod
     def create_grouped_sharding_infos(
