@@ -156,7 +156,7 @@ class BatchRows:
             module=module,
             pooling_M=pooling_M,
             weights_M=[
-                None if weights_N is None else pooling.weights(weights_N, are_new)
+                None if weights_N is None else pooling.lookup_weights(weights_N, are_new)
                 for pooling in pooling_M
             ],
             batch_size=self.layout.sizes_K[part],

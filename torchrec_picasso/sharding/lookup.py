@@ -63,11 +63,8 @@ class Packs:
             for config, storage in zip(configs, storages)
             if (own := _on_this_rank(config, owned)) is not None
         ]
-
-    @property
-    def configs(self) -> list[GroupedEmbeddingConfig]:
+        self.configs = [config for config, _ in self._on_this_rank]
         """One config per pack with tables on this rank, and with only these tables."""
-        return [config for config, _ in self._on_this_rank]
 
     def kernel(self, number: int) -> HotColdKernel:
         """Makes TorchRec's view of the pack with this index in ``configs``."""

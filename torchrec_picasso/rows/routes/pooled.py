@@ -249,13 +249,13 @@ class _Request(RouteRequest):
             [size * num_features for size in sizes_W] for sizes_W in zip(*self._samples_WK)
         ]
         by_fetch = find_fetch_order(counts_KW, None)
-        scale_S = None
+        mean_scale_S = None
         if mean_F is not None:
             # One flag per bag: the features of this home rank, repeated for each sample of all
             # ranks.
             mean_S = mean_F[first:end].repeat(sum(map(sum, self._samples_WK)))
             if weights_N is None:
-                scale_S = mean_scale(torch.diff(ordered.offsets_S1).float(), mean_S)
+                mean_scale_S = mean_scale(torch.diff(ordered.offsets_S1).float(), mean_S)
             else:
                 weights_N = mean_weights(weights_N, ordered.offsets_S1, mean_S, rows.numel())
         # First bag of each exchange, shape (E + 1,). Nothing is fetched ahead: exchange 0 is empty.
@@ -265,7 +265,7 @@ class _Request(RouteRequest):
             home_rows_n=ordered.ids_N,
             offsets_S1=ordered.offsets_S1,
             weights_N=weights_N,
-            scale_S=scale_S,
+            mean_scale_S=mean_scale_S,
             by_fetch=by_fetch,
             lookups_E1=ordered.offsets_S1.index_select(0, edges).tolist(),
         )
@@ -284,7 +284,7 @@ class _IncomingBags(IncomingRequests):
     """First lookup of each bag, and N, int64, shape ``(S + 1,)``."""
     weights_N: Tensor | None
     """Weight of each lookup, including the divisor of a mean; ``None`` = ones."""
-    scale_S: Tensor | None
+    mean_scale_S: Tensor | None
     """Factor of each bag's sum, where bags are averaged without weights; ``None`` = ones."""
     lookups_E1: Sequence[int]
     """First lookup of each exchange; the last entry is N; on the host."""
@@ -297,13 +297,13 @@ class _IncomingBags(IncomingRequests):
         offsets = [incoming.offsets_S1[:-1] + start for incoming, start in zip(batches, starts)]
         rows_N = torch.cat([incoming.home_rows_n for incoming in batches])
         end = offsets[0].new_full((1,), rows_N.numel())
-        weights = [incoming.weights_N for incoming in batches if incoming.weights_N is not None]
-        scales = [incoming.scale_S for incoming in batches if incoming.scale_S is not None]
+        weights = [own.weights_N for own in batches if own.weights_N is not None]
+        scales = [own.mean_scale_S for own in batches if own.mean_scale_S is not None]
         return _IncomingBags(
             home_rows_n=rows_N,
             offsets_S1=torch.cat([*offsets, end]),
             weights_N=torch.cat(weights) if weights else None,
-            scale_S=torch.cat(scales) if scales else None,
+            mean_scale_S=torch.cat(scales) if scales else None,
             by_fetch=FetchOrder([[sum(map(len, offsets))]], order_n=None),
             lookups_E1=(0, rows_N.numel()),
         )
@@ -326,7 +326,11 @@ class _IncomingBags(IncomingRequests):
 
     def _scaled(self, sums_SD: Tensor, bags: slice) -> Tensor:
         """Converts the sums of some bags to averages, in place."""
-        return sums_SD if self.scale_S is None else sums_SD.mul_(self.scale_S[bags].unsqueeze(1))
+        return (
+            sums_SD
+            if self.mean_scale_S is None
+            else sums_SD.mul_(self.mean_scale_S[bags].unsqueeze(1))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,7 +352,7 @@ class _PooledBags(Pooling):
     has_weights: bool
     """Whether home ranks received weights."""
 
-    def weights(self, weights_N: Tensor, are_new: bool) -> None:
+    def lookup_weights(self, weights_N: Tensor, are_new: bool) -> None:
         if are_new and self.has_weights:
             raise CompatError(_WEIGHTS_LEFT)
 

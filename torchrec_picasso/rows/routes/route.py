@@ -224,7 +224,7 @@ class Pooling(ABC):
     lookups_F: Sequence[int] = ()
     """Number of lookups of each feature of a sequence matrix."""
 
-    def weights(self, weights_N: Tensor, are_new: bool) -> Tensor | None:
+    def lookup_weights(self, weights_N: Tensor, are_new: bool) -> Tensor | None:
         """Returns the weights of the lookups that this rank pools, in bag order.
 
         ``weights_N`` are those of the batch, in KeyedJaggedTensor order; ``are_new`` says whether

@@ -295,7 +295,7 @@ class _RowPooling(Pooling):
     source_N: Tensor | None
     """KeyedJaggedTensor position of each lookup in bag order; ``None`` without weights."""
 
-    def weights(self, weights_N: Tensor, are_new: bool) -> Tensor | None:
+    def lookup_weights(self, weights_N: Tensor, are_new: bool) -> Tensor | None:
         if not self.part.index.has_bags:
             return None
         assert self.source_N is not None, "the batch came without weights"
