@@ -26,11 +26,7 @@ __all__ = ["BatchGradients", "update_rows"]
 
 
 class BatchGradients:
-    """Gradients of one batch in one backward.
-
-    Methods marked as collective must run on all ranks in the same order. A ``wave`` argument
-    selects the packs of that wave, no packs if the module has fewer waves; ``None`` = all packs.
-    """
+    """Gradients of one batch in one backward."""
 
     def __init__(self, group: RowGroup, layout: RowLayout) -> None:
         self._group = group
@@ -140,8 +136,7 @@ class BatchGradients:
             uses.count(layout.requests.home_rows_n, layout.hot_slots)
 
     def end(self, pack: int) -> bool:
-        """Marks the gradients of a pack as used; returns whether all packs' are, and memory is
-        free."""
+        """Marks a pack's gradients as used; after the last pack frees the memory, and returns True."""
         self._packs_left.discard(pack)
         if self._packs_left:
             return False

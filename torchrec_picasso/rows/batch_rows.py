@@ -34,11 +34,7 @@ GradientSink = Callable[[Sequence[Tensor]], None]
 
 
 class BatchRows:
-    """The rows of one batch whose layout is complete.
-
-    Methods marked as collective must run on all ranks in the same order. A ``wave`` argument
-    selects the packs of that wave, no packs if the module has fewer waves; ``None`` = all packs.
-    """
+    """The rows of one batch whose layout is complete."""
 
     def __init__(self, group: RowGroup, layout: RowLayout) -> None:
         assert layout.hot_epoch == group.hot_epoch, "slots are those of another hot set"

@@ -28,8 +28,8 @@ __all__ = ["RowRequest", "with_new_layout"]
 class RowRequest:
     """The request for the rows of one batch; each method is called once, in order.
 
-    Methods marked as collective must run on all ranks in the same order. Construction sends the
-    header. The object must be kept until the next batch's :meth:`send_dirty_mask`.
+    Construction sends the header. The object must be kept until the next batch's
+    :meth:`send_dirty_mask`.
     """
 
     _header: Header
