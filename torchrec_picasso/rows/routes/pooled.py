@@ -18,7 +18,7 @@ Host syncs per batch on CUDA: one, for the first lookup of each home rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -65,25 +65,19 @@ class PooledRoute(Route):
     name = "bags"
     needs_one_batch_size = True  # home ranks get one number of samples per rank
 
-    @cached_property
-    def features_by_home(self) -> list[list[int]]:
-        """Number of features that each rank pools, by pack and rank."""
-        counts_AW = [[0] * self.ranks.size for _ in range(self.space.num_packs)]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        num_packs = self.space.num_packs
         homes = [(table.pack, _home_rank(table)) for table in self.tables]
         assert homes == sorted(homes), "tables of one home must be side by side"
+        self.features_by_home = [[0] * self.ranks.size for _ in range(num_packs)]
+        """Number of features that each rank pools, by pack and rank."""
         for table, (pack, home) in zip(self.tables, homes):
-            counts_AW[pack][home] += len(table.feature_names)
-        return counts_AW
-
-    @cached_property
-    def first_rows(self) -> Tensor:
+            self.features_by_home[pack][home] += len(table.feature_names)
+        _, self.first_rows = self.space.find_blocks(self.space.feature_base_F)
         """First row of each feature's table in its home rank's storage, int64, ``(F,)``."""
-        return self.space.find_blocks(self.space.feature_base_F)[1]
-
-    @cached_property
-    def incoming_order(self) -> Callable[..., Tensor]:
+        self.incoming_order = lru_cache(maxsize=num_packs)(incoming_bag_order)
         """The permutation of incoming bags, kept for the packs of one batch."""
-        return lru_cache(maxsize=self.space.num_packs)(incoming_bag_order)
 
     @cached_property
     def plan(self) -> PackPlan:

@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 
+@dataclass(eq=False, repr=False)
 class Route(ABC):
     """The tables of a group that travel in the same way.
 
@@ -52,19 +53,14 @@ class Route(ABC):
     needs_one_batch_size: ClassVar[bool] = False
     """Whether variable-batch (VBE) features are padded to one batch size."""
 
-    def __init__(
-        self,
-        tables: Sequence[PackedTable],
-        storages: Sequence[RowStorage],
-        ranks: Ranks,
-        device: torch.device,
-    ) -> None:
-        self.tables = tables
-        self.storages = storages
-        self.ranks = ranks
-        self.device = device
-        self.space = IdSpace.build(tables, device)
-        self.hot = HotSlots.build(tables, device)
+    tables: Sequence[PackedTable]
+    storages: Sequence[RowStorage]
+    ranks: Ranks
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.space = IdSpace.build(self.tables, self.device)
+        self.hot = HotSlots.build(self.tables, self.device)
 
     @property
     @abstractmethod
