@@ -136,7 +136,7 @@ class BatchGradients:
             uses.count(layout.requests.home_rows_n, layout.hot_slots)
 
     def end(self, pack: int) -> bool:
-        """Marks a pack's gradients as used; frees the memory after the last pack, then returns True."""
+        """Marks a pack's gradients as used; the last pack frees the memory and returns True."""
         self._packs_left.discard(pack)
         if self._packs_left:
             return False
