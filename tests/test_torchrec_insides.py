@@ -204,6 +204,7 @@ SIGNATURES: dict[str, str] = {
     "ShardedEmbeddingBagCollection._create_input_dist": "input_feature_names",
     "ShardedEmbeddingBagCollection.compute_and_output_dist": "ctx, input",
     "ShardedEmbeddingBagCollection.create_context": "",
+    "ShardedEmbeddingBagCollection.input_dist": "ctx, features",
     "ShardedEmbeddingBagCollection.update_shards": "changed_sharding_params, env, device",
     "ShardedFeatureProcessedEmbeddingBagCollection.input_dist": "ctx, features",
     "ShardedFeatureProcessedEmbeddingBagCollection.preprocess_input": "args, kwargs",
@@ -212,6 +213,9 @@ SIGNATURES: dict[str, str] = {
         "qcomm_codecs_registry, use_index_dedup, module_fqn"
     ),
     "ShardedEmbeddingCollection.compute_and_output_dist": "ctx, input",
+    "ShardedEmbeddingCollection.input_dist": "ctx, features",
+    "ShardedEmbeddingModule.register_post_lookup_tracker_fn": "record_fn",
+    "ShardedModule.forward": "*input, **kwargs",
     "ShardedEmbeddingCollection.create_embedding_sharding": (
         "sharding_type, sharding_infos, env, device, qcomm_codecs_registry"
     ),

@@ -214,7 +214,7 @@ def _of_layouts(packs: Sequence[PackLayout], request_order: Sequence[list[int]])
     return {
         "home rows asked of it (chunk 0 / chunk 1)": _each(
             packs,
-            lambda p: _join(*_cut(p.source.home_rows_n, map(p.incoming.rows, range(NUM_PARTS)))),
+            lambda p: _join(*_cut(p.requests.home_rows_n, map(p.incoming.rows, range(NUM_PARTS)))),
         ),
         "fetch order (hot / clean / dirty 0 / dirty 1)": tuple(map(fetch_order, ranks)),
         "rows that come over the wire (clean / dirty 0 / dirty 1)": tuple(

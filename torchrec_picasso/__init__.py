@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from torchrec_picasso.refresh.policy import Refresh
     from torchrec_picasso.sharding.hot_row_refresher import HotRowRefresher
     from torchrec_picasso.sharding.plain_state import export_plain
-    from torchrec_picasso.sharding.processed_sharder import (
-        HotColdFeatureProcessedEmbeddingBagCollectionSharder,
-    )
     from torchrec_picasso.sharding.sharder import (
         HotColdEmbeddingBagCollectionSharder,
         HotColdEmbeddingCollectionSharder,
+        HotColdFeatureProcessedEmbeddingBagCollectionSharder,
     )
     from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
     from torchrec_picasso.train_pipeline.step_report import StepReport, StepReports
@@ -46,7 +44,7 @@ MODULES = {
     "FrequencyStats": "frequency.stats",
     "HotColdEmbeddingBagCollectionSharder": "sharding.sharder",
     "HotColdEmbeddingCollectionSharder": "sharding.sharder",
-    "HotColdFeatureProcessedEmbeddingBagCollectionSharder": "sharding.processed_sharder",
+    "HotColdFeatureProcessedEmbeddingBagCollectionSharder": "sharding.sharder",
     "HotColdParams": "placement",
     "HotRowRefresher": "sharding.hot_row_refresher",
     "InputError": "errors",

@@ -17,8 +17,9 @@ from torchrec_picasso.rows.valid_features import (
     are_bad,
     length_error,
     valid_features,
+    with_own_weights,
+    with_weights,
 )
-from torchrec_picasso.sharding.features import with_own_weights, with_weights
 
 
 def features(lengths: list[int], num_values: int = 4, num_weights: int | None = None) -> object:

@@ -161,7 +161,9 @@ def overrides() -> list[tuple[Use, FunctionType]]:
     """TorchRec's methods that our classes replace or call on themselves, and those methods."""
     found = []
     for ours in our_classes():
-        names = set(vars(ours)) | {u.name for u in inherited_uses() if _is_in(u, ours)}
+        own = [base for base in ours.__mro__ if base.__module__.startswith(PACKAGE)]
+        names = {name for base in own for name in vars(base)}
+        names |= {u.name for u in inherited_uses() if _is_in(u, ours)}
         for name in sorted(n for n in names if n in _MAGIC or not n.startswith("__")):
             owner = next((base for base in _bases(ours) if name in vars(base)), None)
             if owner is None or not owner.__module__.startswith("torchrec."):

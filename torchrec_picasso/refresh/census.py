@@ -14,8 +14,9 @@ from torch import Tensor
 from torchrec_picasso.exchange.waiting import wait_for
 from torchrec_picasso.ops.ids import IdSpace
 from torchrec_picasso.rows.routes.route import Route
+from torchrec_picasso.storage.row_uses import RowUses
 
-__all__ = ["Census", "take_census"]
+__all__ = ["Census", "take_census", "uses_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,33 +31,34 @@ class Census:
     """Access counts of the candidates, float32."""
 
 
+def uses_of(route: Route, pack: int) -> RowUses:
+    """Returns the access counts of a pack that counts them."""
+    uses = route.storages[pack].uses
+    assert uses is not None, "counting has begun"
+    return uses
+
+
 def take_census(route: Route, packs: Sequence[int], most_P: Sequence[int]) -> list[Census]:
-    """Collects access counts from all ranks. Collective: one all-reduce, one all-gather.
+    """Collects access counts of packs from all ranks. Collective: one all-reduce, one all-gather.
 
-    Args:
-        route: The tables of one route of a module.
-        packs: Packs that have hot rows and count accesses.
-        most_P: Largest number of candidates of a rank, for each of these packs.
-
-    Returns:
-        Counts of each of these packs.
+    The packs of a route have hot rows and count accesses; ``most_P`` is the largest number of
+    candidates of a rank for each.
     """
-    uses_P = [route.storages[pack].uses for pack in packs]
-    sums = torch.cat([uses.replicas_h for uses in uses_P if uses is not None])
+    uses_P = [uses_of(route, pack) for pack in packs]
+    sums = torch.cat([uses.replicas_h for uses in uses_P])
     wait_for(route.ranks.start_sum(sums))
     named = [
         _most_used(route, pack, uses.homes_n, most)
         for pack, uses, most in zip(packs, uses_P, most_P)
-        if uses is not None
     ]
     # (2, C) of this rank for each pack, side by side: one gather for all packs of the module
     sent = torch.cat(named, dim=1)
     found_P = route.ranks.gather(sent).transpose(0, 1).split(list(most_P), dim=2)
     hot_P = sums.split([route.storages[pack].num_hot_rows for pack in packs])
     census = []
-    # found_2WC: ids and counts of one pack; the last candidates of a rank may be padding (-1)
-    for hot_H, found_2WC in zip(hot_P, found_P):
-        ids_C, uses_C = found_2WC.reshape(2, -1).unbind()
+    # found: ids and counts of one pack; the last candidates of a rank may be padding (-1)
+    for hot_H, found in zip(hot_P, found_P):
+        ids_C, uses_C = found.reshape(2, -1).unbind()
         is_row_C = ids_C >= 0
         census.append(
             Census(
@@ -71,29 +73,18 @@ def take_census(route: Route, packs: Sequence[int], most_P: Sequence[int]) -> li
 def _most_used(route: Route, pack: int, uses_n: Tensor, most: int) -> Tensor:
     """Selects this rank's most used home rows.
 
-    Returns:
-        Packed ids and access counts, float64, ``(2, most)``, padded with id -1.
+    Packed ids and access counts, float64, ``(2, most)``, padded with id -1.
     """
     named = torch.full((2, most), -1.0, dtype=torch.float64, device=uses_n.device)
     uses_c, rows_c = uses_n.topk(min(most, uses_n.numel()))
     rows_c = rows_c[uses_c > 0]
-    named[0, : rows_c.numel()] = ids_of_home_rows(route.space, pack, route.ranks.rank, rows_c)
+    named[0, : rows_c.numel()] = _ids_of_home_rows(route.space, pack, route.ranks.rank, rows_c)
     named[1, : rows_c.numel()] = uses_c[: rows_c.numel()]
     return named
 
 
-def ids_of_home_rows(space: IdSpace, pack: int, rank: int, rows_n: Tensor) -> Tensor:
-    """Converts rows of a rank's storage to packed ids.
-
-    Args:
-        space: The packed ids and their home ranks.
-        pack: Pack of the rows.
-        rank: Home rank of the rows.
-        rows_n: Rows in the rank's storage of the pack, int64.
-
-    Returns:
-        Packed ids, float64, exact up to 2^53.
-    """
+def _ids_of_home_rows(space: IdSpace, pack: int, rank: int, rows_n: Tensor) -> Tensor:
+    """Converts rows, int64, of a rank's storage of a pack to packed ids, float64, exact to 2^53."""
     here = (space.block_pack_TW == pack) & (space.block_rank_TW == rank)
     # a block is one table's rows on one rank; packed id + shift = row in the storage
     start_b, shift_b = space.block_start_TW[here], space.block_shift_TW[here]

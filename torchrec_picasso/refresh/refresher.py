@@ -15,9 +15,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from torchrec_picasso.refresh.census import take_census
-from torchrec_picasso.refresh.choice import choose_swaps
-from torchrec_picasso.refresh.hot_rows import change_hot_rows
+from torchrec_picasso.refresh.census import take_census, uses_of
+from torchrec_picasso.refresh.hot_rows import change_hot_rows, choose_swaps
 from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.refresh.saved_uses import SavedUses, collect_uses, give_uses
 from torchrec_picasso.rows.group import RowGroup
@@ -57,15 +56,13 @@ class Refreshed:
 class Refresher:
     """Counts the accesses to some tables' rows, and refreshes their hot sets.
 
-    Args:
-        groups: The tables, one group per module; all over the same ranks.
-        policy: Interval and thresholds of refreshes.
+    There is one group per module; all are over the same ranks.
     """
 
     def __init__(self, groups: Sequence[RowGroup], policy: Refresh) -> None:
         self.policy = policy
         self._groups = groups
-        self._packs_of = [
+        self._counted = [
             (route, packs)
             for group in groups
             for route in group.routes
@@ -76,7 +73,7 @@ class Refresher:
         self._num_batches = 0.0  # of all ranks, decayed like the counts
         self._best_coverage = 0.0
         self._is_first_check = True
-        for route, packs in self._packs_of:
+        for route, packs in self._counted:
             for pack in packs:
                 route.storages[pack].start_counting()
 
@@ -84,16 +81,11 @@ class Refresher:
         """Whether this refresher was made for these groups."""
         return list(map(id, groups)) == list(map(id, self._groups))
 
-    @property
-    def num_hot(self) -> int:
-        """Hot rows over all tables."""
-        return sum(route.hot.num_rows for route, _ in self._packs_of)
-
     def hot_rows(self) -> dict[str, Tensor]:
         """The hot rows by table name, int64, ascending; tables without hot rows are left out."""
         return {
             table.name: table.hot_rows_H
-            for route, _ in self._packs_of
+            for route, _ in self._counted
             for table in route.tables
             if table.hot_rows_H.numel()
         }
@@ -102,7 +94,7 @@ class Refresher:
         """Collects the access counts so far. Collective."""
         self._rescale()
         uses_by_table: dict[str, tuple[Tensor, Tensor]] = {}
-        for route, packs in self._packs_of:
+        for route, packs in self._counted:
             most_P = [_SAVED_A_SLOT * route.storages[pack].num_hot_rows for pack in packs]
             uses_by_table |= collect_uses(route, packs, most_P)
         return SavedUses(num_batches=self._num_batches, uses_by_table=uses_by_table)
@@ -111,16 +103,15 @@ class Refresher:
         """Continues from another run's counts; all ranks call it, before the first step."""
         self._rescale()
         self._num_batches = saved.num_batches
-        for route, packs in self._packs_of:
+        for route, packs in self._counted:
             give_uses(route, packs, saved.uses_by_table)
 
     def step(self) -> Refreshed | None:
         """Ends a training step. Collective in steps with an evaluation or a check.
 
-        Returns:
-            The result of a refresh evaluation; ``None`` in other steps.
+        Returns the result of an evaluation, ``None`` in other steps.
         """
-        if not self._packs_of:
+        if not self._counted:
             return None
         self._step += 1
         self._decay()
@@ -145,13 +136,11 @@ class Refresher:
     def _evaluate(self, coverage: float, home_uses_W: tuple[int, ...]) -> Refreshed:
         """Evaluates the hot sets now, and changes them where counts justify it. Collective.
 
-        Args:
-            coverage: Share of accesses to hot rows since the last evaluation or check.
-            home_uses_W: Accesses to cold rows of each home rank in that time.
+        ``coverage`` and ``home_uses_W`` are those since the last evaluation or check.
         """
         self._rescale()
         num_moved = moved_bytes = 0
-        for route, packs in self._packs_of:
+        for route, packs in self._counted:
             moved, route_bytes = self._refresh_route(route, packs)
             num_moved += moved
             moved_bytes += route_bytes
@@ -159,7 +148,7 @@ class Refresher:
         self._evaluated_at, self._is_first_check = self._step, True
         refreshed = Refreshed(
             step=self._step,
-            num_hot=self.num_hot,
+            num_hot=sum(route.hot.num_rows for route, _ in self._counted),
             num_moved=num_moved,
             moved_bytes=moved_bytes,
             coverage=coverage,
@@ -171,10 +160,13 @@ class Refresher:
     def _refresh_route(self, route: Route, packs: Sequence[int]) -> tuple[int, int]:
         """Evaluates the hot rows of one route, and changes them. Collective.
 
-        Returns:
-            Number of rows that entered, and their bytes.
+        Returns the number of rows that entered, and their bytes.
         """
-        most_P = self._most(route, packs)
+        # largest number of rows of each pack that one evaluation may replace
+        most_P = [
+            max(1, int(self.policy.most_moved * route.storages[pack].num_hot_rows))
+            for pack in packs
+        ]
         census_P = take_census(route, packs, most_P)
         swaps_P = [
             choose_swaps(
@@ -197,16 +189,9 @@ class Refresher:
         ]
         return sum(moved_P), sum(moved * size for moved, size in zip(moved_P, row_bytes_P))
 
-    def _most(self, route: Route, packs: Sequence[int]) -> list[int]:
-        """Largest number of rows of each pack that one evaluation may replace."""
-        return [
-            max(1, int(self.policy.most_moved * route.storages[pack].num_hot_rows))
-            for pack in packs
-        ]
-
     def _coverage(self) -> tuple[float, tuple[int, ...]]:
         """Share of accesses to hot rows, and accesses by home rank. Collective."""
-        route, _ = self._packs_of[0]
+        route, _ = self._counted[0]
         ranks = route.ranks
         uses = list(self._uses())
         sent = torch.tensor(
@@ -218,7 +203,7 @@ class Refresher:
 
     def _decay(self) -> None:
         """Decays all counts, so that later steps weigh more."""
-        self._num_batches = self._num_batches * self.policy.fading + self._packs_of[0][0].ranks.size
+        self._num_batches = self._num_batches * self.policy.fading + self._counted[0][0].ranks.size
         for uses in self._uses():
             uses.fade(self.policy.fading)
 
@@ -234,11 +219,9 @@ class Refresher:
 
     def _uses(self) -> Iterator[RowUses]:
         """Yields the counts of each pack."""
-        for route, packs in self._packs_of:
+        for route, packs in self._counted:
             for pack in packs:
-                uses = route.storages[pack].uses
-                assert uses is not None, "counting has begun"
-                yield uses
+                yield uses_of(route, pack)
 
 
 def _packs_with_hot(route: Route) -> list[int]:

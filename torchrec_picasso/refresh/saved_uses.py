@@ -7,14 +7,13 @@ Shape letters: n rows, P packs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from torchrec_picasso.refresh.census import take_census
+from torchrec_picasso.refresh.census import take_census, uses_of
 from torchrec_picasso.rows.routes.route import Route
 
 __all__ = ["SavedUses", "collect_uses", "give_uses"]
@@ -36,17 +35,11 @@ class SavedUses:
 def collect_uses(
     route: Route, packs: Sequence[int], most_P: Sequence[int]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Collects the counts of one module from all ranks; counts must be rescaled. Collective.
+    """Collects the counts of a module's route from all ranks, by table. Collective.
 
-    Args:
-        route: The tables of one route of the module.
-        packs: Packs that count accesses.
-        most_P: Largest number of cold rows of a rank, for each of these packs.
-
-    Returns:
-        Rows and counts by table name, as in :class:`SavedUses`.
+    Counts must be rescaled. ``most_P`` is the largest number of cold rows of a rank for each pack.
     """
-    hot_P = [route.hot.ids_H[start:end] for start, end in pairwise(route.hot.start_P1)]
+    hot_P = route.hot_ids_by_pack()
     census_P = take_census(route, packs, most_P)
     ids_n = torch.cat(
         [ids for pack, c in zip(packs, census_P) for ids in (hot_P[pack], c.candidate_ids_C)]
@@ -56,35 +49,30 @@ def collect_uses(
     ids_n, order_n = ids_n.cpu().sort()
     uses_n = uses_n.cpu()[order_n]
     found = {}
-    for name, base, end, _ in _tables(route):
+    for table, base, end in route.id_ranges():
         low, high = torch.searchsorted(ids_n, torch.tensor([base, end])).tolist()
         if high > low:
-            found[name] = ids_n[low:high] - base, uses_n[low:high].clone()
+            found[table.name] = ids_n[low:high] - base, uses_n[low:high].clone()
     return found
 
 
 def give_uses(
     route: Route, packs: Sequence[int], uses_by_table: Mapping[str, tuple[Tensor, Tensor]]
 ) -> None:
-    """Sets the counts of one module from saved ones; unknown tables and rows are left out.
+    """Sets the counts of a route's packs from those of any tables, as by :func:`collect_uses`.
 
-    Args:
-        route: The tables of one route of a module.
-        packs: Packs that count accesses.
-        uses_by_table: Result of :func:`collect_uses`, for any tables.
+    Unknown tables and rows are left out.
     """
-    rank = route.ranks.rank
-    start_P1 = route.hot.start_P1
-    for name, base, end, pack in _tables(route):
-        if name not in uses_by_table or pack not in packs:
+    rank, hot_P = route.ranks.rank, route.hot_ids_by_pack()
+    for table, base, end in route.id_ranges():
+        if table.name not in uses_by_table or table.pack not in packs:
             continue
-        uses = route.storages[pack].uses
-        assert uses is not None, "counting has begun"
-        rows_n, uses_n = (tensor.to(route.device) for tensor in uses_by_table[name])
+        uses = uses_of(route, table.pack)
+        rows_n, uses_n = (tensor.to(route.device) for tensor in uses_by_table[table.name])
         is_row_n = rows_n < end - base
         ids_n, uses_n = rows_n[is_row_n] + base, uses_n[is_row_n]
         # hot rows by binary search: counts of slots go to rank 0, counts of cold rows to home ranks
-        hot_ids_H = route.hot.ids_H[start_P1[pack] : start_P1[pack + 1]]
+        hot_ids_H = hot_P[table.pack]
         slot_n = torch.searchsorted(hot_ids_H, ids_n).clamp(max=len(hot_ids_H) - 1)
         is_hot_n = hot_ids_H[slot_n] == ids_n
         if rank == 0:  # counts of slots are summed over ranks
@@ -92,11 +80,3 @@ def give_uses(
         block_c, row_c = route.space.find_blocks(ids_n[~is_hot_n])
         is_here_c = route.space.block_rank_TW[block_c] == rank
         uses.homes_n[row_c[is_here_c]] = uses_n[~is_hot_n][is_here_c]
-
-
-def _tables(route: Route) -> Iterator[tuple[str, int, int, int]]:
-    """Yields name, first packed id, end of the packed ids and pack of each table."""
-    base = 0
-    for table in route.tables:
-        yield table.name, base, base + table.num_embeddings, table.pack
-        base += table.num_embeddings

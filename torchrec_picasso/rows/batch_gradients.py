@@ -17,25 +17,16 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
-from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.group import Matrices, RowGroup
 from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.memory import Matrices
-from torchrec_picasso.rows.routes.route import PackLayout, Source
+from torchrec_picasso.rows.routes.route import IncomingRequests, PackLayout
 from torchrec_picasso.storage.hot_homes import TouchedHot
 
 __all__ = ["BatchGradients", "update_rows"]
 
 
 class BatchGradients:
-    """Gradients of one batch in one backward.
-
-    Methods marked as collective must run on all ranks in the same order. A ``wave`` argument
-    selects the packs of that wave, no packs if the module has fewer waves; ``None`` = all packs.
-
-    Args:
-        group: The tables.
-        layout: Layout of the batch.
-    """
+    """Gradients of one batch in one backward."""
 
     def __init__(self, group: RowGroup, layout: RowLayout) -> None:
         self._group = group
@@ -51,12 +42,9 @@ class BatchGradients:
         self._packs_left = set(range(len(layout.packs)))
 
     def add(self, part: int, grads_M: Sequence[Tensor], module: int = 0) -> None:
-        """Adds the gradients of the rows that a micro-batch uses; a single one gives the sums.
+        """Adds the gradients of a micro-batch's rows, ``(n, D_m)`` by matrix of the module.
 
-        Args:
-            part: Index of the micro-batch.
-            grads_M: Gradients by matrix of the module, each ``(n, D_m)``.
-            module: Index of the module.
+        Those of an unsplit batch are the sums.
         """
         matrices = self._group.plan.modules[module]
         if len(self._layout.sizes_K) == 1:  # gradients are in request order
@@ -75,10 +63,6 @@ class BatchGradients:
         """Starts sending the gradients of a chunk to the home ranks. Collective.
 
         Requires that the micro-batch of the chunk, and all later micro-batches, have run backward.
-
-        Args:
-            chunk: Index of the chunk.
-            wave: Wave of packs; ``None`` = all packs.
         """
         layouts, at_home = self._in_wave(wave)
         if not layouts:
@@ -87,7 +71,7 @@ class BatchGradients:
         # matrix: both are in request order, so no reordering is needed.
         exchange = PackedAllToAll(
             self._group.ranks,
-            [self._sums_of(pack)[pack.cold_place][pack.outgoing.rows(chunk)] for pack in layouts],
+            [self._sums_of(pack)[pack.cold_slice][pack.outgoing.rows(chunk)] for pack in layouts],
             [pack.outgoing.counts_EW[chunk] for pack in layouts],
             [home[pack.incoming.rows(chunk)] for home, pack in zip(at_home, layouts)],
             [pack.incoming.counts_EW[chunk] for pack in layouts],
@@ -97,11 +81,7 @@ class BatchGradients:
             self._pending_P[pack].append(exchange)
 
     def reduce_hot(self, wave: int | None = None) -> None:
-        """Starts summing the gradients of touched replicas over all ranks. Collective.
-
-        Args:
-            wave: Wave of packs; ``None`` = all packs.
-        """
+        """Starts summing the gradients of touched replicas over all ranks. Collective."""
         layouts, at_home = self._in_wave(wave)
         if not layouts:
             return
@@ -109,7 +89,7 @@ class BatchGradients:
         # their positions among the touched rows.
         reduction = HotReduction(
             self._group.ranks,
-            [self._sums_of(pack)[pack.hot_place] for pack in layouts],
+            [self._sums_of(pack)[pack.hot_slice] for pack in layouts],
             [torch.searchsorted(pack.touched.slots_t, pack.hot_slots) for pack in layouts],
             [home[pack.incoming.num_rows :] for home, pack in zip(at_home, layouts)],
         )
@@ -131,21 +111,18 @@ class BatchGradients:
             )
         return sums
 
-    def arrived(self, pack: int) -> tuple[Source, TouchedHot, Tensor]:
+    def arrived(self, pack: int) -> tuple[IncomingRequests, TouchedHot, Tensor]:
         """Waits for all gradients of a pack.
 
-        Args:
-            pack: Index of the pack.
-
-        Returns:
-            The incoming requests, the touched hot rows, and the gradients of both, ``(m + t, D)``.
+        Returns its incoming requests, its touched hot rows, and the gradients of both, ``(m + t,
+        D)``.
         """
         assert self._pending_P[pack], "gradients are sent and reduced before the update"
         for pending in self._pending_P[pack]:
             pending.wait()
         self._pending_P[pack] = []
         layout = self._layout.packs[pack]
-        return layout.source, layout.touched, self._at_home.tensors[pack]
+        return layout.requests, layout.touched, self._at_home.tensors[pack]
 
     def update(self, wave: int | None = None, untrained: Collection[int] = ()) -> bool:
         """Updates every row that the batch used, as :func:`update_rows`."""
@@ -156,14 +133,10 @@ class BatchGradients:
         uses = self._group.storages[pack].uses
         if uses is not None:
             layout = self._layout.packs[pack]
-            uses.count(layout.source.home_rows_n, layout.hot_slots)
+            uses.count(layout.requests.home_rows_n, layout.hot_slots)
 
     def end(self, pack: int) -> bool:
-        """Marks the gradients of a pack as used; after the last pack their memory is released.
-
-        Returns:
-            Whether the pack was the last one.
-        """
+        """Marks a pack's gradients as used; the last pack frees the memory and returns True."""
         self._packs_left.discard(pack)
         if self._packs_left:
             return False
@@ -182,14 +155,8 @@ def update_rows(
 ) -> bool:
     """Waits for gradients and updates every row once, on home ranks and in replicas.
 
-    Args:
-        group: The tables.
-        gradients: Gradients of one batch, or of all lookups of one backward.
-        wave: Wave whose packs are updated; ``None`` = all packs.
-        untrained: Modules whose rows are not updated.
-
-    Returns:
-        Whether all packs are updated now.
+    The gradients are those of one batch, or of all lookups of one backward. Rows of the modules
+    ``untrained`` are not updated. Returns whether all packs are updated now.
     """
     divisor = group.ranks.gradient_divisor
     are_updated = False
@@ -197,11 +164,11 @@ def update_rows(
         arrived = [batch.arrived(pack) for batch in gradients]
         matrix = gradients[0]._layout.packs[pack].matrix
         if group.plan.module_M[matrix] not in untrained:
-            source, touched, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
+            requests, touched, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
             # Ranks sent sums; TorchRec trains with their mean.
             if divisor > 1:
                 grads.div_(divisor)
-            source.update(group.storages[pack], touched, grads)
+            requests.update(group.storages[pack], touched, grads)
         # Rows of untrained modules are counted and released as well.
         for batch in gradients:
             batch.count_uses(pack)
@@ -210,11 +177,11 @@ def update_rows(
 
 
 def _joined(
-    arrived: Sequence[tuple[Source, TouchedHot, Tensor]],
-) -> tuple[Source, TouchedHot, Tensor]:
+    arrived: Sequence[tuple[IncomingRequests, TouchedHot, Tensor]],
+) -> tuple[IncomingRequests, TouchedHot, Tensor]:
     """Merges the requests, hot rows and gradients of several batches, home rows before hot rows."""
-    sources, touched, grads = zip(*arrived)
+    requests, touched, grads = zip(*arrived)
     # Each gradient is (m + t, D): the first m rows belong to home rows, the rest to hot rows.
-    home = [grad[: source.by_fetch.num_rows] for grad, source in zip(grads, sources)]
-    hot = [grad[source.by_fetch.num_rows :] for grad, source in zip(grads, sources)]
-    return sources[0].joined(sources), TouchedHot.joined(touched), torch.cat([*home, *hot])
+    home = [grad[: own.by_fetch.num_rows] for grad, own in zip(grads, requests)]
+    hot = [grad[own.by_fetch.num_rows :] for grad, own in zip(grads, requests)]
+    return requests[0].joined(requests), TouchedHot.joined(touched), torch.cat([*home, *hot])

@@ -58,17 +58,11 @@ class BatchIds:
         has_data: bool = True,
         sound: Sequence[KeyedJaggedTensor] = (),
     ) -> BatchIds:
-        """Reads a batch.
+        """Reads a batch; its features have valid lengths, by module in its lookup order.
 
-        Args:
-            features_of: The whole batch for each module of the group, in its lookup order, with
-                valid lengths.
-            group: The tables that the features look up.
-            sizes_K: Samples of each micro-batch; ``None`` = one micro-batch.
-            has_data: Whether the batch comes from this rank's data; otherwise it is a placeholder
-                after the end of the data.
-            sound: Results of :func:`.valid_features` for the batch, in any order; the header
-                reports malformed lengths.
+        ``sizes_K`` are the samples of each micro-batch, ``None`` = one micro-batch. ``has_data`` is
+        false for a placeholder after the end of this rank's data. The header reports the malformed
+        lengths of ``sound``, the results of :func:`.valid_features` for the batch, in any order.
         """
         features = group.in_one(features_of)
         is_variable = features.variable_stride_per_key()

@@ -22,9 +22,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
 from torchrec_picasso.ops.streams import keep_for_current_stream
-from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.group import Matrices, RowGroup
 from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.memory import Matrices
 from torchrec_picasso.rows.routes.route import Pooling
 from torchrec_picasso.storage.row_storage import RowStorage
 
@@ -35,19 +34,11 @@ GradientSink = Callable[[Sequence[Tensor]], None]
 
 
 class BatchRows:
-    """The rows of one batch whose layout is complete.
-
-    Methods marked as collective must run on all ranks in the same order. A ``wave`` argument
-    selects the packs of that wave, no packs if the module has fewer waves; ``None`` = all packs.
-
-    Args:
-        group: The tables.
-        layout: Layout of the batch.
-    """
+    """The rows of one batch whose layout is complete."""
 
     def __init__(self, group: RowGroup, layout: RowLayout) -> None:
         assert layout.hot_epoch == group.hot_epoch, "slots are those of another hot set"
-        self._group = group
+        self.group = group
         self.layout = layout
         self._matrices = Matrices(group.buffers_M, layout.rows_M)
         self._arrivals: list[_Arrival] = []
@@ -57,39 +48,26 @@ class BatchRows:
     def looked_up(self, storage: RowStorage) -> Tensor:
         """Returns the home rows of a pack on this rank that any rank's batch looks up, hot or cold.
 
-        Args:
-            storage: Storage of the pack.
-
-        Returns:
-            Distinct home rows, ascending, int64, shape ``(n,)``. One host sync on CUDA.
+        Distinct, ascending, int64, shape ``(n,)``. One host sync on CUDA.
         """
-        pack = self.layout.packs[self._group.storages.index(storage)]
-        rows = [pack.source.home_rows_n.to(torch.int64), pack.touched.own_rows_o]
+        pack = self.layout.packs[self.group.storages.index(storage)]
+        rows = [pack.requests.home_rows_n.to(torch.int64), pack.touched.own_rows_o]
         return torch.cat(rows).unique()
 
     def is_first_time(self, what: str) -> bool:
-        """Records an action; returns whether it is the first of its name for this batch.
-
-        Args:
-            what: Name of the action.
-        """
+        """Records an action by its name; returns whether it is the first for this batch."""
         is_first = what not in self._seen
         self._seen.add(what)
         return is_first
 
     def fetch_clean(self) -> None:
         """Starts fetching the rows that the batch before does not update. Collective."""
-        packs = [p for p, pack in enumerate(self.layout.packs) if pack.source.sends_rows]
+        packs = [p for p, pack in enumerate(self.layout.packs) if pack.requests.sends_rows]
         self._fetch(CLEAN, packs)
 
     def fetch_dirty(self, chunk: int, wave: int | None = None) -> None:
-        """Starts fetching the dirty rows of a chunk. Collective.
-
-        Args:
-            chunk: Index of the chunk.
-            wave: Wave of packs; ``None`` = all packs.
-        """
-        self._fetch(dirty_exchange(chunk), self._group.plan.packs_of(wave))
+        """Starts fetching the dirty rows of a chunk. Collective."""
+        self._fetch(dirty_exchange(chunk), self.group.plan.packs_of(wave))
 
     def _fetch(self, exchange: int, packs: Sequence[int]) -> None:
         if not packs:
@@ -100,93 +78,71 @@ class BatchRows:
             # Home ranks gather (n, D) in fetch order; incoming rows land directly in their slice of
             # the matrix, also in fetch order.
             arrival = PackedAllToAll(
-                self._group.ranks,
+                self.group.ranks,
                 [
-                    layout.source.read(self._group.storages[pack], exchange)
+                    layout.requests.read(self.group.storages[pack], exchange)
                     for pack, layout in zip(packs, layouts)
                 ],
-                [pack.source.by_fetch.counts_EW[exchange] for pack in layouts],
+                [pack.requests.by_fetch.counts_EW[exchange] for pack in layouts],
                 [
-                    matrices_M[pack.matrix][pack.cold_place][pack.outgoing_by_fetch.rows(exchange)]
+                    matrices_M[pack.matrix][pack.cold_slice][pack.outgoing_by_fetch.rows(exchange)]
                     for pack in layouts
                 ],
                 [pack.outgoing_by_fetch.counts_EW[exchange] for pack in layouts],
-                self._group.ranks.row_codec,
+                self.group.ranks.row_codec,
             )
         self._arrivals.append(_Arrival(exchange, frozenset(packs), arrival))
 
     def read_hot(self) -> None:
         """Reads the replicas of this batch's hot rows into its matrices."""
         with torch.no_grad():
-            for storage, pack in zip(self._group.storages, self.layout.packs):
-                rows = self._matrices.tensors[pack.matrix][pack.hot_place]
+            for storage, pack in zip(self.group.storages, self.layout.packs):
+                rows = self._matrices.tensors[pack.matrix][pack.hot_slice]
                 storage.gather_hot(pack.hot_slots, out_hD=rows)
 
     def fetch_again(self) -> None:
         """Fetches all rows again after a write to home rows of any rank. Collective."""
         num_chunks = len(self.layout.sizes_K)
         # Finish the exchanges in progress first: they write into the same matrices.
-        for matrix in range(len(self._group.plan.matrices)):
-            self._arrive(num_chunks - 1, matrix)
-        self._group.apply_writes()
+        for matrix in range(len(self.group.plan.matrices)):
+            self.arrive(num_chunks - 1, matrix)
+        self.group.apply_writes()
         self.fetch_clean()
         for chunk in range(num_chunks):
             self.fetch_dirty(chunk)
         self.read_hot()
 
-    def arrive(self, part: int, module: int) -> Iterator[Tensor]:
-        """Waits for the chunks that a micro-batch needs, matrix by matrix.
+    def arrive(self, part: int, matrix: int) -> Tensor:
+        """Waits for the chunks that a micro-batch needs, and returns all rows of a matrix.
 
-        Args:
-            part: Index of the micro-batch.
-            module: Index of the module.
-
-        Yields:
-            All rows of a matrix, ``(U_m, D_m)``; dirty rows of later chunks are not filled yet.
+        Shape ``(U_m, D_m)``; dirty rows of later chunks are not filled yet.
         """
-        for matrix in self._group.plan.modules[module]:
-            yield self._arrive(part, matrix)
-
-    def _arrive(self, part: int, matrix: int) -> Tensor:
-        packs = self._group.plan.matrices[matrix]
-        self._wait_for(dirty_exchange(part), range(packs.start, packs.stop))
+        packs = self.group.plan.matrices[matrix]
+        # Exchanges of later chunks and of other packs stay in progress.
+        for arrival in list(self._arrivals):
+            is_needed = not arrival.packs.isdisjoint(range(packs.start, packs.stop))
+            if is_needed and arrival.exchange <= dirty_exchange(part):
+                arrival.rows.wait()
+                self._arrivals.remove(arrival)
         # A pipeline may have started the fetch on another stream.
         return keep_for_current_stream(self._matrices.tensors[matrix])
-
-    def _wait_for(self, exchange: int, packs: Sequence[int]) -> None:
-        """Waits for all exchanges up to an index that bring rows of the given packs."""
-        # Exchanges of later chunks and of other packs stay in progress.
-        waited = [
-            arrival
-            for arrival in self._arrivals
-            if arrival.exchange <= exchange and not arrival.packs.isdisjoint(packs)
-        ]
-        for arrival in waited:
-            arrival.rows.wait()
-            self._arrivals.remove(arrival)
 
     def acquire(
         self,
         part: int,
         sink: GradientSink,
         weights_N: Tensor | None = None,
-        once: bool = False,
+        is_last: bool = False,
         module: int = 0,
     ) -> PartRows:
-        """Returns the rows of one micro-batch: a lookup result for the output dist.
+        """Returns the rows of one micro-batch of one module: a lookup result for the output dist.
 
-        Args:
-            part: Index of the micro-batch.
-            sink: Receives the gradients of the rows.
-            weights_N: Per-sample weights in KeyedJaggedTensor order, with their graph; ``None`` =
-                the weights of the batch.
-            once: Whether the module needs the rows no more after this micro-batch.
-            module: Index of the module of the group that pools the rows.
-
-        Raises:
-            CompatError: If the weights changed after home ranks received them for pooling.
+        Their gradients go to ``sink``. ``weights_N`` are per-sample weights in KeyedJaggedTensor
+        order, with their graph; ``None`` = the weights of the batch. After the last micro-batch the
+        module needs the rows no more. Raises CompatError if the weights changed after home ranks
+        received them for pooling.
         """
-        matrices, given_N = self._group.plan.modules[module], self.layout.weights_N
+        matrices, given_N = self.group.plan.modules[module], self.layout.weights_N
         pooling_M = [self.layout.pooling_KM[part][matrix] for matrix in matrices]
         are_new = weights_N is not None and weights_N is not given_N
         weights_N = given_N if weights_N is None else weights_N
@@ -196,17 +152,13 @@ class BatchRows:
             module=module,
             pooling_M=pooling_M,
             weights_M=[
-                None if weights_N is None else pooling.weights(weights_N, are_new)
+                None if weights_N is None else pooling.lookup_weights(weights_N, are_new)
                 for pooling in pooling_M
             ],
             batch_size=self.layout.sizes_K[part],
             sink=sink,
-            once=once,
+            is_last=is_last,
         )
-
-    def part_features(self, part: int, module: int) -> KeyedJaggedTensor:
-        """Returns the features of one micro-batch of a sequence module."""
-        return self.layout.part_features(part, module, self._group.plan.modules[module][0])
 
     def end_module(self) -> None:
         """Ends the use by one module; after the last module the memory is released."""
@@ -241,7 +193,8 @@ class PartRows:
     batch_size: int | None
     """Samples per feature, or ``None`` when each feature has its own."""
     sink: GradientSink
-    once: bool
+    is_last: bool
+    """Whether the module needs the batch's rows no more after this micro-batch."""
 
     def view(self, *_: int) -> PartRows:
         """Returns the rows themselves: TorchRec reshapes lookup results, but these are matrices."""
@@ -258,13 +211,16 @@ class PartRows:
     @property
     def features(self) -> KeyedJaggedTensor:
         """Features of the micro-batch, in the order of the tables; sequence modules only."""
-        return self.rows.part_features(self.part, self.module)
+        rows = self.rows
+        matrix = rows.group.plan.modules[self.module][0]
+        return rows.layout.part_features(self.part, self.module, matrix)
 
     def arrive(self) -> Iterator[Tensor]:
-        """Waits for the rows; yields the rows of one matrix at a time."""
-        return self.rows.arrive(self.part, self.module)
+        """Waits for the rows; yields those of one matrix at a time, as :meth:`BatchRows.arrive`."""
+        for matrix in self.rows.group.plan.modules[self.module]:
+            yield self.rows.arrive(self.part, matrix)
 
     def end(self) -> None:
         """Ends the use of the rows, if no other micro-batch of the module needs them."""
-        if self.once:
+        if self.is_last:
             self.rows.end_module()

@@ -25,14 +25,11 @@ __all__ = ["BatchCut", "padded"]
 
 
 def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Pads every feature with empty bags to the largest batch size of the features.
+    """Pads features of different batch sizes with empty bags to the largest batch size.
 
     Home ranks that pool bags for other ranks receive one number of samples, and sequences are
     returned with one batch size. TorchRec's ``pad_vbe_kjt_lengths`` drops weights and loops over
     features.
-
-    Args:
-        features: Features with different batch sizes.
     """
     lengths_S, num_features = features.lengths(), len(features.keys())
     sizes_F = torch.tensor(features.stride_per_key(), device=lengths_S.device)
@@ -65,13 +62,9 @@ class BatchCut:
     def from_strides(
         strides_F: Sequence[int], sizes_K: Sequence[int | None], plan: PackPlan
     ) -> BatchCut:
-        """Splits the features of a route.
+        """Splits the features of a route with ``strides_F`` bags into samples of each micro-batch.
 
-        Args:
-            strides_F: Bags of each feature.
-            sizes_K: Samples of each micro-batch; one ``None`` if every feature has its own batch
-                size.
-            plan: Plan with the features of each matrix.
+        ``sizes_K`` is one ``None`` if every feature has its own batch size.
         """
         # Bags of each feature, by micro-batch.
         bags_KF = [strides_F if size is None else [size] * len(strides_F) for size in sizes_K]
@@ -111,11 +104,7 @@ class BatchCut:
         return [part for runs_K in self.runs_MK for part, runs in enumerate(runs_K) for _ in runs]
 
     def by_part(self, numbers_J: Sequence[int]) -> list[list[list[int]]]:
-        """Groups one number per run by matrix and micro-batch.
-
-        Args:
-            numbers_J: One number for each run, in run order.
-        """
+        """Groups one number per run, in run order, by matrix and micro-batch."""
         numbers = iter(numbers_J)
         return [[[next(numbers) for _ in runs] for runs in runs_K] for runs_K in self.runs_MK]
 

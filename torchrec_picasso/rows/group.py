@@ -1,4 +1,7 @@
-"""State that outlives a batch: the routes of some tables, the storages and reused memory."""
+"""State that outlives a batch: the routes of some tables, the storages and reused memory.
+
+Shape letters: M matrices, D dim.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,14 @@ from torchrec_picasso.rows.routes.route import Route
 from torchrec_picasso.storage.row_buffers import RowBuffers
 from torchrec_picasso.storage.row_storage import RowStorage
 
-__all__ = ["RowGroup"]
+__all__ = ["Matrices", "RowGroup"]
 
 
 class RowGroup:
     """Tables whose rows are exchanged together.
 
-    Args:
-        tables: Tables of the group, ordered by route as in :data:`.ROUTES`, then by pack.
-        storages: Home rows and replicas of each pack on this rank, in the order of the tables.
-        ranks: This rank and its peers.
-        device: Device of the rows.
+    Tables are ordered by route as in :data:`.ROUTES`, then by pack; ``storages`` holds this rank's
+    home rows and replicas of each pack in the same order.
     """
 
     def __init__(
@@ -64,9 +64,7 @@ class RowGroup:
     def merged(groups: Sequence[RowGroup]) -> RowGroup:
         """Merges the groups of several modules into one exchange, over the same storages.
 
-        Args:
-            groups: One group per module, none of them staggered, all with equal ranks and wire
-                precision.
+        One group per module, none of them staggered, all with equal ranks and wire precision.
         """
         if len(groups) == 1:
             return groups[0]
@@ -132,20 +130,16 @@ class RowGroup:
         return torch.int32 if fits else torch.int64
 
     def check(self, features: KeyedJaggedTensor) -> None:
-        """Refuses features that a route cannot serve, and that no header reports to other ranks.
+        """Raises CompatError, on this rank alone, for features that a route cannot serve.
 
-        Raises:
-            CompatError: On this rank alone.
+        No header reports this reason to the other ranks.
         """
-        for reason in filter(None, (route.why_not(features) for route in self.routes)):
-            raise CompatError(reason)
+        for route in self.routes:
+            if (reason := route.why_not(features)) is not None:
+                raise CompatError(reason)
 
     def in_one(self, features_of: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """Concatenates the features of all modules in the order of the tables.
-
-        Args:
-            features_of: Features of each module, in the order of its own tables.
-        """
+        """Concatenates the features of all modules, each in its own order, in the tables' order."""
         if len(features_of) == 1:
             return features_of[0]
         if len(self.routes) == 1:
@@ -170,3 +164,28 @@ class RowGroup:
         """Broadcasts every hot row from its home rank to all replicas. Collective."""
         for storage in self.storages:
             storage.fill_replicas()
+
+
+class Matrices:
+    """A buffer of rows, or of gradients, for each entry of a list of matrices of a batch.
+
+    ``buffers_M`` allocates them, with ``rows_M`` rows each.
+    """
+
+    def __init__(self, buffers_M: Sequence[RowBuffers], rows_M: Sequence[int]) -> None:
+        self._buffers_M = buffers_M
+        self._rows_M = rows_M
+        self._taken_M: list[Tensor] = []
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The matrices, ``(U_m, D_m)``, allocated at first access and not initialized."""
+        if not self._taken_M:
+            self._taken_M = [b.take(n) for b, n in zip(self._buffers_M, self._rows_M)]
+        return self._taken_M
+
+    def release(self) -> None:
+        """Releases the memory; no reader or writer may be left. Further calls have no effect."""
+        for buffers, matrix in zip(self._buffers_M, self._taken_M):
+            buffers.release(matrix)
+        self._taken_M = []

@@ -40,10 +40,7 @@ class RowLayout:
     def part_features(self, part: int, module: int, matrix: int) -> KeyedJaggedTensor:
         """Returns the features of one micro-batch of a sequence module, lengths known on the host.
 
-        Args:
-            part: Index of the micro-batch.
-            module: Index of the module.
-            matrix: Index of the module's only matrix.
+        ``matrix`` is the index of the module's only matrix.
         """
         sizes_K = [size for size in self.sizes_K if size is not None]
         assert sizes_K, "sequences have one batch size"
@@ -66,17 +63,13 @@ class RowLayout:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
         for features in self.features_of:
-            kept = (
-                features.values(),
-                features.lengths(),
-                features.weights_or_none(),
-                features.offsets_or_none(),
-            )
-            yield from (tensor for tensor in kept if tensor is not None)
+            yield from (features.values(), features.lengths())
+            optional = (features.weights_or_none(), features.offsets_or_none())
+            yield from (tensor for tensor in optional if tensor is not None)
         for pack in self.packs:
             yield pack.hot_slots
             yield from pack.touched.tensors()
-            yield from pack.source.tensors()
+            yield from pack.requests.tensors()
         for pooling_M in self.pooling_KM:
             for pooling in pooling_M:
                 yield from pooling.tensors()

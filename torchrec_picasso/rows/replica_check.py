@@ -6,8 +6,6 @@ write that bypassed torch's version counters (``storage/torchrec_kernel.py``).
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-
 import torch
 
 from torchrec_picasso.errors import PicassoError
@@ -22,16 +20,9 @@ _NONE = -1
 def check_replicas(group: RowGroup) -> None:
     """Compares the replicas on all ranks with the home rows. Collective: between steps.
 
-    The check is skipped if home rows were written since the replicas were filled.
-
-    Args:
-        group: The tables of one module, or of several.
-
-    Raises:
-        PicassoError: On all ranks; names table, row and ranks of the first mismatch.
-
-    Cost:
-        Every rank receives all hot rows, weights and optimizer state.
+    Raises PicassoError on all ranks, which names table, row and ranks of the first mismatch. The
+    check is skipped if home rows were written since the replicas were filled. Every rank receives
+    all hot rows, weights and optimizer state.
     """
     for route in group.routes:
         if route.hot.num_rows:
@@ -50,23 +41,17 @@ def _check_route(route: Route) -> None:
     if any(written_W) or not any(count_W):
         return
     rank = next(rank for rank, count in enumerate(count_W) if count)
-    table, row = _row_of(route, first_W[rank])
+    name, row = next(
+        (table.name, first_W[rank] - base)
+        for table, base, end in route.id_ranges()
+        if base <= first_W[rank] < end
+    )
     # The message names the home rank too, because either copy may be the faulty one.
     block, _ = route.space.find_blocks(torch.tensor([first_W[rank]], device=route.device))
     home = int(route.space.block_rank_TW[block])
     counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(count_W) if count)
     raise PicassoError(
-        f"table {table!r}, row {row}: the replica on rank {rank} is not what its home on rank "
+        f"table {name!r}, row {row}: the replica on rank {rank} is not what its home on rank "
         f"{home} is; {counts} differ. Load the last checkpoint, and look for failing memory or "
         "writes past torch (by numpy, or through a storage)"
-    )
-
-
-def _row_of(route: Route, packed_id: int) -> tuple[str, int]:
-    """Returns table and row of a packed id."""
-    bases = accumulate((table.num_embeddings for table in route.tables), initial=0)
-    return next(
-        (table.name, packed_id - start)
-        for table, (start, end) in zip(route.tables, pairwise(bases))
-        if start <= packed_id < end
     )

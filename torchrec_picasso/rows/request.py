@@ -16,11 +16,11 @@ import torch
 from torchrec_picasso.exchange.header import Header, HeaderExchange
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.rows.bad_input import raise_on_bad_input
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import RowLayout
 from torchrec_picasso.rows.routes.route import PackLayout, Payload, Pooling
+from torchrec_picasso.rows.valid_features import raise_on_bad_input
 
 __all__ = ["RowRequest", "with_new_layout"]
 
@@ -28,12 +28,8 @@ __all__ = ["RowRequest", "with_new_layout"]
 class RowRequest:
     """The request for the rows of one batch; each method is called once, in order.
 
-    Methods marked as collective must run on all ranks in the same order. Construction sends the
-    header. The object must be kept until the next batch's :meth:`send_dirty_mask`.
-
-    Args:
-        group: The requested tables.
-        batch: The batch's ids.
+    Construction sends the header. The object must be kept until the next batch's
+    :meth:`send_dirty_mask`.
     """
 
     _header: Header
@@ -48,17 +44,14 @@ class RowRequest:
     def send_ids(self) -> bool:
         """Waits for the header and sends all ids to their home ranks. Collective.
 
-        Returns:
-            Whether any rank has data. If none has, nothing is sent and the step ends here.
-
-        Raises:
-            InputError: On all ranks, if any rank's ids, weights or lengths are invalid.
+        Returns whether any rank has data; if none has, nothing is sent and the step ends here.
+        Raises InputError on all ranks if any rank's ids, weights or lengths are invalid.
         """
         group, batch = self._group, self._batch
         self._header = header = self._header_exchange.wait()
         if not header.any_data:
             return False
-        raise_on_bad_input(header, group.tables, batch, rank=group.ranks.rank)
+        raise_on_bad_input(header, group.tables, batch.features, batch.sound, group.ranks.rank)
         for request, words in zip(batch.routes, header.routes):
             request.take_header(words)
         payloads = [p for request in batch.routes for p in request.ids(group.row_dtype)]
@@ -76,11 +69,7 @@ class RowRequest:
         self._ids.wait()
 
     def send_dirty_mask(self, before: RowRequest) -> None:
-        """Sends the dirty mask: the rows of this request that the batch before updates. Collective.
-
-        Args:
-            before: Request of the batch before.
-        """
+        """Sends the dirty mask, the requested rows that the batch before updates. Collective."""
         requests = zip(self._batch.routes, before._batch.routes)
         payloads = [p for request, earlier in requests for p in request.dirty_mask(earlier)]
         if payloads:
@@ -110,12 +99,7 @@ class RowRequest:
 
 
 def with_new_layout(group: RowGroup, layout: RowLayout) -> RowLayout:
-    """Rebuilds the layout of an unsplit batch after the hot rows changed. Collective.
-
-    Args:
-        group: The tables.
-        layout: Layout of the batch with the previous hot set.
-    """
+    """Rebuilds the layout of an unsplit batch after the hot rows changed. Collective."""
     with torch.no_grad():
         request = RowRequest(group, BatchIds.read(layout.features_of, group))
         request.send_ids()

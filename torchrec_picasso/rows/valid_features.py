@@ -7,22 +7,38 @@ header reports the error to all ranks. On an accelerator a check of lengths is a
 lengths are always repaired, and the flag whether the repair changed them stays on the device until
 the header.
 
-Shape letters: N lookups, S bags.
+Shape letters: F features, N lookups, S bags, W ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import reduce
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import partial, reduce
+from itertools import accumulate
 from operator import or_
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.rows.kjt import like
+from torchrec_picasso.errors import InputError
+from torchrec_picasso.exchange.header import Header
+from torchrec_picasso.ops.ids import PackedTable
 
-__all__ = ["RepairedFeatures", "are_bad", "length_error", "valid_features"]
+__all__ = [
+    "RepairedFeatures",
+    "are_bad",
+    "length_error",
+    "like",
+    "raise_on_bad_input",
+    "valid_features",
+    "with_own_weights",
+    "with_weights",
+]
+
+_Kind = TypeVar("_Kind", bound=KeyedJaggedTensor)
 
 
 class RepairedFeatures(KeyedJaggedTensor):
@@ -35,16 +51,10 @@ class RepairedFeatures(KeyedJaggedTensor):
 
     @staticmethod
     def repair(given: KeyedJaggedTensor) -> RepairedFeatures:
-        """Repairs lengths; valid lengths are not changed. No host sync.
+        """Repairs lengths; valid lengths are not changed. No host sync, 8 launches on ``(S,)``.
 
         Each bag keeps its length as long as there are values; the last bag gets the remaining
         values.
-
-        Args:
-            given: Features of the input batch.
-
-        Cost:
-            8 launches on integers of S bags.
         """
         values_N, weights_N, given_S = given.values(), given.weights_or_none(), given.lengths()
         num_bags, counts = sum(given.stride_per_key()), {values_N.numel()}
@@ -68,23 +78,11 @@ class RepairedFeatures(KeyedJaggedTensor):
         mended.is_bad = (mended_S != given_S).any() if shapes_fit else True
         return mended
 
-    @staticmethod
-    def with_weights(mended: RepairedFeatures, weights_N: Tensor | None) -> RepairedFeatures:
-        """Returns the same features with other per-sample weights; no copy."""
-        lengths_S, offsets_S1 = mended.lengths(), mended.offsets_or_none()
-        other = like(mended, RepairedFeatures, mended.values(), weights_N, lengths_S, offsets_S1)
-        other.given, other.is_bad = mended.given, mended.is_bad
-        return other
-
 
 def valid_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Returns features with valid lengths: the input if known to be valid, else repaired ones.
 
-    Args:
-        features: Features of the input batch.
-
-    Cost:
-        O(S) time; no host sync on an accelerator.
+    O(S) time; no host sync on an accelerator.
     """
     if isinstance(features, RepairedFeatures):
         return features
@@ -94,13 +92,9 @@ def valid_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def are_bad(sound: Iterable[KeyedJaggedTensor]) -> Tensor | bool:
-    """Whether any lengths were malformed before :func:`valid_features`.
+    """Whether any lengths were malformed before :func:`valid_features`, which returned ``sound``.
 
-    Args:
-        sound: Results of :func:`valid_features`.
-
-    Returns:
-        0-d bool on the device, or a ``bool`` known on the host.
+    0-d bool on the device, or a ``bool`` known on the host.
     """
     flags = (features.is_bad for features in sound if isinstance(features, RepairedFeatures))
     return reduce(or_, flags, False)
@@ -128,3 +122,134 @@ def length_error(features: KeyedJaggedTensor) -> str | None:
         wrong = lowest if lowest < 0 else highest
         return f"{whose} a length of {wrong}; expected 0 to {num_values}, the number of its values"
     return None
+
+
+def raise_on_bad_input(
+    header: Header,
+    tables: Sequence[PackedTable],
+    features: KeyedJaggedTensor,
+    sound: Sequence[KeyedJaggedTensor],
+    rank: int,
+) -> None:
+    """Raises if any rank's batch has malformed lengths or holds an invalid id or weight.
+
+    All ranks raise together; the rank with the error names feature, table, value and range. Tables
+    are in the order of this rank's features, which ``sound`` has before they were concatenated.
+    """
+    for counts_W, describe, what in (
+        (
+            header.bad_lengths_W,
+            partial(_describe_lengths, sound),
+            "lengths that do not fit its values",
+        ),
+        (
+            header.outside_ids_W,
+            partial(_describe_outside_id, tables, features),
+            "ids outside their tables",
+        ),
+        (
+            header.bad_weights_W,
+            partial(_describe_bad_weight, tables, features),
+            "per-sample weights that are not finite",
+        ),
+    ):
+        # The rank with the error describes its own values; the other ranks name that rank.
+        if counts_W[rank]:
+            raise InputError(describe(counts_W[rank]))
+        for other, count in enumerate(counts_W):
+            if count:
+                number = "" if count is True else f"{count} "
+                raise InputError(
+                    f"rank {other} holds {number}{what} in this batch; its own error names them, "
+                    "and all ranks stop here together"
+                )
+
+
+def _describe_lengths(sound: Sequence[KeyedJaggedTensor], count: int) -> str:
+    given = [mended.given for mended in sound if isinstance(mended, RepairedFeatures)]
+    return next(filter(None, map(length_error, given)))
+
+
+def _describe_outside_id(
+    tables: Sequence[PackedTable], features: KeyedJaggedTensor, count: int
+) -> str:
+    # Repeats the check of shift_rows on the host, to find the first invalid lookup.
+    rows_F = torch.tensor([table.num_embeddings for _, table in _features_of(tables)])
+    rows_N = rows_F.repeat_interleave(torch.tensor(features.length_per_key()))
+    ids_N = features.values().cpu()
+    first = int(((ids_N < 0) | (ids_N >= rows_N)).nonzero()[0])
+    feature, table = _feature_of_lookup(tables, features, first)
+    return (
+        f"feature {feature!r} looks up row {int(ids_N[first])} of table {table.name!r}, whose rows "
+        f"are 0..{table.num_embeddings - 1}; {count} such ids in this rank's batch. Hash or clamp "
+        "ids before training"
+    )
+
+
+def _describe_bad_weight(
+    tables: Sequence[PackedTable], features: KeyedJaggedTensor, count: int
+) -> str:
+    weights_N = features.weights().cpu()
+    first = int(torch.isfinite(weights_N).logical_not().nonzero()[0])
+    feature, table = _feature_of_lookup(tables, features, first)
+    return (
+        f"feature {feature!r} of table {table.name!r} has per-sample weight "
+        f"{float(weights_N[first])}, expected a finite number; {count} such weights in this rank's "
+        "batch"
+    )
+
+
+def _features_of(tables: Sequence[PackedTable]) -> list[tuple[str, PackedTable]]:
+    """Pairs each feature with its table, in lookup order."""
+    return [(name, table) for table in tables for name in table.feature_names]
+
+
+def _feature_of_lookup(
+    tables: Sequence[PackedTable], features: KeyedJaggedTensor, lookup: int
+) -> tuple[str, PackedTable]:
+    ends_F = list(accumulate(features.length_per_key()))
+    return _features_of(tables)[bisect_right(ends_F, lookup)]
+
+
+def like(
+    features: KeyedJaggedTensor,
+    kind: type[_Kind],
+    values_N: Tensor,
+    weights_N: Tensor | None,
+    lengths_S: Tensor,
+    offsets_S1: Tensor | None,
+) -> _Kind:
+    """Builds features with the keys, batch sizes and inverse indices of another object; no copy.
+
+    Counts that ``features`` cached on the host are not taken over. Without offsets these are
+    computed from the lengths on demand.
+    """
+    variable = features.variable_stride_per_key()
+    return kind(
+        keys=features.keys(),
+        values=values_N,
+        weights=weights_N,
+        lengths=lengths_S,
+        offsets=offsets_S1,
+        stride=None if variable else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
+def with_weights(features: KeyedJaggedTensor, weights_N: Tensor | None) -> KeyedJaggedTensor:
+    """Replaces the per-sample weights, float ``(N,)`` or ``None``; the rest is not copied."""
+    kind = RepairedFeatures if isinstance(features, RepairedFeatures) else KeyedJaggedTensor
+    lengths_S, offsets_S1 = features.lengths(), features.offsets_or_none()
+    other = like(features, kind, features.values(), weights_N, lengths_S, offsets_S1)
+    if isinstance(features, RepairedFeatures) and isinstance(other, RepairedFeatures):
+        other.given, other.is_bad = features.given, features.is_bad
+    return other
+
+
+def with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Replaces the weights by a copy; by zeros if the features have none."""
+    weights_N = features.weights_or_none()
+    if weights_N is None:
+        weights_N = torch.zeros_like(features.values(), dtype=torch.float32)
+    return with_weights(features, weights_N.clone())

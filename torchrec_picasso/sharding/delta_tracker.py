@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,13 +42,10 @@ RecordLookup = Callable[..., None]
 
 
 def begin_batch(model: nn.Module) -> None:
-    """Starts a new batch in all trackers of the model.
+    """Starts a new batch in all trackers of the model that is passed to a pipeline.
 
     ``DistributedModelParallel`` does this in its forward. A pipeline that computes embeddings ahead
     of the forward calls this function first. Batch numbers need not be consecutive.
-
-    Args:
-        model: The model that is passed to a pipeline.
     """
     for tracker in getattr(model, "model_trackers", {}).values():
         tracker.step()
@@ -59,17 +56,9 @@ def lookup_tracker(
 ) -> RecordLookup:
     """Wraps the tracker's function for a sharded module, which calls the result after its lookups.
 
-    Args:
-        record: The tracker's function; it still gets stock tables' ids, as TorchRec passes them.
-        group: The module's hot/cold tables.
-        kernels: TorchRec's kernels of these tables, with the rows that this rank owns.
-
-    Returns:
-        A function with the tracker's signature.
-
-    Raises:
-        CompatError: If ``record`` is not a method of TorchRec's delta tracker, or tables share a
-            feature.
+    ``record`` still gets stock tables' ids, as TorchRec passes them. The kernels are TorchRec's of
+    the hot/cold tables in ``group``, with the rows that this rank owns. Raises CompatError if
+    ``record`` is not a method of TorchRec's delta tracker, or tables share a feature.
     """
     tracker = _delta_tracker_of(record)
     feature_of = _feature_of_table(tracker, group.tables)
@@ -100,19 +89,8 @@ def state_tracker(
     """Makes the function that a hot/cold lookup calls if the tracker records optimizer state.
 
     TorchRec's tracker reads the state from TBEs, which hold home rows and replicas here. It
-    therefore gets one table at a time, and reads the latest state from the home rows.
-
-    Args:
-        record: The tracker's function.
-        group: The lookup's tables.
-        kernels: TorchRec's kernels of these tables, with the rows that this rank owns.
-
-    Returns:
-        A function of the rows of one micro-batch.
-
-    Raises:
-        CompatError: If ``record`` is not a method of TorchRec's delta tracker, tables share a
-            feature, or the tables' optimizer has no state of the tracked kind.
+    therefore gets one table at a time, and reads the latest state from the home rows. Raises
+    CompatError as :func:`lookup_tracker`, or if the optimizer has no state of the tracked kind.
     """
     tracker = _delta_tracker_of(record)
     feature_of = _feature_of_table(tracker, group.tables)
@@ -125,7 +103,7 @@ def state_tracker(
             for (name, rows), state in zip(rows_of_table.items(), kernel.split_first_state()):
                 if name in feature_of:
                     ids = _as_features({feature_of[name]: rows})
-                    record(ids, None, _OneTable(state, kernel.config.embedding_dims()))
+                    record(ids, None, _one_table(state, kernel.config.embedding_dims()))
 
     return record_at_home
 
@@ -224,30 +202,10 @@ def _latest_state(tracker: Any) -> dict[str, Tensor]:
     return latest
 
 
-@dataclass(frozen=True)
-class _OneTable:
-    """A stand-in for TorchRec's kernel, with the state of one table, for the tracker to read."""
-
-    state: Tensor
-    dims: Sequence[int]
-
-    @property
-    def _emb_module(self) -> _OneTable:
-        return self
-
-    @property
-    def _config(self) -> _OneTable:
-        return self
-
-    @property
-    def momentum1_dev(self) -> Tensor:
-        """The state, flattened."""
-        return self.state.flatten()
-
-    def split_optimizer_states(self) -> list[list[Tensor]]:
-        """The state in the form in which a TBE of this single table returns it."""
-        return [[self.state]]
-
-    def embedding_dims(self) -> Sequence[int]:
-        """Columns of the table, a list of one number."""
-        return self.dims
+def _one_table(state: Tensor, dims: Sequence[int]) -> SimpleNamespace:
+    """Makes a stand-in for TorchRec's kernel, with the state of one table, for the tracker."""
+    tbe = SimpleNamespace(
+        momentum1_dev=state.flatten(),
+        split_optimizer_states=lambda: [[state]],
+    )
+    return SimpleNamespace(_emb_module=tbe, _config=SimpleNamespace(embedding_dims=lambda: dims))

@@ -7,9 +7,7 @@ from torch import Tensor, nn
 
 from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.refresh.refresher import Refreshed, Refresher
-from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.sharded_module import HotColdModule
-from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
 __all__ = ["HotRowRefresher"]
 
@@ -27,7 +25,12 @@ class HotRowRefresher:
     """
 
     def __init__(self, model: nn.Module, refresh: Refresh | None = None) -> None:
-        self._groups = _groups_of(model)
+        self._groups = [
+            sharding.group
+            for module in model.modules()
+            if isinstance(module, HotColdModule)
+            for sharding in module.hot_cold_shardings
+        ]
         self._refresher = Refresher(self._groups, refresh or Refresh())
 
     def step(self) -> Refreshed | None:
@@ -46,14 +49,3 @@ class HotRowRefresher:
     def hot_rows(self) -> dict[str, Tensor]:
         """The hot rows by table name, int64, ascending; tables without hot rows are left out."""
         return self._refresher.hot_rows()
-
-
-def _groups_of(model: nn.Module) -> list[RowGroup]:
-    """Finds the hot/cold tables of a model, one group per module."""
-    return [
-        sharding.group
-        for module in model.modules()
-        if isinstance(module, HotColdModule)
-        for sharding in module.table_shardings()
-        if isinstance(sharding, HotColdEmbeddingSharding)
-    ]

@@ -27,26 +27,18 @@ __all__ = ["InBackwardDriver"]
 
 
 class InBackwardDriver:
-    """Drives one module's rows from TorchRec's forward and the autograd engine's backward.
-
-    Args:
-        group: The module's tables.
-    """
+    """Drives one module's rows from TorchRec's forward and the autograd engine's backward."""
 
     def __init__(self, group: RowGroup) -> None:
         self._group = group
-        self._backward = -1
-        self._in_flight: list[BatchGradients] = []
+        self._graph_task = -1  # the autograd engine's id of the backward that sends gradients
+        self._sent: list[BatchGradients] = []
 
     def fetch(self, layout: RowLayout, weights_N: Tensor | None) -> PartRows:
         """Starts to fetch the rows of a batch, which is one micro-batch. Collective.
 
-        Args:
-            layout: Layout of the batch's rows.
-            weights_N: Per-sample weights in KeyedJaggedTensor order, with their graph.
-
-        Returns:
-            The batch's rows, which may still be on their way.
+        ``weights_N`` are per-sample weights in KeyedJaggedTensor order, with their graph. The
+        returned rows may still be on their way.
         """
         # a refresh since the input dist has changed the slots of hot rows
         if layout.hot_epoch != self._group.hot_epoch:
@@ -61,33 +53,31 @@ class InBackwardDriver:
         if agreement is not None and agreement.wait().homes_written:
             group.apply_writes()
         rows.read_hot()
-        return rows.acquire(0, partial(self._send, layout), weights_N, once=True)
+        return rows.acquire(0, partial(self._send, layout), weights_N, is_last=True)
 
     def _send(self, layout: RowLayout, grads_M: Sequence[Tensor]) -> None:
-        """Sends a batch's gradients and queues the update; runs in backward. Collective.
+        """Sends a batch's gradients, ``(R, D)`` by matrix, and queues the update; runs in backward.
 
-        Args:
-            layout: Layout that the forward fetched with.
-            grads_M: Gradients of the rows ``(R, D)`` of each matrix.
+        Collective. ``layout`` is that of the forward's fetch.
         """
         if layout.hot_epoch != self._group.hot_epoch:
             raise PicassoError(
                 "hot rows changed between a forward and its backward; change them between steps"
             )
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._in_flight.clear()  # gradients of a backward that raised before its end
-            self._backward = backward
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._graph_task:
+            self._sent.clear()  # gradients of a backward that raised before its end
+            self._graph_task = graph_task
         # A graph may be walked several times (retain_graph), so its gradients are a new object.
         gradients = BatchGradients(self._group, layout)
         gradients.add(0, grads_M)
         gradients.send(0)
         gradients.reduce_hot()
-        self._in_flight.append(gradients)
+        self._sent.append(gradients)
         Variable._execution_engine.queue_callback(self._update)
 
     def _update(self) -> None:
         """Updates the rows of all lookups in the graph; the first of several call-backs does it."""
-        in_flight, self._in_flight = self._in_flight, []
-        if in_flight:
-            update_rows(self._group, in_flight)
+        sent, self._sent = self._sent, []
+        if sent:
+            update_rows(self._group, sent)

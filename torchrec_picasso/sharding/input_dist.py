@@ -1,32 +1,32 @@
 """TorchRec's input dist: the request for a batch's rows, in two awaitables.
 
 The first awaitable ends when the header is known, the second when the ids have arrived. All of it
-runs ahead of the step that needs the rows.
+runs ahead of the step that needs the rows. The features carry the layout of their rows to the
+lookup.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso._torchrec import BaseSparseFeaturesDist
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.layout import RowLayout
 from torchrec_picasso.rows.request import RowRequest
-from torchrec_picasso.sharding.features import LaidOutFeatures
+from torchrec_picasso.rows.valid_features import like
 
-__all__ = ["RequestDist"]
+__all__ = ["LaidOutFeatures", "RequestDist", "layout_of"]
 
 
 class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
-    """Requests a batch's rows from their home ranks, as one micro-batch and without lookahead.
-
-    Args:
-        group: The tables.
-    """
+    """Requests a batch's rows from their home ranks, as one micro-batch and without lookahead."""
 
     def __init__(self, group: RowGroup) -> None:
         super().__init__()
@@ -38,12 +38,9 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
     def forward(
         self, sparse_features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Starts the request.
+        """Starts the request. Collective.
 
-        Collective: all ranks call this, in the same order.
-
-        Returns:
-            An awaitable of an awaitable of the features with their layout.
+        The inner awaitable returns the features with their layout.
         """
         sound, self.sound = self.sound, ()
         self._group.check(sparse_features)
@@ -79,3 +76,42 @@ class _Ids(Awaitable[KeyedJaggedTensor]):
         with torch.no_grad():
             self._request.receive_ids()
             return LaidOutFeatures.attach(self._features, self._request.lay_out())
+
+
+class LaidOutFeatures(KeyedJaggedTensor):
+    """The rank's features, carrying the layout of their rows through the pipeline.
+
+    The lookup needs a KeyedJaggedTensor because feature processors and trackers run between the
+    input dist and the lookup. A feature processor builds a new KeyedJaggedTensor but keeps the
+    tensor of the ids, so the layout is an attribute of that tensor.
+    """
+
+    @staticmethod
+    def attach(features: KeyedJaggedTensor, layout: RowLayout) -> LaidOutFeatures:
+        """Wraps ``features`` without a copy of their data."""
+        # detach() makes a new tensor object on the same memory; the caller's gets no attribute
+        values = features.values().detach()
+        values._row_layout = layout
+        weights_N, offsets_S1 = features.weights_or_none(), features.offsets_or_none()
+        return like(features, LaidOutFeatures, values, weights_N, features.lengths(), offsets_S1)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Records ``stream`` on all tensors of the features and their layout."""
+        super().record_stream(stream)
+        for tensor in layout_of(self).tensors():
+            tensor.record_stream(stream)
+
+
+def layout_of(features: Any) -> RowLayout:
+    """Finds the layout of features that came out of the input dist.
+
+    Raises CompatError if the ids were replaced between the input dist and the lookup.
+    """
+    layout: RowLayout | None = getattr(features.values(), "_row_layout", None)
+    if layout is None:
+        raise CompatError(
+            "the ids changed between input_dist and lookup; hot/cold tables allow changed weights "
+            "there (feature processors), but no changed ids: change them before the batch comes "
+            "to the module, or place its tables without HotColdParams"
+        )
+    return layout

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
@@ -21,8 +22,8 @@ from torchrec_picasso.placement import SHARDING_TYPE_OF
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.delta_tracker import RecordLookup, state_tracker
-from torchrec_picasso.sharding.features import LaidOutFeatures, layout_of
 from torchrec_picasso.sharding.in_backward import InBackwardDriver
+from torchrec_picasso.sharding.input_dist import LaidOutFeatures, layout_of
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_storage import RowStorage
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
@@ -33,11 +34,8 @@ __all__ = ["HotColdPooledLookup", "HotColdSequenceLookup", "Packs"]
 class Packs:
     """All packs of one sharded module; TorchRec's lookup makes one kernel per pack.
 
-    Args:
-        configs: One config per pack, with all its tables.
-        tables: The same tables, as all ranks see them.
-        ranks: The ranks that exchange rows.
-        device: Device of the rows.
+    ``configs`` has one config per pack with all its tables, ``tables`` the same tables as all ranks
+    see them.
     """
 
     def __init__(
@@ -65,18 +63,11 @@ class Packs:
             for config, storage in zip(configs, storages)
             if (own := _on_this_rank(config, owned)) is not None
         ]
-
-    @property
-    def configs(self) -> list[GroupedEmbeddingConfig]:
+        self.configs = [config for config, _ in self._on_this_rank]
         """One config per pack with tables on this rank, and with only these tables."""
-        return [config for config, _ in self._on_this_rank]
 
     def kernel(self, number: int) -> HotColdKernel:
-        """Makes TorchRec's view of one pack.
-
-        Args:
-            number: Index of the pack in ``configs``.
-        """
+        """Makes TorchRec's view of the pack with this index in ``configs``."""
         return HotColdKernel(*self._on_this_rank[number], self.ranks)
 
 
@@ -92,16 +83,17 @@ def _on_this_rank(
     return replace(config, embedding_tables=tables) if tables else None
 
 
-class HotColdPooledLookup(GroupedPooledEmbeddingsLookup):
-    """This rank's part of a sharded EmbeddingBagCollection.
+class _HotColdLookup:
+    """Shared by pooled and sequence lookups: packs' kernels, and the driver without a schedule."""
 
-    Args:
-        packs: Packs of the module.
-    """
+    _emb_modules: Any
+    optim_state_tracker_fn: Callable[[PartRows], None] | None
 
     def __init__(self, packs: Packs) -> None:
         self._packs = packs
-        super().__init__(grouped_configs=packs.configs, device=packs.device, pg=packs.ranks.pg)
+        super().__init__(  # type: ignore[call-arg]
+            grouped_configs=packs.configs, device=packs.device, pg=packs.ranks.pg
+        )
         self._driver = InBackwardDriver(packs.group)
 
     def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:
@@ -114,6 +106,7 @@ class HotColdPooledLookup(GroupedPooledEmbeddingsLookup):
         """
         rows = sparse_features
         if not isinstance(rows, PartRows):
+            # sequences have no use for weights
             rows = self._driver.fetch(layout_of(rows), rows.weights_or_none())
         if self.optim_state_tracker_fn is not None:
             self.optim_state_tracker_fn(rows)
@@ -125,34 +118,9 @@ class HotColdPooledLookup(GroupedPooledEmbeddingsLookup):
         self.optim_state_tracker_fn = state_tracker(record_fn, self._packs.group, kernels)
 
 
-class HotColdSequenceLookup(GroupedEmbeddingsLookup):
-    """This rank's part of a sharded EmbeddingCollection.
+class HotColdPooledLookup(_HotColdLookup, GroupedPooledEmbeddingsLookup):
+    """This rank's part of a sharded EmbeddingBagCollection."""
 
-    Args:
-        packs: Packs of the module.
-    """
 
-    def __init__(self, packs: Packs) -> None:
-        self._packs = packs
-        super().__init__(grouped_configs=packs.configs, device=packs.device, pg=packs.ranks.pg)
-        self._driver = InBackwardDriver(packs.group)
-
-    def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:
-        return self._packs.kernel(len(self._emb_modules))
-
-    def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
-        """Starts to fetch the rows of a batch. Collective.
-
-        Rows of a micro-batch that a schedule fetches are returned unchanged.
-        """
-        rows = sparse_features
-        if not isinstance(rows, PartRows):
-            rows = self._driver.fetch(layout_of(rows), None)
-        if self.optim_state_tracker_fn is not None:
-            self.optim_state_tracker_fn(rows)
-        return rows
-
-    def register_optim_state_tracker_fn(self, record_fn: RecordLookup) -> None:
-        """Registers TorchRec's delta tracker, for its modes with optimizer state."""
-        kernels = list(self._emb_modules)
-        self.optim_state_tracker_fn = state_tracker(record_fn, self._packs.group, kernels)
+class HotColdSequenceLookup(_HotColdLookup, GroupedEmbeddingsLookup):
+    """This rank's part of a sharded EmbeddingCollection."""

@@ -29,12 +29,7 @@ __all__ = ["HotColdOutputDist"]
 
 
 class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Tensor]):
-    """Turns fetched rows into a module's output.
-
-    Args:
-        plan: Matrices and the features of each.
-        device: Device of the rows.
-    """
+    """Turns fetched rows into a module's output."""
 
     def __init__(self, plan: PackPlan, device: torch.device) -> None:
         super().__init__()
@@ -44,15 +39,10 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
     def forward(
         self, local_embs: PartRows, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
-        """Makes the awaitable of the output.
+        """Makes the awaitable of the output of one micro-batch.
 
-        Args:
-            local_embs: Rows of one micro-batch.
-            sharding_ctx: Not used.
-
-        Returns:
-            Pooled: ``(B, sum of F_m * D_m)``, or flat, feature by feature, if every feature has its
-            own batch size. Sequences: the row of each lookup ``(N, D)``, feature by feature.
+        Pooled: ``(B, sum of F_m * D_m)``, or flat, feature by feature, if every feature has its own
+        batch size. Sequences: the row of each lookup ``(N, D)``, feature by feature.
         """
         return _OutputAwaitable(local_embs, self._plan, self._anchor)
 
@@ -121,19 +111,19 @@ class _PoolArrivals(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, rows: PartRows, *weights_M: Tensor | None
+        ctx: Any, anchor: Tensor, rows: PartRows, *scales_M: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.sink, ctx.pooling_M = rows.sink, rows.pooling_M
         ctx.rows_M, pieces_M = [], []
         needed_M = ctx.needs_input_grad[2:]
         # one matrix is pooled while the next one is still on its way
-        for arrived, weights, pooling, needed in zip(
-            rows.arrive(), weights_M, rows.pooling_M, needed_M
+        for arrived, scales_N, pooling, needed in zip(
+            rows.arrive(), scales_M, rows.pooling_M, needed_M
         ):
-            pieces_M.append(pooling.pool(arrived, weights))
-            # Only a weight's gradient needs the rows; else the graph must not keep them alive.
+            pieces_M.append(pooling.pool(arrived, scales_N))
+            # Only a factor's gradient needs the rows; else the graph must not keep them alive.
             ctx.rows_M.append(arrived if needed else None)
-        ctx.save_for_backward(*weights_M)
+        ctx.save_for_backward(*scales_M)
         return tuple(piece for pieces in pieces_M for piece in pieces)
 
     @staticmethod
@@ -150,21 +140,21 @@ _NOT_COMPILED = (
 
 @torch.compiler.disable(reason=_NOT_COMPILED)
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Computes gradients of rows, passes them to the driver's sink, returns those of weights."""
+    """Computes gradients of rows, passes them to the driver's sink, returns those of factors."""
     if compiled_autograd.in_compiled_autograd_region:
         raise CompatError(_NOT_COMPILED)
-    weights_M, pooling_M = ctx.saved_tensors, ctx.pooling_M
+    scales_M, pooling_M = ctx.saved_tensors, ctx.pooling_M
     remaining = iter(grads)
     # forward flattened its outputs over matrices; the same counts restore them by matrix
     grads_M = [list(islice(remaining, pooling.num_pieces)) for pooling in pooling_M]
     ctx.sink(
         [
-            pooling.gradients(matrix_grads, weights)
-            for matrix_grads, weights, pooling in zip(grads_M, weights_M, pooling_M)
+            pooling.gradients(matrix_grads, scales_N)
+            for matrix_grads, scales_N, pooling in zip(grads_M, scales_M, pooling_M)
         ]
     )
-    weight_grads_M = [
+    scale_grads_M = [
         None if rows is None else pooling.gradient_of_scales(matrix_grads, rows)
         for matrix_grads, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
     ]
-    return None, None, *weight_grads_M
+    return None, None, *scale_grads_M

@@ -6,6 +6,7 @@ Rank 0 receives shards table by table, in messages of bounded size, straight int
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,17 +26,8 @@ _MOST_BYTES = 64 << 20
 """Upper bound of a message in bytes, and of the memory needed beside the state itself."""
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Position of one shard in the whole tensor, by dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def place(self) -> tuple[slice, ...]:
-        """The position as an index."""
-        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+_Piece = tuple[slice, ...]
+"""Index of one shard in the whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +82,18 @@ def export_plain(model: nn.Module) -> dict[str, Tensor]:
 
 def _shards_of(value: Any) -> list[tuple[_Piece, Tensor]] | None:
     """Finds this rank's shards of a tensor; ``None`` if the rank has the whole tensor."""
-    if isinstance(value, ShardedTensor):
-        return [
-            (_Piece(tuple(s.metadata.shard_offsets), tuple(s.tensor.shape)), s.tensor.detach())
-            for s in value.local_shards()
-        ]
     local = value.to_local() if isinstance(value, DTensor) else None
-    if isinstance(local, LocalShardsWrapper):
+    if isinstance(value, ShardedTensor):
+        found = [(s.metadata.shard_offsets, s.tensor) for s in value.local_shards()]
+    elif isinstance(local, LocalShardsWrapper):
         # zip is not strict: a rank without shards still lists one offset
-        return [
-            (_Piece(tuple(offsets), tuple(shard.shape)), shard.detach())
-            for shard, offsets in zip(local.local_shards(), local.local_offsets())
-        ]
-    return None
+        found = list(zip(local.local_offsets(), local.local_shards()))
+    else:
+        return None
+    return [
+        (tuple(slice(o, o + n) for o, n in zip(offsets, shard.shape, strict=True)), shard.detach())
+        for offsets, shard in found
+    ]
 
 
 def _parts_of(value: Any, shards: Sequence[tuple[_Piece, Tensor]] | None) -> _Parts:
@@ -116,19 +107,19 @@ def _parts_of(value: Any, shards: Sequence[tuple[_Piece, Tensor]] | None) -> _Pa
 
 def _problem(parts_by_rank: Sequence[Mapping[str, _Parts]]) -> str | None:
     """Describes the first tensor whose shards do not add up to the whole; ``None`` = all do."""
-    found: dict[str, int] = {}
-    sizes: dict[str, tuple[int, ...]] = {}
+    found: Counter[str] = Counter()
+    expected: dict[str, int] = {}
     for rank_parts in parts_by_rank:
         for name, parts in rank_parts.items():
-            sizes[name] = parts.size
             if parts.pieces is not None:
-                count = sum(math.prod(piece.sizes) for piece in parts.pieces)
-                found[name] = found.get(name, 0) + count
-    for name, count in found.items():
-        if count != math.prod(sizes[name]):
+                expected[name] = math.prod(parts.size)
+                for piece in parts.pieces:
+                    found[name] += math.prod(where.stop - where.start for where in piece)
+    for name, num_elements in expected.items():
+        if found[name] != num_elements:
             return (
-                f"{name} has {math.prod(sizes[name]):,} elements, of which the ranks' state dicts "
-                f"hold {count:,}; export a model whose tables are all in its state dict, sharded "
+                f"{name} has {num_elements:,} elements, of which the ranks' state dicts hold "
+                f"{found[name]:,}; export a model whose tables are all in its state dict, sharded "
                 "by TorchRec alone"
             )
     return None
@@ -146,13 +137,13 @@ def _joined(
     parts = next(rank_parts[name] for rank_parts in parts_by_rank if name in rank_parts)
     whole = torch.empty(parts.size, dtype=parts.dtype)
     for piece, shard in shards or ():
-        whole[piece.place] = shard.cpu()
+        whole[piece] = shard.cpu()
     device = _device_of_messages()
     for rank, rank_parts in enumerate(parts_by_rank):
         if rank > 0 and name in rank_parts:
             for piece in rank_parts[name].pieces or ():
                 # the sender splits its shard into the same row blocks
-                for rows in _row_blocks(whole[piece.place]):
+                for rows in _row_blocks(whole[piece]):
                     message = torch.empty(rows.shape, dtype=rows.dtype, device=device)
                     dist.recv(message, src=rank)
                     rows.copy_(message)

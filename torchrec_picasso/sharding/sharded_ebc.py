@@ -12,7 +12,6 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import (
     LazyAwaitable,
     LazyGetItemMixin,
-    ParameterSharding,
     ShardingEnv,
     ShardingType,
 )
@@ -31,9 +30,7 @@ from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.sharding.sharded_module import (
     GROUP,
     HotColdModule,
-    apart_from_stock,
     is_hot_cold,
-    twin_of,
 )
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
@@ -71,22 +68,6 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
         )
 
     @classmethod
-    def create_grouped_sharding_infos(
-        cls,
-        module: EmbeddingBagCollectionInterface,
-        table_name_to_parameter_sharding: dict[str, ParameterSharding],
-        prefix: str,
-        fused_params: dict[str, Any] | None,
-        suffix: str | None = "weight",
-    ) -> dict[str, list[EmbeddingShardingInfo]]:
-        """Groups tables by sharding type; hot/cold tables are a group of their own."""
-        return apart_from_stock(
-            super().create_grouped_sharding_infos(
-                module, table_name_to_parameter_sharding, prefix, fused_params, suffix
-            )
-        )
-
-    @classmethod
     def create_embedding_bag_sharding(
         cls,
         sharding_infos: list[EmbeddingShardingInfo],
@@ -116,15 +97,9 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
 
     def with_shardings(self, positions: Sequence[int]) -> ShardedHotColdEmbeddingBagCollection:
         """Copies the module with a subset of its shardings; both modules share the rows."""
-        part: ShardedHotColdEmbeddingBagCollection = twin_of(self)
-        # A shallow copy; all below that depends on the set of shardings is rebuilt, by the same
-        # TorchRec methods as in its constructor or, for input dists, with the first batch.
+        part: ShardedHotColdEmbeddingBagCollection = self._copy_with(positions)
         part._embedding_shardings = [self._embedding_shardings[p] for p in positions]
-        part._lookups = [self._lookups[p] for p in positions]
-        part._sharding_types = [self._sharding_types[p] for p in positions]
-        part._has_uninitialized_input_dist = part._has_features_permute = True
-        part._input_dists, part._output_dists = [], []
-        part._feature_splits, part._features_order = [], []
+        part._has_features_permute = True
         part._embedding_names, part._uncombined_embedding_names = [], []
         part._embedding_dims, part._uncombined_embedding_dims = [], []
         part._create_output_dist()
@@ -140,7 +115,7 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
 
     def join(self, parts: Sequence[LazyAwaitable[KeyedTensor]]) -> LazyAwaitable[KeyedTensor]:
         """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
-        return _Joined(parts, self._embedding_names, self._embedding_dims)
+        return _Joined(parts, self._embedding_names)
 
     def output(self, rows: PartRows) -> Any:
         """Computes the module's output for one micro-batch, from its fetched rows."""
@@ -161,20 +136,13 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
 class _Joined(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
     """The outputs of several modules, concatenated by key to ``(B, sum of D)``."""
 
-    def __init__(
-        self, parts: Sequence[LazyAwaitable[KeyedTensor]], keys: Sequence[str], dims: Sequence[int]
-    ) -> None:
+    def __init__(self, parts: Sequence[LazyAwaitable[KeyedTensor]], keys: Sequence[str]) -> None:
         super().__init__()
         self._parts = parts
         self._keys = list(keys)
-        self._dims = list(dims)
 
     def _wait_impl(self) -> KeyedTensor:
         found: dict[str, Tensor] = {}
         for part in self._parts:
-            pooled = part.wait()
-            split = pooled.values().split(pooled.length_per_key(), dim=1)
-            found |= dict(zip(pooled.keys(), split))
-        return KeyedTensor(
-            self._keys, self._dims, torch.cat([found[key] for key in self._keys], dim=1)
-        )
+            found |= part.wait().to_dict()
+        return KeyedTensor.from_tensor_list(self._keys, [found[key] for key in self._keys])

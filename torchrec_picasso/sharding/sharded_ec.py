@@ -16,12 +16,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_rows import PartRows
-from torchrec_picasso.sharding.features import with_weights
+from torchrec_picasso.rows.valid_features import with_weights
 from torchrec_picasso.sharding.sharded_module import (
     GROUP,
     HotColdModule,
-    apart_from_stock,
-    twin_of,
 )
 from torchrec_picasso.sharding.spread import SpreadSequences
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
@@ -41,13 +39,6 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         super().__init__(module, *args, **kwargs)
         if self.is_all_hot_cold:
             self._use_index_dedup = False  # the unique exchange deduplicates, on every device
-
-    @classmethod
-    def create_grouped_sharding_infos(
-        cls, *args: Any, **kwargs: Any
-    ) -> dict[str, list[EmbeddingShardingInfo]]:
-        """Groups tables by sharding type; hot/cold tables are a group of their own."""
-        return apart_from_stock(super().create_grouped_sharding_infos(*args, **kwargs))
 
     @classmethod
     def create_embedding_sharding(
@@ -81,19 +72,12 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
 
     def with_shardings(self, positions: Sequence[int]) -> ShardedHotColdEmbeddingCollection:
         """Copies the module with a subset of its shardings; both modules share the rows."""
-        part: ShardedHotColdEmbeddingCollection = twin_of(self)
-        # A shallow copy; all below that depends on the set of shardings is rebuilt, by the same
-        # TorchRec methods as in its constructor or, for input dists, with the first batch.
+        part: ShardedHotColdEmbeddingCollection = self._copy_with(positions)
         shardings = list(self._sharding_type_to_sharding.items())
         part._sharding_type_to_sharding = dict(shardings[p] for p in positions)
-        part._lookups = [self._lookups[p] for p in positions]
-        part._sharding_types = [self._sharding_types[p] for p in positions]
         part._embedding_names_per_sharding = [
             self._embedding_names_per_sharding[p] for p in positions
         ]
-        part._has_uninitialized_input_dist = True
-        part._input_dists, part._output_dists = [], []
-        part._feature_splits, part._features_order = [], []
         part._create_output_dist()
         part._use_index_dedup = self._use_index_dedup and not part.is_all_hot_cold
         return part
@@ -111,17 +95,7 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         """Looks up the batch. Collective.
 
         TorchRec's implementation fails on batches without samples, so it runs only for modules with
-        stock tables.
-
-        Args:
-            ctx: TorchRec's context of the batch.
-            input: Features with their layout, one entry per sharding.
-
-        Returns:
-            The awaitable of a JaggedTensor per embedding name.
-
-        Raises:
-            CompatError: If stock tables would not be trained.
+        stock tables. Raises CompatError if stock tables would not be trained.
         """
         if not self.is_all_hot_cold:
             _refuse_untrained(ctx, self._device)

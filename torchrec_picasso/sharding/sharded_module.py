@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -27,10 +26,27 @@ from torchrec_picasso.rows.valid_features import valid_features
 from torchrec_picasso.sharding.delta_tracker import lookup_tracker
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
-__all__ = ["GROUP", "HotColdModule", "apart_from_stock", "is_hot_cold", "twin_of"]
+__all__ = ["GROUP", "HotColdModule", "is_hot_cold"]
 
 GROUP = "hot_cold"
 """The key of hot/cold tables in TorchRec's dictionary of tables by sharding type."""
+
+
+def _tracker_shared_with_parts(name: str) -> Any:
+    """Makes a property that is one for a module and those that its :meth:`apart` returns."""
+
+    # TorchRec sets trackers before and after the copy of a module; copies share the dictionary
+    def trackers_of(module: HotColdModule) -> dict[str, Any]:
+        trackers: dict[str, Any] = vars(module).setdefault("_tracked", {})
+        return trackers
+
+    def read(module: HotColdModule) -> Callable[..., None] | None:
+        return trackers_of(module).get(name)
+
+    def write(module: HotColdModule, record: Callable[..., None] | None) -> None:
+        trackers_of(module)[name] = record
+
+    return property(read, write)
 
 
 class HotColdModule(ABC):
@@ -48,8 +64,19 @@ class HotColdModule(ABC):
     preprocess_input: Callable[..., Any]
 
     _lookups: list[Any]
-    _tracked: dict[str, Any]
-    """TorchRec's tracker functions; shared with modules that :meth:`apart` made before or after."""
+    _sharding_types: list[str]
+
+    @classmethod
+    def create_grouped_sharding_infos(
+        cls, *args: Any, **kwargs: Any
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
+        """Groups tables by sharding type; hot/cold tables are a group of their own."""
+        stock_groups = super().create_grouped_sharding_infos(*args, **kwargs)  # type: ignore[misc]
+        groups: dict[str, list[EmbeddingShardingInfo]] = {}
+        for sharding_type, infos in stock_groups.items():
+            for info in infos:
+                groups.setdefault(GROUP if is_hot_cold(info) else sharding_type, []).append(info)
+        return groups
 
     @abstractmethod
     def table_shardings(self) -> Sequence[Any]:
@@ -67,10 +94,7 @@ class HotColdModule(ABC):
     def with_shardings(self, positions: Sequence[int]) -> HotColdModule:
         """Copies the module with a subset of its shardings; both modules share the rows.
 
-        The copy makes its own input dists, with the first batch.
-
-        Args:
-            positions: Indices of the shardings, ascending.
+        Positions ascend. The copy makes its own input dists, with the first batch.
         """
 
     @abstractmethod
@@ -78,9 +102,14 @@ class HotColdModule(ABC):
         """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
 
     @property
+    def hot_cold_shardings(self) -> list[HotColdEmbeddingSharding]:
+        """The sharding of the hot/cold tables, none if there are no such tables."""
+        return [s for s in self.table_shardings() if isinstance(s, HotColdEmbeddingSharding)]
+
+    @property
     def has_hot_cold(self) -> bool:
         """Whether any table is hot/cold."""
-        return bool(self._positions(hot_cold=True))
+        return bool(self.hot_cold_shardings)
 
     @property
     def is_all_hot_cold(self) -> bool:
@@ -95,6 +124,22 @@ class HotColdModule(ABC):
         # malformed features are replaced for both modules; the hot/cold one reports them
         stock._is_checked = True
         return hot_cold, stock
+
+    def _copy_with(self, positions: Sequence[int]) -> Any:
+        """Makes a shallow copy with the lookups of some shardings, for :meth:`with_shardings`.
+
+        All that depends on the set of shardings is rebuilt, by the same TorchRec methods as in its
+        constructor or, for input dists, with the first batch.
+        """
+        part: Any = copy.copy(self)
+        # nn.Module writes submodules and buffers into these dictionaries: the copy gets its own
+        vars(part).update(_buffers=dict(part._buffers), _modules=dict(part._modules))
+        part._lookups = [self._lookups[p] for p in positions]
+        part._sharding_types = [self._sharding_types[p] for p in positions]
+        part._has_uninitialized_input_dist = True
+        part._input_dists, part._output_dists = [], []
+        part._feature_splits, part._features_order = [], []
+        return part
 
     def _positions(self, *, hot_cold: bool) -> list[int]:
         """Indices of the shardings of one kind."""
@@ -114,28 +159,14 @@ class HotColdModule(ABC):
         """Replaces malformed features, then starts TorchRec's input dist. Collective."""
         if self.has_hot_cold or self._is_checked:
             features = valid_features(maybe_td_to_kjt(features, None))
-            for sharding in self.table_shardings():
-                if isinstance(sharding, HotColdEmbeddingSharding):
-                    sharding.request_dist.sound = [features]
+            for sharding in self.hot_cold_shardings:
+                sharding.request_dist.sound = [features]
         return super().input_dist(ctx, features)  # type: ignore[misc]
 
-    @property
-    def post_lookup_tracker_fn(self) -> Callable[..., None] | None:
-        """The function that TorchRec calls after a lookup."""
-        return self._tracked.get("lookup")
-
-    @post_lookup_tracker_fn.setter
-    def post_lookup_tracker_fn(self, record: Callable[..., None] | None) -> None:
-        vars(self).setdefault("_tracked", {})["lookup"] = record
-
-    @property
-    def post_odist_tracker_fn(self) -> Callable[..., None] | None:
-        """The function that TorchRec calls after it has started an output dist."""
-        return self._tracked.get("odist")
-
-    @post_odist_tracker_fn.setter
-    def post_odist_tracker_fn(self, record: Callable[..., None] | None) -> None:
-        vars(self).setdefault("_tracked", {})["odist"] = record
+    post_lookup_tracker_fn = _tracker_shared_with_parts("lookup")
+    """The function that TorchRec calls after a lookup."""
+    post_odist_tracker_fn = _tracker_shared_with_parts("odist")
+    """The function that TorchRec calls after it has started an output dist."""
 
     def register_post_lookup_tracker_fn(self, record_fn: Callable[..., None]) -> None:
         """Registers TorchRec's delta tracker; see ``delta_tracker.py``."""
@@ -155,8 +186,7 @@ class HotColdModule(ABC):
     def features_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Selects the features that the module looks up, in the order of its tables.
 
-        Args:
-            features: The module's input; lengths must be valid.
+        Lengths of the module's input must be valid.
         """
         if self._has_uninitialized_input_dist:
             self._create_input_dist(features.keys())
@@ -171,20 +201,8 @@ class HotColdModule(ABC):
         return own
 
 
-def twin_of(module: nn.Module) -> Any:
-    """Makes a shallow copy of a module whose submodules can be replaced without changing it."""
-    twin = copy.copy(module)
-    # nn.Module writes submodules and buffers into these dictionaries, so the copy needs its own
-    vars(twin).update(_buffers=dict(module._buffers), _modules=dict(module._modules))
-    return twin
-
-
 def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
-    """Whether the plan makes a table hot/cold.
-
-    Raises:
-        PlanError: If a hot/cold table does not have the sharding type of its form.
-    """
+    """Whether the plan makes a table hot/cold; PlanError if its sharding type is not its form's."""
     sharding = info.param_sharding
     if not isinstance(sharding.cache_params, HotColdParams):
         return False
@@ -197,14 +215,3 @@ def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
             f"{expected!r}"
         )
     return True
-
-
-def apart_from_stock(
-    stock_groups: dict[str, list[EmbeddingShardingInfo]],
-) -> dict[str, list[EmbeddingShardingInfo]]:
-    """Moves hot/cold tables out of TorchRec's groups by sharding type into a group of their own."""
-    groups: dict[str, list[EmbeddingShardingInfo]] = {}
-    for sharding_type, infos in stock_groups.items():
-        for info in infos:
-            groups.setdefault(GROUP if is_hot_cold(info) else sharding_type, []).append(info)
-    return groups

@@ -25,11 +25,9 @@ __all__ = ["SpreadBags", "SpreadSequences"]
 class SpreadBags(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
     """Pooled rows of VBE features, expanded to one row per sample: ``(B, sum of D)``.
 
-    Args:
-        own: The pooled rows; their values are flat, feature by feature.
-        rows_F: Rows of each feature.
-        row_of_sample_FB: Inverse index: each sample's row, counted within its feature; ``None`` =
-            all features have the batch's samples, and nothing is expanded.
+    The values of ``own`` are flat, feature by feature, ``rows_F`` rows each. The inverse index
+    names each sample's row, counted within its feature; without it all features have the batch's
+    samples, and nothing is expanded.
     """
 
     def __init__(
@@ -67,13 +65,9 @@ class SpreadBags(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
 class SpreadSequences(LazyAwaitable[dict[str, JaggedTensor]]):
     """Sequences of VBE features, expanded to one sequence per sample.
 
-    Args:
-        own: The sequences per row, feature by feature.
-        lengths_S: Lookups of each bag; a bag is a row of a feature.
-        row_of_sample_FB: Inverse index: each sample's bag, counted over the bags of all features.
-
-    Cost:
-        One host sync on CUDA, for the lookups of each feature.
+    ``own`` has a sequence per row, feature by feature. ``lengths_S`` are the lookups of each bag; a
+    bag is a row of a feature. The inverse index names each sample's bag, counted over the bags of
+    all features. One host sync on CUDA, for the lookups of each feature.
     """
 
     def __init__(
@@ -108,13 +102,9 @@ class SpreadSequences(LazyAwaitable[dict[str, JaggedTensor]]):
 
 
 def _take(jagged: JaggedTensor, lengths_B: Tensor, starts_B: Tensor, num: int) -> JaggedTensor:
-    """Copies ``num`` lookups in all: from each start the given number, in the order of the samples.
+    """Copies from each start the given number of lookups ``(N, D)``, in the order of the samples.
 
-    Args:
-        jagged: The feature's sequences, ``(N, D)``.
-        lengths_B: Lookups of each sample.
-        starts_B: First lookup of each sample in ``jagged``.
-        num: Sum of the lengths.
+    ``starts_B`` count within ``jagged``; ``num`` is the sum of the lengths.
     """
     # source index of output n is n + (start of its sample - sum of the lengths before the sample)
     behind_B = starts_B - (lengths_B.cumsum(0) - lengths_B)

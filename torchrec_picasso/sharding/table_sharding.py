@@ -13,6 +13,7 @@ import copy
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,17 +44,10 @@ __all__ = ["HotColdEmbeddingSharding"]
 class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
     """Shards tables row-wise with hot replicas and one packed unique exchange.
 
-    Args:
-        sharding_infos: Tables whose ``cache_params`` is a :class:`HotColdParams`; all pooled, or
-            all looked up as sequences.
-        env: Sharding environment, one-dimensional.
-        device: Device of the tables.
-        qcomm_codecs_registry: Wire precision; rows and gradients use the codecs of
-            ``SEQUENCE_EMBEDDINGS_ALL_TO_ALL`` (FP32, FP16 or BF16).
-
-    Raises:
-        PlanError: If a table cannot hold its hot set.
-        CompatError: If the environment, kernel, optimizer or wire precision is not supported.
+    The tables' ``cache_params`` are :class:`HotColdParams`; all are pooled, or all are looked up as
+    sequences. Rows and gradients use the wire codecs of ``SEQUENCE_EMBEDDINGS_ALL_TO_ALL`` (FP32,
+    FP16 or BF16). Raises PlanError if a table cannot hold its hot set, CompatError if the
+    environment (one-dimensional), kernel, optimizer or wire precision is not supported.
     """
 
     _grouped_embedding_configs_per_rank: list[list[GroupedEmbeddingConfig]]
@@ -94,14 +88,11 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         if device is not None and device.type == "cpu":
             connect(self._pg)
         self._packs: Packs | None = None
-        self._request_dist: RequestDist | None = None
 
-    @property
+    @cached_property
     def request_dist(self) -> RequestDist:
         """The request for a batch's rows; shared by all copies of the module."""
-        if self._request_dist is None:
-            self._request_dist = RequestDist(self.group)
-        return self._request_dist
+        return RequestDist(self.group)
 
     @property
     def group(self) -> RowGroup:
@@ -117,10 +108,7 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
     ) -> HotColdPooledLookup | HotColdSequenceLookup:
         """Allocates this rank's home rows and replicas."""
         self._packs = Packs(
-            self._grouped_embedding_configs,
-            self._tables,
-            self._ranks,
-            device or self._device,
+            self._grouped_embedding_configs, self._tables, self._ranks, device or self._device
         )
         lookup = HotColdSequenceLookup if self._is_sequence else HotColdPooledLookup
         return lookup(self._packs)
@@ -196,16 +184,12 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
 def _packs(
     groups: list[GroupedEmbeddingConfig], params: Mapping[str, HotColdParams]
 ) -> list[GroupedEmbeddingConfig]:
-    """Splits groups of tables into packs.
+    """Splits one rank's groups of tables into packs.
 
     TorchRec puts ``fused`` and ``fused_uvm`` tables into one group. Packs of a wave are neighbours.
     Neighbouring packs of one dim share a row matrix, so a wave has its packs ordered by dim, and
     every other wave in the opposite order, so that a dim continues over the boundary. Tables of one
     home rank are neighbours.
-
-    Args:
-        groups: TorchRec's groups of one rank.
-        params: Placement of each table.
     """
     dims = list(dict.fromkeys(t.embedding_dim for g in groups for t in g.embedding_tables))
     packs_by_wave: dict[Any, list[GroupedEmbeddingConfig]] = defaultdict(list)
@@ -219,13 +203,13 @@ def _packs(
             pack.embedding_tables = sorted(tables, key=_owner)
             packs_by_wave[route, wave].append(pack)
 
-    def place_of_dim(pack: GroupedEmbeddingConfig) -> int:
+    def index_of_dim(pack: GroupedEmbeddingConfig) -> int:
         return dims.index(pack.embedding_tables[0].embedding_dim)
 
     return [
         pack
-        for place, wave in enumerate(sorted(packs_by_wave))
-        for pack in sorted(packs_by_wave[wave], key=place_of_dim, reverse=place % 2 == 1)
+        for index, wave in enumerate(sorted(packs_by_wave))
+        for pack in sorted(packs_by_wave[wave], key=index_of_dim, reverse=index % 2 == 1)
     ]
 
 

@@ -112,13 +112,13 @@ class InFlightBatch:
         """
         rows, gradients = self.rows[group], self.gradients[group]
         # a run on the whole batch uses the rows of all micro-batches with samples, one after
-        # another; the last use of a micro-batch's rows may free them (once)
+        # another; the last use of a micro-batch's rows may free them
         indices = self.filled if self.is_whole else [self.filled[run]]
         parts = []
         for index in indices:
             sink = partial(self._take_gradients, name, gradients, number, index)
-            once = index == self.filled[-1]
-            part = rows.acquire(index, sink, weights, once=once, module=number)
+            is_last = index == self.filled[-1]
+            part = rows.acquire(index, sink, weights, is_last=is_last, module=number)
             parts.append((part, self.sizes_K[index]))
         return parts
 

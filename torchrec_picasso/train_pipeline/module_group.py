@@ -21,8 +21,7 @@ from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowRequest
-from torchrec_picasso.rows.valid_features import valid_features
-from torchrec_picasso.sharding.features import with_weights
+from torchrec_picasso.rows.valid_features import valid_features, with_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 from torchrec_picasso.train_pipeline.variable_batch import (

@@ -26,7 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.sharding.features import with_own_weights
+from torchrec_picasso.rows.valid_features import with_own_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 
 __all__ = ["ProcessedModule", "module_of"]

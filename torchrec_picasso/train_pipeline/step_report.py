@@ -145,6 +145,8 @@ class StepWatch:
 
 def _coverage(rows_by_group: Sequence[BatchRows]) -> float | None:
     """Share of hot rows among the distinct rows of a batch; ``None`` = no table has rows."""
-    packs = [pack for rows in rows_by_group for pack in rows.layout.packs if pack.source.sends_rows]
+    packs = [
+        pack for rows in rows_by_group for pack in rows.layout.packs if pack.requests.sends_rows
+    ]
     num_rows = sum(pack.num_rows for pack in packs)
     return sum(pack.hot_slots.numel() for pack in packs) / num_rows if num_rows else None

@@ -30,7 +30,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
-from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags
 from torchrec_picasso.ops.fetch_order import (
     ExchangeSplits,
@@ -43,6 +42,7 @@ from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.segment_reduction import mean_scale, mean_weights
 from torchrec_picasso.placement import owner_pooled_waves
 from torchrec_picasso.rows.routes.route import (
+    IncomingRequests,
     PackLayout,
     Payload,
     Pooling,
@@ -50,7 +50,6 @@ from torchrec_picasso.rows.routes.route import (
     RouteFeatures,
     RouteLayout,
     RouteRequest,
-    Source,
 )
 from torchrec_picasso.storage.hot_homes import TouchedHot
 from torchrec_picasso.storage.row_storage import RowStorage
@@ -70,24 +69,17 @@ class PooledRoute(Route):
     name = "bags"
     needs_one_batch_size = True  # home ranks get one number of samples per rank
 
-    def __init__(
-        self,
-        tables: Sequence[PackedTable],
-        storages: Sequence[RowStorage],
-        ranks: Ranks,
-        device: torch.device,
-    ) -> None:
-        super().__init__(tables, storages, ranks, device)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         num_packs = self.space.num_packs
-        block_F, self.first_row_F = self.space.find_blocks(self.space.feature_base_F)
-        """First row of each feature's table in the home rank's storage of the pack, int64."""
-        self.features_AW = [[0] * ranks.size for _ in range(num_packs)]
-        """Number of features that each rank pools, by pack."""
-        pack_F = [table.pack for table in tables for _ in table.feature_names]
-        places = list(zip(pack_F, self.space.block_rank_TW[block_F].tolist()))
-        assert places == sorted(places), "tables of one home must be side by side"
-        for pack, home in places:
-            self.features_AW[pack][home] += 1
+        homes = [(table.pack, _home_rank(table)) for table in self.tables]
+        assert homes == sorted(homes), "tables of one home must be side by side"
+        self.features_by_home = [[0] * self.ranks.size for _ in range(num_packs)]
+        """Number of features that each rank pools, by pack and rank."""
+        for table, (pack, home) in zip(self.tables, homes):
+            self.features_by_home[pack][home] += len(table.feature_names)
+        _, self.first_rows = self.space.find_blocks(self.space.feature_base_F)
+        """First row of each feature's table in its home rank's storage, int64, ``(F,)``."""
         self.incoming_order = lru_cache(maxsize=num_packs)(incoming_bag_order)
         """The permutation of incoming bags, kept for the packs of one batch."""
 
@@ -100,7 +92,7 @@ class PooledRoute(Route):
     @property
     def features_of_blocks(self) -> Sequence[int]:
         """Number of features by pack and home rank."""
-        return [num for features_W in self.features_AW for num in features_W]
+        return [num for features_W in self.features_by_home for num in features_W]
 
     def why_not(self, features: KeyedJaggedTensor) -> str | None:
         """Says that weights require gradients, which home ranks that apply them cannot give."""
@@ -117,6 +109,11 @@ class PooledRoute(Route):
     def read(self, features: RouteFeatures) -> _Request:
         """Splits the lookups of a batch by pack and home rank."""
         return _Request(self, features)
+
+
+def _home_rank(table: PackedTable) -> int:
+    """Returns the rank that stores all rows of the table."""
+    return next(rank for rank, rows in enumerate(table.block_rows_W) if rows)
 
 
 class _Request(RouteRequest):
@@ -137,7 +134,7 @@ class _Request(RouteRequest):
         # Row of the table plus the table's first row in the home rank's storage, shape (N,); rows
         # outside their table are 0.
         rows_N, self.outside_ids = shift_rows(
-            values_N, lookups_F, route.first_row_F, route.space.feature_rows_F, torch.int64
+            values_N, lookups_F, route.first_rows, route.space.feature_rows_F, torch.int64
         )
         if weights_N is not None:
             first = features.first_lookup
@@ -162,35 +159,35 @@ class _Request(RouteRequest):
         self._incoming_lookups_AW = lookups_WA.T.tolist()
 
     def ids(self, dtype: torch.dtype) -> list[Payload]:
-        payloads = []
-        for pack, features_W in enumerate(self._route.features_AW):
-            incoming_W = self._incoming_lookups_AW[pack]
+        payloads: list[Payload] = []
+        for pack, features_W in enumerate(self._route.features_by_home):
+            lookups_W, incoming_W = self._lookups_AW[pack], self._incoming_lookups_AW[pack]
             own_features = features_W[self._route.ranks.rank]
             # One entry (sent, sent_W, received_W) per vector. Lengths: one per (sample, feature).
-            lookups = self._rows_A[pack], self._lookups_AW[pack], incoming_W
-            lengths = (
-                self._lengths_A[pack],
-                [sum(self._sizes_K) * features for features in features_W],
-                [sum(sizes_K) * own_features for sizes_K in self._samples_WK],
-            )
-            vectors = [lookups, lengths]
+            vectors = [
+                (self._rows_A[pack], lookups_W, incoming_W),
+                (
+                    self._lengths_A[pack],
+                    [sum(self._sizes_K) * features for features in features_W],
+                    [sum(sizes_K) * own_features for sizes_K in self._samples_WK],
+                ),
+            ]
             if self._weights_A is not None:
-                # float32 weights are sent as their bits in the integer payload, with the ids'
-                # counts.
+                # float32 weights are sent as their bits in the integer payload.
                 bits = self._weights_A[pack].contiguous().view(torch.int32)
-                vectors.append((bits, *lookups[1:]))
-            received = [
-                lengths[0].new_empty(sum(counts_W), dtype=dtype) for *_, counts_W in vectors
+                vectors.append((bits, lookups_W, incoming_W))
+            own = [
+                Payload(
+                    sent.to(dtype), sent_W, sent.new_empty(sum(received_W), dtype=dtype), received_W
+                )
+                for sent, sent_W, received_W in vectors
             ]
-            self._received_A.append(received)
-            payloads += [
-                Payload(sent.to(dtype), sent_W, into, received_W)
-                for (sent, sent_W, received_W), into in zip(vectors, received)
-            ]
+            self._received_A.append([payload.received for payload in own])
+            payloads += own
         return payloads
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
-        plan, features_AW = self._route.plan, self._route.features_AW
+        plan, features_AW = self._route.plan, self._route.features_by_home
         layouts = [self._pack_layout(pack, first_matrix + pack) for pack in range(plan.num_packs)]
         edges_K1 = [*accumulate(self._sizes_K, initial=0)]
         pooling_KM: list[list[Pooling]] = [
@@ -211,9 +208,9 @@ class _Request(RouteRequest):
         return layouts, pooling_KM
 
     def _pack_layout(self, pack: int, matrix: int) -> PackLayout:
-        source = self._asked(pack)
-        nothing = source.home_rows_n.new_empty(0)
-        features_W = self._route.features_AW[pack]
+        requests = self._incoming_bags(pack)
+        nothing = requests.home_rows_n.new_empty(0)
+        features_W = self._route.features_by_home[pack]
         bags_KW = [[size * features for features in features_W] for size in self._sizes_K]
         return PackLayout(
             matrix=matrix,
@@ -223,15 +220,15 @@ class _Request(RouteRequest):
             outgoing=ExchangeSplits(bags_KW),
             outgoing_by_fetch=find_fetch_order(bags_KW, None),
             # Gradients are sent by chunk: without the (empty) exchange of clean rows.
-            incoming=ExchangeSplits(source.by_fetch.counts_EW[dirty_exchange(0) :]),
-            source=source,
+            incoming=ExchangeSplits(requests.by_fetch.counts_EW[dirty_exchange(0) :]),
+            requests=requests,
         )
 
-    def _asked(self, pack: int) -> _AskedBags:
+    def _incoming_bags(self, pack: int) -> _IncomingBags:
         """Builds the incoming requests of one pack from the received ids."""
         mean_F, rank = self._route.plan.mean_MF[pack], self._route.ranks.rank
         rows, lengths, *weight_bits = self._received_A[pack]
-        *_, first, end = accumulate(self._route.features_AW[pack][: rank + 1], initial=0)
+        *_, first, end = accumulate(self._route.features_by_home[pack][: rank + 1], initial=0)
         num_features = end - first
         # From (rank, feature, sample) order to (micro-batch, rank, sample, feature) order.
         ordered = reorder_bags(
@@ -250,30 +247,30 @@ class _Request(RouteRequest):
             [size * num_features for size in sizes_W] for sizes_W in zip(*self._samples_WK)
         ]
         by_fetch = find_fetch_order(counts_KW, None)
-        scale_S = None
+        mean_scale_S = None
         if mean_F is not None:
             # One flag per bag: the features of this home rank, repeated for each sample of all
             # ranks.
             mean_S = mean_F[first:end].repeat(sum(map(sum, self._samples_WK)))
             if weights_N is None:
-                scale_S = mean_scale(torch.diff(ordered.offsets_S1).float(), mean_S)
+                mean_scale_S = mean_scale(torch.diff(ordered.offsets_S1).float(), mean_S)
             else:
                 weights_N = mean_weights(weights_N, ordered.offsets_S1, mean_S, rows.numel())
         # First bag of each exchange, shape (E + 1,). Nothing is fetched ahead: exchange 0 is empty.
         edges = torch.tensor([0, *(by_fetch.rows(e).stop for e in range(len(counts_KW) + 1))])
         edges = edges.to(ordered.offsets_S1.device, non_blocking=True)
-        return _AskedBags(
+        return _IncomingBags(
             home_rows_n=ordered.ids_N,
             offsets_S1=ordered.offsets_S1,
             weights_N=weights_N,
-            scale_S=scale_S,
+            mean_scale_S=mean_scale_S,
             by_fetch=by_fetch,
             lookups_E1=ordered.offsets_S1.index_select(0, edges).tolist(),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AskedBags(Source):
+class _IncomingBags(IncomingRequests):
     """Incoming requests for pooled bags, ordered by micro-batch, rank, sample and feature.
 
     There is a home row per lookup, int64.
@@ -285,26 +282,26 @@ class _AskedBags(Source):
     """First lookup of each bag, and N, int64, shape ``(S + 1,)``."""
     weights_N: Tensor | None
     """Weight of each lookup, including the divisor of a mean; ``None`` = ones."""
-    scale_S: Tensor | None
+    mean_scale_S: Tensor | None
     """Factor of each bag's sum, where bags are averaged without weights; ``None`` = ones."""
     lookups_E1: Sequence[int]
     """First lookup of each exchange; the last entry is N; on the host."""
 
     @staticmethod
-    def joined(batches: Sequence[_AskedBags]) -> _AskedBags:
+    def joined(batches: Sequence[_IncomingBags]) -> _IncomingBags:
         starts = accumulate((incoming.home_rows_n.numel() for incoming in batches), initial=0)
         # Shift each batch's offsets by the lookups before it and drop its end, which is the next
         # batch's start; the end of the last batch is appended below.
         offsets = [incoming.offsets_S1[:-1] + start for incoming, start in zip(batches, starts)]
         rows_N = torch.cat([incoming.home_rows_n for incoming in batches])
         end = offsets[0].new_full((1,), rows_N.numel())
-        weights = [incoming.weights_N for incoming in batches if incoming.weights_N is not None]
-        scales = [incoming.scale_S for incoming in batches if incoming.scale_S is not None]
-        return _AskedBags(
+        weights = [own.weights_N for own in batches if own.weights_N is not None]
+        scales = [own.mean_scale_S for own in batches if own.mean_scale_S is not None]
+        return _IncomingBags(
             home_rows_n=rows_N,
             offsets_S1=torch.cat([*offsets, end]),
             weights_N=torch.cat(weights) if weights else None,
-            scale_S=torch.cat(scales) if scales else None,
+            mean_scale_S=torch.cat(scales) if scales else None,
             by_fetch=FetchOrder([[sum(map(len, offsets))]], order_n=None),
             lookups_E1=(0, rows_N.numel()),
         )
@@ -327,7 +324,11 @@ class _AskedBags(Source):
 
     def _scaled(self, sums_SD: Tensor, bags: slice) -> Tensor:
         """Converts the sums of some bags to averages, in place."""
-        return sums_SD if self.scale_S is None else sums_SD.mul_(self.scale_S[bags].unsqueeze(1))
+        return (
+            sums_SD
+            if self.mean_scale_S is None
+            else sums_SD.mul_(self.mean_scale_S[bags].unsqueeze(1))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +350,7 @@ class _PooledBags(Pooling):
     has_weights: bool
     """Whether home ranks received weights."""
 
-    def weights(self, weights_N: Tensor, are_new: bool) -> None:
+    def lookup_weights(self, weights_N: Tensor, are_new: bool) -> None:
         if are_new and self.has_weights:
             raise CompatError(_WEIGHTS_LEFT)
 

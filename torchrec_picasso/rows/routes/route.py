@@ -2,8 +2,8 @@
 
 The engine loops over the routes of a group and over their packs, and joins what they send into one
 collective per operation. The route decides everything else: :class:`RouteRequest` the header words,
-ids, dirty mask and layout of a batch, :class:`Source` fetch and update at the home rank of a pack,
-:class:`Pooling` the pooling of a micro-batch and its gradients.
+ids, dirty mask and layout of a batch, :class:`IncomingRequests` fetch and update at the home rank
+of a pack, :class:`Pooling` the pooling of a micro-batch and its gradients.
 
 Shape letters: F features, K parts, W ranks, N lookups, S bags, D dim; n and m rows.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from torchrec_picasso.storage.hot_homes import TouchedHot
 from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = [
+    "IncomingRequests",
     "PackLayout",
     "Payload",
     "Pooling",
@@ -36,18 +38,14 @@ __all__ = [
     "RouteFeatures",
     "RouteLayout",
     "RouteRequest",
-    "Source",
 ]
 
 
+@dataclass(eq=False, repr=False)
 class Route(ABC):
     """The tables of a group that travel in the same way.
 
-    Args:
-        tables: Tables of the route, packs ascending from 0.
-        storages: Home rows and replicas of each pack on this rank.
-        ranks: This rank and its peers.
-        device: Device of the rows.
+    Packs ascend from 0; ``storages`` holds this rank's home rows and replicas of each.
     """
 
     name: ClassVar[str]
@@ -55,19 +53,14 @@ class Route(ABC):
     needs_one_batch_size: ClassVar[bool] = False
     """Whether variable-batch (VBE) features are padded to one batch size."""
 
-    def __init__(
-        self,
-        tables: Sequence[PackedTable],
-        storages: Sequence[RowStorage],
-        ranks: Ranks,
-        device: torch.device,
-    ) -> None:
-        self.tables = tables
-        self.storages = storages
-        self.ranks = ranks
-        self.device = device
-        self.space = IdSpace.build(tables, device)
-        self.hot = HotSlots.build(tables, device)
+    tables: Sequence[PackedTable]
+    storages: Sequence[RowStorage]
+    ranks: Ranks
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.space = IdSpace.build(self.tables, self.device)
+        self.hot = HotSlots.build(self.tables, self.device)
 
     @property
     @abstractmethod
@@ -88,6 +81,17 @@ class Route(ABC):
     def features_of_blocks(self) -> Sequence[int]:
         """Numbers of features of consecutive blocks; the host learns the lookups of each block."""
         return (self.num_features,)
+
+    def id_ranges(self) -> Iterator[tuple[PackedTable, int, int]]:
+        """Yields each table with its first packed id and the end of its packed ids."""
+        base = 0
+        for table in self.tables:
+            yield table, base, base + table.num_embeddings
+            base += table.num_embeddings
+
+    def hot_ids_by_pack(self) -> list[Tensor]:
+        """Returns the packed ids of each pack's hot rows, int64, ascending."""
+        return [self.hot.ids_H[start:end] for start, end in pairwise(self.hot.start_P1)]
 
     def change_hot_rows(self, hot_rows_T: Sequence[Tensor], epoch: int | None = None) -> None:
         """Sets the hot rows of each table, ascending int64; the storages update the replicas.
@@ -172,7 +176,7 @@ class RouteRequest(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source(ABC):
+class IncomingRequests(ABC):
     """The incoming requests of one batch at the home rank of one pack."""
 
     sends_rows: ClassVar[bool]
@@ -196,7 +200,7 @@ class Source(ABC):
 
     @staticmethod
     @abstractmethod
-    def joined(batches: Sequence[Any]) -> Source:
+    def joined(batches: Sequence[Any]) -> IncomingRequests:
         """Merges the requests of several batches into one, which is only updated, not read."""
 
     def tensors(self) -> Iterator[Tensor]:
@@ -216,15 +220,12 @@ class Pooling(ABC):
     lookups_F: Sequence[int] = ()
     """Number of lookups of each feature of a sequence matrix."""
 
-    def weights(self, weights_N: Tensor, are_new: bool) -> Tensor | None:
+    def lookup_weights(self, weights_N: Tensor, are_new: bool) -> Tensor | None:
         """Returns the weights of the lookups that this rank pools, in bag order.
 
-        Args:
-            weights_N: Per-sample weights of the batch, in KeyedJaggedTensor order.
-            are_new: Whether they differ from those of the request.
-
-        Raises:
-            CompatError: If the route cannot apply new weights any more.
+        ``weights_N`` are those of the batch, in KeyedJaggedTensor order; ``are_new`` says whether
+        they differ from those of the request. Raises CompatError if the route cannot apply new
+        weights any more.
         """
         return None
 
@@ -279,8 +280,8 @@ class PackLayout:
     """Outgoing cold rows in fetch order."""
     incoming: ExchangeSplits
     """Incoming cold rows in request order, by chunk and requesting rank."""
-    source: Source
-    """Incoming requests at this home rank."""
+    requests: IncomingRequests
+    """Requests for home rows of this rank."""
 
     @property
     def num_rows(self) -> int:
@@ -288,14 +289,14 @@ class PackLayout:
         return self.hot_slots.numel() + self.outgoing.num_rows
 
     @property
-    def hot_place(self) -> slice:
+    def hot_slice(self) -> slice:
         """Position in the matrix of the hot rows that this rank uses, and of their gradients."""
         return slice(self.start, self.start + self.hot_slots.numel())
 
     @property
-    def cold_place(self) -> slice:
+    def cold_slice(self) -> slice:
         """Position in the matrix of the cold rows that this rank uses."""
-        start = self.hot_place.stop
+        start = self.hot_slice.stop
         return slice(start, start + self.outgoing.num_rows)
 
 

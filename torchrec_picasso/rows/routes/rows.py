@@ -45,6 +45,7 @@ from torchrec_picasso.ops.segment_reduction import (
 from torchrec_picasso.ops.unique import unique_rows
 from torchrec_picasso.rows.cut import BatchCut
 from torchrec_picasso.rows.routes.route import (
+    IncomingRequests,
     PackLayout,
     Payload,
     Pooling,
@@ -52,7 +53,6 @@ from torchrec_picasso.rows.routes.route import (
     RouteFeatures,
     RouteLayout,
     RouteRequest,
-    Source,
 )
 from torchrec_picasso.storage.hot_homes import TouchedHot
 from torchrec_picasso.storage.row_storage import RowStorage
@@ -233,7 +233,7 @@ class _Request(RouteRequest):
                 outgoing=self._outgoing_P[pack],
                 outgoing_by_fetch=orders[pack][0],
                 incoming=self._incoming_P[pack],
-                source=_IncomingRows.build(self.incoming_rows_P[pack], orders[pack][1]),
+                requests=_IncomingRows.build(self.incoming_rows_P[pack], orders[pack][1]),
             )
             for matrix, packs in enumerate(self._route.plan.matrices)
             for pack, start in zip(
@@ -255,7 +255,7 @@ class _Request(RouteRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _IncomingRows(Source):
+class _IncomingRows(IncomingRequests):
     """Incoming requests for home rows in request order, each read for every requesting rank."""
 
     sends_rows = True
@@ -295,7 +295,7 @@ class _RowPooling(Pooling):
     source_N: Tensor | None
     """KeyedJaggedTensor position of each lookup in bag order; ``None`` without weights."""
 
-    def weights(self, weights_N: Tensor, are_new: bool) -> Tensor | None:
+    def lookup_weights(self, weights_N: Tensor, are_new: bool) -> Tensor | None:
         if not self.part.index.has_bags:
             return None
         assert self.source_N is not None, "the batch came without weights"
