@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.datasets.utils import Batch
 
 from tests.proof.models import Head, Model, make_batch
@@ -45,6 +46,14 @@ class Watched(Head):
         return loss + logits.softmax(0).square().sum() if self.late else loss
 
 
+class _Doubling(TorchDispatchMode):
+    """Doubles the result of every product."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func is torch.ops.aten.mm.default else result
+
+
 def _proved() -> tuple[Model, Guard, Batch]:
     model, batch = Model(Watched()), make_batch()
     proof = prove(model, batch, given_tables(model, batch.sparse_features))
@@ -71,6 +80,7 @@ _CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "list in an object": (lambda head: head.settings.steps.append(3), "head.settings"),
     "list": (lambda head: head.scales.__setitem__(0, 3.0), "head.scales"),
     "training": (lambda head: head.inner.eval(), "head.inner"),
+    "type": (lambda head: head.over.half(), "the type of head.over.bias"),
     "frozen": (lambda head: head.over.weight.requires_grad_(False), "head.over.weight"),
     "replaced module": (lambda head: setattr(head, "inner", nn.Identity()), "head"),
     "replaced parameter": (
@@ -118,9 +128,10 @@ def test_a_batch_of_another_form_is_seen() -> None:
 
 def test_settings_of_torch_are_watched() -> None:
     _, guard, _ = _proved()
-    with torch.autocast("cpu"):
-        assert "a setting of PyTorch" in str(guard.changed())
-    assert guard.changed() is None
+    for setting in (torch.autocast("cpu"), _Doubling()):
+        with setting:
+            assert "a setting of PyTorch" in str(guard.changed())
+        assert guard.changed() is None
 
 
 def test_a_guard_begins_again() -> None:

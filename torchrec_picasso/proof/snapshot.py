@@ -77,7 +77,7 @@ class Snapshot:
         self._same: list[tuple[str, Mapping[str, Any], list[Any]]] = []
         self._names: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self._cells: dict[int, tuple[str, Any, Any]] = {}
-        self._weights: list[tuple[str, Tensor, bool, Any]] = []
+        self._weights: list[tuple[str, Tensor, bool, torch.dtype, Any]] = []
         self._forwards: list[tuple[type[nn.Module], Any, Any]] = []
         # by id: equal code of another function may have other names
         self._functions: dict[int, list[FunctionType]] = {}
@@ -189,7 +189,7 @@ class Snapshot:
             for hooks in () if node is None else node[1]:
                 self._keep(f"a hook on the accumulation of {path}'s gradient", hooks)
             # the node stays alive: a new one would have other dictionaries
-            self._weights.append((path, tensor, tensor.requires_grad, node))
+            self._weights.append((path, tensor, tensor.requires_grad, tensor.dtype, node))
         return self._keep(path, vars(tensor))
 
     def _take_class(self, cls: type) -> Iterable[_Member]:
@@ -313,9 +313,11 @@ class Snapshot:
         for cls, forward, call in self._forwards:
             if cls.forward is not forward or cls.__call__ is not call:
                 yield f"the forward of the class {cls.__name__} has changed"
-        for path, weight, requires_grad, _ in self._weights:
+        for path, weight, requires_grad, dtype, _ in self._weights:
             if weight.requires_grad is not requires_grad:
                 yield f"requires_grad of {path} has changed"
+            if weight.dtype is not dtype:  # .half() changes a parameter in place
+                yield f"the type of {path} has changed"
             if weight._backward_hooks or weight._post_accumulate_grad_hooks:
                 yield f"a hook on {path}"
         yield from (f"{words} has changed" for words in self.changed_names())
