@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_picasso.exchange.gloo_group import new_gloo_group
+from torchrec_picasso.exchange.gloo import new_gloo_group
 from torchrec_picasso.exchange.tally import is_watched, note_sent
 
 __all__ = ["Pending", "connect", "start_all_to_all"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.exchange.all_to_all import start_all_to_all
-from torchrec_picasso.exchange.gloo_threads import let_training_go_first
+from torchrec_picasso.exchange.gloo import let_training_go_first
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are told apart on Linux")
 

@@ -1,4 +1,9 @@
-"""Lowers the scheduling priority of gloo's I/O threads below the training thread's.
+"""Gloo groups with connections of their own, and the priority of gloo's I/O threads.
+
+Messages between two ranks of one group share a connection and arrive in start order: a small one
+waits for every byte started before. On 1 Gbit/s between 2 ranks, flags took 49 ms behind 5 MB of
+rows, 11 ms on a connection of their own, and DDP's sum of dense gradients held the training thread
+for 105 of 430 ms behind the gradients of rows.
 
 A gloo thread moves data when its sockets are ready. If the thread wakes up on the core of the
 training thread, it preempts the training thread at once. If the answer to a message that is just
@@ -18,12 +23,27 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["let_training_go_first"]
+import torch
+import torch.distributed as dist
+
+__all__ = ["let_training_go_first", "new_gloo_group"]
 
 _NAME = "gloo_tcp_loop"
 _NICE = 5
 """A higher value frees more of the core, but leaves the link idle where communication dominates."""
 _MOST_NICE = 19
+
+
+def new_gloo_group(pg: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Makes a gloo group with the ranks of ``pg`` and its timeout on ``device``. Collective."""
+    group = dist.new_group(
+        dist.get_process_group_ranks(pg),
+        timeout=pg._get_backend(device).options._timeout,
+        backend="gloo",
+        use_local_synchronization=True,  # ranks of other groups do not call this
+    )
+    let_training_go_first()  # the group's threads exist by now
+    return group
 
 
 def let_training_go_first() -> None:
