@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.app.cli.support import TINY_CONFIG, error_of, output_of
-from tests.app.zoo.criteo_data import samples, write_parquet, write_text
+from tests.app.zoo.criteo_data import samples, write_parquet
 from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.zoo.tables import table_specs
 from torchrec_picasso.frequency import FrequencyStats
@@ -95,24 +95,6 @@ def test_generated_data_of_a_configuration(
     assert "a batch of 16 samples has 64 lookups" in text
     assert "the 5 most frequent rows took " in text
     assert stats == FrequencyStats.from_parquet(out)
-
-
-def test_criteo_files_of_both_formats_count_alike(
-    tmp_path: Path, criteo_config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    columns = samples(64)
-    files = [
-        write_parquet(tmp_path / "a.parquet", columns),
-        write_text(tmp_path / "a.tsv", columns),
-    ]
-    read = []
-    for file in files:
-        out = str(tmp_path / "stats.parquet")
-        output_of(["stats", str(file), "--config", criteo_config, "-o", out], capsys)
-        read.append(FrequencyStats.from_parquet(out))
-    assert read[0] == read[1]
-    assert read[0].num_samples == 64
-    assert all(counts.num_lookups == 64 for counts in read[0].tables.values())  # missing ids too
 
 
 def test_the_configurations_own_file_is_read_where_none_is_named(
