@@ -8,8 +8,7 @@ import pytest
 import torch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from tests.app.zoo.model_cases import CASES, NUM_ROWS, batch_of, build, group
-from tests.app.zoo.sharded_models import CPU, sharded
+from tests.app.zoo.model_cases import CASES, CPU, NUM_ROWS, batch_of, build, group, sharded
 from tests.train_pipeline.runs import run_to_the_end
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks
