@@ -131,16 +131,6 @@ def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:
         assert all(cost.total_ms > 0 for cost in added)
 
 
-def test_the_parts_of_a_step_add_up() -> None:
-    work = TableWork(load(), world_size=2)
-    curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2)
-    cost = hot_cold_cost(HotColdTotals.from_table(work, 1), curves, 2)
-    assert cost.total_ms == pytest.approx(cost.input_dist_wire_ms + cost.exposed_ms)
-    assert cost.total_ms == pytest.approx(cost.forward_ms + cost.backward_ms)
-    assert 0 < cost.input_dist_wire_ms < cost.total_ms
-    assert cost.plus(cost, -1.0).total_ms == pytest.approx(0)
-
-
 def test_memory_counts_homes_replicas_and_state() -> None:
     work = TableWork(load(optimizer_share=0.5), world_size=2)
     memory = hot_cold_memory_bytes([work], [3])
@@ -148,8 +138,3 @@ def test_memory_counts_homes_replicas_and_state() -> None:
     assert memory["replica"] == pytest.approx(3 * 16 * 4 * 1.5)
     assert memory["optimizer"] == pytest.approx(53 * 16 * 4 * 0.5)
     assert memory["buffers"] > 0
-
-
-def test_no_tables_cost_nothing() -> None:
-    assert hot_cold_cost(HotColdTotals(), WIRE, 2).total_ms == 0
-    assert stock_cost("table_wise", stock_totals("table_wise", []), WIRE, 2).total_bytes == 0

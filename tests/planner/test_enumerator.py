@@ -122,12 +122,3 @@ def test_one_name_in_two_modules() -> None:
     no_replicas = HotColdEnumerator(topology(), 4, 0).enumerate(twice, SHARDERS)
     assert len(no_replicas) == 6
     assert all(isinstance(option.cache_params, HotColdParams) for option in no_replicas)
-
-
-def test_enumerating_twice_gives_the_same() -> None:
-    model, enumerator = Model(), HotColdEnumerator(topology(), 4, 3, stats())
-    first = enumerator.enumerate(model, SHARDERS)
-    second = enumerator.enumerate(model, SHARDERS)
-    assert first[0] is not second[0]
-    assert list(map(hash, first)) == list(map(hash, second))
-    assert [o.total_storage for o in first] == [o.total_storage for o in second]

@@ -58,6 +58,8 @@ def _count(rank: int, world_size: int, jobs: dict[int, Job]) -> dict[Any, list[d
             batches = (make_batch(job, rank, step) for step in itertools.count())
             for _ in range(NUM_WARM):
                 pipeline.progress(batches)
+            if driver is None:
+                assert len(pipeline._pipelined_modules) == 1, "its exchange of ids is pipelined"
             found[num_tables, driver] = [
                 _kinds_of_one_step(pipeline, batches, world_size) for _ in range(NUM_COUNTED)
             ]
