@@ -116,14 +116,6 @@ def test_all_problems_at_once_each_with_its_place() -> None:
         ({"data": {"path": "x", "num_tasks": 2}}, "num_tasks: only generated samples of kind"),
         ({"pipeline": {"kind": "fused"}}, "pipeline.kind: expected one of interleaved, sparse_d"),
         (
-            {"pipeline": {"num_micro_batches": 0}},
-            "pipeline.num_micro_batches: expected at least 1, got 0",
-        ),
-        (
-            {"pipeline": {"num_micro_batches": True}},
-            "pipeline.num_micro_batches: expected a whole number or null, got True (bool)",
-        ),
-        (
             {"pipeline": {"lookahead": 1}},
             "pipeline.lookahead: expected true or false or null, got 1 (int)",
         ),
