@@ -39,14 +39,6 @@ def test_a_mapping_leaves_other_tables_stock() -> None:
     assert found == stock_kinds(model) | {"c": {("row_wise", "fused", (0, 1))}}
 
 
-def test_an_empty_mapping_is_stock() -> None:
-    model = Model()
-    stock = [EmbeddingBagCollectionSharder()]
-    for sharders in (SHARDERS, stock):
-        found = HotColdEnumerator(topology(), 4, {}).enumerate(model, sharders)
-        assert kinds(found) == kinds(EmbeddingEnumerator(topology(), 4).enumerate(model, sharders))
-
-
 def test_the_stored_space_is_a_copy_with_the_hot_rows() -> None:
     enumerator = HotColdEnumerator(topology(), 4, 3, stats())
     assert enumerator.last_stored_search_space is None

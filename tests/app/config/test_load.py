@@ -96,15 +96,8 @@ def test_all_problems_at_once_each_with_its_place() -> None:
         ({"optimizer": {"dense_lr": 0}}, "optimizer.dense_lr: expected more than 0, got 0"),
         ({"optimizer": {"dense_lr": float("nan")}}, "expected a finite number, got nan"),
         ({"sharding": {"placement": "hot"}}, "sharding.placement: expected one of hot_cold, "),
-        (
-            {"sharding": {"hot_rows": {"t_c1": -1}}},
-            "sharding.hot_rows: expected at least 0, got -1",
-        ),
-        (
-            {"sharding": {"hot_rows": [1]}},
-            "expected a whole number or a mapping from text to a whole number or null, "
-            "got [1] (list)",
-        ),
+        ({"sharding": {"hot_rows": {"t_c1": -1}}}, "hot_rows: expected at least 0, got -1"),
+        ({"sharding": {"hot_rows": [1]}}, "mapping from text to a whole number or null, got [1]"),
         ({"data": 5}, "data: expected a mapping of settings, got 5 (int)"),
         ({"data": {"path": 5}}, "data.path: expected text or null, got 5 (int)"),
         ({"data": {"path": "x", "num_tables": 3}}, "data.num_tables: a Criteo file feeds 26"),
@@ -115,20 +108,14 @@ def test_all_problems_at_once_each_with_its_place() -> None:
         ({"data": {"kind": "fields", "path": "x"}}, "path: fields are generated, got 'x'"),
         ({"data": {"path": "x", "num_tasks": 2}}, "num_tasks: only generated samples of kind"),
         ({"pipeline": {"kind": "fused"}}, "pipeline.kind: expected one of interleaved, sparse_d"),
-        (
-            {"pipeline": {"lookahead": 1}},
-            "pipeline.lookahead: expected true or false or null, got 1 (int)",
-        ),
+        ({"pipeline": {"lookahead": 1}}, "expected true or false or null, got 1 (int)"),
         ({"pipeline": None}, "pipeline: expected a mapping of settings, got None (NoneType)"),
         (
             {"pipeline": {"kind": "sparse_dist", "lookahead": False}},
             "pipeline.lookahead: only kind interleaved has it, got False with kind sparse_dist; "
             "remove lookahead or set kind to interleaved",
         ),
-        (
-            {"checkpoint": {"keep_last": 0}},
-            "checkpoint.keep_last: expected at least 1, got 0",
-        ),
+        ({"checkpoint": {"keep_last": 0}}, "keep_last: expected at least 1, got 0"),
         ({"qqqq": 1}, "qqqq: unknown key; known keys: steps, ranks"),
         ([1], "top level: expected a mapping of settings, got [1] (list)"),
     ],
