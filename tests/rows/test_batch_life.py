@@ -32,7 +32,7 @@ from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.rows.routes.rows import RowRoute
 from torchrec_picasso.rows.valid_features import valid_features
 
-PROPERTY = settings(max_examples=12, deadline=None, derandomize=True, database=None)
+PROPERTY = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 NUM_STEPS = 2
 
 Bags = list[list[list[int]]]

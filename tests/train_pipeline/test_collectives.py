@@ -32,7 +32,7 @@ PER_STEP: dict[Driver, dict[str, int]] = {
     (4, False): {"all_to_all": 10, "all_reduce": 3},
     (4, True): {"all_to_all": 12, "all_reduce": 3},
 }
-NUM_TABLES = (2, 26, 200)
+NUM_TABLES = (2, 200)
 WORLD_SIZE = 2
 NUM_WARM, NUM_COUNTED = 4, 3  # DDP makes its buckets anew in the second step
 
