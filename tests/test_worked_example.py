@@ -306,5 +306,3 @@ def test_the_document_says_what_the_code_does() -> None:
     found = _lines_of_document()
     assert len(found) >= FEWEST_LINES
     assert found == worked_example()
-
-

@@ -72,7 +72,7 @@ def pricer(network: CommCurves, dense_ms: float = 0.0, world_size: int = 2) -> S
     return StepPricer(network, world_size, DenseTimes.from_total(dense_ms))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     exponents=st.lists(st.floats(0.3, 1.4), min_size=1, max_size=2),
     speed=st.floats(0.05, 0.5),
