@@ -36,6 +36,14 @@ def test_points_that_do_not_rise_go_on_along_the_line(last_ms: float) -> None:
     assert curve.ms_at(1e6) == pytest.approx(last_ms + (1e6 - 400) * curve.ms_per_byte)
 
 
+def test_the_error_of_the_fit_is_its_distance_from_the_points() -> None:
+    curve = Curve.fit([100, 200, 300], [1.0, 4.0, 3.0])
+    line = [curve.latency_ms + curve.ms_per_byte * n for n in (100, 200, 300)]
+    errors = sorted(abs(x - t) / t for x, t in zip(line, (1.0, 4.0, 3.0)))
+    assert curve.worst_error == pytest.approx(errors[-1])
+    assert curve.median_error == pytest.approx(errors[1])
+
+
 @given(ms=st.lists(st.floats(0.001, 1e3), min_size=1, max_size=8))
 def test_no_coefficient_is_negative(ms: list[float]) -> None:
     curve = Curve.fit([1000 * 4**i for i in range(len(ms))], ms)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from torchrec_picasso.cost.local import LocalWork, PhaseCost
+from torchrec_picasso.cost.local import LocalCosts, LocalWork, PhaseCost
 from torchrec_picasso.errors import PicassoError
 
 RNG = np.random.default_rng(0)
@@ -26,6 +26,15 @@ def _works(num: int) -> list[LocalWork]:
         )
         for _ in range(num)
     ]
+
+
+def test_a_phase_in_three_adds_up() -> None:
+    cost = LocalCosts().hot_cold.backward
+    work = dataclasses.replace(_works(1)[0], updated=500.0)
+    call_ms, lookups_ms, rows_ms = cost.split_ms(work)
+    assert call_ms + lookups_ms + rows_ms == pytest.approx(cost.ms(work))
+    assert cost.split_ms(dataclasses.replace(work, updated=501.0))[2] > rows_ms
+    assert cost.split_ms(LocalWork())[0] == cost.fixed_ms
 
 
 def test_coefficients_are_found_again() -> None:

@@ -17,6 +17,7 @@ from tests.frequency.samples import (
     kjt,
     make_stats,
     stats_of,
+    table_counts,
 )
 from torchrec_picasso.errors import PicassoError, PlanError
 from torchrec_picasso.frequency import FrequencyStats
@@ -131,3 +132,9 @@ def test_an_empty_batch_has_no_distinct_rows() -> None:
 def test_a_batch_size_is_a_whole_number(batch_size: Any) -> None:
     with pytest.raises(PicassoError, match=f"batch_size is {batch_size}, expected an integer of"):
         collected().summary(batch_size)
+
+
+def test_counts_differ_from_other_counts() -> None:
+    counts = table_counts(3, {1: 2})
+    others = [table_counts(4, {1: 2}), table_counts(3, {1: 3}), table_counts(3, {2: 2}), "a"]
+    assert all(counts != other for other in others)

@@ -10,6 +10,8 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.proposers import (
     GreedyProposer,
+    GridSearchProposer,
+    UniformProposer,
 )
 from torchrec.distributed.planner.types import ParameterConstraints
 
@@ -19,6 +21,7 @@ from torchrec_picasso.cost import CommCurves, LocalCosts
 from torchrec_picasso.cost.local import PhaseCost, SideCosts
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
+from torchrec_picasso.planner.decided_plan import DecidedPlan
 
 STOCK = CommCurves(
     world_size=2,
@@ -85,6 +88,15 @@ def test_tables_that_are_not_named_take_what_torchrec_rates_fastest() -> None:
     first = {option.name: option.sharding_type for option in greedy.propose() or []}
     placed = plan.plan["pooled"].items()  # type: ignore[attr-defined]
     assert {name: of.sharding_type for name, of in placed} == first
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_other_proposers_are_torchrecs(device: str) -> None:
+    (proposer,) = hot_cold_planner(topology(device), hot_rows=0)._proposers
+    assert isinstance(proposer, DecidedPlan)
+    others = [type(other) for other in proposer._others]
+    assert others[-3:] == [GreedyProposer, GreedyProposer, UniformProposer]
+    assert others[:-3] == ([GridSearchProposer] if device == "cuda" else [])
 
 
 def test_a_model_without_tables_has_an_empty_plan() -> None:

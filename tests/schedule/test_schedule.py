@@ -136,6 +136,11 @@ def test_a_kind_that_does_not_exist_is_refused() -> None:
         Op("fetch_durty")
 
 
+def test_gradients_need_a_backward() -> None:
+    with pytest.raises(PlanError, match="runs send_gradients 0 without the backward it needs"):
+        Schedule((Op("forward", 0, 0), Op("send_gradients", 0, 0))).check()
+
+
 def test_every_kind_has_a_method_and_a_place_in_a_schedule() -> None:
     assert all(callable(getattr(Operations, f"_{kind}")) for kind in KINDS)
     assert {op.kind for op in training_schedule(Setting(2, lookahead=True))} == set(KINDS)

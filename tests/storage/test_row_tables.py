@@ -114,3 +114,13 @@ def test_a_write_into_either_shows_where_they_share_no_memory(which: str) -> Non
     assert rows.versions() == before
     getattr(rows, which)[0].fill_(1.0)
     assert rows.versions() != before
+
+
+def test_learning_rate_reaches_both() -> None:
+    for in_two in (False, True):
+        tables = _tables(in_two, OPTIMIZERS["sgd"])
+        homes, replicas = tables.weights.homes.clone(), tables.weights.replicas.clone()
+        tables.tbe.set_learning_rate(0.25)
+        tables.update(torch.tensor([4]), torch.tensor([1]), torch.ones(2, 4))
+        torch.testing.assert_close(homes[4] - tables.weights.homes[4], torch.full((4,), 0.25))
+        torch.testing.assert_close(replicas[1] - tables.weights.replicas[1], torch.full((4,), 0.25))

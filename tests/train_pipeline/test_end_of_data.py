@@ -104,7 +104,7 @@ def test_a_rank_whose_data_has_ended_goes_on_with_empty_batches(case: Any) -> No
 
 def _epochs(rank: int, world_size: int) -> dict[str, Run]:
     """Training with 3 and 1 batches, evaluation with 1 and 2, training with 2 and 2."""
-    job = JOBS["hot_cold"]
+    job = JOBS["waves"]
     epochs = [(True, (3, 1)), (False, (1, 2)), (True, (2, 2))]
     results = {}
     for kind in ("plain", "interleaved"):

@@ -23,6 +23,7 @@ from tests.train_pipeline.runs import (
     Run,
     assert_same_runs,
     batches_of,
+    empty_of,
     pipeline_of,
     plain_steps,
     run_to_the_end,
@@ -316,6 +317,33 @@ def _automatic(rank: int, world_size: int) -> list[tuple[int, str]]:
 def test_what_would_be_refused_is_trained_whole_unless_asked_for() -> None:
     for chosen in run_ranks(_automatic, 2, timeout_s=60):
         assert [number for number, _ in chosen] == [1] * (len(REFUSED) - 1)
+
+
+def _unpipelined(rank: int, world_size: int) -> list[Run]:
+    """Rank 1 has fewer batches; its tables' own exchange needs it all the same."""
+    counts = (4, 2)
+    listed = batches_of(JOB, rank, range(counts[rank]))
+    padded = listed + [empty_of(JOB)] * (max(counts) - counts[rank])
+    runs = []
+    for is_plain in (True, False):
+        model = build(JOB, rank, world_size)
+        _as(_Changing)(model)
+        if is_plain:
+            outputs = plain_steps(model, padded)
+        else:
+            pipeline = pipeline_of(model)
+            outputs = run_to_the_end(pipeline, iter(listed))
+            told = pipeline.summary().splitlines()
+            assert told[0] == (
+                "ebc: not pipelined: its input is not read off the batch but made inside the model"
+            )
+        runs.append((result_of(model, []), outputs))
+    return runs
+
+
+def test_a_module_that_is_not_pipelined_is_trained_whole() -> None:
+    by_rank = run_ranks(_unpipelined, 2, timeout_s=60)
+    assert_same_runs([mine for _, mine in by_rank], [plain for plain, _ in by_rank])
 
 
 # -- what only one rank can know -------------------------------------------------------------------
