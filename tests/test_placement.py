@@ -75,13 +75,6 @@ def test_long_hot_sets_differ_in_one_row() -> None:
     assert repr(params) != repr(changed)
 
 
-def test_cache_settings_count_too() -> None:
-    params = HotColdParams(hot_rows=[1])
-    assert params != HotColdParams(CacheAlgorithm.LFU, hot_rows=[1])
-    assert params != HotColdParams(load_factor=0.5, hot_rows=[1])
-    assert params != CacheParams()
-
-
 @pytest.mark.parametrize("rows", [[], [4, 1], range(1000)], ids=["none", "two", "thousand"])
 def test_survives_pickle_and_deepcopy(rows: list[int]) -> None:
     """As a plan is broadcast, and as the enumerator copies options."""
@@ -99,28 +92,34 @@ def test_defaults_do_not_share_a_tensor() -> None:
     assert HotColdParams().hot_rows is not HotColdParams().hot_rows
 
 
-def fingerprints() -> list[object]:
-    """Of settings that all differ from each other."""
+def settings_apart() -> list[HotColdParams]:
+    """Settings that all differ from each other."""
     return [
-        params.stable_fingerprint()
-        for params in (
-            HotColdParams(),
-            HotColdParams(hot_rows=[1]),
-            HotColdParams(hot_rows=[2]),
-            HotColdParams(hot_rows=[1, 2]),
-            HotColdParams(hot_rows=[1], wave=1),
-            HotColdParams(form="bags"),
-            HotColdParams(hot_rows=[1], num_micro_batches=1),
-            HotColdParams(hot_rows=[1], num_micro_batches=4),
-            HotColdParams(load_factor=0.5, hot_rows=[1]),
-            HotColdParams(CacheAlgorithm.LFU, hot_rows=[1]),
-        )
+        HotColdParams(),
+        HotColdParams(hot_rows=[1]),
+        HotColdParams(hot_rows=[2]),
+        HotColdParams(hot_rows=[1, 2]),
+        HotColdParams(hot_rows=[1], wave=1),
+        HotColdParams(form="bags"),
+        HotColdParams(hot_rows=[1], num_micro_batches=1),
+        HotColdParams(hot_rows=[1], num_micro_batches=4),
+        HotColdParams(load_factor=0.5, hot_rows=[1]),
+        HotColdParams(CacheAlgorithm.LFU, hot_rows=[1]),
     ]
 
 
-def test_fingerprints_tell_hot_sets_waves_forms_and_caches_apart() -> None:
-    found = fingerprints()
-    assert len(set(found)) == len(found)
+def fingerprints() -> list[object]:
+    return [params.stable_fingerprint() for params in settings_apart()]
+
+
+def test_hot_sets_waves_forms_numbers_and_caches_are_told_apart() -> None:
+    params, found = settings_apart(), fingerprints()
+    assert len(set(found)) == len(set(map(hash, params))) == len(params)
+    assert len(set(map(repr, params[:-2]))) == len(params) - 2  # which has no caches
+    for i, one in enumerate(params):
+        assert [one == other for other in settings_apart()] == [i == k for k in range(len(params))]
+        assert pickle.loads(pickle.dumps(one)) == one
+        assert one != CacheParams()
     assert found == fingerprints()
     # a plan's cache may be a file that another process reads: text, numbers and nothing else
     assert all(ast.literal_eval(repr(one)) == one for one in found)
@@ -144,19 +143,13 @@ def test_the_fingerprint_holds_the_parents_where_it_has_one(
     )
 
 
-def test_the_form_tells_plans_apart() -> None:
-    rows, bags = HotColdParams(), HotColdParams(form="bags")
-    assert rows != bags
-    assert hash(rows) != hash(bags)
-    assert repr(rows) != repr(bags)
-    assert pickle.loads(pickle.dumps(bags)) == bags
-
-
-def test_unknown_forms_and_hot_bags_are_refused() -> None:
+def test_unknown_forms_hot_bags_and_no_micro_batches_are_refused() -> None:
     with pytest.raises(PlanError, match="form 'columns' is unknown; the forms are 'rows' and"):
         HotColdParams(form="columns")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"2 hot rows were given with form='bags'.*leave out"):
         HotColdParams(hot_rows=[1, 2], form="bags")
+    with pytest.raises(PlanError, match="num_micro_batches is 0; expected at least 1, or None"):
+        HotColdParams(num_micro_batches=0)
 
 
 @pytest.mark.parametrize(
@@ -186,14 +179,3 @@ def test_check_refuses_what_the_table_cannot_hold(rows: list[int], message: str)
 @pytest.mark.parametrize("rows", [[], [2], [0, 1, 2]], ids=["none", "last", "all"])
 def test_check_accepts_what_it_can(rows: list[int]) -> None:
     HotColdParams(hot_rows=rows).check("t", num_embeddings=3)
-
-
-def test_micro_batches_are_part_of_what_a_plan_is() -> None:
-    four, none = HotColdParams(num_micro_batches=4), HotColdParams()
-    assert four == HotColdParams(num_micro_batches=4)
-    assert four != none
-    assert hash(four) != hash(none)
-    assert repr(four) != repr(none)
-    assert pickle.loads(pickle.dumps(four)).num_micro_batches == 4
-    with pytest.raises(PlanError, match="num_micro_batches is 0; expected at least 1, or None"):
-        HotColdParams(num_micro_batches=0)

@@ -130,9 +130,6 @@ OF_PYTHON = {
 }
 
 SIGNATURES: dict[str, str] = {
-    "Awaitable.__init__": "",
-    "Awaitable._wait_impl": "",
-    "BaseEmbedding.__init__": "",
     "BaseEmbedding.forward": "features",
     "BaseEmbeddingDist.forward": "local_embs, sharding_ctx",
     "BaseEmbeddingSharder.__init__": (
@@ -186,11 +183,9 @@ SIGNATURES: dict[str, str] = {
     "KeyedJaggedTensor.record_stream": "stream",
     "KeyedJaggedTensor.split": "segments",
     "KeyedJaggedTensor.to_dict": "compute_offsets",
-    "LazyAwaitable.__init__": "",
     "PipelinedForward.__call__": "*input, **kwargs",
     "Proposer.feedback": "partitionable, plan, perf_rating, storage_constraint",
     "Proposer.load": "search_space, enumerator",
-    "Proposer.propose": "",
     "ShardedEmbeddingBagCollection.__init__": (
         "module, table_name_to_parameter_sharding, env, fused_params, device, "
         "qcomm_codecs_registry, module_fqn, sharded_module_order_overwrite"
@@ -203,7 +198,6 @@ SIGNATURES: dict[str, str] = {
     ),
     "ShardedEmbeddingBagCollection._create_input_dist": "input_feature_names",
     "ShardedEmbeddingBagCollection.compute_and_output_dist": "ctx, input",
-    "ShardedEmbeddingBagCollection.create_context": "",
     "ShardedEmbeddingBagCollection.input_dist": "ctx, features",
     "ShardedEmbeddingBagCollection.update_shards": "changed_sharding_params, env, device",
     "ShardedFeatureProcessedEmbeddingBagCollection.input_dist": "ctx, features",
@@ -229,18 +223,15 @@ SIGNATURES: dict[str, str] = {
         "clear_data_dist_inputs"
     ),
     "TrainPipelineSparseDist._backward": "losses",
-    "TrainPipelineSparseDist._create_context": "",
-    "TrainPipelineSparseDist._optimizer_step": "",
     "TrainPipelineSparseDist.attach": "model, sparse_dist",
     "TrainPipelineSparseDist.copy_batch_to_gpu": "dataloader_iter",
-    "TrainPipelineSparseDist.detach": "",
     "TrainPipelineSparseDist.inplace_copy_batch_to_gpu": "dataloader_iter",
     "TrainPipelineSparseDist.progress": "dataloader_iter",
     "TrainPipelineSparseDist.register_backward_hook": "site, work",
-    "TrainPipelineSparseDist.reset": "",
     "TrainPipelineSparseDist.wait_sparse_data_dist": "context",
 }
-"""Parameters of TorchRec's methods that we replace, call from a replacement, or call at all."""
+"""Parameters of TorchRec's methods that we replace, call from a replacement, or call at all; those
+that are not here have none."""
 
 FUNCTIONS: dict[str, str] = {
     "append_prefix": "prefix, name",
@@ -361,10 +352,9 @@ def _module(path: str) -> Any:
 
 def test_overridden_methods_have_their_parameters() -> None:
     wrong = [
-        f"{use}: expected ({SIGNATURES.get(f'{use.owner}.{use.name}', 'not in SIGNATURES')}), "
-        f"TorchRec has ({parameters_of(function)})"
+        f"{use}: expected ({expected}), TorchRec has ({parameters_of(function)})"
         for use, function in overrides()
-        if SIGNATURES.get(f"{use.owner}.{use.name}") != parameters_of(function)
+        if (expected := SIGNATURES.get(f"{use.owner}.{use.name}", "")) != parameters_of(function)
     ]
     assert not wrong, "\n".join(wrong)
 

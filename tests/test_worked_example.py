@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tests.rows.worlds import (
-    LEARNING_RATE,
     World,
     features_of,
     fill_replicas,
@@ -307,16 +306,3 @@ def test_the_document_says_what_the_code_does() -> None:
     found = _lines_of_document()
     assert len(found) >= FEWEST_LINES
     assert found == worked_example()
-
-
-def test_the_update_is_that_of_the_unsharded_tables() -> None:
-    """Each lookup moves its row by the learning rate over W, by hand."""
-    moved = [torch.zeros(4), torch.zeros(6)]
-    for bags_F in THIS:
-        for table, bags in zip(moved, bags_F):
-            for bag in bags:
-                for row in bag:
-                    table[row] -= LEARNING_RATE / NUM_RANKS
-    homes = zip(*(table.split(len(table) // NUM_RANKS) for table in moved))
-    expected = tuple(_join(*of_rank) for of_rank in homes)
-    assert worked_example()["change of its home rows (user / item)"] == expected

@@ -14,7 +14,7 @@ from tests.train_pipeline.batches import Frozen, Open, Pair, kjt_of
 from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.batches.members import copy_batch
 from torchrec_picasso.batches.split import split_batch
-from torchrec_picasso.errors import CompatError, InputError
+from torchrec_picasso.errors import CompatError
 
 
 class _Labels(dict):  # a container that takes attributes too
@@ -80,17 +80,3 @@ def test_what_a_constructor_makes_is_made_again_unless_somebody_changed_it() -> 
     assert second.doubled.tolist() == [11, 12, 13]
     assert second.features.values().tolist() == [9, 9, 9]
     assert (first.total, second.total) == (0, 6)
-
-
-@pytest.mark.parametrize(
-    ("batch", "why"),
-    [
-        (Open([torch.rand(4), np.zeros(4)]), "batch.features[1]: do not know how to cut ndarray"),
-        (Pair(torch.rand(4), torch.rand(3)), "batch.right: 3 samples, expected 4"),
-    ],
-)
-def test_why_a_batch_cannot_be_cut_is_said(batch: Any, why: str) -> None:
-    with pytest.raises((CompatError, InputError)) as told:
-        split_batch(batch, [1, 3])
-    assert str(told.value).startswith(why)
-    assert "give the pipeline split_batch=" in str(told.value)

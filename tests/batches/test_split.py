@@ -242,13 +242,6 @@ def test_containers_keep_their_type() -> None:
         assert part.label["unknown"] == []
 
 
-def test_keyed_tensors_are_cut_by_samples() -> None:
-    keyed = KeyedTensor(["x", "y"], [1, 2], torch.arange(9).view(3, 3))
-    _, second = split_batch(keyed, [2, 1])
-    assert_same(second["x"], torch.tensor([[6]]))
-    assert_same(second["y"], torch.tensor([[7, 8]]))
-
-
 def test_one_micro_batch_is_the_batch_itself() -> None:
     for batch in (torch.arange(3), variable_batch(), object()):
         (part,) = split_batch(batch, [3])

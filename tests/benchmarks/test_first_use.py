@@ -129,32 +129,6 @@ def test_what_is_counted_is_what_travels(num: int, num_hot: int, way: str) -> No
     assert (summed > 0) == (num_hot > 0)
 
 
-def test_first_use_sends_the_same_rows_however_a_batch_is_cut() -> None:
-    (one, *_) = compare("x", make_clicks(), batch_size=20, micro_batches=(1,), dim=8, num_steps=1)
-    found = list(
-        compare("x", make_clicks(), batch_size=20, micro_batches=(2, 4), dim=8, num_steps=1)
-    )
-    for of in found:
-        headers = WORD_BYTES * (of.micro_batches - 1)
-        assert of.first_use_bytes == one.first_use_bytes + headers
-        assert one.first_use_bytes < of.clustered_bytes <= of.per_micro_batch_bytes
-        assert of.ratio > 1
-    assert found[0].per_micro_batch_bytes < found[1].per_micro_batch_bytes
-
-
-def test_sorting_finds_samples_that_share_rows() -> None:
-    clicks = make_clicks()
-    alike = Clicks(
-        targets={},
-        histories={},
-        profiles={"user": clicks.profiles["user"], "copy": clicks.profiles["user"]},
-        clicked=clicks.clicked,
-    )
-    (of,) = compare("x", alike, batch_size=20, micro_batches=(4,), dim=8, num_steps=1)
-    assert of.clustered_by in ("user", "copy")
-    assert of.clustered_bytes < of.per_micro_batch_bytes
-
-
 def test_hot_rows_are_those_looked_up_most() -> None:
     clicks = make_clicks()
     tables = Tables(clicks, DIM, WORLD_SIZE)
@@ -168,18 +142,6 @@ def test_hot_rows_are_those_looked_up_most() -> None:
     assert sorted(lookups[most]) == sorted(np.sort(lookups)[-5:])
     (of,) = compare("x", clicks, batch_size=20, micro_batches=(2,), dim=8, hot_rows=5, num_steps=1)
     assert of.hot_rows == 5
-
-
-def test_steps_take_every_sample_once() -> None:
-    steps = make_steps()
-    assert len(steps) == NUM_STEPS
-    taken = [
-        batch.sparse_features["user"].values()
-        for step in range(len(steps))
-        for batch in steps.batches(step)
-    ]
-    users = make_clicks().profiles["user"]
-    assert torch.cat(taken).tolist() == [*users[5:45], *users[50:90]]
 
 
 def test_a_short_stream_is_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from benchmarks.pipelines.__main__ import _parser, _question, main
 from benchmarks.pipelines.compare import curve_bytes
 from benchmarks.pipelines.question import SCENARIOS, Question
 from benchmarks.pipelines.rankings import rankings
-from benchmarks.pipelines.runner import Block, RankResult, schedule_used, steps_past_checks
+from benchmarks.pipelines.runner import Block, RankResult, steps_past_checks
 from benchmarks.pipelines.variants import (
-    Variant,
     parse_variant,
     pipeline_options,
 )
@@ -50,17 +48,6 @@ def block(*step_s: float, thread_share: float = 0.5, link_bytes: float | None = 
     return Block(step_s=list(step_s), thread_s=thread_s, cpu_s=0.25, link_bytes=link_bytes)
 
 
-def test_a_name_tells_placement_and_pipeline() -> None:
-    stock = Variant(name="row_wise", placement="row_wise", pipeline="sparse_dist")
-    assert parse_variant("row_wise") == stock
-    assert stock.is_stock
-    assert parse_variant("hot_cold").needs_curves
-    assert not parse_variant("hot_cold:0").needs_curves
-    cut = parse_variant("interleaved:4:0")
-    assert (cut.num_micro_batches, cut.hot_rows, cut.chooses) == (4, 0, False)
-    assert pipeline_options(cut) == {"num_micro_batches": 4, "lookahead": True}
-
-
 @pytest.mark.parametrize(
     ("name", "hot_rows", "num_micro_batches", "lookahead"),
     [
@@ -87,16 +74,6 @@ def test_the_tables_travel_in_as_many_waves_as_named() -> None:
     assert parse_variant("interleaved:2:7:3").num_waves == 3
     chosen = parse_variant("interleaved:auto:7:3")
     assert (chosen.num_micro_batches, chosen.hot_rows, chosen.num_waves) == (None, 7, 3)
-
-
-def test_the_schedule_is_the_pipelines_own_where_it_tells_it() -> None:
-    chosen = SimpleNamespace(num_micro_batches=3, lookahead=False)
-    assert schedule_used(parse_variant("interleaved"), chosen) == (3, False)
-    silent = SimpleNamespace()
-    assert schedule_used(parse_variant("interleaved"), silent) == (None, None)
-    told = parse_variant("interleaved_no_lookahead:4:7")
-    assert schedule_used(told, silent) == (4, False)
-    assert schedule_used(parse_variant("hot_cold:7"), chosen) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +127,6 @@ def test_link_bytes_are_those_of_the_busiest_host() -> None:
     ]
     found = rankings(ranks, batch_size=10, ranks_per_host=2)["table_wise"]
     assert found.link_bytes_per_step == 7.0
-
-
-def test_on_loopback_there_are_no_link_bytes() -> None:
-    found = rankings([[rank_result("table_wise", [block(1, 1)])]], 10, 1)["table_wise"]
-    assert found.link_bytes_per_step is None
 
 
 @pytest.fixture(scope="module")
@@ -214,14 +186,6 @@ def test_the_answer_tells_the_schedule_that_was_used(
     assert found["interleaved:2:20"]["num_micro_batches"] == 2
     assert found["interleaved_no_lookahead:2:20"]["num_micro_batches"] == 2
     assert found["interleaved_no_lookahead:2:20"]["lookahead"] is False
-
-
-def test_the_best_stock_variant_has_ratio_one_and_none_is_above_it(
-    tiny_run: tuple[dict[str, Any], Path],
-) -> None:
-    document, _ = tiny_run
-    stock = [of["ratio"] for of in document["variants"].values() if of["is_stock"]]
-    assert max(stock) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -125,18 +125,6 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
 # -- batches -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_time_order", [False, True])
-def test_the_same_batch_again(in_time_order: bool) -> None:
-    shares = Shares(
-        num_samples=100, in_time_order=in_time_order, batch_size=8, world_size=2, seed=1
-    )
-    places = [(stream, rank, step) for stream in (0, 1) for rank in (0, 1) for step in (0, 1)]
-    drawn = {place: shares.samples(*place).tolist() for place in places}
-    assert len(set(map(tuple, drawn.values()))) == len(places)
-    assert all(shares.samples(*place).tolist() == samples for place, samples in drawn.items())
-    assert all(0 <= sample < 100 for samples in drawn.values() for sample in samples)
-
-
 def test_samples_in_time_order_are_taken_once_and_held_out_before() -> None:
     shares = Shares(
         num_samples=100, in_time_order=True, batch_size=8, world_size=2, seed=0, start=50

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost, hot_cold_memory_bytes
+from torchrec_picasso.cost.hot_cold import hot_cold_memory_bytes
 from torchrec_picasso.cost.local import LocalCosts, SideCosts
 from torchrec_picasso.cost.stock import (
     STOCK_TYPES,
@@ -59,39 +59,10 @@ def test_expected_rows_agree_with_simulation() -> None:
     assert split.coverage == pytest.approx(0.6)
 
 
-def test_hot_and_cold_rows_add_up_to_the_batchs() -> None:
-    work = TableWork(load(), world_size=2)
-    for num_hot in (0, 1, 1.5, 3, 100):
-        split = work.split(num_hot)
-        assert work.unique - split.cold_used <= split.hot_touched + 1e-9
-    assert work.split(3).cold_used == pytest.approx(0, abs=1e-9)
-
-
 def test_without_statistics_every_row_counts_alike() -> None:
     work = TableWork(load(spectrum=None, num_embeddings=50), world_size=2)
     assert work.unique == pytest.approx(50 * (1 - (1 - 1 / 50) ** 50))
     assert work.unique_anywhere == pytest.approx(50 * (1 - (1 - 1 / 50) ** 100))
-
-
-def test_bytes_of_known_rows() -> None:
-    # all three rows are in every batch of 50: 3 cold rows, half of them at the other rank's home
-    work = TableWork(load(), world_size=2)
-    cost = hot_cold_cost(HotColdTotals.from_table(work, 0), WIRE, 2)
-    rows = work.unique
-    assert cost.sent_bytes == pytest.approx(
-        {
-            "header": 8 * (1 + 3),
-            "ids": rows / 2 * 4,
-            "rows": rows / 2 * 16 * 4,
-            "gradients": rows / 2 * 16 * 4,
-            "hot": 0.0,
-        }
-    )
-    all_hot = hot_cold_cost(HotColdTotals.from_table(work, 3), WIRE, 2)
-    touched = work.split(3).hot_touched
-    assert all_hot.sent_bytes["hot"] == pytest.approx(2 / 2 * touched * 16 * 4)
-    assert all_hot.sent_bytes["rows"] == pytest.approx(0, abs=1e-6)
-    assert all_hot.sent_bytes["header"] == 8 * (1 + 3 + 1)
 
 
 def test_bytes_of_stock_types() -> None:
@@ -131,15 +102,6 @@ def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:
         assert all(cost.total_ms > 0 for cost in added)
 
 
-def test_the_parts_of_a_step_add_up() -> None:
-    work = TableWork(load(), world_size=2)
-    curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2)
-    cost = hot_cold_cost(HotColdTotals.from_table(work, 1), curves, 2)
-    assert cost.total_ms == pytest.approx(cost.input_dist_wire_ms + cost.exposed_ms)
-    assert 0 < cost.input_dist_wire_ms < cost.total_ms
-    assert cost.plus(cost, -1.0).total_ms == pytest.approx(0)
-
-
 def test_memory_counts_homes_replicas_and_state() -> None:
     work = TableWork(load(optimizer_share=0.5), world_size=2)
     memory = hot_cold_memory_bytes([work], [3])
@@ -147,8 +109,3 @@ def test_memory_counts_homes_replicas_and_state() -> None:
     assert memory["replica"] == pytest.approx(3 * 16 * 4 * 1.5)
     assert memory["optimizer"] == pytest.approx(53 * 16 * 4 * 0.5)
     assert memory["buffers"] > 0
-
-
-def test_no_tables_cost_nothing() -> None:
-    assert hot_cold_cost(HotColdTotals(), WIRE, 2).total_ms == 0
-    assert stock_cost("table_wise", stock_totals("table_wise", []), WIRE, 2).total_bytes == 0

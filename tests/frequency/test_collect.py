@@ -15,7 +15,7 @@ from torchrec.datasets.utils import Batch
 
 from tests.frequency.samples import TwoCollections, dense_counts, kjt
 from torchrec_picasso.errors import InputError, PicassoError, PlanError
-from torchrec_picasso.frequency import FrequencyStats, counts
+from torchrec_picasso.frequency import FrequencyStats
 
 BAGS = st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=3, max_size=3)
 BATCH = st.fixed_dictionaries({"f0": BAGS, "shared": BAGS, "f1": BAGS})
@@ -40,13 +40,6 @@ def test_counts_equal_numpys(batches: list[dict[str, list[list[int]]]]) -> None:
         assert counted.num_rows_seen == np.count_nonzero(expected)
         assert counted.rows_U.dtype == counted.counts_U.dtype == torch.int64
     assert (stats.num_batches, stats.num_samples) == (len(batches), 3 * len(batches))
-
-
-def test_folding_early_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = [kjt(**FULL), kjt(**{**FULL, "f0": [[3]]})] * 3
-    at_once = FrequencyStats.collect(batches, TwoCollections())
-    monkeypatch.setattr(counts, "_MIN_PENDING_LOOKUPS", 1)
-    assert FrequencyStats.collect(batches, TwoCollections()) == at_once
 
 
 def test_batches_of_every_kind_count_alike() -> None:

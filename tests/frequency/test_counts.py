@@ -12,7 +12,6 @@ from tests.frequency.samples import (
     as_dict,
     chunks_of,
     counted,
-    table_counts,
     true_counts,
     zipf_ids,
 )
@@ -49,12 +48,6 @@ def test_a_spectrum_has_all_lookups_in_at_most_the_rows_of_the_table(
             assert spectrum.num_lookups == pytest.approx(counts.num_lookups)
             assert counts.rows_U.numel() <= counts.num_rows_seen <= num_embeddings
             assert (spectrum.counts_K.diff() <= 0).all()
-
-
-def test_rows_are_ranked_by_count_then_by_row() -> None:
-    rows, counts = table_counts(9, {1: 2, 3: 5, 4: 2, 8: 7}).most_frequent_first()
-    assert rows.tolist() == [8, 3, 1, 4]
-    assert counts.tolist() == [7, 5, 2, 2]
 
 
 @pytest.fixture(scope="module")

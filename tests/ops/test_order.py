@@ -23,10 +23,6 @@ def test_is_the_stable_order(num_keys: int, dtype: torch.dtype) -> None:
     assert stable_order(keys_n, num_keys).tolist() == expected_n
 
 
-def test_nothing_to_sort() -> None:
-    assert stable_order(torch.zeros(0, dtype=torch.int64), 4).shape == (0,)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(keys=st.lists(st.one_of(st.integers(0, 5), st.integers(0, 2**31 - 1))))
 def test_keys_carry_their_places(dtype: torch.dtype, keys: list[int]) -> None:

@@ -45,43 +45,9 @@ def test_neighbours_of_one_dim_share_a_matrix_across_waves() -> None:
     assert plan.features_M == (2, 4, 4)
 
 
-def test_matrices_know_their_dim_and_waves_their_packs() -> None:
-    plan = _plan([(8, 0), (4, 0), (4, 1), (8, 1)])
-    assert plan.dim_M == (8, 4, 8)
-    assert [list(plan.packs_of(wave)) for wave in (None, 1, 2)] == [[0, 1, 2, 3], [2, 3], []]
-
-
-def test_one_table_is_one_wave_and_one_matrix() -> None:
-    plan = _plan([(4, 3)])
-    assert plan.waves == plan.matrices == (slice(0, 1),)
-
-
-def test_tables_of_a_pack_count_once() -> None:
-    tables = [
-        PackedTable(
-            name=name,
-            pack=pack,
-            dim=4,
-            block_rows_W=(2,),
-            hot_rows_H=NO_ROWS,
-            feature_names=(name,),
-        )
-        for name, pack in (("a", 0), ("b", 0), ("c", 1))
-    ]
-    plan = PackPlan.build(tables, torch.device("cpu"))
-    assert plan.waves == plan.matrices == (slice(0, 2),)
-    assert plan.features_M == (3,)
-
-
 def test_bags_are_in_waves_of_their_own_four_at_most() -> None:
     assert owner_pooled_waves(3) == [slice(0, 1), slice(1, 2), slice(2, 3)]
     assert owner_pooled_waves(6) == [slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 6)]
-
-
-def test_packs_in_given_waves_have_a_matrix_each() -> None:
-    plan = _plan([(4, 0), (4, 0)], waves=[slice(0, 2)])
-    assert plan.waves == (slice(0, 2),)
-    assert plan.matrices == (slice(0, 1), slice(1, 2))
 
 
 def test_plans_of_routes_follow_each_other() -> None:

@@ -74,20 +74,6 @@ def test_equals_a_matrix_product(data: st.DataObject, weighted: bool, mean: bool
     torch.testing.assert_close(actual, list(expected))
 
 
-def test_no_bags_and_no_rows() -> None:
-    index = _index([], [], 0, mean=False)
-    assert pool_rows(torch.zeros(0, 3), None, index).shape == (0, 3)
-    assert gradient_of_rows(torch.zeros(0, 3), None, index).shape == (0, 3)
-
-
-def test_gradient_is_bit_equal_between_runs() -> None:
-    torch.manual_seed(0)
-    index = _index(torch.randint(0, 50, (4000,)).tolist(), [4] * 1000, 50, mean=False)
-    upstream_SD = torch.randn(1000, 16)
-    first, second = (gradient_of_rows(upstream_SD, None, index) for _ in range(2))
-    assert torch.equal(first, second)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.booleans(), st.booleans(), st.sampled_from([6, 2**32]))
 def test_sums_by_row_equal_a_loop(

@@ -39,14 +39,6 @@ def test_a_mapping_leaves_other_tables_stock() -> None:
     assert found == stock_kinds(model) | {"c": {("row_wise", "fused", (0, 1))}}
 
 
-def test_an_empty_mapping_is_stock() -> None:
-    model = Model()
-    stock = [EmbeddingBagCollectionSharder()]
-    for sharders in (SHARDERS, stock):
-        found = HotColdEnumerator(topology(), 4, {}).enumerate(model, sharders)
-        assert kinds(found) == kinds(EmbeddingEnumerator(topology(), 4).enumerate(model, sharders))
-
-
 def test_the_stored_space_is_a_copy_with_the_hot_rows() -> None:
     enumerator = HotColdEnumerator(topology(), 4, 3, stats())
     assert enumerator.last_stored_search_space is None
@@ -122,12 +114,3 @@ def test_one_name_in_two_modules() -> None:
     no_replicas = HotColdEnumerator(topology(), 4, 0).enumerate(twice, SHARDERS)
     assert len(no_replicas) == 6
     assert all(isinstance(option.cache_params, HotColdParams) for option in no_replicas)
-
-
-def test_enumerating_twice_gives_the_same() -> None:
-    model, enumerator = Model(), HotColdEnumerator(topology(), 4, 3, stats())
-    first = enumerator.enumerate(model, SHARDERS)
-    second = enumerator.enumerate(model, SHARDERS)
-    assert first[0] is not second[0]
-    assert list(map(hash, first)) == list(map(hash, second))
-    assert [o.total_storage for o in first] == [o.total_storage for o in second]

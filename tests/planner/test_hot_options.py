@@ -83,32 +83,6 @@ def test_estimating_again_charges_once() -> None:
     assert [option.total_storage.ddr for option in space] == before
 
 
-def _uvm_option(hot_rows: int, model: nn.Module) -> ShardingOption:
-    enumerator = HotColdEnumerator(topology("cuda"), 4, {"b": hot_rows})
-    (found,) = (
-        option
-        for option in enumerator.enumerate(model, [AbleSharder()])
-        if (option.name, option.compute_kernel) == ("b", "fused_uvm")
-    )
-    return found
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "bytes_per_row"), [(None, 4 * DIM), (torch.optim.Adagrad, 8 * DIM)]
-)
-def test_uvm_homes_are_kept_and_their_replicas_are_in_hbm(
-    optimizer: type | None, bytes_per_row: int
-) -> None:
-    model = Model()
-    if optimizer is not None:
-        apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
-    before, after = _uvm_option(0, model), _uvm_option(50, model)
-    assert after.sharding_type == "row_wise"
-    for without, with_hot in zip(before.shards, after.shards, strict=True):
-        assert with_hot.storage.ddr == without.storage.ddr > 0
-        assert with_hot.storage.hbm - without.storage.hbm == 50 * bytes_per_row
-
-
 def test_other_cache_settings_are_kept() -> None:
     given = CacheParams(algorithm=CacheAlgorithm.LFU, load_factor=0.25, reserved_memory=3.0)
     option = row_wise_option({"b": 2}, Model(), cache_params=given)

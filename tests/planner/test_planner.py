@@ -20,7 +20,7 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.planner import HotColdEnumerator, hot_cold_planner
+from torchrec_picasso.planner import hot_cold_planner
 
 SHARDERS = [AbleSharder(), EmbeddingCollectionSharder()]
 
@@ -146,9 +146,3 @@ def test_every_rank_gets_the_plan_or_the_error() -> None:
     assert (hot, placed) == other[:2]
     assert error.startswith("hot_rows names table 'z'")
     assert other[2] == f"planning failed on rank 0: PlanError: {error}"
-
-
-def test_the_enumerator_is_ours_in_torchrecs_planner() -> None:
-    planner = hot_cold_planner(topology(), hot_rows=0, batch_size=33)
-    assert isinstance(planner._enumerator, HotColdEnumerator)
-    assert planner._batch_size == planner._enumerator._batch_size == 33

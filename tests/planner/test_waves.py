@@ -102,13 +102,3 @@ def test_waves_of_constraints_are_not_kept() -> None:
 def test_no_waves_are_refused() -> None:
     with pytest.raises(PlanError, match="num_waves is 0, expected at least 1"):
         hot_cold_planner(topology(), num_waves=0)
-
-
-def test_waves_need_no_statistics() -> None:
-    planner = hot_cold_planner(topology(), hot_rows=0, batch_size=4, num_waves=3)
-    plan = planner.plan(Model(), [AbleSharder()])
-    assert {
-        sharding.cache_params.wave
-        for module_plan in plan.plan.values()
-        for sharding in module_plan.values()
-    } == {0, 1, 2}

@@ -16,7 +16,6 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.schedule.setting_choice import (
     SettingChoice,
-    StepClock,
     candidates,
     pieces_for,
 )
@@ -220,13 +219,6 @@ def test_trials_are_short_and_end_near_the_best() -> None:
     assert np.mean([each.steps for each in found]) <= 12
     assert np.mean([each.losses for each in found]) <= 0.03
     assert max(each.steps.max() for each in found) <= NUM_STEPS
-
-
-def test_on_the_cpu_stamps_are_seconds() -> None:
-    clock = StepClock(CPU)
-    start, end = clock.stamp(), clock.stamp()
-    assert 0 <= clock.seconds([(start, end)])[0] < 1
-    assert clock.seconds([]) == []
 
 
 # -- training --------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ weights and sees the same batches, so two results can be compared number by numb
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torchrec
@@ -20,15 +22,17 @@ from torch.distributed.tensor import DTensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import data_parallel, row_wise, table_wise
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.optim import optimizers
 
-from tests.support.layouts import layout_in_tables
 from tests.support.placing import CPU, distribute, place, wire_codecs
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
 from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenceLookup
+from torchrec_picasso.storage import row_storage
+from torchrec_picasso.storage.memory_layout import MemoryLayout, choose_memory
 from torchrec_picasso.storage.row_storage import RowStorage
 
 RTOL, ATOL = 1e-4, 2e-5
@@ -225,10 +229,28 @@ def build(job: Job, rank: int, world_size: int) -> DistributedModelParallel:
     for name, where in places.items() if job.lopsided else ():
         if isinstance(where, int):
             _cut_lopsided(plan[name], rows_of[name])
-    with layout_in_tables(2 if job.two_tables else 1):
+    with _layout_in_tables(2 if job.two_tables else 1):
         sharded = distribute(model, {"ebc": plan}, [sharder])
     load_whole(sharded, start)
     return sharded
+
+
+@contextmanager
+def _layout_in_tables(num_tables: int) -> Iterator[None]:
+    """Storages made meanwhile have two tables wherever they have hot rows, or one as chosen.
+
+    Two are chosen on a GPU only, for replicas in its memory beside homes in managed memory.
+    """
+
+    def choose(
+        config: GroupedEmbeddingConfig, device: torch.device, num_hot_rows: int
+    ) -> MemoryLayout:
+        layout = choose_memory(config, device, num_hot_rows)
+        assert not layout.in_two_tables
+        return replace(layout, in_two_tables=num_tables == 2 and num_hot_rows > 0)
+
+    with mock.patch.object(row_storage, "choose_memory", choose):
+        yield
 
 
 def way_of(where: str | int | None, owner: int) -> Any:

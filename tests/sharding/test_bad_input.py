@@ -157,7 +157,8 @@ def _bad_lengths_beside_a_stock_table(rank: int, world_size: int) -> list[str]:
             model(batch)
         told.append(str(caught.value))
         train(model, job, rank, range(2))  # nobody is left waiting
-        pipeline = pipeline_of(build(job, rank, world_size), lookahead=False)
+        settings = {"num_micro_batches": 2 if change > 0 else 1, "lookahead": False}
+        pipeline = pipeline_of(build(job, rank, world_size), **settings)
         with pytest.raises(InputError) as caught:
             pipeline.progress(iter([batch]))
         told.append(str(caught.value))

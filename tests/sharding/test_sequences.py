@@ -12,12 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.planner import Topology
 
 from tests.sharding.jobs import ATOL, RTOL, Result, assert_same_results, whole
 from tests.sharding.sequence_jobs import (
@@ -30,17 +27,9 @@ from tests.sharding.sequence_jobs import (
     make_sequence_batch,
     train_sequences,
 )
-from tests.support.placing import distribute
 from tests.support.shared_run import run_once
 from tests.train_pipeline.drivers import make_driver
 from tests.train_pipeline.runs import pipeline_of, plain_steps, run_to_the_end
-from torchrec_picasso import (
-    FrequencyStats,
-    HotColdEmbeddingBagCollectionSharder,
-    HotColdEmbeddingCollectionSharder,
-    hot_cold_planner,
-)
-from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import InputError
 
 WIRE_RTOL, WIRE_ATOL = 2e-2, 2e-2
@@ -192,36 +181,6 @@ def test_rows_and_gradients_may_be_rounded_on_the_wire(wire: str) -> None:
     )
     torch.testing.assert_close(rounded, exact, rtol=WIRE_RTOL, atol=WIRE_ATOL)
     assert any(not torch.equal(rounded[name], exact[name]) for name in exact)
-
-
-def _plan(rank: int, world_size: int) -> tuple[dict[str, str], list[float]]:
-    job = dataclasses.replace(BASE, placement={"*": 0})
-    model = SequenceModel(job)
-    batches = [make_sequence_batch(job, rank, step) for step in range(job.num_steps)]
-    sharders = [HotColdEmbeddingCollectionSharder(), HotColdEmbeddingBagCollectionSharder()]
-    for module in (model.ec, model.ebc):
-        apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.2})
-    stats = FrequencyStats.collect((batch.sparse_features for batch in batches), model)
-    planner = hot_cold_planner(
-        Topology(world_size=world_size, compute_device="cpu"), stats, hot_rows=9, batch_size=6
-    )
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    placed = {
-        table: type(sharding.cache_params).__name__
-        for module in plan.plan.values()
-        for table, sharding in module.items()
-    }
-    sharded = distribute(model, plan.plan, sharders)
-    outputs = run_to_the_end(pipeline_of(sharded), iter(batches))
-    return placed, [float(output.sum()) for output in outputs]
-
-
-def test_the_planner_places_sequences_beside_bags() -> None:
-    by_rank = run_ranks(_plan, 2, timeout_s=100)
-    for placed, outputs in by_rank:
-        names = [name for tables in TABLES_OF.values() for name in tables]
-        assert placed == dict.fromkeys(names, "HotColdParams")
-        assert len(outputs) == BASE.num_steps
 
 
 def _bad_input(rank: int, world_size: int) -> str:

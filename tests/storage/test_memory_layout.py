@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from torchrec_picasso import CompatError
 from torchrec_picasso._torchrec import ComputeDevice, EmbeddingLocation
-from torchrec_picasso.storage.memory_layout import MemoryLayout, choose_memory
+from torchrec_picasso.storage.memory_layout import choose_memory
 
 FUSED, UVM = EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM
 HOST, DEVICE, MANAGED = (
@@ -90,15 +90,3 @@ def test_kernels_and_dims_that_cannot_be_hot_cold_are_refused() -> None:
         choose_memory(caching, torch.device("cuda"), 5)
     with pytest.raises(CompatError, match="'t0' has embedding_dim 6; FBGEMM needs a multiple of 4"):
         choose_memory(config_of((6,), dim=6), torch.device("cuda"), 5)
-
-
-@pytest.mark.parametrize(("num_hot_rows", "in_two_tables"), [(0, True), (5, False)])
-def test_layouts_that_cannot_be_are_not_made(num_hot_rows: int, in_two_tables: bool) -> None:
-    with pytest.raises(AssertionError):
-        MemoryLayout(
-            num_home_rows=9,
-            num_hot_rows=num_hot_rows,
-            homes=MANAGED,
-            replicas=DEVICE,
-            in_two_tables=in_two_tables,
-        )

@@ -89,6 +89,9 @@ class Program:
     """A model and what a program does around it."""
 
     head: type[Head] = Head
+    model: Callable[[type[Head]], nn.Module] = Model
+    told: Sequence[str] = ()
+    """Parts of the pipeline's summary."""
     wrapper: Callable[[], DataParallelWrapper | None] = lambda: None
     prepare: Callable[[Any], Any] = lambda model: None
     pipeline: Callable[[type], type] = lambda base: base
@@ -97,6 +100,8 @@ class Program:
     stock: Sequence[str] = ()
     """Tables that are not hot/cold."""
     is_wrapped: bool = True
+    is_inside: bool = False
+    """Whether the pipeline gets the model without its wrapper."""
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Around each step."""
     tolerance: Mapping[str, float] = field(default_factory=lambda: EXACT)
@@ -154,7 +159,7 @@ def _train_all(rank: int, world_size: int, module: str) -> dict[Any, Any]:
 def _train(program: Program, rank: int, number: Any) -> Any:
     """Outputs of all steps, and what is left behind."""
     is_ours = number != "stock"
-    model = Model(program.head)
+    model: Any = program.model(program.head)
     model.head.is_ours = is_ours
     sharded = build(
         model,
@@ -167,7 +172,8 @@ def _train(program: Program, rank: int, number: Any) -> Any:
     program.prepare(sharded)
     kind = program.pipeline(InterleavedTrainPipeline if is_ours else TrainPipelineSparseDist)
     options = {"num_micro_batches": number, **program.options} if is_ours else {}
-    pipeline = kind(sharded, program.optimizer(sharded), CPU, **options)
+    trained = sharded.module if program.is_inside else sharded
+    pipeline = kind(trained, program.optimizer(sharded), CPU, **options)
     batches = iter([program.batch(rank, step) for step in range(STEPS)])
     outputs = []
     with suppress(StopIteration):
@@ -175,6 +181,8 @@ def _train(program: Program, rank: int, number: Any) -> Any:
             program.before_step(sharded, step)
             with program.within():
                 outputs.append(pipeline.progress(batches))
+    if is_ours:
+        assert all(part in pipeline.summary() for part in program.told), pipeline.summary()
     return outputs, _gathered(sharded)
 
 

@@ -25,17 +25,14 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.sharding_plan import row_wise, table_wise
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from tests.sharding.jobs import load_whole, local_shards
 from tests.support.placing import CPU, distribute, place
-from tests.train_pipeline.runs import run_to_the_end
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
     HotColdParams,
-    InterleavedTrainPipeline,
 )
 
 DIM, ROWS, MAX_LENGTH = 4, 30, 4
@@ -145,22 +142,3 @@ def left_behind(model: nn.Module) -> dict[str, Any]:
         for name, value in values.items()
         if isinstance(value, (Tensor, ShardedTensor))
     }
-
-
-def train_stock(
-    model: DistributedModelParallel, batches: Sequence[Any], inside: bool = False
-) -> list[Any]:
-    """By TorchRec's own pipeline."""
-    trained = model.module if inside else model
-    pipeline = TrainPipelineSparseDist(trained, dense_optimizer(model), CPU)
-    return run_to_the_end(pipeline, iter(batches))
-
-
-def train_ours(
-    model: DistributedModelParallel, batches: Sequence[Any], inside: bool = False, **options: Any
-) -> tuple[list[Any], str]:
-    """By the interleaved pipeline; also its summary."""
-    trained = model.module if inside else model
-    pipeline = InterleavedTrainPipeline(trained, dense_optimizer(model), CPU, **options)
-    outputs = run_to_the_end(pipeline, iter(batches))
-    return outputs, pipeline.summary()

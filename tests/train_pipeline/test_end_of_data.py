@@ -23,8 +23,6 @@ from tests.train_pipeline.runs import (
     run_to_the_end,
 )
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.batches.feed import empty_batch
-from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.meter import WireMeter
 
 JOBS = {
@@ -106,7 +104,7 @@ def test_a_rank_whose_data_has_ended_goes_on_with_empty_batches(case: Any) -> No
 
 def _epochs(rank: int, world_size: int) -> dict[str, Run]:
     """Training with 3 and 1 batches, evaluation with 1 and 2, training with 2 and 2."""
-    job = JOBS["hot_cold"]
+    job = JOBS["waves"]
     epochs = [(True, (3, 1)), (False, (1, 2)), (True, (2, 2))]
     results = {}
     for kind in ("plain", "interleaved"):
@@ -173,12 +171,3 @@ def test_knowing_of_the_end_costs_no_collective_of_its_own() -> None:
     for counts in run_ranks(_reductions_per_step, 2, timeout_s=60):
         # of what was written, hot rows and dense gradients; the question in place of hot rows; all
         assert counts == {"hot_cold": 3, "stock": 3, "stop": 4}
-
-
-def test_an_empty_batch_is_like_the_other() -> None:
-    whole = batches_of(JOBS["hot_cold"], 0, [0])[0]
-    empty = empty_batch(whole, lambda batch, sizes: [empty_of(JOBS["hot_cold"]), batch])
-    assert empty.sparse_features.keys() == whole.sparse_features.keys()
-    assert empty.sparse_features.stride() == len(empty.labels) == 0
-    with pytest.raises(CompatError, match=r"type Batch could not be cut .*split_batch="):
-        empty_batch(whole, lambda batch, sizes: [][0])

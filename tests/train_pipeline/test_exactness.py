@@ -58,23 +58,25 @@ CASES = [
 ]
 
 
-def _train(job: Job, rank: int, world_size: int, setting: tuple[int, bool] | None) -> Result:
-    """By the pipeline, or by the plain loop."""
+def _train(job: Job, rank: int, world_size: int, setting: Any) -> Result:
+    """By the pipeline, by the plain loop (``None``), or by TorchRec's pipeline (``()``)."""
     model, batches = build(job, rank, world_size), batches_of(job, rank, range(job.num_steps))
     if setting is None:
         outputs = plain_steps(model, batches)
     else:
-        outputs = run_to_the_end(make_driver(setting, model), iter(batches))
+        outputs = run_to_the_end(make_driver(setting or None, model), iter(batches))
     return result_of(model, losses_of(outputs, batches))
 
 
 def _run(rank: int, world_size: int) -> dict[Any, Result]:
-    found = {
+    found: dict[Any, Result] = {
         (name, setting): _train(JOBS[name], rank, world_size, setting)
         for name in JOBS_OF[world_size]
         for setting in (None, *SETTINGS_OF[world_size])
     }
-    return {**found, "again": _train(ODD_ROWS, rank, world_size, (4, True))}
+    for name, setting in (("again", (4, True)), ("SparseDist", ())):
+        found[name] = _train(ODD_ROWS, rank, world_size, setting)
+    return found
 
 
 def _of_ranks(world_size: int, *keys: Any) -> list[list[Result]]:
@@ -108,3 +110,7 @@ def test_replicas_in_a_table_of_their_own_change_nothing(setting: tuple[int, boo
 def test_the_same_settings_give_the_same_bits(world_size: int) -> None:
     again, first = _of_ranks(world_size, "again", ("rows", (4, True)))
     assert_same_results(again, first, rtol=0, atol=0)
+
+
+def test_torchrecs_pipeline_gives_the_bits_of_the_plain_loop() -> None:
+    assert_same_results(*_of_ranks(2, "SparseDist", ("rows", None)), rtol=0, atol=0)

@@ -46,29 +46,6 @@ def test_what_trains_otherwise_gets_no_cell() -> None:
         words(FEATURE, [[Outcome(error="ValueError: no"), _ran(1), _ran(1)]])
 
 
-def test_a_cell_says_how_it_ran() -> None:
-    refused = Outcome(error="CompatError: not so; use num_micro_batches=1")
-    once = _ran(1, "tables: computed once per batch, of its exchange only that of ids is hidden: x")
-    mixed = _ran(1, "tables: interleaved\ntables (stock tables): computed once per batch: x")
-    for interleaved, expected in (
-        ([refused], "refused: CompatError: not so"),
-        ([once], "stock path: tables: computed once per batch: x"),
-        ([mixed], "works; tables (stock tables): computed once per batch: x"),
-        ([refused, _ran(1)], "works; micro-batches refused: CompatError: not so"),
-        ([refused, refused], "refused: CompatError: not so"),
-    ):
-        cells = words(FEATURE, [[_ran(1), _ran(1), *interleaved]])
-        assert cells["Interleaved", "train"] == expected
-    page = page_of({("any", "bags"): cells}, {"other": ("works", "refused: CompatError: no")})
-    assert "| other | works | refused (2) |" in page
-    assert "| any | works | refused (1) |" in page
-    assert "\n1. CompatError: not so\n2. CompatError: no\n" in page
-    cells["Interleaved", "eval"] = "fails: KeyError: x"
-    page = page_of({("any", "bags"): cells, ("more", "bags"): dict.fromkeys(cells, "works")}, {})
-    assert "| any | works | refused (1); evaluation: fails (2) |" in page
-    assert "Works in all columns: more." in page
-
-
 def test_an_error_has_a_name_or_is_torchrecs() -> None:
     unnamed = Outcome(error="KeyError: 'hot_cold'")
     with pytest.raises(DiffersError, match="an error without a name"):
@@ -76,8 +53,6 @@ def test_an_error_has_a_name_or_is_torchrecs() -> None:
     refused = Outcome(error="CompatError: no")
     with pytest.raises(DiffersError, match="an error without a name"):  # on one rank alone
         words(FEATURE, [[_ran(1), refused, refused], [_ran(1), _ran(1), _ran(1)]])
-    cells = words(FEATURE, [[unnamed, unnamed, unnamed]])
-    assert set(cells.values()) == {"fails: KeyError: 'hot_cold'"}
 
 
 ENTRY = Entry("any", lambda rank, is_ours: None)
@@ -87,15 +62,7 @@ ONE, TWO = Ran(given=torch.ones(1)), Ran(given=torch.ones(1) + 1)
 NO, ERROR = Ran(error="PlanError: no; do that"), Ran(error="KeyError: x")
 
 
-def test_cells_of_the_surface() -> None:
-    for entry, runs, expected in (
-        (ENTRY, [ONE, ONE], ("works", "works")),
-        (ENTRY, [ONE, NO], ("works", "refused: PlanError: no")),
-        (ENTRY, [ERROR, ERROR], ("fails: KeyError: x", "fails: KeyError: x")),
-        (IDLE, [ERROR, ONE, ONE], ("fails: KeyError: x", "works on idle streams")),
-        (ALONE, [NO], ("-", "refused: PlanError: no")),
-    ):
-        assert surface_words(entry, [runs, runs]) == expected
+def test_what_runs_otherwise_gets_no_line_of_the_surface() -> None:
     for entry, runs in (
         (ENTRY, [ONE, TWO]),
         (ENTRY, [ONE, ERROR]),

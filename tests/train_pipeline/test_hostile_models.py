@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 from torchrec import KeyedTensor
@@ -29,7 +31,7 @@ from tests.train_pipeline.programs import (
     assert_as_stock,
     cases_of,
 )
-from tests.train_pipeline.stock_models import DIM, batch_of
+from tests.train_pipeline.stock_models import DIM, batch_of, dense_optimizer
 
 
 class _OfClass:
@@ -415,6 +417,47 @@ def _with_late_autocast(base: type) -> type:
     return Autocast
 
 
+def _switching_optimizer(model: Any) -> torch.optim.Optimizer:
+    """Switches the comparison of samples on where gradients are cleared, in the last step."""
+    optimizer = dense_optimizer(model)
+    clear, calls = optimizer.zero_grad, [0]
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        calls[0] += 1
+        model.module.head.compares = calls[0] == STEPS
+        clear(set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    return optimizer
+
+
+class _Scale(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class CachedWeights(Head):
+    """A weight that is computed once for all uses of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrize.register_parametrization(self.hidden, "weight", _Scale())
+
+
+@contextmanager
+def _compressing() -> Iterator[None]:
+    """Keeps activations in 16 steps of the largest one of each tensor."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.dim() < 2:
+            return tensor
+        step = tensor.detach().abs().max() / 16
+        return torch.round(tensor.detach() / step) * step
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
 _OF_TABLES = "the gradient of the output of ebc differs by"
 _DIFFERS = Program(refusal="differs by")
 PROGRAMS = {
@@ -481,6 +524,14 @@ PROGRAMS = {
     "view of a weight": Program(head=ShowsWeight, refusal="a view into the model"),
     "evaluated every other step": Program(before_step=_evaluates_every_other),
     "uncertain": Program(head=Uncertain),
+    "switch where gradients are cleared": Program(
+        head=Switched, optimizer=_switching_optimizer, refusal="differs by"
+    ),
+    "weights cached in a step": Program(
+        head=CachedWeights, within=parametrize.cached, numbers=(None, 1)
+    ),
+    "weights not cached": Program(head=CachedWeights),
+    "compressed activations": Program(within=_compressing, numbers=(None, 1)),
 }
 
 

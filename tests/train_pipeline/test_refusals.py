@@ -29,7 +29,7 @@ from tests.train_pipeline.runs import (
     run_to_the_end,
 )
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.errors import CompatError, InputError
+from torchrec_picasso.errors import CompatError
 
 JOB = Job(placement={"*": 2}, tables=PLAIN)
 
@@ -344,26 +344,6 @@ def _unpipelined(rank: int, world_size: int) -> list[Run]:
 def test_a_module_that_is_not_pipelined_is_trained_whole() -> None:
     by_rank = run_ranks(_unpipelined, 2, timeout_s=60)
     assert_same_runs([mine for _, mine in by_rank], [plain for plain, _ in by_rank])
-
-
-def _wrong_lengths(rank: int, world_size: int) -> list[str]:
-    """Of one of rank 1's batches, in one, two and three micro-batches."""
-    told = []
-    for num_micro_batches in (1, 2, 3):
-        batches = batches_of(JOB, rank, range(4))
-        if rank == 1:
-            batches[2].sparse_features.lengths()[-1] += 2
-        pipeline = pipeline_of(build(JOB, rank, world_size), num_micro_batches=num_micro_batches)
-        with pytest.raises(InputError) as caught:
-            run_to_the_end(pipeline, iter(batches))
-        told.append(str(caught.value))
-    return told
-
-
-def test_lengths_that_do_not_fit_end_all_ranks() -> None:
-    told_0, told_1 = run_ranks(_wrong_lengths, 2, timeout_s=60)
-    assert all("rank 1 holds lengths that do not fit its values" in told for told in told_0)
-    assert all("has lengths that sum to" in told for told in told_1)
 
 
 # -- what only one rank can know -------------------------------------------------------------------

@@ -65,23 +65,6 @@ def test_parts_run_backward_into_one(wrap: Any) -> None:
     torch.testing.assert_close(source.grad, expected)
 
 
-def test_without_a_gradient_no_backward_runs() -> None:
-    source, values = _values(4)
-    whole = FullBatchOutput(_pooled(values), "m")
-    whole.part(SIZES, 0)
-    whole.backward()
-    assert source.grad is None
-
-
-def test_detached_leaves_are_its_own() -> None:
-    _, values = _values(4)
-    whole = FullBatchOutput(_pooled(values), "m")
-    whole.part([4], 0)
-    other = whole.detached()
-    other.part([4], 0).values().sum().backward()
-    assert [leaf.grad is None for leaf in (*whole.leaves, *other.leaves)] == [True, False]
-
-
 def test_a_part_is_written_into_without_a_trace_in_the_others() -> None:
     source, values = _values(4)
     whole = FullBatchOutput(_pooled(values), "m")
@@ -92,13 +75,6 @@ def test_a_part_is_written_into_without_a_trace_in_the_others() -> None:
     torch.testing.assert_close(whole.part([4], 0).values(), values)
     whole.backward()
     torch.testing.assert_close(source.grad, torch.full((4, 2), 6.0))
-
-
-def test_a_gradient_is_as_large_as_its_part() -> None:
-    _, values = _values(4)
-    whole = FullBatchOutput(_pooled(values), "m")
-    whole.part(SIZES, 0)
-    assert [leaf.size(0) for leaf in whole.leaves] == SIZES
 
 
 def test_a_scalar_goes_to_all_parts_and_sums_their_gradients() -> None:

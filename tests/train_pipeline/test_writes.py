@@ -37,7 +37,7 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 BETWEEN = 2
 """Steps from one write to the next: the first has rows in flight, the second fetched some early."""
-ROWS, BAGS = Job(placement={"*": 4}), Job(placement={"*": "bags"}, tables=PLAIN[:2])
+ROWS, BAGS = Job(placement={"*": 4}, waves={"b": 1}), Job(placement={"*": "bags"}, tables=PLAIN[:2])
 CASES = {"rows": (2, ROWS, "row_wise"), "bags": (3, BAGS, "table_wise")}
 DRIVERS: tuple[Driver, ...] = (None, (1, True), (2, True))
 

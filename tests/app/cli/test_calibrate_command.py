@@ -74,17 +74,6 @@ def test_a_small_budget_is_told_by_the_largest_size(
     assert {len(curve.sent_bytes) for curve in curves.collectives.values()} == {2}
 
 
-def test_one_rank_sends_nothing_and_is_no_basis_for_a_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, config = tmp_path / "curves.json", tmp_path / "run.yaml"
-    output_of(["calibrate", "--ranks", "1", "-o", str(out), *SMALLEST], capsys)
-    assert CommCurves.from_json(out).ms("all_reduce", 1e9) == 0
-    config.write_text("data: {num_tables: 2, row_scale: 0.001}\n")
-    argv = ["plan", "--config", str(config), "--curves", str(out), "--world-size", "2"]
-    assert "the curves are of 1 rank, without communication" in error_of(argv, capsys)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

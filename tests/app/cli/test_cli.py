@@ -60,9 +60,7 @@ def test_bad_arguments(argv: list[str], words: str, capsys: pytest.CaptureFixtur
     [
         (["--steps", "9"], "--steps: expected at least 10, got 9"),
         (["--rate-mbit", "0"], "--rate-mbit: expected more than 0, got 0"),
-        (["--ranks", "0"], "TrainConfig: ranks: expected at least 1, got 0"),
         (["--dim", "10"], "ModelConfig: embedding_dim: expected a multiple of 4, got 10"),
-        (["--hot-rows", "-1"], "ShardingConfig: hot_rows: expected at least 0, got -1"),
     ],
 )
 def test_demo_out_of_range(

@@ -1,4 +1,8 @@
-"""``demo --model`` compares every model with stock TorchRec; all of them on the same two ranks."""
+"""``demo --model`` compares a model with stock TorchRec.
+
+That every model trains as under stock is ``tests/app/zoo/test_models.py``, and that every
+configuration trains ``test_configs.py`` there.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,6 @@ from torchrec_picasso.app.cli.demo import demo_spec
 from torchrec_picasso.app.cli.report import Comparison, change, print_comparison
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.compare import CompareSpec, compare_on_rank
-from torchrec_picasso.app.zoo.kinds import model_kinds
 
 TINY = ["--steps", "10", "--batch-size", "32", "--dim", "8"]
 
@@ -33,11 +36,10 @@ def compare_all(rank: int, world_size: int, specs: dict[str, CompareSpec]) -> di
     return {model: compare_on_rank(rank, world_size, spec) for model, spec in specs.items()}
 
 
-def test_every_model_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    specs = {model: tiny_spec(model) for model in model_kinds()}
+def test_bags_sequences_and_several_tasks_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    specs = {model: tiny_spec(model) for model in ("dlrm", "dien", "mmoe")}
     longer = dataclasses.replace(specs["dlrm"].config, steps=20)
     specs["dlrm"] = dataclasses.replace(specs["dlrm"], config=longer, budget_s=0.0)
-    assert len(specs) >= 12
     results = run_ranks(compare_all, 2, specs, timeout_s=180)[0]
     for model, spec in specs.items():
         comparison = Comparison(spec=spec, **results[model])

@@ -71,7 +71,6 @@ def train_resume_and_break(
 @pytest.mark.parametrize(
     ("placement", "pipeline"),
     [
-        ("table_wise", "sparse_dist"),
         ("table_wise", "automatic"),
         ("hot_cold", "sparse_dist"),
         ("hot_cold", "4 micro-batches"),

@@ -98,23 +98,3 @@ def test_a_resumed_run_tries_no_settings_unless_its_batches_are_of_another_size(
     assert "step 15: pipeline\n" in again
     assert "lookahead, as an earlier run chose\n" in again
     assert "; trying 2 settings\n" in other
-
-
-def change_at_checkpoint(rank: int, world_size: int, folder: str) -> Any:
-    whole, _ = _train(rank, world_size, ONE)
-    kept = CheckpointConfig(folder=folder, every_steps=2)
-    first, _ = _train(rank, world_size, FOUR, steps=4, checkpoint=kept)
-    second, said = _train(rank, world_size, ONE, resume=True, checkpoint=kept)
-    return whole, first, second, said
-
-
-def test_another_number_of_micro_batches_after_a_checkpoint(tmp_path: Path) -> None:
-    """As when a resumed run, which measures again, chooses otherwise."""
-    folder = tmp_path / "run"
-    whole, first, second, said = run_ranks(
-        change_at_checkpoint, 2, str(folder), timeout_s=TIMEOUT_S
-    )[0]
-    assert f"resumed from {folder / 'step_00000004'} at step 4" in said
-    assert first["losses"] + second["losses"] == pytest.approx(whole["losses"], rel=ROUNDING)
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == ["step_00000004", "step_00000006", "step_00000008"]  # the last three

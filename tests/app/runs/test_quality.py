@@ -148,14 +148,8 @@ def test_the_gate_passes_what_holds_and_names_what_does_not(
         ({"config": "x", "kind": "value", "value": 0.7}, "checks.a.tolerance: kind value needs"),
         ({"config": "x", "tolerance": 0.1}, "no other kind has it, got kind parity and 0.1"),
         ({"config": "x", "metric": "f1"}, "checks.a.metric: expected one of auc, log_loss"),
-        (
-            {"config": "x", "baseline_sizes": {"num_experts": 1}},
-            "checks.a.baseline_sizes: kind parity has no other model; remove it",
-        ),
-        (
-            {"config": "x", "baseline_optimizer": {"dense_lr": 0.1}},
-            "checks.a.baseline_optimizer: kind parity has no other model; remove it",
-        ),
+        ({"config": "x", "baseline_sizes": {"a": 1}}, "baseline_sizes: kind parity has no other"),
+        ({"config": "x", "baseline_optimizer": {"dense_lr": 0.1}}, "optimizer: kind parity has no"),
         ({"config": "x", "folds": [1]}, "checks.a.folds: kind parity trains on the first alone"),
         (
             {"config": "x", "kind": "above", "baseline": "y", "folds": [1, 1]},
@@ -217,25 +211,3 @@ def test_each_side_and_each_fold_is_trained_as_asked(
         *((linear, 1, 5, 0.2), (linear, 3, 5, 0.2)),
     ]
     assert {(of.seed, of.data.path) for of in trained} == {(4, "samples.parquet")}
-
-
-def test_a_co_action_learns_what_attention_cannot(tmp_path: Path) -> None:
-    sizes = "embedding_dim: 16, sizes: {hidden: [16]}"
-    for kind in ("can", "din"):
-        (tmp_path / f"{kind}.yaml").write_text(
-            f"data: {{kind: clicks, max_history: 10}}\nmodel: {{kind: {kind}, {sizes}}}\n"
-            "sharding: {hot_rows: 50}\n"
-        )
-    check = QualityCheck(
-        kind="above",
-        config="can.yaml",
-        baseline="din.yaml",
-        labels="co_action",
-        max_rows=100,
-        batch_size=128,
-        heldout_steps=8,
-        steps=60,
-        least_margin=0.02,
-        optimizer=OptimizerConfig(embedding_lr=0.05, dense_optimizer="adagrad", dense_lr=0.02),
-    )
-    assert Checker(folder=tmp_path).check(check).holds

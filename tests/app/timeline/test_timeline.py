@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 from tests.sharding.jobs import CPU, PLAIN, Job, build, dense_optimizer, make_batch
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.app.timeline.picture import draw_timeline
 from torchrec_picasso.app.timeline.timeline import (
     DONE,
     WAITED_FOR,
@@ -129,15 +127,6 @@ def test_what_is_not_there_is_refused() -> None:
         torch.ones(1).add(1)
     with pytest.raises(PicassoError, match="holds no step of an InterleavedTrainPipeline"):
         Timeline.from_profile(profiled)
-
-
-def test_pictures_are_written(tmp_path: Path) -> None:
-    by_rank = {f"rank {t.rank}": t.for_steps(2) for t in _traced()}
-    draw_timeline(by_rank, tmp_path / "ranks.svg")
-    text = (tmp_path / "ranks.svg").read_text()
-    assert len(text) > 10_000
-    by_rank["rank 0"].save(tmp_path / "one.png")
-    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_a_profiler_a_range_is_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,76 +67,56 @@ def test_it_trains_and_is_resumed(path: Path, tmp_path: Path) -> None:
     assert again["losses"] == pytest.approx(first["losses"][-2:], rel=1e-5)
 
 
-def made(**of: object) -> None:
+CRITEO, CLICKS = DataConfig(batch_size=8), DataConfig(kind="clicks", batch_size=8)
+
+
+def made(kind: str, data: DataConfig, sizes: Any = None, **features: FeatureConfig) -> None:
     """Makes samples and model of a configuration."""
-    config = TrainConfig(**of)  # type: ignore[arg-type]
+    model = ModelConfig(kind=kind, sizes=sizes, embedding_dim=8)
+    config = TrainConfig(model=model, data=data, features=features or None)
     build_model(config, make_source(config.data, 0))
 
 
-CLICKS = DataConfig(kind="clicks", batch_size=8)
-
-
 @pytest.mark.parametrize(
-    ("of", "words"),
+    ("kind", "data", "sizes", "features", "words"),
     [
-        ({"model": ModelConfig(kind="dim")}, "there is no 'dim'; models are can, deepfm, "),
-        ({"model": ModelConfig(kind="din")}, "a din reads 'target', which this data has not"),
-        ({"data": CLICKS}, "a dlrm reads Criteo's columns"),
-        ({"data": DataConfig(num_tasks=2)}, "a dlrm reads Criteo's columns and learns one label"),
+        ("dim", CRITEO, None, {}, "there is no 'dim'; models are can, deepfm, "),
+        ("din", CRITEO, None, {}, "a din reads 'target', which this data has not"),
+        ("dlrm", CLICKS, None, {}, "a dlrm reads Criteo's columns"),
+        ("dlrm", DataConfig(num_tasks=2), None, {}, "Criteo's columns and learns one label"),
+        ("din", CLICKS, {"hiden": 3}, {}, "sizes.hiden: a din has no such size; it has attention_"),
+        ("din", CLICKS, {"hidden": "x"}, {}, "model.sizes: a din cannot have"),
+        ("can", CLICKS, {"sizes": (8, 4, 4)}, {}, "group 'network' has dims"),
+        ("din", CLICKS, None, {"targets": {}}, "a din has no such group; it reads target, history"),
         (
-            {"model": ModelConfig(kind="din", sizes={"hiden": 3}), "data": CLICKS},
-            "model.sizes.hiden: a din has no such size; it has attention_hidden, hidden, activ",
+            "wukong",
+            CRITEO,
+            None,
+            {"fields": {"columns": ("c1", "c99")}},
+            "has no column c99; it ha",
         ),
         (
-            {"model": ModelConfig(kind="din", sizes={"hidden": "x"}), "data": CLICKS},
-            "model.sizes: a din cannot have",
+            "mmoe",
+            CRITEO,
+            {"num_tasks": 2},
+            {},
+            "of 2 tasks cannot learn from samples with 1 labels",
         ),
-        (
-            {"model": ModelConfig(kind="can", sizes={"sizes": (8, 4, 4)}), "data": CLICKS},
-            "group 'network' has dims",
-        ),
-        (
-            {
-                "model": ModelConfig(kind="din"),
-                "data": CLICKS,
-                "features": {"targets": FeatureConfig()},
-            },
-            "features.targets: a din has no such group; it reads target, history, profile",
-        ),
-        (
-            {
-                "model": ModelConfig(kind="wukong"),
-                "features": {"fields": FeatureConfig(columns=("c1", "c99"))},
-            },
-            "features.fields.columns: the data has no column c99; it has c1, c2",
-        ),
-        (
-            {
-                "model": ModelConfig(kind="mmoe", sizes={"num_tasks": 2}),
-                "data": DataConfig(batch_size=8),
-            },
-            "a mmoe of 2 tasks cannot learn from samples with 1 labels",
-        ),
-        (
-            {
-                "model": ModelConfig(kind="din"),
-                "data": CLICKS,
-                "features": {"target": FeatureConfig(dim=32)},
-            },
-            "reads the tables of 'target'",
-        ),
+        ("din", CLICKS, None, {"target": {"dim": 32}}, "reads the tables of 'target'"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(of: dict[str, object], words: str) -> None:
+def test_what_does_not_fit_is_refused_by_name(
+    kind: str, data: DataConfig, sizes: Any, features: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        made(**of)
+        made(kind, data, sizes, **{name: FeatureConfig(**of) for name, of in features.items()})
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["deepfm", "wukong", "mmoe"])
 def test_models_of_fields_read_clicks_too(kind: str) -> None:
     assert not needs_clicks(kind)
-    made(model=ModelConfig(kind=kind, embedding_dim=8), data=CLICKS)
+    made(kind, CLICKS)
 
 
 def test_negatives_are_as_many_as_the_clicks_of_the_history() -> None:

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from tests.app.zoo.model_cases import batch_of
-from tests.app.zoo.sharded_models import CPU, sharded
+from tests.app.zoo.model_cases import CPU, batch_of, sharded
 from tests.train_pipeline.runs import run_to_the_end
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from tests.app.zoo.model_cases import CASES, NUM_ROWS, batch_of, build, group
-from tests.app.zoo.sharded_models import CPU, sharded
+from tests.app.zoo.model_cases import CASES, CPU, NUM_ROWS, batch_of, build, group, sharded
 from tests.train_pipeline.runs import run_to_the_end
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.zoo.click_model import ClickModel
-from torchrec_picasso.app.zoo.feature_groups import FeatureGroup, FeatureGroups
+from torchrec_picasso.app.zoo.feature_groups import FeatureGroups
 from torchrec_picasso.app.zoo.tables import tables_of
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import ConfigError
@@ -84,26 +84,24 @@ def test_groups_of_one_column_have_a_table_each_or_share_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "said"),
+    ("target", "history", "said"),
     [
-        ([FeatureGroup(name="a", columns=("item",), dims=())], "1 columns and 0 dims"),
+        ({"dims": ()}, {}, "1 columns and 0 dims"),
+        ({}, {"tables_of": "c"}, "reads the tables of 'c'"),
+        ({}, {"dims": (4,), "tables_of": "a"}, "as many tables of its own"),
         (
-            [group("a", ("item",)), group("b", ("item_history",), tables_of="c")],
-            "reads the tables of 'c'",
-        ),
-        (
-            [group("a", ("item",)), group("b", ("item_history",), 4, tables_of="a")],
-            "as many tables of its own",
-        ),
-        (
-            [
-                group("a", ("item",), kind="bag"),
-                group("b", ("item_history",), tables_of="a", kind="sequence"),
-            ],
+            {"kind": "bag"},
+            {"tables_of": "a", "kind": "sequence"},
             "one as bags and one as sequences",
         ),
     ],
 )
-def test_groups_that_do_not_fit_are_refused(groups: list[FeatureGroup], said: str) -> None:
+def test_groups_that_do_not_fit_are_refused(
+    target: dict[str, Any], history: dict[str, Any], said: str
+) -> None:
+    groups = [
+        replace(group("a", ("item",)), **target),
+        replace(group("b", ("item_history",)), **history),
+    ]
     with pytest.raises(ConfigError, match=said):
         FeatureGroups(groups, NUM_ROWS)

@@ -1,4 +1,4 @@
-"""A resumed run goes on with the hot rows that it had, where they fit, and says so."""
+"""What lies beside a checkpoint's states: hot rows, their uses and the setting; damage by name."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 
 from tests.app.runs.tiny import checkpoints, tiny_run
 from torchrec_picasso.app.checkpoints.hot_rows import read_hot_rows, read_uses, write_uses
+from torchrec_picasso.app.checkpoints.setting import read_setting, write_setting
 from torchrec_picasso.app.config import PipelineConfig, ShardingConfig, TrainConfig
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.refresh.saved_uses import SavedUses
+from torchrec_picasso.schedule.schedule import Setting
 
 NUM_HOT = 20
 OFTEN = Refresh(every_steps=4, half_life_steps=50, deviations=0.0)
@@ -125,3 +127,30 @@ def test_damaged_uses_are_named(tmp_path: Path, content: Any) -> None:
     torch.save(content, tmp_path / "uses.pt")
     with pytest.raises(PicassoError, match=r"uses\.pt: cannot be read as hot rows; delete"):
         read_uses(tmp_path)
+
+
+def test_a_setting_comes_back_to_the_same_ranks_and_batches(tmp_path: Path) -> None:
+    assert read_setting(tmp_path, 2, 512) is None
+    for setting in (Setting(4, lookahead=True), Setting(1, lookahead=False)):
+        write_setting(tmp_path, setting, 2, 512)
+        assert read_setting(tmp_path, 2, 512) == setting
+        assert read_setting(tmp_path, 4, 512) is None
+        assert read_setting(tmp_path, 2, 1024) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        "\xff",
+        '{"num_micro_batches": "4", "lookahead": true, "ranks": 2, "batch_size": 512}',
+        '{"num_micro_batches": 4, "lookahead": 1, "ranks": 2, "batch_size": 512}',
+        '{"num_micro_batches": [4], "lookahead": true, "ranks": 2, "batch_size": 512}',
+    ],
+)
+def test_a_damaged_setting_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "setting.json").write_text(content, encoding="latin-1")
+    with pytest.raises(PicassoError, match=r"setting\.json: cannot be read as a setting; delete"):
+        read_setting(tmp_path, 2, 512)

@@ -1,4 +1,4 @@
-"""The tables of docs/reliability.md are those of the report that is kept."""
+"""Results that are kept say what they were measured on, and documents have their figures."""
 
 from __future__ import annotations
 
@@ -8,10 +8,54 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchrec_picasso.app.config.load import load_rules
+from torchrec_picasso.app.config.quality import QualityConfig
+
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+QUALITY_FIGURE = re.compile(r"[+-]?\d\.\d{4}|\d\.\de-\d\d")
 FIGURE = re.compile(r"(?<![\w.])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d\d)?(?![\w.])")
 SMALLEST = 30
 """Counts below it are also told in words, such as ``3 s``."""
+FACTS = {"date_utc", "cpu", "num_cpus", "python", "torch", "torchrec", "torchrec-picasso"}
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def test_every_result_names_its_environment() -> None:
+    files = sorted(RESULTS.glob("**/*.json"))
+    assert files
+    for file in files:
+        if file.name != "summary.json":  # it sums up files beside it
+            assert json.loads(file.read_text())["environment"].keys() >= FACTS, file.name
+
+
+def test_figures_are_those_of_the_kept_run() -> None:
+    checks = read("quality.json")["checks"]
+    told = load_rules(QualityConfig, ROOT / "configs" / "quality.yaml").checks or {}
+    assert list(checks) == list(told)
+    seeds = read("quality_seeds.json")["seeds"]
+    by_samples = read("quality_by_samples.json")
+    found = [
+        *checks.values(),
+        *by_samples["checks"].values(),
+        *(check for of in seeds.values() for check in of.values()),
+    ]
+    assert all(check["holds"] for check in found)
+    kept = {
+        form.format(figure)
+        for check in found
+        for figure in check.values()
+        if isinstance(figure, float)
+        for form in ("{:.4f}", "{:+.4f}", "{:.1e}")
+    }
+    text = (ROOT / "docs" / "quality.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    figures = [figure for row in rows for figure in QUALITY_FIGURE.findall(row)]
+    assert len(figures) > 60
+    assert not [figure for figure in figures if figure not in kept]
 
 
 def numbers(of: Any) -> Iterator[float]:
@@ -27,10 +71,10 @@ def numbers(of: Any) -> Iterator[float]:
 
 
 def test_figures_are_those_of_the_kept_report() -> None:
-    report = json.loads((ROOT / "benchmarks/results/reliability/report.json").read_text())
-    memory = json.loads((ROOT / "benchmarks/results/reliability/memory.json").read_text())
+    report = read("reliability/report.json")
+    memory = read("reliability/memory.json")
     slopes = [memory[batches]["kib_a_step"] for batches in ("new", "repeated")]
-    hostile = json.loads((ROOT / "benchmarks/results/reliability/hostile_input.json").read_text())
+    hostile = read("reliability/hostile_input.json")
     by_kind = hostile["fuzz_files"]["by_kind"]
     kinds = {name.split()[0] for name in by_kind}
     tried = {
@@ -53,7 +97,7 @@ def test_figures_are_those_of_the_kept_report() -> None:
 
 
 def test_nothing_of_the_kept_report_failed() -> None:
-    report = json.loads((ROOT / "benchmarks/results/reliability/report.json").read_text())
+    report = read("reliability/report.json")
     questions = ("checkpoint_moves", "faults", "link_faults", "soak")
     assert not [name for name in questions if report[name]["failed"]]
     struck = report["faults"]
