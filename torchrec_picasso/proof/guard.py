@@ -13,21 +13,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchrec_picasso.proof.inputs import form_of
 from torchrec_picasso.proof.snapshot import Snapshot
-from torchrec_picasso.proof.watch import is_users_module
 
 __all__ = ["Guard", "why_disturbed"]
 
 
 def why_disturbed() -> str | None:
     """Names what a program has switched on that would see the tensors of a proof, or keep them."""
-    others = [mode.__name__ for mode in _modes() if not issubclass(mode, DeviceContext)]
-    return _why_kept() or (f"the mode {others[0]} is active" if others else None)
-
-
-def _modes() -> list[type]:
-    """The types of the modes that see PyTorch's functions and operators."""
+    # a mode that comes later, such as one that counts, needs no other proof
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
-    return [type(mode) for mode in modes]
+    others = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    return _why_kept() or (f"the mode {others[0]} is active" if others else None)
 
 
 def _why_kept() -> str | None:
@@ -71,7 +66,7 @@ class Guard:
         if batch is not None and form_of(batch) != self._form:
             yield "the batch has other fields, types, keys or plain values"
         if _settings() != self._settings:
-            yield "a setting of PyTorch has changed: autocast, default type, gradients, modes"
+            yield "a setting of PyTorch has changed: autocast, default type, gradients"
         yield from self._snapshot.changes()
 
 
@@ -80,8 +75,6 @@ def _settings() -> Hashable:
     cudnn = torch.backends.cudnn
     return (
         _why_kept(),
-        # a library's mode that comes later, such as one that counts, needs no other proof
-        *(mode for mode in _modes() if is_users_module(mode.__module__)),
         torch.get_default_device(),
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
