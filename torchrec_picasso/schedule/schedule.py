@@ -9,6 +9,11 @@ At the boundary between two steps no computation hides the exchanges of the firs
 gradients come last and its rows are needed first. There, and only there, waves of packs are
 staggered: one wave is updated and fetched again while the gradients of the next wave are on the
 wire.
+
+Two micro-batches that share no rows run depth first: the first one runs forward and backward while
+the rows of the second arrive, and its gradients are sent while the second one computes, so the wire
+is never idle. Otherwise all run forward, then all backward: of more than two, the first is small,
+and its gradients, which nothing hides, travel last.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ __all__ = [
     "Op",
     "Schedule",
     "Setting",
+    "backward_order",
     "evaluation_schedule",
     "first_batch_schedule",
     "second_batch_schedule",
@@ -63,6 +69,8 @@ class Schedule:
     """The operations of one step, in order."""
 
     ops: tuple[Op, ...]
+    shares_rows: bool = True
+    """Whether micro-batches share rows, so that they run backward in descending order."""
 
     def __iter__(self) -> Iterator[Op]:
         return iter(self.ops)
@@ -88,6 +96,8 @@ class Schedule:
             # Only operations of this schedule count: earlier schedules may have run other
             # dependencies.
             for need in KINDS[op.kind].needs:
+                if need.of_shared_rows and not self.shares_rows:
+                    continue
                 found = [o for o in self.ops if o.kind == need.kind and need.pick(op, o)]
                 if need.required and not found:
                     raise PlanError(f"the schedule runs {op} without the {need.kind} it needs")
@@ -106,6 +116,7 @@ def training_schedule(
     after: Setting | None = None,
     *,
     num_waves: int = 1,
+    shares_rows: bool = True,
 ) -> Schedule:
     """Returns the schedule of a training step.
 
@@ -115,21 +126,24 @@ def training_schedule(
     are on the wire.
 
     The next batch has by default the setting of this batch, and the batch after that the setting of
-    the next. ``num_waves`` counts the waves of packs.
+    the next. ``num_waves`` counts the waves of packs. Micro-batches share rows unless all packs are
+    pooled by their home ranks.
     """
     following = following or this
     waves = _waves(num_waves)
     ahead = _look_ahead(following)
     # With lookahead the layout must come before fetch_clean; otherwise it can wait.
     laid_out_late = [] if following.lookahead else [ahead.pop(0)]
-    ops = [*ahead, *_for_chunks("forward", THIS, this)]
-    ops.append(Op("send_ids", AFTER))
-    # Chunk k's gradients are sent while backward of the micro-batches below k computes.
-    for index in reversed(range(1, this.num_micro_batches)):
+    *early, last = backward_order(this.num_micro_batches, shares_rows)
+    forwards = _for_chunks("forward", THIS, this)
+    forwards_late = [forwards.pop()] if last else []  # depth first
+    ops = [*ahead, *forwards, Op("send_ids", AFTER)]
+    # Chunk k's gradients are sent while the micro-batches that run after backward k compute.
+    for index in early:
         ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
-    ops.append(Op("backward", THIS, 0))  # also reduces dense gradients
+    ops += [*forwards_late, Op("backward", THIS, last)]  # the last one also reduces dense gradients
     for wave in waves:
-        ops += [Op("send_gradients", THIS, 0, wave), Op("reduce_hot", THIS, wave=wave)]
+        ops += [Op("send_gradients", THIS, last, wave), Op("reduce_hot", THIS, wave=wave)]
     ops += [*laid_out_late, *_ids_arrive(AFTER, after or following)]
     for wave in waves:
         # Wave w's dirty rows are fetched while wave w + 1 waits for its gradients.
@@ -137,7 +151,16 @@ def training_schedule(
     # Later chunks arrive during forward of the first micro-batches of the next step.
     ops += _for_chunks("fetch_dirty", NEXT, following, first=1)
     ops += [Op("read_hot", NEXT), Op("dense_step")]
-    return _checked(ops)
+    return _checked(ops, shares_rows)
+
+
+def backward_order(num_micro_batches: int, shares_rows: bool) -> Sequence[int]:
+    """Returns the micro-batches in the order in which they run backward.
+
+    Ascending = depth first: the first one runs backward before the second one runs forward.
+    """
+    order = range(num_micro_batches)
+    return order if num_micro_batches == 2 and not shares_rows else order[::-1]
 
 
 @cache
@@ -202,7 +225,7 @@ def _ids_arrive(batch: int, setting: Setting) -> list[Op]:
     return [Op("receive_ids", batch), *mask]
 
 
-def _checked(ops: list[Op]) -> Schedule:
-    schedule = Schedule(tuple(ops))
+def _checked(ops: list[Op], shares_rows: bool = True) -> Schedule:
+    schedule = Schedule(tuple(ops), shares_rows)
     schedule.check()
     return schedule

@@ -24,6 +24,7 @@ from torchrec_picasso.exchange.waiting import OP_RANGE, named_range
 from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
     Op,
+    Schedule,
     Setting,
     evaluation_schedule,
     first_batch_schedule,
@@ -82,10 +83,21 @@ class InFlight:
         """The batch of this step."""
         return self._inflights[0]
 
+    def schedule(self, *settings: Setting) -> Schedule:
+        """Returns the schedule of a training step on batches with these settings, by the plan's
+        waves of packs and order of micro-batches, which are known from the first step on."""
+        waves = self._num_waves
+        return training_schedule(*settings, num_waves=waves, shares_rows=self._shares_rows)
+
     @property
-    def num_waves(self) -> int:
-        """Waves that the plan gives the packs; known from the first step on."""
+    def _num_waves(self) -> int:
         return 1 if self._taken is None else self._taken.num_waves
+
+    @property
+    def _shares_rows(self) -> bool:
+        # a ratio needs the sums over all micro-batches before the first backward, as rows do
+        is_ratio = self._options.loss_reduction == "ratio"
+        return is_ratio or self._taken is None or self._taken.shares_rows
 
     def work_with(
         self,
@@ -150,8 +162,11 @@ class InFlight:
         """
         inflight, settings = self.first, [inflight.setting for inflight in self._inflights]
         is_training = self._model.training
-        make = training_schedule if is_training else evaluation_schedule
-        schedule = make(*settings, num_waves=self.num_waves)
+        schedule = (
+            self.schedule(*settings)
+            if is_training
+            else evaluation_schedule(*settings, num_waves=self._num_waves)
+        )
         self._cuts.start_step()
         if is_training:
             # first of all: it passes learning rates to FBGEMM, and may change the model
@@ -273,7 +288,7 @@ class InFlight:
         if self._agreed(self._ask()).homes_written:
             self._taken.apply_writes()
         self._num_updates = self._taken.num_updates
-        self._run(first_batch_schedule(self.first.setting, num_waves=self.num_waves))
+        self._run(first_batch_schedule(self.first.setting, num_waves=self._num_waves))
 
     def _prepared(self, fetched: Fetched) -> InFlightBatch:
         """Prepares a batch by the current setting.
@@ -318,4 +333,11 @@ class InFlight:
                         reason = reason_of(error)
                         _log.info("a batch is trained whole, it cannot be split: %s", reason)
                     sizes_K = [num_samples, *[0] * (setting.num_micro_batches - 1)]
-        return InFlightBatch(fetched, setting, sizes_K, micro_batches_K, inputs)
+        return InFlightBatch(
+            fetched,
+            setting,
+            sizes_K,
+            micro_batches_K,
+            inputs,
+            shares_rows=self._shares_rows,
+        )

@@ -15,7 +15,7 @@ from torchrec_picasso.batches.feed import AnyData, Fetched
 from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.request import RowRequest
-from torchrec_picasso.schedule.schedule import Setting
+from torchrec_picasso.schedule.schedule import Setting, backward_order
 from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput, UnsplitOutput
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup, ModuleInput
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
@@ -48,6 +48,8 @@ class InFlightBatch:
     outputs_K: dict[int, Any] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     """Names of interleaved modules that received a gradient."""
+    shares_rows: bool = True
+    """Whether micro-batches may not run depth first, see :func:`.backward_order`."""
     is_whole: bool = False
     """Whether the model runs on the whole batch, although rows travel by micro-batch."""
     is_end: bool = False
@@ -97,10 +99,22 @@ class InFlightBatch:
     def runs_backward_at(self, index: int) -> bool:
         """Whether a backward runs at the schedule's slot for one micro-batch.
 
-        The backward of a whole batch runs in the first backward slot, which is that of the last
-        micro-batch: from there on gradients of rows are sent.
+        The backward of a whole batch runs in the first backward slot: from there on gradients of
+        rows are sent.
         """
-        return index == len(self.sizes_K) - 1 if self.is_whole else index in self.run_indices
+        return index == self._order[0] if self.is_whole else index in self.run_indices
+
+    def is_last_slot(self, index: int) -> bool:
+        """Whether the schedule has no slot for a backward after that of one micro-batch."""
+        return index == self._order[-1]
+
+    def is_last_backward(self, index: int) -> bool:
+        """Whether no micro-batch runs backward after this one; DDP reduces in its backward."""
+        return index == [each for each in self._order if each in self.run_indices][-1]
+
+    @property
+    def _order(self) -> Sequence[int]:
+        return backward_order(len(self.sizes_K), self.shares_rows)
 
     def acquire(
         self, run: int, name: str, number: int, group: int, weights: Tensor | None

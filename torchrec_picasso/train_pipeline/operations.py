@@ -172,14 +172,14 @@ class Operations:
         """Runs backward of one micro-batch, and after the last one that of full-batch outputs."""
         if inflight.runs_backward_at(index):
             self._run_backward(inflight, 0 if inflight.is_whole else index)
-        if index == 0:
-            # index 0 runs last: the leaves of full-batch outputs now have all their gradients
+        if inflight.is_last_slot(index):
+            # the leaves of full-batch outputs now have all their gradients
             for whole in inflight.full_outputs.values():
                 whole.backward()
             self._note_trained(inflight)
 
     def _run_backward(self, inflight: InFlightBatch, index: int) -> None:
-        """Runs backward of one micro-batch; DDP reduces in that of micro-batch 0, the last one.
+        """Runs backward of one micro-batch; DDP reduces in that of the one that runs last.
 
         An empty batch, which replaces data that has ended, adds nothing to the gradients. Its
         backward still runs, because DDP waits for it.
@@ -189,7 +189,7 @@ class Operations:
         if is_single_run and inflight.has_data:
             program.backward(program.losses.whole(inflight.losses_K[index]))
             return
-        if index == 0 and not is_single_run:
+        if not is_single_run and inflight.is_last_backward(index):
             announce_last_backward(model)
         if not inflight.has_data:
             loss = program.losses.stand_in(inflight.losses_K[index])

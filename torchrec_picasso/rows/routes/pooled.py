@@ -67,6 +67,7 @@ class PooledRoute(Route):
     """Tables whose bags are pooled by home ranks. Arguments as for :class:`Route`."""
 
     name = "bags"
+    shares_rows = False  # a bag is of one sample
     needs_one_batch_size = True  # home ranks get one number of samples per rank
 
     def __post_init__(self) -> None:

@@ -50,6 +50,8 @@ class Route(ABC):
 
     name: ClassVar[str]
     """Value of :attr:`.HotColdParams.form` that chooses the route."""
+    shares_rows: ClassVar[bool] = True
+    """Whether a row that arrived for one micro-batch is used by later ones."""
     needs_one_batch_size: ClassVar[bool] = False
     """Whether variable-batch (VBE) features are padded to one batch size."""
 
