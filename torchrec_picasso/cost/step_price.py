@@ -127,7 +127,8 @@ class _Interleaved:
         self._dense = pricer.dense.cut(num_parts)
         self._totals, self._stock, self._num_parts = totals, stock, num_parts
         self.shares_rows = bool(totals.unique)  # bags are of one sample
-        self._last_backward = backward_order(num_parts, self.shares_rows)[-1]
+        setting = Setting(num_parts, lookahead=True)
+        self._last_backward = backward_order(setting, self.shares_rows)[-1]
         self._local = exchange_times(
             totals, pricer.curves.local, num_packs=num_packs, num_parts=num_parts
         )

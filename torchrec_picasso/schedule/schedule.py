@@ -39,6 +39,7 @@ __all__ = [
     "backward_order",
     "evaluation_schedule",
     "first_batch_schedule",
+    "is_depth_first",
     "second_batch_schedule",
     "training_schedule",
 ]
@@ -134,14 +135,19 @@ def training_schedule(
     ahead = _look_ahead(following)
     # With lookahead the layout must come before fetch_clean; otherwise it can wait.
     laid_out_late = [] if following.lookahead else [ahead.pop(0)]
-    *early, last = backward_order(this.num_micro_batches, shares_rows)
+    *early, last = backward_order(this, shares_rows)
     forwards = _for_chunks("forward", THIS, this)
-    forwards_late = [forwards.pop()] if last else []  # depth first
-    ops = [*ahead, *forwards, Op("send_ids", AFTER)]
     # Chunk k's gradients are sent while the micro-batches that run after backward k compute.
-    for index in early:
-        ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
-    ops += [*forwards_late, Op("backward", THIS, last)]  # the last one also reduces dense gradients
+    if is_depth_first(this, shares_rows):
+        ops = [*ahead, forwards[0], Op("backward", THIS, 0)]
+        # After a backward: the header that the ids wait for is behind the rows on the wire.
+        ops.append(Op("send_ids", AFTER))
+        ops += [*_by_wave("send_gradients", THIS, 0, waves), forwards[1]]
+    else:
+        ops = [*ahead, *forwards, Op("send_ids", AFTER)]
+        for index in early:
+            ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
+    ops.append(Op("backward", THIS, last))  # also reduces dense gradients
     for wave in waves:
         ops += [Op("send_gradients", THIS, last, wave), Op("reduce_hot", THIS, wave=wave)]
     ops += [*laid_out_late, *_ids_arrive(AFTER, after or following)]
@@ -149,18 +155,23 @@ def training_schedule(
         # Wave w's dirty rows are fetched while wave w + 1 waits for its gradients.
         ops += [Op("update", THIS, wave=wave), Op("fetch_dirty", NEXT, 0, wave)]
     # Later chunks arrive during forward of the first micro-batches of the next step.
-    ops += _for_chunks("fetch_dirty", NEXT, following, first=1)
+    if is_depth_first(following, shares_rows):
+        ops += _by_wave("fetch_dirty", NEXT, 1, waves)
+    else:
+        ops += _for_chunks("fetch_dirty", NEXT, following, first=1)
     ops += [Op("read_hot", NEXT), Op("dense_step")]
     return _checked(ops, shares_rows)
 
 
-def backward_order(num_micro_batches: int, shares_rows: bool) -> Sequence[int]:
-    """Returns the micro-batches in the order in which they run backward.
+def is_depth_first(setting: Setting, shares_rows: bool) -> bool:
+    """Whether the first micro-batch runs backward before the second one runs forward."""
+    return setting.num_micro_batches == 2 and not shares_rows
 
-    Ascending = depth first: the first one runs backward before the second one runs forward.
-    """
-    order = range(num_micro_batches)
-    return order if num_micro_batches == 2 and not shares_rows else order[::-1]
+
+def backward_order(setting: Setting, shares_rows: bool) -> Sequence[int]:
+    """Returns the micro-batches in the order in which they run backward."""
+    order = range(setting.num_micro_batches)
+    return order if is_depth_first(setting, shares_rows) else order[::-1]
 
 
 @cache
@@ -200,13 +211,18 @@ def _for_chunks(kind: str, batch: int, setting: Setting, first: int = 0) -> list
     return [Op(kind, batch, index) for index in range(first, setting.num_micro_batches)]
 
 
+def _by_wave(kind: str, batch: int, index: int, waves: Sequence[int | None]) -> list[Op]:
+    """Returns an exchange per wave: one of a single pack needs no copies that join packs."""
+    return [Op(kind, batch, index, wave) for wave in waves]
+
+
 def _waves(num_waves: int) -> Sequence[int | None]:
     """Returns every wave, or ``None`` (all packs) if there is only one wave."""
     return range(num_waves) if num_waves > 1 else [None]
 
 
 def _fetch_dirty(batch: int, setting: Setting, num_waves: int) -> list[Op]:
-    first = [Op("fetch_dirty", batch, 0, wave) for wave in _waves(num_waves)]
+    first = _by_wave("fetch_dirty", batch, 0, _waves(num_waves))
     return [*first, *_for_chunks("fetch_dirty", batch, setting, first=1)]
 
 

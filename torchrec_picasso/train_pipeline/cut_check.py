@@ -21,7 +21,7 @@ import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -44,7 +44,7 @@ from torchrec_picasso.proof.comparison import (
     difference_of_outputs,
 )
 from torchrec_picasso.proof.dense_part import ModelState, copy_model, dense_parameters
-from torchrec_picasso.schedule.schedule import backward_order
+from torchrec_picasso.schedule.schedule import is_depth_first
 from torchrec_picasso.train_pipeline.data_parallel import instead_of_wrapped
 from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
@@ -199,8 +199,8 @@ class CutCheck:
         losses_K: dict[int, Any] = {}
         outputs, program = [], self._program
         with self._isolated() as model, still, torch.enable_grad():
-            order = backward_order(len(cut.pieces_K), inflight.shares_rows)
-            is_depth_first = order[0] < order[-1]
+            setting = replace(inflight.setting, num_micro_batches=len(cut.pieces_K))
+            at_once = is_depth_first(setting, inflight.shares_rows)
             # in the order of a scheduled step
             for k in range(len(cut.pieces_K)):
                 for name, module in self._taken.modules.items():
@@ -214,10 +214,10 @@ class CutCheck:
                 losses_K[k] = program.losses.checked(losses)
                 outputs.append(output)
                 _refuse_views(output, model)
-                if is_depth_first:
+                if at_once:
                     self._backward(losses_K, [k], cut)
-            if not is_depth_first:
-                self._backward(losses_K, order, cut)
+            if not at_once:
+                self._backward(losses_K, list(reversed(losses_K)), cut)
             # the leaves' gradients, in the order of the samples of the whole batch
             grads: dict[str, Sequence[Tensor | None]] = {
                 f"the output of {name}": whole.joined_gradients() for name, whole in given.items()

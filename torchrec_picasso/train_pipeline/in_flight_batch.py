@@ -49,7 +49,7 @@ class InFlightBatch:
     trained: set[str] = field(default_factory=set)
     """Names of interleaved modules that received a gradient."""
     shares_rows: bool = True
-    """Whether micro-batches may not run depth first, see :func:`.backward_order`."""
+    """Whether micro-batches may not run depth first, see :func:`.is_depth_first`."""
     is_whole: bool = False
     """Whether the model runs on the whole batch, although rows travel by micro-batch."""
     is_end: bool = False
@@ -114,7 +114,7 @@ class InFlightBatch:
 
     @property
     def _order(self) -> Sequence[int]:
-        return backward_order(len(self.sizes_K), self.shares_rows)
+        return backward_order(self.setting, self.shares_rows)
 
     def acquire(
         self, run: int, name: str, number: int, group: int, weights: Tensor | None
