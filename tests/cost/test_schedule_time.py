@@ -68,9 +68,9 @@ def test_of_two_micro_batches_only_the_first_chunk_is_exposed() -> None:
 
 
 def test_depth_first_the_wire_never_waits_for_a_second_forward() -> None:
-    # rows of both parts (4 each) travel in 8 and their gradients in 8 more. Depth first, part 0 ends
-    # (4 + 3 = 7) before the rows of part 1 are there (8), and part 1 ends (11) before the gradients
-    # of part 0 are sent (12). Otherwise the wire waits for backward of part 1 (8 + 1 + 2).
+    # Rows of both parts (4 each) travel in 8, their gradients in 8 more. Depth first, part 0 ends
+    # (4 + 3 = 7) before the rows of part 1 arrive (8), and part 1 ends (11) before the gradients of
+    # part 0 have arrived (12). Otherwise the wire waits for backward of part 1 (8 + 1 + 2).
     times: Times = {}
     for part in (0, 1):
         times["fetch_dirty", part] = times["send_gradients", part] = send(4)

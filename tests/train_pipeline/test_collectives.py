@@ -90,6 +90,21 @@ def test_collectives_do_not_grow_with_tables(num_tables: int, driver: Driver) ->
         assert rank[num_tables, driver] == [PER_STEP[driver]] * NUM_COUNTED
 
 
+def _count_bags(rank: int, world_size: int, job: Job) -> dict[str, float]:
+    pipeline = make_driver((2, True), build(job, rank, world_size))
+    batches = (make_batch(job, rank, step) for step in itertools.count())
+    for _ in range(NUM_WARM):
+        pipeline.progress(batches)
+    return _kinds_of_one_step(pipeline, batches, world_size)
+
+
+def test_two_micro_batches_of_bags_exchange_by_wave() -> None:
+    """A header and ids; bags and their gradients for two chunks of three waves, one a dim."""
+    job = dataclasses.replace(_job(NUM_TABLES[1]), placement={"*": "bags"})
+    for rank in run_ranks(_count_bags, WORLD_SIZE, job, timeout_s=100):
+        assert rank["all_to_all"] == 2 + 2 * 2 * 3
+
+
 def _count_two_modules(rank: int, world_size: int) -> dict[Driver, dict[str, float]]:
     job = SequenceJob(placement={"*": 2}, batch_sizes=(24,))
     found: dict[Driver, dict[str, float]] = {}
