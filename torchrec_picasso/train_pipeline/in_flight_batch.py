@@ -105,12 +105,17 @@ class InFlightBatch:
         return index == self._order[0] if self.is_whole else index in self.run_indices
 
     def is_last_slot(self, index: int) -> bool:
-        """Whether the schedule has no slot for a backward after that of one micro-batch."""
+        """Whether the schedule has no slot for a backward after that of one micro-batch.
+
+        All ranks reduce dense gradients and run backward of full-batch outputs there, also those
+        whose micro-batch has no samples, so that all start collectives in the same order.
+        """
         return index == self._order[-1]
 
-    def is_last_backward(self, index: int) -> bool:
-        """Whether no micro-batch runs backward after this one; DDP reduces in its backward."""
-        return index == [each for each in self._order if each in self.run_indices][-1]
+    @property
+    def is_one_backward(self) -> bool:
+        """Whether the model runs once, and dense gradients are reduced in its only backward."""
+        return self.is_whole or self.run_indices == [self._order[-1]]
 
     @property
     def _order(self) -> Sequence[int]:
@@ -171,7 +176,7 @@ class InFlightBatch:
 
     def _whole(self, output: Any, name: str) -> FullBatchOutput | UnsplitOutput:
         """Wraps a full-batch output; one run of the model needs no split of it."""
-        return (UnsplitOutput if len(self.run_sizes) == 1 else FullBatchOutput)(output, name)
+        return (UnsplitOutput if self.is_one_backward else FullBatchOutput)(output, name)
 
     def compute_full_outputs(self, plain: Mapping[str, Any]) -> None:
         """Computes the non-interleaved modules once per batch. Collective."""
