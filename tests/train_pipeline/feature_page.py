@@ -18,31 +18,32 @@ Texts = tuple[str, ...]
 HEAD = """\
 # What works
 
-This page says which features of TorchRec train with hot/cold tables.
-`python -m tests.train_pipeline.feature_table` makes it from runs on 2 CPU ranks: 3 training steps
-and an evaluation beside stock TorchRec, from equal weights on equal batches.
+This page says which features of TorchRec train with hot/cold tables. It is made from runs on 2 CPU
+ranks, 3 steps and an evaluation each, beside stock TorchRec
+(`python -m tests.train_pipeline.feature_table`).
 
-- **works**: predictions, weights, optimizer state and dense weights equal TorchRec's up to
-  rounding; *(unsharded)*: an unsharded model's, since FBGEMM has no CPU kernel.
+- **works**: predictions, weights and optimizer state equal TorchRec's up to rounding;
+  *(unsharded)*: an unsharded model's, since FBGEMM has no CPU kernel.
+- **stock path**: equal, but computed once per batch.
 - **refused**: a `CompatError`, while planning a `PlanError`, on all ranks.
-- **stock path**: equal, but computed once per batch without interleaving.
 - **fails**: TorchRec's own run on the CPU ends in the same error.
 """
 
 FEATURES_HEAD = """\
 ## Collections
 
-Of two results the first is `TrainPipelineSparseDist`'s over hot/cold tables, the second
-`InterleavedTrainPipeline`'s with 3 micro-batches, with 1 where 3 are refused. A line without *bags*
-or *sequences* holds for both collections, if both have the feature."""
+Of two results the first is `TrainPipelineSparseDist`'s, the second `InterleavedTrainPipeline`'s
+with 3 micro-batches, or 1 where 3 are refused."""
 
 SURFACE_HEAD = """\
 ## Other parts of TorchRec
 
 Of two results the first is with TorchRec's tables, the second with hot/cold tables. *Planned*:
 `hot_rows` of `hot_cold_planner` names the table; *placed*: a plan made by hand has its
-`HotColdParams`. *Idle streams*: the pipeline needs a GPU's streams and ran with streams that do
-nothing."""
+`HotColdParams`. *Idle streams*: in place of a GPU's, streams that do nothing."""
+
+LABELS = {"works": "works, not interleaved in full"}
+"""What the page calls a result that has a reason."""
 
 SHORTER = (
     (r"\b(Compat|Plan|Config|Input)Error: ", ""),
@@ -75,8 +76,8 @@ def page_of(
         [
             HEAD,
             table() + "\n",
-            f"{FEATURES_HEAD}\n\n{_works_by_kind(texts)}\n\n{_table('feature', _labelled(texts))}",
-            f"{SURFACE_HEAD}\n\n{_works(surface)}\n\n{_table('part', surface)}",
+            f"{FEATURES_HEAD}\n\n{_works_by_kind(texts)}\n\n{_rest(_labelled(texts))}",
+            f"{SURFACE_HEAD}\n\n{_works(surface)}\n\n{_rest(surface)}",
         ]
     )
 
@@ -122,15 +123,18 @@ def _labelled(texts: Mapping[Key, Texts]) -> dict[str, Texts]:
     return lines
 
 
-def _table(what: str, lines: Mapping[str, Texts]) -> str:
-    """A table of what does not work in all columns; what ends alike for one reason is one line."""
-    names: dict[tuple[str, str], list[str]] = {}
+def _rest(lines: Mapping[str, Texts]) -> str:
+    """What does not work in all columns, by result; what ends alike for one reason is one line."""
+    names: dict[str, dict[str, list[str]]] = {}
     for name, texts in lines.items():
         if not _do_all_work(texts):
-            names.setdefault(_result_and_reason(texts), []).append(name)
-    rows = [(what, "result", "reason"), ("---",) * 3]
-    rows += [(folded(group), *key) for key, group in names.items()]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+            result, reason = _result_and_reason(texts)
+            names.setdefault(result, {}).setdefault(reason, []).append(name)
+    parts = []
+    for result, by_reason in names.items():
+        bullets = "".join(f"- {folded(of)}: {reason}\n" for reason, of in by_reason.items())
+        parts.append(f"**{LABELS.get(result, result)}**\n\n{bullets}")
+    return "\n".join(parts)
 
 
 def _result_and_reason(texts: Texts) -> tuple[str, str]:

@@ -49,9 +49,9 @@ def test_lines_that_end_alike_are_one() -> None:
     for line in (
         "- Works, both: y.",
         "- Works, EmbeddingBagCollection (bags): z.",
-        "| x | refused | no kernel |",
-        "| z (sequences) | works / stock path | computed once per batch |",
-        "| s | refused | no kernel |",
+        "**refused**\n\n- x: no kernel",
+        "**works / stock path**\n\n- z (sequences): computed once per batch",
+        "**refused**\n\n- s: no kernel",
         "Works: t.",
     ):
         assert f"\n{line}\n" in page
