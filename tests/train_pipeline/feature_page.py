@@ -18,8 +18,8 @@ Texts = tuple[str, ...]
 HEAD = """\
 # What works
 
-This page says which features of TorchRec train with hot/cold tables. It is made from runs on 2 CPU
-ranks, 3 steps and an evaluation each, beside stock TorchRec
+This page says which features of TorchRec train with hot/cold tables. Runs on 2 CPU ranks, of 3
+steps and an evaluation, beside stock TorchRec make it
 (`python -m tests.train_pipeline.feature_table`).
 
 - **works**: predictions, weights and optimizer state equal TorchRec's up to rounding;
@@ -132,9 +132,13 @@ def _rest(lines: Mapping[str, Texts]) -> str:
             names.setdefault(result, {}).setdefault(reason, []).append(name)
     parts = []
     for result, by_reason in names.items():
-        bullets = "".join(f"- {folded(of)}: {reason}\n" for reason, of in by_reason.items())
+        bullets = "".join(_bullet(folded(of), reason) for reason, of in by_reason.items())
         parts.append(f"**{LABELS.get(result, result)}**\n\n{bullets}")
     return "\n".join(parts)
+
+
+def _bullet(names: str, reason: str) -> str:
+    return f"- {names}: {reason.removeprefix(f'{names} ')}\n"
 
 
 def _result_and_reason(texts: Texts) -> tuple[str, str]:
