@@ -54,7 +54,7 @@ class Need:
     """Whether an operation requires another operation of that kind."""
     required: bool = False
     """Whether the schedule must contain one; otherwise an earlier schedule may have run it."""
-    of_shared_rows: bool = False
+    shared_rows_only: bool = False
     """Whether it is a need only where micro-batches share rows, so not depth first."""
 
 
@@ -117,7 +117,7 @@ KINDS: Mapping[str, Kind] = {
     "forward": Kind(needs=(Need("forward", _before),)),
     "backward": Kind(
         sends=True,
-        needs=(Need("forward", _same_micro_batch), Need("backward", _later, of_shared_rows=True)),
+        needs=(Need("forward", _same_micro_batch), Need("backward", _later, shared_rows_only=True)),
     ),
     "send_gradients": Kind(sends=True, needs=(Need("backward", _same_micro_batch, required=True),)),
     "reduce_hot": Kind(sends=True, needs=_all("backward")),

@@ -97,7 +97,7 @@ class Schedule:
             # Only operations of this schedule count: earlier schedules may have run other
             # dependencies.
             for need in KINDS[op.kind].needs:
-                if need.of_shared_rows and not self.shares_rows:
+                if need.shared_rows_only and not self.shares_rows:
                     continue
                 found = [o for o in self.ops if o.kind == need.kind and need.pick(op, o)]
                 if need.required and not found:
