@@ -19,7 +19,7 @@ from torchrec_picasso.exchange.hot_reduction import HotReduction
 from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
 from torchrec_picasso.rows.group import Matrices, RowGroup
 from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.routes.route import IncomingRequests, PackLayout
+from torchrec_picasso.rows.route import IncomingRequests, PackLayout
 from torchrec_picasso.storage.hot_homes import TouchedHot
 
 __all__ = ["BatchGradients", "update_rows"]

@@ -24,7 +24,7 @@ from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.group import Matrices, RowGroup
 from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.routes.route import Pooling
+from torchrec_picasso.rows.route import Pooling
 from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["BatchRows", "GradientSink", "PartRows"]

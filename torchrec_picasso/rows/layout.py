@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.rows.routes.route import PackLayout, Pooling
+from torchrec_picasso.rows.route import PackLayout, Pooling
 
 __all__ = ["RowLayout"]
 

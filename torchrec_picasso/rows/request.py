@@ -19,7 +19,7 @@ from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.routes.route import PackLayout, Payload, Pooling
+from torchrec_picasso.rows.route import PackLayout, Payload, Pooling
 from torchrec_picasso.rows.valid_features import raise_on_bad_input
 
 __all__ = ["RowRequest", "with_new_layout"]

@@ -38,7 +38,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_picasso._torchrec import EmbOptimType, SplitTableBatchedEmbeddingBagsCodegen
-from torchrec_picasso.ops.processor import is_intel
+from torchrec_picasso.ops.order import is_intel
 
 __all__ = [
     "ONLY_HERE",

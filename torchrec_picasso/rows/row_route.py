@@ -44,7 +44,7 @@ from torchrec_picasso.ops.segment_reduction import (
 )
 from torchrec_picasso.ops.unique import unique_rows
 from torchrec_picasso.rows.cut import BatchCut
-from torchrec_picasso.rows.routes.route import (
+from torchrec_picasso.rows.route import (
     IncomingRequests,
     PackLayout,
     Payload,

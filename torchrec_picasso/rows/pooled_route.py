@@ -41,7 +41,7 @@ from torchrec_picasso.ops.ids import PackedTable, shift_rows
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.segment_reduction import mean_scale, mean_weights
 from torchrec_picasso.placement import owner_pooled_waves
-from torchrec_picasso.rows.routes.route import (
+from torchrec_picasso.rows.route import (
     IncomingRequests,
     PackLayout,
     Payload,
