@@ -15,8 +15,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from torchrec_picasso.exchange.hot_reduction import HotReduction
-from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
+from torchrec_picasso.exchange.packed import HotReduction, PackedAllToAll, Payload
 from torchrec_picasso.rows.group import Matrices, RowGroup
 from torchrec_picasso.rows.layout import RowLayout
 from torchrec_picasso.rows.route import IncomingRequests, PackLayout
@@ -64,37 +63,42 @@ class BatchGradients:
 
         Requires that the micro-batch of the chunk, and all later micro-batches, have run backward.
         """
-        layouts, at_home = self._in_wave(wave)
-        if not layouts:
+        packs, at_home = self._in_wave(wave)
+        if not packs:
             return
         # Outgoing gradients of the chunk are a slice of the sums, incoming ones a slice of the home
         # matrix: both are in request order, so no reordering is needed.
-        exchange = PackedAllToAll(
-            self._group.ranks,
-            [self._sums_of(pack)[pack.cold_slice][pack.outgoing.rows(chunk)] for pack in layouts],
-            [pack.outgoing.counts_EW[chunk] for pack in layouts],
-            [home[pack.incoming.rows(chunk)] for home, pack in zip(at_home, layouts)],
-            [pack.incoming.counts_EW[chunk] for pack in layouts],
-            self._group.ranks.gradient_codec,
-        )
-        for pack in self._group.plan.packs_of(wave):
-            self._pending_P[pack].append(exchange)
+        payloads = [
+            Payload(
+                self._sums_of(pack)[pack.cold_slice][pack.outgoing.rows(chunk)],
+                pack.outgoing.counts_EW[chunk],
+                home[pack.incoming.rows(chunk)],
+                pack.incoming.counts_EW[chunk],
+            )
+            for pack, home in zip(packs, at_home)
+        ]
+        ranks = self._group.ranks
+        self._pend(wave, PackedAllToAll(ranks, payloads, ranks.gradient_codec))
 
     def reduce_hot(self, wave: int | None = None) -> None:
         """Starts summing the gradients of touched replicas over all ranks. Collective."""
-        layouts, at_home = self._in_wave(wave)
-        if not layouts:
+        packs, at_home = self._in_wave(wave)
+        if not packs:
             return
         # This rank's h hot rows are a subset of the t touched rows of all ranks; searchsorted gives
         # their positions among the touched rows.
         reduction = HotReduction(
             self._group.ranks,
-            [self._sums_of(pack)[pack.hot_slice] for pack in layouts],
-            [torch.searchsorted(pack.touched.slots_t, pack.hot_slots) for pack in layouts],
-            [home[pack.incoming.num_rows :] for home, pack in zip(at_home, layouts)],
+            [self._sums_of(pack)[pack.hot_slice] for pack in packs],
+            [torch.searchsorted(pack.touched.slots_t, pack.hot_slots) for pack in packs],
+            [home[pack.incoming.num_rows :] for pack, home in zip(packs, at_home)],
         )
-        for pack in self._group.plan.packs_of(wave):
-            self._pending_P[pack].append(reduction)
+        self._pend(wave, reduction)
+
+    def _pend(self, wave: int | None, pending: PackedAllToAll | HotReduction) -> None:
+        """Records what the update of the packs of a wave waits for."""
+        for p in self._group.plan.packs_of(wave):
+            self._pending_P[p].append(pending)
 
     def _in_wave(self, wave: int | None) -> tuple[list[PackLayout], list[Tensor]]:
         """Returns the packs of a wave, and their gradients at home."""

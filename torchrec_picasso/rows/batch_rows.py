@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
+from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
 from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.group import Matrices, RowGroup
@@ -72,25 +72,24 @@ class BatchRows:
     def _fetch(self, exchange: int, packs: Sequence[int]) -> None:
         if not packs:
             return
-        layouts = [self.layout.packs[pack] for pack in packs]
-        matrices_M = self._matrices.tensors
+        ranks, matrices_M = self.group.ranks, self._matrices.tensors
         with torch.no_grad():
             # Home ranks gather (n, D) in fetch order; incoming rows land directly in their slice of
             # the matrix, also in fetch order.
-            arrival = PackedAllToAll(
-                self.group.ranks,
-                [
-                    layout.requests.read(self.group.storages[pack], exchange)
-                    for pack, layout in zip(packs, layouts)
-                ],
-                [pack.requests.by_fetch.counts_EW[exchange] for pack in layouts],
-                [
-                    matrices_M[pack.matrix][pack.cold_slice][pack.outgoing_by_fetch.rows(exchange)]
-                    for pack in layouts
-                ],
-                [pack.outgoing_by_fetch.counts_EW[exchange] for pack in layouts],
-                self.group.ranks.row_codec,
-            )
+            payloads = []
+            for p in packs:
+                pack, storage = self.layout.packs[p], self.group.storages[p]
+                sent, received = pack.requests.by_fetch, pack.outgoing_by_fetch
+                into = matrices_M[pack.matrix][pack.cold_slice][received.rows(exchange)]
+                payloads.append(
+                    Payload(
+                        pack.requests.read(storage, exchange),
+                        sent.counts_EW[exchange],
+                        into,
+                        received.counts_EW[exchange],
+                    )
+                )
+            arrival = PackedAllToAll(ranks, payloads, ranks.row_codec)
         self._arrivals.append(_Arrival(exchange, frozenset(packs), arrival))
 
     def read_hot(self) -> None:

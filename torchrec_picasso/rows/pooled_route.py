@@ -30,6 +30,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
+from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags
 from torchrec_picasso.ops.fetch_order import (
     ExchangeSplits,
@@ -44,7 +45,6 @@ from torchrec_picasso.placement import owner_pooled_waves
 from torchrec_picasso.rows.route import (
     IncomingRequests,
     PackLayout,
-    Payload,
     Pooling,
     Route,
     RouteFeatures,

@@ -14,13 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
+from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.fetch_order import ExchangeSplits, FetchOrder
 from torchrec_picasso.ops.hot_slots import HotSlots
@@ -32,7 +33,6 @@ from torchrec_picasso.storage.row_storage import RowStorage
 __all__ = [
     "IncomingRequests",
     "PackLayout",
-    "Payload",
     "Pooling",
     "Route",
     "RouteFeatures",
@@ -133,15 +133,6 @@ class RouteFeatures:
     """Samples of each micro-batch; ``None`` if every feature has its own batch size."""
     lookups_of_blocks: Sequence[int]
     """Lookups of each of the route's ``features_of_blocks``."""
-
-
-class Payload(NamedTuple):
-    """A share of one exchange: a vector to send and a vector to receive, both grouped by rank."""
-
-    sent: Tensor
-    sent_W: Sequence[int]
-    received: Tensor
-    received_W: Sequence[int]
 
 
 class RouteRequest(ABC):

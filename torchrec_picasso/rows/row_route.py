@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
+from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import bag_order, reorder_bags
 from torchrec_picasso.ops.fetch_order import ExchangeSplits, FetchOrder, find_fetch_order
 from torchrec_picasso.ops.hot_slots import pack_bits
@@ -47,7 +48,6 @@ from torchrec_picasso.rows.cut import BatchCut
 from torchrec_picasso.rows.route import (
     IncomingRequests,
     PackLayout,
-    Payload,
     Pooling,
     Route,
     RouteFeatures,
