@@ -22,7 +22,7 @@ from tests.rows.worlds import (
     whole_tables,
 )
 from torchrec_picasso.ops.ids import PackedTable
-from torchrec_picasso.ops.request_order import first_use_chunks
+from torchrec_picasso.ops.row_order import first_use_chunks
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_ids import BatchIds

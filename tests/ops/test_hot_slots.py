@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_picasso.ops.hot_slots import HotSlots, pack_bits
+from torchrec_picasso.ops.ids import HotSlots, pack_bits
 
 
 @pytest.mark.parametrize("num_hot", [0, 1, 63, 64, 65, 200])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchrec_picasso.ops.bags import Bags
 from torchrec_picasso.ops.order import stable_order
-from torchrec_picasso.ops.request_order import LocatedRows
+from torchrec_picasso.ops.row_order import LocatedRows
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
 from torchrec_picasso.ops.unique import UniqueRows
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
-from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
+from torchrec_picasso.ops.row_order import CLEAN, dirty_exchange
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.group import Matrices, RowGroup
 from torchrec_picasso.rows.layout import RowLayout

@@ -32,14 +32,14 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags
-from torchrec_picasso.ops.fetch_order import (
+from torchrec_picasso.ops.ids import PackedTable, shift_rows
+from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
     FetchOrder,
     dirty_exchange,
     find_fetch_order,
 )
-from torchrec_picasso.ops.ids import PackedTable, shift_rows
-from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.segment_reduction import mean_scale, mean_weights
 from torchrec_picasso.placement import owner_pooled_waves
 from torchrec_picasso.rows.route import (

@@ -23,10 +23,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.ops.fetch_order import ExchangeSplits, FetchOrder
-from torchrec_picasso.ops.hot_slots import HotSlots
-from torchrec_picasso.ops.ids import IdSpace, PackedTable
+from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.ops.row_order import ExchangeSplits, FetchOrder
 from torchrec_picasso.storage.hot_homes import TouchedHot
 from torchrec_picasso.storage.row_storage import RowStorage
 

@@ -27,8 +27,7 @@ from torch import Tensor
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import bag_order, reorder_bags
-from torchrec_picasso.ops.fetch_order import ExchangeSplits, FetchOrder, find_fetch_order
-from torchrec_picasso.ops.hot_slots import pack_bits
+from torchrec_picasso.ops.ids import pack_bits
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.part_pooling import (
     PartPooling,
@@ -36,7 +35,14 @@ from torchrec_picasso.ops.part_pooling import (
     cut_pooling,
     part_of_lookup,
 )
-from torchrec_picasso.ops.request_order import fetch_positions, first_use_chunks, locate_rows
+from torchrec_picasso.ops.row_order import (
+    ExchangeSplits,
+    FetchOrder,
+    fetch_positions,
+    find_fetch_order,
+    first_use_chunks,
+    locate_rows,
+)
 from torchrec_picasso.ops.segment_reduction import (
     gradient_of_rows,
     gradient_of_weights,
@@ -125,7 +131,7 @@ class _Request(RouteRequest):
         self.words = RouteWords(
             sent=[
                 counts_PQ[:, 1:].reshape(-1, size).t(),
-                pack_bits(self.located.touched_H).expand(size, -1),
+                pack_bits(self.located.is_used_H).expand(size, -1),
             ],
             kept=[counts_PQ.reshape(-1), lookups_J],
         )

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.ops.hot_slots import HotSlots
-from torchrec_picasso.ops.ids import IdSpace, PackedTable
+from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable
 
 __all__ = ["HotHomes", "TouchedHot"]
 
