@@ -3,6 +3,9 @@
 A schedule drives the exchange of hot/cold tables. A module that also has stock tables is split by
 :meth:`apart <HotColdModule.apart>` into two modules over the same rows, one with the hot/cold
 tables and one with the stock tables; their outputs are joined.
+
+:class:`HotRowRefresher` finds these modules in a model and refreshes their hot sets, under any
+training loop.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -20,13 +24,15 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_picasso._torchrec import EmbeddingShardingInfo
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import SHARDING_TYPE_OF, HotColdParams
+from torchrec_picasso.refresh.policy import Refresh
+from torchrec_picasso.refresh.refresher import Refreshed, Refresher
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.valid_features import valid_features
 from torchrec_picasso.sharding.delta_tracker import lookup_tracker
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
-__all__ = ["GROUP", "HotColdModule", "is_hot_cold"]
+__all__ = ["GROUP", "HotColdModule", "HotRowRefresher", "is_hot_cold"]
 
 GROUP = "hot_cold"
 """The key of hot/cold tables in TorchRec's dictionary of tables by sharding type."""
@@ -215,3 +221,42 @@ def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
             f"{expected!r}"
         )
     return True
+
+
+class HotRowRefresher:
+    """Updates the hot rows of a model to what it looks up, under any pipeline.
+
+    The constructor starts the counting of accesses. In-flight batches of a pipeline get a new
+    layout when they are looked up. :class:`~torchrec_picasso.InterleavedTrainPipeline` refreshes by
+    itself if it gets ``refresh``.
+
+    Args:
+        model: ``DistributedModelParallel``, or any model with hot/cold tables.
+        refresh: Interval and thresholds of refreshes; ``None`` = the defaults.
+    """
+
+    def __init__(self, model: nn.Module, refresh: Refresh | None = None) -> None:
+        self._groups = [
+            sharding.group
+            for module in model.modules()
+            if isinstance(module, HotColdModule)
+            for sharding in module.hot_cold_shardings
+        ]
+        self._refresher = Refresher(self._groups, refresh or Refresh())
+
+    def step(self) -> Refreshed | None:
+        """Ends a training step. Collective: all ranks call it after each of their steps.
+
+        Returns:
+            The result of a refresh evaluation; ``None`` in steps without one.
+        """
+        found = self._refresher.step()
+        if found is not None and found.num_moved:
+            # rows moved; a pipeline may read them on a stream that is not known here
+            for device in {group.device for group in self._groups if group.device.type != "cpu"}:
+                torch.get_device_module(device).synchronize()
+        return found
+
+    def hot_rows(self) -> dict[str, Tensor]:
+        """The hot rows by table name, int64, ascending; tables without hot rows are left out."""
+        return self._refresher.hot_rows()
