@@ -137,9 +137,9 @@ class HotReduction:
             wait_for(self._work)
             self._work = None
             if len(self._outputs_P) > 1:
-                parts = self._flat.split([output.numel() for output in self._outputs_P])
-                for output, part in zip(self._outputs_P, parts):
-                    output.copy_(part.view_as(output))
+                sums_P = self._flat.split([output.numel() for output in self._outputs_P])
+                for output, sums in zip(self._outputs_P, sums_P):
+                    output.copy_(sums.view_as(output))
 
 
 _Counts = Sequence[Sequence[int]]

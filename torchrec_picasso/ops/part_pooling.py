@@ -1,4 +1,4 @@
-"""Splits the pooling of a batch into the pooling of its micro-batches ("parts").
+"""Splits the pooling of a batch into the pooling of its micro-batches, called parts here.
 
 Bags are ordered by micro-batch, so the lookups of a micro-batch are one slice of each matrix's
 lookups, and forward only slices. Backward needs the lookups grouped by row. The batch is already
@@ -107,8 +107,9 @@ def cut_pooling(
         grouped, groups_KM = _group_whole(rows, located), [list(rows_M)]
     else:
         grouped, groups_KM = _group_by_part(rows, located, part_N, lookups_KM)
-    # Shape (N,): the bag of each lookup, from bag order to lookups grouped by row.
-    bags_by_row_N = None
+    # Shape (N,): the bag of each lookup, from bag order to lookups grouped by row. In a sequence
+    # matrix every lookup is its own bag.
+    bags_by_row_N = grouped.lookups_N
     if not all(is_sequence_M):
         bag_N = bag_of_lookup(offsets_S1, grouped.lookups_N.numel())
         bags_by_row_N = bag_N.index_select(0, grouped.lookups_N)
@@ -133,10 +134,8 @@ def cut_pooling(
         if grouped.gradient_position_G is not None:
             gradient_position_U = _shift(grouped.gradient_position_G[groups], row_at[matrix])
         lookups_by_row_N = _shift(grouped.lookups_N[by_row], low)
-        # In a sequence matrix every lookup is its own bag.
         bag_offsets_S1, part_bags_by_row_N = None, lookups_by_row_N
         if not is_sequence_M[matrix]:
-            assert bags_by_row_N is not None
             bag_offsets_S1 = _shift(offsets_S1[first_bag : end_bag + 1], low)
             part_bags_by_row_N = _shift(bags_by_row_N[by_row], first_bag)
         return PartPooling(

@@ -66,10 +66,10 @@ class RowGroup:
         self.ranks = ranks
         self.device = device
         self.buffers_M = [RowBuffers(dim, device) for dim in self.plan.dim_M]
-        self._joined: Sequence[RowGroup] = ()
+        self._merged: Sequence[RowGroup] = ()
         # Number of features by module and route, in the order of the module's features.
         features = Counter((t.module, t.route) for t in tables for _ in t.feature_names)
-        self._features_by_module = [
+        self._nums_by_module = [
             [features[module, route.name] for route in self.routes]
             for module in range(len(self.plan.modules))
         ]
@@ -95,10 +95,10 @@ class RowGroup:
                     ]
                     storages += route.storages
                     num_packs += len(route.storages)
-        joined = RowGroup(tables, storages, groups[0].ranks, groups[0].device)
-        joined._joined = groups
-        joined.follow_hot_rows()
-        return joined
+        merged = RowGroup(tables, storages, groups[0].ranks, groups[0].device)
+        merged._merged = groups
+        merged.follow_hot_rows()
+        return merged
 
     @property
     def tables(self) -> list[PackedTable]:
@@ -125,11 +125,11 @@ class RowGroup:
 
     def follow_hot_rows(self) -> None:
         """Adopts the hot rows of the merged groups, if these have changed."""
-        for route in self.routes if self._joined else ():
-            merged = [own for group in self._joined for own in group._routes_named(route.name)]
-            epoch = sum(own.hot.epoch for own in merged)
+        for route in self.routes if self._merged else ():
+            same = [own for group in self._merged for own in group._routes_named(route.name)]
+            epoch = sum(own.hot.epoch for own in same)
             if epoch != route.hot.epoch:
-                hot_rows_T = [table.hot_rows_H for own in merged for table in own.tables]
+                hot_rows_T = [table.hot_rows_H for own in same for table in own.tables]
                 route.change_hot_rows(hot_rows_T, epoch)
 
     def tensors_of_hot_set(self) -> Iterator[Tensor]:
@@ -152,17 +152,17 @@ class RowGroup:
             if (reason := route.why_not(features)) is not None:
                 raise CompatError(reason)
 
-    def in_one(self, features_of: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    def in_one(self, features_by_module: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """Concatenates the features of all modules, each in its own order, in the tables' order."""
-        if len(features_of) == 1:
-            return features_of[0]
+        if len(features_by_module) == 1:
+            return features_by_module[0]
         if len(self.routes) == 1:
-            return KeyedJaggedTensor.concat(list(features_of))
+            return KeyedJaggedTensor.concat(list(features_by_module))
         # Each module has the features of the first route, then those of the next; the group needs
         # the features of the first route of all modules first.
-        split = [f.split(sizes) for f, sizes in zip(features_of, self._features_by_module)]
+        split = [f.split(nums) for f, nums in zip(features_by_module, self._nums_by_module)]
         return KeyedJaggedTensor.concat(
-            [part for same_route in zip(*split) for part in same_route if part.keys()]
+            [own for same_route in zip(*split) for own in same_route if own.keys()]
         )
 
     def was_written(self) -> bool:

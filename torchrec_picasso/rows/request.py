@@ -48,7 +48,7 @@ class RowRequest:
         self._header = header = self._header_exchange.wait()
         if not header.any_data:
             return False
-        raise_on_bad_input(header, group.tables, batch.features, batch.sound, group.ranks.rank)
+        raise_on_bad_input(header, group.tables, batch.features, batch.validated, group.ranks.rank)
         for request, words in zip(batch.routes, header.routes):
             request.take_header(words)
         payloads = [p for request in batch.routes for p in request.ids(group.row_dtype)]
@@ -85,7 +85,7 @@ class RowRequest:
             for pooling_M, own_M in zip(pooling_KM, own_KM):
                 pooling_M += own_M
         return RowLayout(
-            features_of=batch.features_of,
+            features_by_module=batch.features_by_module,
             sizes_K=batch.sizes_K,
             hot_epoch=batch.hot_epoch,
             packs=packs,
@@ -98,7 +98,7 @@ class RowRequest:
 def with_new_layout(group: RowGroup, layout: RowLayout) -> RowLayout:
     """Rebuilds the layout of an unsplit batch after the hot rows changed. Collective."""
     with torch.no_grad():
-        request = RowRequest(group, BatchIds.read(layout.features_of, group))
+        request = RowRequest(group, BatchIds.read(layout.features_by_module, group))
         request.send_ids()
         request.receive_ids()
         return request.lay_out()

@@ -3,7 +3,7 @@
 The engine loops over the routes of a group and over their packs, and joins what they send into one
 collective per operation. The route decides everything else: :class:`RouteRequest` the header words,
 ids, dirty mask and layout of a batch, :class:`IncomingRequests` fetch and update at the home rank
-of a pack, :class:`Pooling` the pooling of a micro-batch and its gradients.
+of a pack, :class:`Pooling` the pooling of a micro-batch (here a part) and its gradients.
 
 Shape letters: F features, K parts, W ranks, N lookups, S bags, D dim; n and m rows.
 """
@@ -78,7 +78,10 @@ class Route(ABC):
 
     @property
     def features_of_blocks(self) -> Sequence[int]:
-        """Numbers of features of consecutive blocks; the host learns the lookups of each block."""
+        """Number of features of each block; the host learns the number of lookups of a block.
+
+        A block is a run of features whose lookups go the same way: by default all features.
+        """
         return (self.num_features,)
 
     def id_ranges(self) -> Iterator[tuple[PackedTable, int, int]]:
@@ -179,7 +182,10 @@ class IncomingRequests(ABC):
 
     @abstractmethod
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
-        """Returns the vectors of an exchange, grouped by destination rank: float32, ``(n, D)``."""
+        """Returns the vectors of one exchange, by destination rank: float32, ``(n, D)``.
+
+        ``exchange`` is its number in fetch order, see ``ops/row_order.py``.
+        """
 
     @abstractmethod
     def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:

@@ -16,7 +16,7 @@ lookahead, two fetch orders; two more for several micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -71,6 +71,11 @@ class RowRoute(Route):
 
     name = "rows"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._order_of_bags = lru_cache(maxsize=1)(bag_order)
+        """The permutation of bags, kept for batches of the same sizes."""
+
     @cached_property
     def plan(self) -> PackPlan:
         """Waves of the placement, and a matrix for neighbouring packs of one dim."""
@@ -85,10 +90,6 @@ class RowRoute(Route):
         """Finds the unique rows of a batch."""
         return _Request(self, features)
 
-    @cached_property
-    def _last_order(self) -> Callable[..., Tensor]:
-        return lru_cache(maxsize=1)(bag_order)
-
     def _bag_order(self, sizes_K: Sequence[int | None]) -> Tensor | None:
         """Returns the permutation of bags to matrix-major order; ``None`` = bags keep theirs."""
         sizes = tuple(size for size in sizes_K if size is not None)
@@ -96,7 +97,9 @@ class RowRoute(Route):
             return None
         if not any(self.plan.is_sequence_M):
             sizes = (sum(sizes),)  # the order of pooled bags does not depend on the split
-        return self._last_order(self.plan.features_M, self.plan.is_sequence_M, sizes, self.device)
+        return self._order_of_bags(
+            self.plan.features_M, self.plan.is_sequence_M, sizes, self.device
+        )
 
 
 class _Request(RouteRequest):
@@ -154,11 +157,11 @@ class _Request(RouteRequest):
         counts = [
             n for h, outgoing in zip(self._hot_P, self._outgoing_P) for n in (h, outgoing.num_rows)
         ]
-        parts = located.target_U.split(counts)
+        targets = located.target_U.split(counts)
         # Slots count from 0 in each pack, because a storage keeps the replicas of one pack.
         starts_P = route.hot.start_P1
-        self._hot_slots_P = [s - start if start else s for s, start in zip(parts[::2], starts_P)]
-        self._cold_P = parts[1::2]
+        self._hot_slots_P = [s - start if start else s for s, start in zip(targets[::2], starts_P)]
+        self._cold_P = targets[1::2]
 
     def ids(self, dtype: torch.dtype) -> list[Payload]:
         self.incoming_rows_P = [
@@ -329,8 +332,8 @@ class _RowPooling(Pooling):
         return gradient_of_weights(grads[0], rows_RD, self.part.index)
 
     def add_gradients(self, sums_RD: Tensor, grads_nD: Tensor) -> None:
-        assert self.part.gradient_position_U is not None
-        # A row that several micro-batches use is summed here, at its place in request order.
+        assert self.part.gradient_position_U is not None, "one micro-batch needs no sums"
+        # A row that several micro-batches use is summed here, at its position in request order.
         sums_RD.index_add_(0, self.part.gradient_position_U, grads_nD)
 
     def tensors(self) -> Iterator[Tensor]:

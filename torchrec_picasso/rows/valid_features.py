@@ -91,12 +91,12 @@ def valid_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return RepairedFeatures.repair(features)
 
 
-def are_bad(sound: Iterable[KeyedJaggedTensor]) -> Tensor | bool:
-    """Whether any lengths were malformed before :func:`valid_features`, which returned ``sound``.
+def are_bad(validated: Iterable[KeyedJaggedTensor]) -> Tensor | bool:
+    """Whether any lengths were malformed that :func:`valid_features`, with these results, replaced.
 
     0-d bool on the device, or a ``bool`` known on the host.
     """
-    flags = (features.is_bad for features in sound if isinstance(features, RepairedFeatures))
+    flags = (features.is_bad for features in validated if isinstance(features, RepairedFeatures))
     return reduce(or_, flags, False)
 
 
@@ -128,18 +128,18 @@ def raise_on_bad_input(
     header: Header,
     tables: Sequence[PackedTable],
     features: KeyedJaggedTensor,
-    sound: Sequence[KeyedJaggedTensor],
+    validated: Sequence[KeyedJaggedTensor],
     rank: int,
 ) -> None:
     """Raises if any rank's batch has malformed lengths or holds an invalid id or weight.
 
     All ranks raise together; the rank with the error names feature, table, value and range. Tables
-    are in the order of this rank's features, which ``sound`` has before they were concatenated.
+    are in the order of this rank's features, which ``validated`` has before they were concatenated.
     """
     for counts_W, describe, what in (
         (
             header.bad_lengths_W,
-            partial(_describe_lengths, sound),
+            partial(_describe_lengths, validated),
             "lengths that do not fit its values",
         ),
         (
@@ -165,8 +165,8 @@ def raise_on_bad_input(
                 )
 
 
-def _describe_lengths(sound: Sequence[KeyedJaggedTensor], count: int) -> str:
-    given = [mended.given for mended in sound if isinstance(mended, RepairedFeatures)]
+def _describe_lengths(validated: Sequence[KeyedJaggedTensor], count: int) -> str:
+    given = [mended.given for mended in validated if isinstance(mended, RepairedFeatures)]
     return next(filter(None, map(length_error, given)))
 
 

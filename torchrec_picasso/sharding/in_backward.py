@@ -43,7 +43,7 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
     def __init__(self, group: RowGroup) -> None:
         super().__init__()
         self._group = group
-        self.sound: Sequence[KeyedJaggedTensor] = ()
+        self.validated: Sequence[KeyedJaggedTensor] = ()
         """The result of :func:`.valid_features` for the module's next input. TorchRec may pad that
         input and make its ids unique, in features of its own type, before it calls ``forward``."""
 
@@ -54,10 +54,10 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
 
         The inner awaitable returns the features with their layout.
         """
-        sound, self.sound = self.sound, ()
+        validated, self.validated = self.validated, ()
         self._group.check(sparse_features)
         with torch.no_grad():
-            batch = BatchIds.read([sparse_features], self._group, sound=sound)
+            batch = BatchIds.read([sparse_features], self._group, validated=validated)
             request = RowRequest(self._group, batch)
         return _Header(sparse_features, request)
 

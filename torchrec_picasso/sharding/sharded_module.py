@@ -166,7 +166,7 @@ class HotColdModule(ABC):
         if self.has_hot_cold or self._is_checked:
             features = valid_features(maybe_td_to_kjt(features, None))
             for sharding in self.hot_cold_shardings:
-                sharding.request_dist.sound = [features]
+                sharding.request_dist.validated = [features]
         return super().input_dist(ctx, features)  # type: ignore[misc]
 
     post_lookup_tracker_fn = _tracker_shared_with_parts("lookup")

@@ -78,7 +78,7 @@ def check_inverse_indices(given: KeyedJaggedTensor) -> None:
 
 def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:
     """Computes a module's output from the whole batch's VBE features, expanded to the samples."""
-    features = rows.rows.layout.features_of[rows.module]
+    features = rows.rows.layout.features_by_module[rows.module]
     assert isinstance(features, VariableBatchFeatures)
     strides_F, row_FB = features.stride_per_key(), features.row_of_sample_FB
     if module.group.plan.takes_weights:
@@ -98,7 +98,7 @@ class _PaddedRows(PartRows):
 
     @property
     def features(self) -> KeyedJaggedTensor:
-        return padded(self.rows.layout.features_of[self.module])
+        return padded(self.rows.layout.features_by_module[self.module])
 
 
 class _SpreadBags(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
