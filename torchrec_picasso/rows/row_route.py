@@ -73,7 +73,7 @@ class RowRoute(Route):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._order_of_bags = lru_cache(maxsize=1)(bag_order)
+        self._bag_orders = lru_cache(maxsize=1)(bag_order)
         """The permutation of bags, kept for batches of the same sizes."""
 
     @cached_property
@@ -97,9 +97,7 @@ class RowRoute(Route):
             return None
         if not any(self.plan.is_sequence_M):
             sizes = (sum(sizes),)  # the order of pooled bags does not depend on the split
-        return self._order_of_bags(
-            self.plan.features_M, self.plan.is_sequence_M, sizes, self.device
-        )
+        return self._bag_orders(self.plan.features_M, self.plan.is_sequence_M, sizes, self.device)
 
 
 class _Request(RouteRequest):
