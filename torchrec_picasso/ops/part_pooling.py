@@ -48,11 +48,11 @@ class PartPooling:
         yield from self.index.tensors()
 
 
-def count_lookups(bags: Bags, bags_J: Sequence[int]) -> Tensor:
-    """Counts the lookups of consecutive runs of ``bags_J`` bags: int64, on the batch's device."""
+def count_lookups(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
+    """Counts the lookups of consecutive runs of ``bags_J`` bags: int64, on the offsets' device."""
     # The edges are copied to the device without a host sync.
-    edges = torch.tensor([0, *accumulate(bags_J)]).to(bags.ids_N.device, non_blocking=True)
-    return torch.diff(bags.offsets_S1.index_select(0, edges))
+    edges = torch.tensor([0, *accumulate(bags_J)]).to(offsets_S1.device, non_blocking=True)
+    return torch.diff(offsets_S1.index_select(0, edges).to(torch.int64))
 
 
 def part_of_lookup(counts_J: Tensor, part_J: Sequence[int], num_lookups: int) -> Tensor:

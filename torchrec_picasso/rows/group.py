@@ -56,8 +56,8 @@ class RowGroup:
     ) -> None:
         self.routes: list[Route] = []
         first = 0
-        for name, run in groupby(tables, lambda table: table.route):
-            own = list(run)
+        for name, same_route in groupby(tables, lambda table: table.route):
+            own = list(same_route)
             end = first + own[-1].pack + 1
             self.routes.append(ROUTES[name](own, storages[first:end], ranks, device))
             first = end

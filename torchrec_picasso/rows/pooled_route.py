@@ -336,7 +336,7 @@ class _PooledBags(Pooling):
     """The bags of one micro-batch in their matrix, pooled by their home ranks.
 
     There is a piece per home rank that pools features, a view ``(n, F_w D)`` of the matrix: columns
-    of the output. Home ranks applied all factors.
+    of the output. Home ranks applied all scales.
     """
 
     gives_views = True

@@ -226,7 +226,7 @@ class Pooling(ABC):
         return None
 
     def scales(self, weights_N: Tensor | None) -> Tensor | None:
-        """Combines weights and mean factors, ``(N,)``; ``None`` = all factors are 1."""
+        """Combines weights with the factors of means: scales, ``(N,)``; ``None`` = all are 1."""
         return None
 
     @abstractmethod
@@ -242,7 +242,7 @@ class Pooling(ABC):
         """Computes the gradients of the vectors, ``(n, D)``, from those of the pieces."""
 
     def gradient_of_scales(self, grads: Sequence[Tensor], rows_RD: Tensor) -> Tensor | None:
-        """Computes the gradients of the factors, ``(N,)``, from those of the pieces."""
+        """Computes the gradients of the scales, ``(N,)``, from those of the pieces."""
         return None
 
     @abstractmethod

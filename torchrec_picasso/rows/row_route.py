@@ -108,7 +108,7 @@ class _Request(RouteRequest):
         self._sizes_K = features.sizes_K
         self.cut = cut = BatchCut.from_strides(features.strides_F, features.sizes_K, route.plan)
         # Packed ids (N,) -> bag order (N,) -> unique rows (U,) -> request order (U,).
-        lookups_F = _lookups_per_feature(features)
+        lookups_F = count_lookups(features.offsets_S1, features.strides_F)
         packed_N, self.outside_ids = route.space.pack_ids(features.values_N, lookups_F)
         self.bags = reorder_bags(
             packed_N,
@@ -120,7 +120,7 @@ class _Request(RouteRequest):
         source_N, first = self.bags.source_N, features.first_lookup
         self._source_N = source_N + first if source_N is not None and first else source_N
         self.rows = unique_rows(self.bags.ids_N)
-        lookups_J = count_lookups(self.bags, cut.bags_by_run)
+        lookups_J = count_lookups(self.bags.offsets_S1, cut.bags_by_run)
         self.part_N = chunk_U = None
         # With one micro-batch all rows are in chunk 0, so no chunk has to be computed.
         if cut.num_parts > 1:
@@ -347,11 +347,3 @@ def _by_chunk(
     for chunk, (sent_W, received_W) in enumerate(zip(sent_by.counts_EW, received_by.counts_EW)):
         into = received[received_by.rows(chunk)]
         yield Payload(sent[sent_by.rows(chunk)], sent_W, into, received_W)
-
-
-def _lookups_per_feature(features: RouteFeatures) -> Tensor:
-    """Number of lookups of each feature, int64, shape ``(F,)``; no host sync."""
-    # The first bag of each feature follows from the strides, which are known on the host.
-    edges_F1 = torch.tensor([0, *accumulate(features.strides_F)])
-    edges_F1 = edges_F1.to(features.offsets_S1.device, non_blocking=True)
-    return torch.diff(features.offsets_S1.index_select(0, edges_F1).to(torch.int64))

@@ -77,22 +77,22 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
 
     def with_shardings(self, positions: Sequence[int]) -> ShardedHotColdEmbeddingCollection:
         """Copies the module with a subset of its shardings; both modules share the rows."""
-        part: ShardedHotColdEmbeddingCollection = self._copy_with(positions)
+        subset: ShardedHotColdEmbeddingCollection = self._copy_with(positions)
         shardings = list(self._sharding_type_to_sharding.items())
-        part._sharding_type_to_sharding = dict(shardings[p] for p in positions)
-        part._embedding_names_per_sharding = [
+        subset._sharding_type_to_sharding = dict(shardings[p] for p in positions)
+        subset._embedding_names_per_sharding = [
             self._embedding_names_per_sharding[p] for p in positions
         ]
-        part._create_output_dist()
-        part._use_index_dedup = self._use_index_dedup and not part.is_all_hot_cold
-        return part
+        subset._create_output_dist()
+        subset._use_index_dedup = self._use_index_dedup and not subset.is_all_hot_cold
+        return subset
 
     def join(
-        self, parts: Sequence[LazyAwaitable[dict[str, JaggedTensor]]]
+        self, outputs: Sequence[LazyAwaitable[dict[str, JaggedTensor]]]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
         names = [name for group_names in self._embedding_names_per_sharding for name in group_names]
-        return _Joined(parts, names)
+        return _Joined(outputs, names)
 
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
@@ -176,16 +176,16 @@ class _Joined(LazyAwaitable[dict[str, JaggedTensor]]):
     """The outputs of several modules, in the order of the embedding names."""
 
     def __init__(
-        self, parts: Sequence[LazyAwaitable[dict[str, JaggedTensor]]], names: Sequence[str]
+        self, outputs: Sequence[LazyAwaitable[dict[str, JaggedTensor]]], names: Sequence[str]
     ) -> None:
         super().__init__()
-        self._parts = parts
+        self._outputs = outputs
         self._names = names
 
     def _wait_impl(self) -> dict[str, JaggedTensor]:
         found: dict[str, JaggedTensor] = {}
-        for part in self._parts:
-            found |= part.wait()
+        for output in self._outputs:
+            found |= output.wait()
         return {name: found[name] for name in self._names}
 
 

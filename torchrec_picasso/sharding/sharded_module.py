@@ -38,7 +38,7 @@ GROUP = "hot_cold"
 """The key of hot/cold tables in TorchRec's dictionary of tables by sharding type."""
 
 
-def _tracker_shared_with_parts(name: str) -> Any:
+def _tracker_shared_with_copies(name: str) -> Any:
     """Makes a property that is one for a module and those that its :meth:`apart` returns."""
 
     # TorchRec sets trackers before and after the copy of a module; copies share the dictionary
@@ -104,7 +104,7 @@ class HotColdModule(ABC):
         """
 
     @abstractmethod
-    def join(self, parts: Sequence[LazyAwaitable[Any]]) -> LazyAwaitable[Any]:
+    def join(self, outputs: Sequence[LazyAwaitable[Any]]) -> LazyAwaitable[Any]:
         """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
 
     @property
@@ -137,15 +137,15 @@ class HotColdModule(ABC):
         All that depends on the set of shardings is rebuilt, by the same TorchRec methods as in its
         constructor or, for input dists, with the first batch.
         """
-        part: Any = copy.copy(self)
+        subset: Any = copy.copy(self)
         # nn.Module writes submodules and buffers into these dictionaries: the copy gets its own
-        vars(part).update(_buffers=dict(part._buffers), _modules=dict(part._modules))
-        part._lookups = [self._lookups[p] for p in positions]
-        part._sharding_types = [self._sharding_types[p] for p in positions]
-        part._has_uninitialized_input_dist = True
-        part._input_dists, part._output_dists = [], []
-        part._feature_splits, part._features_order = [], []
-        return part
+        vars(subset).update(_buffers=dict(subset._buffers), _modules=dict(subset._modules))
+        subset._lookups = [self._lookups[p] for p in positions]
+        subset._sharding_types = [self._sharding_types[p] for p in positions]
+        subset._has_uninitialized_input_dist = True
+        subset._input_dists, subset._output_dists = [], []
+        subset._feature_splits, subset._features_order = [], []
+        return subset
 
     def _positions(self, *, hot_cold: bool) -> list[int]:
         """Indices of the shardings of one kind."""
@@ -169,9 +169,9 @@ class HotColdModule(ABC):
                 sharding.request_dist.validated = [features]
         return super().input_dist(ctx, features)  # type: ignore[misc]
 
-    post_lookup_tracker_fn = _tracker_shared_with_parts("lookup")
+    post_lookup_tracker_fn = _tracker_shared_with_copies("lookup")
     """The function that TorchRec calls after a lookup."""
-    post_odist_tracker_fn = _tracker_shared_with_parts("odist")
+    post_odist_tracker_fn = _tracker_shared_with_copies("odist")
     """The function that TorchRec calls after it has started an output dist."""
 
     def register_post_lookup_tracker_fn(self, record_fn: Callable[..., None]) -> None:
