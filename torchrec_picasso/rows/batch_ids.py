@@ -22,10 +22,9 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import HeaderWords
-from torchrec_picasso.rows.cut import padded
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.route import Route, RouteFeatures, RouteRequest
-from torchrec_picasso.rows.valid_features import are_bad
+from torchrec_picasso.rows.valid_features import are_bad, padded
 
 __all__ = ["BatchIds"]
 

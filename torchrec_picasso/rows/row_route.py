@@ -30,6 +30,7 @@ from torchrec_picasso.ops.bags import bag_order, reorder_bags
 from torchrec_picasso.ops.ids import pack_bits
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.part_pooling import (
+    BatchCut,
     PartPooling,
     count_lookups,
     cut_pooling,
@@ -50,7 +51,6 @@ from torchrec_picasso.ops.segment_reduction import (
     pool_rows,
 )
 from torchrec_picasso.ops.unique import unique_rows
-from torchrec_picasso.rows.cut import BatchCut
 from torchrec_picasso.rows.route import (
     IncomingRequests,
     PackLayout,
@@ -203,12 +203,10 @@ class _Request(RouteRequest):
             self.rows,
             self.located,
             fetch_positions(self.located, self._hot_P, [pack.outgoing_by_fetch for pack in packs]),
+            cut,
             part_N=self.part_N,
-            bags_MK=cut.bags_by_part,
             lookups_MK=[[sum(runs) for runs in runs_K] for runs_K in self._lookups_MKJ],
             rows_M=[sum(pack.num_rows for pack in packs[matrix]) for matrix in plan.matrices],
-            mean_MK=cut.mean_MK,
-            is_sequence_M=plan.is_sequence_M,
         )
         pooling_KM: list[list[Pooling]] = [
             [

@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.batch_rows import PartRows
-from torchrec_picasso.rows.cut import padded
+from torchrec_picasso.rows.valid_features import padded
 from torchrec_picasso.sharding.sharded_ec import SpreadSequences
 
 __all__ = ["VariableBatchFeatures", "check_inverse_indices", "spread"]
