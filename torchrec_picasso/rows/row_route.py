@@ -226,31 +226,32 @@ class _Request(RouteRequest):
     def _pack_layouts(self, first_matrix: int) -> list[PackLayout]:
         """Returns the layouts of the packs, in fetch order if the dirty mask is known."""
         storages = self._route.storages
-        orders = [self._fetch_orders(pack) for pack in range(len(storages))]
+        orders = [self._fetch_orders(p) for p in range(len(storages))]
         rows_P = [hot + outgoing.num_rows for hot, outgoing in zip(self._hot_P, self._outgoing_P)]
         # Packs of one matrix follow each other: start = rows of the packs before it in the matrix.
         return [
             PackLayout(
                 matrix=first_matrix + matrix,
                 start=start,
-                hot_slots=self._hot_slots_P[pack],
-                touched=storages[pack].hot_homes.touched(self._touched_P[pack]),
-                outgoing=self._outgoing_P[pack],
-                outgoing_by_fetch=orders[pack][0],
-                incoming=self._incoming_P[pack],
-                requests=_IncomingRows.build(self.incoming_rows_P[pack], orders[pack][1]),
+                hot_slots=self._hot_slots_P[p],
+                touched=storages[p].hot_homes.touched(self._touched_P[p]),
+                outgoing=self._outgoing_P[p],
+                outgoing_by_fetch=orders[p][0],
+                incoming=self._incoming_P[p],
+                requests=_IncomingRows.build(self.incoming_rows_P[p], orders[p][1]),
             )
             for matrix, packs in enumerate(self._route.plan.matrices)
-            for pack, start in zip(
+            for p, start in zip(
                 range(packs.start, packs.stop), accumulate(rows_P[packs], initial=0)
             )
         ]
 
-    def _fetch_orders(self, pack: int) -> list[FetchOrder]:
-        """Returns the fetch orders of outgoing and incoming rows; without a mask all are dirty."""
-        exchanges = self._outgoing_P[pack], self._incoming_P[pack]
+    def _fetch_orders(self, p: int) -> list[FetchOrder]:
+        """Returns the fetch orders of outgoing and incoming rows of pack ``p``; without a mask all
+        are dirty."""
+        exchanges = self._outgoing_P[p], self._incoming_P[p]
         dirty = (
-            (None, None) if self._dirty_mask is None else [n.bool() for n in self._dirty_mask[pack]]
+            (None, None) if self._dirty_mask is None else [n.bool() for n in self._dirty_mask[p]]
         )
         return [find_fetch_order(e.counts_EW, dirty_n) for e, dirty_n in zip(exchanges, dirty)]
 
