@@ -54,8 +54,9 @@ class BatchGradients:
             self._sums = Matrices(self._group.buffers_M, self._layout.rows_M)
             self._sums_M = [sums.zero_() for sums in self._sums.tensors]
         for matrix, grads in zip(matrices, grads_M):
-            pooling = self._layout.pooling_KM[part][matrix]
-            pooling.add_gradients(self._sums.tensors[matrix], grads)
+            sums, pooling = self._sums_M[matrix], self._layout.pooling_KM[part][matrix]
+            assert sums is not None, "a batch's backward runs before its update"
+            pooling.add_gradients(sums, grads)
 
     def send(self, chunk: int, wave: int | None = None) -> None:
         """Starts sending the gradients of a chunk to the home ranks. Collective.
