@@ -15,7 +15,6 @@ ROOMS = (
     "ops",
     "exchange",
     "rows",
-    "rows/routes",
     "sharding",
     "storage",
     "batches",

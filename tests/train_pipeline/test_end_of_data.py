@@ -23,7 +23,7 @@ from tests.train_pipeline.runs import (
     run_to_the_end,
 )
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.exchange.meter import WireMeter
+from torchrec_picasso.exchange.tally import WireMeter
 
 JOBS = {
     "hot_cold": Job(placement={"*": 2, "one_row": 1}, tables=ODD),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.waiting import wait_for
 from torchrec_picasso.ops.ids import IdSpace
-from torchrec_picasso.rows.routes.route import Route
+from torchrec_picasso.rows.route import Route
 from torchrec_picasso.storage.row_uses import RowUses
 
 __all__ = ["Census", "take_census", "uses_of"]

@@ -20,7 +20,7 @@ from torchrec_picasso.refresh.hot_rows import change_hot_rows, choose_swaps
 from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.refresh.saved_uses import SavedUses, collect_uses, give_uses
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.routes.route import Route
+from torchrec_picasso.rows.route import Route
 from torchrec_picasso.storage.row_uses import RowUses
 
 __all__ = ["Refreshed", "Refresher"]

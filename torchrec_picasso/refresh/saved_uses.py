@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.refresh.census import take_census, uses_of
-from torchrec_picasso.rows.routes.route import Route
+from torchrec_picasso.rows.route import Route
 
 __all__ = ["SavedUses", "collect_uses", "give_uses"]
 
