@@ -26,7 +26,7 @@ LOG = "dev/log.md"
 MOST_WORDS = 10_000
 """Of ``docs/`` without the log, as ``wc -w`` counts: what blanks separate, so also code, and the
 bars and numbers of tables."""
-MOST_WORDS_OF_A_PAGE = 1_050
+MOST_WORDS_OF_A_PAGE = 1_100
 """Words with a letter outside code blocks, of any page but the log."""
 MOST_WORDS_OF_A_RECORD, MOST_LINES_OF_A_RECORD = 180, 20
 FEWEST_PAGES, FEWEST_LINKS, FEWEST_RECORDS = 25, 80, 10
