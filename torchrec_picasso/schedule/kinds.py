@@ -66,6 +66,8 @@ class Kind:
     """Whether the operation starts a collective; all ranks reach it in the same order."""
     on_id_stream: bool = False
     """Whether the operation works on ids only, on a stream beside the computation."""
+    leads: bool = False
+    """Whether the operation may run before all ranks agree that the step begins."""
     needs: tuple[Need, ...] = ()
 
 
@@ -103,11 +105,11 @@ def _all(*kinds: str) -> tuple[Need, ...]:
 _ROWS = (*_all("lay_out"), Need("update", _earlier_batch))
 
 KINDS: Mapping[str, Kind] = {
-    "request": Kind(sends=True, on_id_stream=True),
+    "request": Kind(sends=True, on_id_stream=True, leads=True),
     "send_ids": Kind(sends=True, on_id_stream=True, needs=_all("request")),
     "receive_ids": Kind(on_id_stream=True, needs=_all("send_ids")),
     "send_dirty_mask": Kind(sends=True, on_id_stream=True, needs=_all("receive_ids")),
-    "lay_out": Kind(on_id_stream=True, needs=_all("receive_ids", "send_dirty_mask")),
+    "lay_out": Kind(on_id_stream=True, leads=True, needs=_all("receive_ids", "send_dirty_mask")),
     "fetch_clean": Kind(sends=True, needs=_all("lay_out")),
     "fetch_dirty": Kind(sends=True, needs=_ROWS),
     "read_hot": Kind(needs=_ROWS),

@@ -21,6 +21,7 @@ from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.exchange.agreement import Agreement, Flags, agree_on
 from torchrec_picasso.exchange.peers import Peers
 from torchrec_picasso.exchange.waiting import OP_RANGE, named_range
+from torchrec_picasso.schedule.kinds import KINDS
 from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
     Op,
@@ -43,8 +44,6 @@ from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 __all__ = ["InFlight"]
 
 _log = logging.getLogger(__name__)
-
-_LEADING = ("lay_out", "request")
 
 
 @dataclass(frozen=True)
@@ -268,7 +267,7 @@ class InFlight:
         They need no answer of other ranks and change nothing of this batch or the model, so they
         run while the answer to :meth:`_ask` and the rows of this batch travel.
         """
-        ahead = takewhile(lambda op: op.kind in _LEADING, schedule)
+        ahead = takewhile(lambda op: KINDS[op.kind].leads, schedule)
         missing = [op for op in ahead if op not in self._led]
         self._run(missing)
         self._led.update(missing)

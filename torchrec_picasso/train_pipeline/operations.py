@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -34,8 +35,13 @@ from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 __all__ = ["Operations", "Program"]
 
 
-_TRAINED, _UNTRAINED, _TRAINED_BY_NONE, _UNKNOWN = 4, 3, 2, 0
-"""Votes on whether a module got a gradient; the latter two are of ranks without samples."""
+class _Vote(IntEnum):
+    """A rank's vote on whether a module got a gradient; the largest vote of all ranks wins."""
+
+    UNKNOWN = 0  # of a rank without samples
+    TRAINED_WITHOUT_SAMPLES = 2
+    UNTRAINED = 3
+    TRAINED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,16 +212,18 @@ class Operations:
         update, or not update, its home rows and replicas as the other ranks do. Collective.
         """
         names = [name for group in self._taken.groups for name in group.modules]
-        # The largest vote wins: a rank with samples outvotes ranks without.
-        yes, no = (_TRAINED, _UNTRAINED) if inflight.num_samples else (_TRAINED_BY_NONE, _UNKNOWN)
-        votes = [yes if name in inflight.trained else no for name in names]
+        # A rank with samples outvotes ranks without.
+        yes, no = _Vote.TRAINED, _Vote.UNTRAINED
+        if not inflight.num_samples:
+            yes, no = _Vote.TRAINED_WITHOUT_SAMPLES, _Vote.UNKNOWN
+        votes: list[int] = [yes if name in inflight.trained else no for name in names]
         if any(request.any_looks_up_nothing for request in inflight.requests):
             largest = torch.tensor(votes, device=self._taken.device)
             note_all_reduce(largest.nbytes, self._taken.pg.size())
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._taken.pg)
             votes = largest.tolist()
-        known = {name: vote for name, vote in zip(names, votes) if vote != _UNKNOWN}
-        self._is_trained |= {name: vote != _UNTRAINED for name, vote in known.items()}
+        known = {name: vote for name, vote in zip(names, votes) if vote != _Vote.UNKNOWN}
+        self._is_trained |= {name: vote != _Vote.UNTRAINED for name, vote in known.items()}
 
     def _send_gradients(self, inflight: InFlightBatch, index: int, wave: int | None = None) -> None:
         """Sends the gradients of one chunk's rows to their home ranks."""
