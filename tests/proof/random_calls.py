@@ -22,7 +22,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.proof.calls import ONE, TWO, WRITING, Call
+from tests.proof.calls import ONE, TWO, WRITING
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.proof.follow import Follower
 from torchrec_picasso.proof.inputs import Inputs
@@ -126,7 +126,7 @@ class Program:
         makes, num = draw.choices([(ONE, 1), (TWO, 2), (WRITING, 2)], [5, 5, 1])[0]
         given = [draw.choice(self._variables) for _ in range(num)]
         call = draw.choice(makes)(draw, [of.fake for of in given])
-        words = f"{_line_of(call)} of ({', '.join(of.words for of in given)})"
+        words = f"{call.__name__} of ({', '.join(of.words for of in given)})"
         try:
             call(*(of.whole.clone() for of in given))
         except Exception:
@@ -240,11 +240,6 @@ def _first_wrong(program: Program, num_calls: int) -> str | None:
         return next((found for _ in range(num_calls) if (found := program.call())), None)
     except _EndOfProgramError:
         return None
-
-
-def _line_of(call: Call) -> str:
-    code = getattr(call, "__code__", None)
-    return getattr(call, "__name__", "?") if code is None else f"line {code.co_firstlineno}"
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
