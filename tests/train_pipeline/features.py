@@ -34,17 +34,21 @@ from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.optim import optimizers
 
 from tests.sharding.jobs import CPU, RowWiseOnCpuSharder, Table
+from tests.support.unsharded import train_unsharded
 from tests.train_pipeline.feature_cells import (
+    NUM_EVALUATED,
+    NUM_TRAINED,
     TABLES,
     Feature,
     Model,
+    Outcome,
+    batch_of,
     collection,
     one_that_counts_nothing,
     own_rows,
     own_rows_by_sample,
     pooled_by,
 )
-from tests.train_pipeline.unsharded_cell import run_unsharded
 
 SHARED = (
     Table("t_a", 8, 30, ("f",)),
@@ -236,6 +240,16 @@ def _tensor_dict(batch: Batch, step: int) -> Batch:
     return batch
 
 
+def _run_unsharded(formula: str, feature: Feature, kind: str, rank: int) -> Outcome:
+    """Trains by one of FBGEMM's formulas, then evaluates."""
+    model, steps = Model(feature, kind), range(NUM_TRAINED + NUM_EVALUATED)
+    batches = [batch_of(feature, rank, step, is_ours=False) for step in steps]
+    optimizer = {"name": formula, **feature.optimizer_kwargs}
+    trained = train_unsharded(model, batches[:NUM_TRAINED], feature.tables, **optimizer)
+    with torch.no_grad():
+        return Outcome(*trained, [model(batch)[1] for batch in batches[NUM_TRAINED:]])
+
+
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05}),
     "row-wise Adagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-2}),
@@ -307,7 +321,7 @@ FEATURES: Sequence[Feature] = (
             f"{name}, beside an unsharded model",
             optimizer=optimizer,
             optimizer_kwargs={"lr": 0.1, "eps": 1e-2, "weight_decay": 0.1},
-            witness=partial(run_unsharded, formula),
+            witness=partial(_run_unsharded, formula),
         )
         for name, (formula, optimizer) in ONLY_OURS.items()
     ),

@@ -1,7 +1,7 @@
 """Optimizers that only hot/cold tables have on the CPU: checkpoints, and modules trained in turn.
 
 What they compute is compared elsewhere: with FBGEMM's formulas over whole tables, for rows in
-``tests/storage/test_row_updates.py`` and for whole trainings in ``test_against_unsharded.py``.
+``tests/storage/test_row_updates.py`` and for whole trainings in ``test_against_stock.py``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.sharding.jobs import ODD, Job, build, checkpoint_of, replicas_of, res
 from tests.train_pipeline import stock_models
 from tests.train_pipeline.runs import (
     Run,
-    assert_same_runs,
     batches_of,
+    compare_runs,
     pipeline_of,
     plain_steps,
     run_to_the_end,
@@ -70,14 +70,12 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     names = ["adam", "partial_rowwise_lamb"]
     by_rank = run_ranks(_save_and_resume, 2, tmp_path, names, timeout_s=100)
     for name in names:
-        expected, resumed, anew = (
-            [found[name][how] for found in by_rank] for how in ("went on", "resumed", "from step 0")
-        )
-        assert_same_runs(resumed, expected)
-        states = {key.rpartition(".")[2] for key in expected[0][0].states}
+        found = [of_rank[name] for of_rank in by_rank]
+        compare_runs(found, "resumed", "went on")
+        states = {key.rpartition(".")[2] for key in found[0]["went on"][0].states}
         assert states == {"momentum1", "exp_avg_sq"}
         with pytest.raises(AssertionError):  # the step count is no part of TorchRec's state dicts
-            assert_same_runs(anew, expected)
+            compare_runs(found, "from step 0", "went on")
 
 
 class _Towers(nn.Module):

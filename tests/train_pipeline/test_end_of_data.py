@@ -15,8 +15,8 @@ from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import (
     Run,
-    assert_same_runs,
     batches_of,
+    compare_runs,
     empty_of,
     pipeline_of,
     plain_steps,
@@ -97,9 +97,8 @@ def _uneven(rank: int, world_size: int) -> dict[Any, Run]:
 def test_a_rank_whose_data_has_ended_goes_on_with_empty_batches(case: Any) -> None:
     name, counts, _ = case
     by_rank = run_once(_uneven, len(counts))
-    mine, plain = ([results[key] for results in by_rank] for key in (case, (name, counts)))
-    assert [len(outputs) for _, outputs in mine] == [max(counts)] * len(counts)
-    assert_same_runs(mine, plain)
+    assert [len(of_rank[case][1]) for of_rank in by_rank] == [max(counts)] * len(counts)
+    compare_runs(by_rank, case, (name, counts))
 
 
 def _epochs(rank: int, world_size: int) -> dict[str, Run]:
@@ -126,7 +125,7 @@ def _epochs(rank: int, world_size: int) -> dict[str, Run]:
 def test_uneven_epochs_of_training_and_evaluation() -> None:
     by_rank = run_ranks(_epochs, 2, timeout_s=60)
     assert len(by_rank[0]["plain"][1]) == 3 + 2 + 2
-    assert_same_runs([r["interleaved"] for r in by_rank], [r["plain"] for r in by_rank])
+    compare_runs(by_rank, "interleaved", "plain")
 
 
 def _stop_together(rank: int, world_size: int) -> dict[str, Run]:
@@ -151,7 +150,7 @@ def _stop_together(rank: int, world_size: int) -> dict[str, Run]:
 def test_ranks_stop_together_where_not_all_batches_are_executed() -> None:
     by_rank = run_ranks(_stop_together, 2, timeout_s=60)
     assert len(by_rank[0]["interleaved"][1]) == 4
-    assert_same_runs([r["interleaved"] for r in by_rank], [r["plain"] for r in by_rank])
+    compare_runs(by_rank, "interleaved", "plain")
 
 
 def _reductions_per_step(rank: int, world_size: int) -> dict[str, int]:

@@ -14,13 +14,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from tests.sharding.jobs import ODD, Job, build, dense_optimizer, result_of
-from tests.train_pipeline.runs import (
-    Run,
-    assert_same_runs,
-    batches_of,
-    pipeline_of,
-    plain_steps,
-)
+from tests.train_pipeline.runs import Run, batches_of, compare_runs, pipeline_of, plain_steps
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 JOB = Job(placement={"*": 2, "one_row": 1}, tables=ODD, num_steps=6)
@@ -109,9 +103,8 @@ def _run(rank: int, world_size: int) -> dict[tuple[str, int], Run]:
 def test_clipping_and_schedules_as_in_the_plain_loop() -> None:
     by_rank = run_ranks(_run, 2, timeout_s=100)
     for name in OPTIMIZERS:
-        expected = [results[name, 0] for results in by_rank]
         for num_micro_batches in (1, 4):
-            assert_same_runs([results[name, num_micro_batches] for results in by_rank], expected)
+            compare_runs(by_rank, (name, num_micro_batches), (name, 0))
         if name != "plain":  # it does something to these gradients
             with pytest.raises(AssertionError):
-                assert_same_runs([results["plain", 0] for results in by_rank], expected)
+                compare_runs(by_rank, ("plain", 0), (name, 0))

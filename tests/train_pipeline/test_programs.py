@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -39,6 +38,7 @@ from tests.train_pipeline.programs import (
     assert_as_stock,
     cases_of,
 )
+from tests.train_pipeline.runs import default_dtype
 from tests.train_pipeline.stock_models import batch_of, dense_optimizer
 
 
@@ -277,15 +277,6 @@ def _decaying(kind: type[torch.optim.SGD]) -> Callable[[Any], torch.optim.Optimi
     return make
 
 
-@contextmanager
-def _default_of_double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 @dataclass
 class _WithPrior(Batch):
     """Takes along what is no tensor of samples."""
@@ -390,7 +381,7 @@ PROGRAMS = {
         batch=lambda rank, step: batch_of(rank, step, 7 if step == STEPS - 1 else SAMPLES),
     ),
     "dropout": Program(head=Dropping, prepare=lambda model: torch.manual_seed(5), numbers=(1,)),
-    "default of double": Program(head=Double, within=_default_of_double),
+    "default of double": Program(head=Double, within=lambda: default_dtype(torch.float64)),
     "detached after each step": Program(
         head=Normed, pipeline=_detached, refusal="head.norm is a BatchNorm1d"
     ),

@@ -21,8 +21,8 @@ from tests.sharding.jobs import PLAIN, Job, Model, build, make_batch, result_of
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import (
     Run,
-    assert_same_runs,
     batches_of,
+    compare_runs,
     empty_of,
     pipeline_of,
     plain_steps,
@@ -262,7 +262,7 @@ def _cured(rank: int, world_size: int) -> list[Run]:
 def test_both_cures_of_a_model_that_cannot_be_traced() -> None:
     by_rank = run_ranks(_cured, 2, timeout_s=60)
     for cured in (1, 2):
-        assert_same_runs([runs[cured] for runs in by_rank], [runs[0] for runs in by_rank])
+        compare_runs(by_rank, cured, 0)
 
 
 class _OwnBatch(Batch):
@@ -293,10 +293,9 @@ def _weighed(rank: int, world_size: int) -> dict[str, Run]:
 
 def test_what_was_assigned_to_a_batch_reaches_its_micro_batches() -> None:
     by_rank = run_ranks(_weighed, 2, timeout_s=60)
-    plain, without, cut = ([runs[name] for runs in by_rank] for name in by_rank[0])
-    assert_same_runs(cut, plain)
+    compare_runs(by_rank, "cut", "plain")
     with pytest.raises(AssertionError):
-        assert_same_runs(without, plain)
+        compare_runs(by_rank, "without", "plain")
 
 
 def _automatic(rank: int, world_size: int) -> list[tuple[int, str]]:
@@ -342,8 +341,7 @@ def _unpipelined(rank: int, world_size: int) -> list[Run]:
 
 
 def test_a_module_that_is_not_pipelined_is_trained_whole() -> None:
-    by_rank = run_ranks(_unpipelined, 2, timeout_s=60)
-    assert_same_runs([mine for _, mine in by_rank], [plain for plain, _ in by_rank])
+    compare_runs(run_ranks(_unpipelined, 2, timeout_s=60), 1, 0)
 
 
 # -- what only one rank can know -------------------------------------------------------------------
@@ -392,11 +390,12 @@ BESIDE_STOCK = dataclasses.replace(JOB, placement={"*": 2, "b": "table_wise"})
 def test_a_batch_that_one_rank_cannot_train_is_refused_on_all_at_once(
     alone: bool, name: str
 ) -> None:
-    told, mine, plain = zip(*(found[alone, name] for found in run_once(_refused_late, 3)))
+    found = [of_rank[alone, name] for of_rank in run_once(_refused_late, 3)]
+    told = [of_rank[0] for of_rank in found]
     assert told[0] == told[1] == told[2]
     (message,) = told[0]
     assert message.startswith("rank 1: ebc: its KeyedJaggedTensor has a batch size per feature")
-    assert_same_runs(list(mine), list(plain))
+    compare_runs(found, 1, 2)
 
 
 def _weights_want_gradients(rank: int, world_size: int) -> list[str]:

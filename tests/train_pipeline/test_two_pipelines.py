@@ -8,21 +8,12 @@ import pytest
 import torch
 from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPipelineSparseDist
 
-from tests.sharding.jobs import (
-    ATOL,
-    CPU,
-    PLAIN,
-    RTOL,
-    Job,
-    build,
-    dense_optimizer,
-    result_of,
-)
+from tests.sharding.jobs import ATOL, CPU, PLAIN, RTOL, Job, build, dense_optimizer, result_of
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import (
     Run,
-    assert_same_runs,
     batches_of,
+    compare_runs,
     pipeline_of,
     plain_steps,
     run_to_the_end,
@@ -55,8 +46,7 @@ def _in_turn(rank: int, world_size: int) -> dict[Any, Run]:
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_rows_fetched_ahead_are_not_older_than_the_other_pipelines_update(number: int) -> None:
-    found = run_once(_in_turn, 2)
-    assert_same_runs([each[number] for each in found], [each["plain"] for each in found])
+    compare_runs(run_once(_in_turn, 2), number, "plain")
 
 
 def _evaluate(model: Any, batches: list[Any]) -> Any:

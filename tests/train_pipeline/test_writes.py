@@ -26,8 +26,8 @@ from tests.sharding.jobs import PLAIN, Job, build, result_of
 from tests.train_pipeline.drivers import Driver, make_driver
 from tests.train_pipeline.runs import (
     Run,
-    assert_same_runs,
     batches_of,
+    compare_runs,
     pipeline_of,
     plain_steps,
     run_to_the_end,
@@ -184,12 +184,11 @@ def _beside_stock(rank: int, world_size: int, job: Job, stock: str, folder: Path
 def test_every_write_is_found(tmp_path: Path, case: str) -> None:
     world_size, job, stock = CASES[case]
     by_rank = run_ranks(_beside_stock, world_size, job, stock, tmp_path, timeout_s=200)
-    expected = [of_rank["stock"] for of_rank in by_rank]
     for driver in DRIVERS:
-        assert_same_runs([of_rank[driver] for of_rank in by_rank], expected)
+        compare_runs(by_rank, driver, "stock")
     for way in ALONE:
         with pytest.raises(AssertionError):  # the smallest writes are seen, even if they are last
-            assert_same_runs([of_rank[way] for of_rank in by_rank], expected)
+            compare_runs(by_rank, way, "stock")
 
 
 # -- between the steps that a call of progress begins and ends ------------------------------------
@@ -216,8 +215,7 @@ def _write_where_it_stopped(rank: int, world_size: int) -> dict[str, Run]:
 
 
 def test_a_write_while_batches_wait_for_an_iterator_is_found() -> None:
-    by_rank = run_ranks(_write_where_it_stopped, 2, timeout_s=60)
-    assert_same_runs([of["mine"] for of in by_rank], [of["plain"] for of in by_rank])
+    compare_runs(run_ranks(_write_where_it_stopped, 2, timeout_s=60), "mine", "plain")
 
 
 COLD = Job(placement={"*": 0, "c": "bags"})
@@ -271,8 +269,7 @@ def _write_in_iterator(rank: int, world_size: int) -> dict[Any, tuple[Run, Run]]
 def test_a_write_by_the_data_iterator_is_found() -> None:
     by_rank = run_ranks(_write_in_iterator, 2, timeout_s=100)
     for name in by_rank[0]:
-        mine, plain = zip(*(of_rank[name] for of_rank in by_rank))
-        assert_same_runs(list(mine), list(plain))
+        compare_runs([of_rank[name] for of_rank in by_rank], 0, 1)
 
 
 def _write_in_forward(rank: int, world_size: int) -> list[str]:
