@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec import KeyedTensor
+from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -49,11 +49,17 @@ class Model(nn.Module):
     def __init__(self, head: type[Head]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.ebc = ebc(*FEATURES)
+        self.make()
         self.head = head()
 
+    def make(self) -> None:
+        self.ebc = ebc(*FEATURES)
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        return self.ebc(features)
+
     def forward(self, batch: Batch) -> tuple[Any, Any]:
-        return self.head(self.ebc(batch.sparse_features), batch)
+        return self.head(self.look_up(batch.sparse_features), batch)
 
 
 class Head(nn.Module):
@@ -66,7 +72,7 @@ class Head(nn.Module):
         self.hidden = nn.Linear(DIM * (1 + len(FEATURES)), WIDTH)
         self.over = nn.Linear(WIDTH, 1)
 
-    def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[Any, Any]:
+    def forward(self, pooled: Any, batch: Batch) -> tuple[Any, Any]:
         values = [batch.dense_features, *(pooled[name] for name in FEATURES)]
         out = self.logits(torch.cat(values, dim=1))
         return self.loss(out, batch), self.output(out, batch)

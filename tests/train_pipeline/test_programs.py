@@ -1,4 +1,8 @@
-"""What a program does around its model happens as under TorchRec's pipeline, or is refused."""
+"""What a program does around its model happens as under TorchRec's pipeline, or is refused.
+
+Modules of TorchRec's own beside ours, and models that use them in part, too; tables of both kinds
+in one module are lines of ``docs/features.md``, which ``test_feature_table.py`` runs.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimi
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
@@ -34,12 +39,13 @@ from tests.train_pipeline.programs import (
     STEPS,
     WIDTH,
     Head,
+    Model,
     Program,
     assert_as_stock,
     cases_of,
 )
 from tests.train_pipeline.runs import default_dtype
-from tests.train_pipeline.stock_models import batch_of, dense_optimizer
+from tests.train_pipeline.stock_models import batch_of, dense_optimizer, ebc, processed, sequences
 
 
 class Siamese(Head):
@@ -165,6 +171,62 @@ class Ratio(Head):
         sums = torch.stack([(errors * weights).sum(), errors.abs().sum()])
         totals = torch.stack([weights.sum(), batch.labels.sum()])
         return (sums, totals) if self.is_ours else sums / totals
+
+
+class _Processed(Model):
+    """Weights by position beside hot/cold tables."""
+
+    def make(self) -> None:
+        self.fp, self.ebc = processed("f"), ebc("g", "h")
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        processed, pooled = self.fp(features), self.ebc(features)
+        return {"f": processed["f"], "g": pooled["g"], "h": pooled["h"]}
+
+
+class _Sequences(Model):
+    """Sequences, pooled by the model, beside hot/cold tables."""
+
+    def make(self) -> None:
+        self.ec, self.ebc = sequences("f", "g"), ebc("h")
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        rows, pooled = self.ec(features), self.ebc(features)
+        summed = {
+            name: torch.segment_reduce(rows[name].values(), "sum", lengths=rows[name].lengths())
+            for name in ("f", "g")
+        }
+        return {**summed, "h": pooled["h"]}
+
+
+class _Frozen(Model):
+    """One collection under ``no_grad``, one whose output is cut off, one trained."""
+
+    def make(self) -> None:
+        self.still, self.off, self.ebc = ebc("f"), ebc("g"), ebc("h")
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        with torch.no_grad():
+            still = self.still(features)["f"]
+        return {"f": still, "g": self.off(features)["g"].detach(), "h": self.ebc(features)["h"]}
+
+
+class _Changed(Model):
+    """Its tables' input is made inside the model."""
+
+    def make(self) -> None:
+        self.changed, self.ebc = ebc("f"), ebc("g", "h")
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        changed, pooled = self.changed(features.permute([0])), self.ebc(features)
+        return {"f": changed["f"], "g": pooled["g"], "h": pooled["h"]}
+
+
+class _Quiet(Head):
+    """Gives no loss in evaluation."""
+
+    def loss(self, out: Tensor, batch: Batch) -> Any:
+        return super().loss(out, batch) if self.training else None
 
 
 class Broadcasting(DataParallelWrapper):
@@ -300,7 +362,41 @@ def _evaluated(*steps: int) -> Callable[[Any, int], None]:
     return lambda model, step: model.train(step not in steps)
 
 
+ONCE = "computed once per batch, of its exchange only that of ids is hidden: "
+INTERLEAVED = "ebc: interleaved"
 PROGRAMS = {
+    "processed": Program(
+        model=_Processed,
+        told=[
+            f"fp: {ONCE}it is a ShardedFeatureProcessedEmbeddingBagCollection, with TorchRec's "
+            "exchange",
+            INTERLEAVED,
+        ],
+        numbers=(1, 3, None),
+    ),
+    "sequences": Program(
+        model=_Sequences,
+        told=[f"ec: {ONCE}it is a ShardedEmbeddingCollection, with TorchRec's exchange"],
+        numbers=(1, 3, None),
+    ),
+    "frozen": Program(
+        model=_Frozen, told=["still: interleaved", "off: interleaved"], numbers=(1, 3, None)
+    ),
+    "changed": Program(
+        model=_Changed,
+        told=[
+            "changed: not pipelined: its input is not read off the batch but made inside the model",
+            INTERLEAVED,
+        ],
+        numbers=(1, None),
+    ),
+    "without wrapper": Program(is_inside=True, told=[INTERLEAVED], numbers=(1, 3, None)),
+    "not data parallel": Program(is_wrapped=False, told=[INTERLEAVED], numbers=(1, 3, None)),
+    "no loss in evaluation": Program(
+        head=_Quiet,
+        before_step=lambda model, step: model.train(step != STEPS - 1),
+        numbers=(1, 3, None),
+    ),
     "as it is": Program(numbers=(None, 1, 4)),
     "communication hook": Program(
         prepare=lambda model: model._dmp_wrapped_module.register_comm_hook(None, _clip)

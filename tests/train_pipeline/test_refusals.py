@@ -302,7 +302,7 @@ def _automatic(rank: int, world_size: int) -> list[tuple[int, str]]:
     """What is refused where micro-batches are asked for is trained whole where they are not."""
     chosen = []
     for change_model, change_batch, *_ in REFUSED:
-        if change_batch is _variable:  # this model cannot make use of it; test_as_stock's can
+        if change_batch is _variable:  # this model cannot make use of it; test_own_rows' can
             continue
         model = build(JOB, rank, world_size)
         change_model(model)
