@@ -15,11 +15,10 @@ Source:
 
 from __future__ import annotations
 
-import copy
 import sys
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -33,9 +32,9 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
-from tests.sharding.jobs import keys_of, shards_of
+from tests.sharding.jobs import Table, configs_of, keys_of, shards_of
 from tests.support.placing import CPU, wire_codecs
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
@@ -183,42 +182,25 @@ def _constraints(case: Case, table: EmbeddingBagConfig) -> ParameterConstraints:
 
 
 def _tables(case: Case) -> tuple[list[EmbeddingBagConfig], list[EmbeddingBagConfig]]:
-    pooling = PoolingType.MEAN if case.mean else PoolingType.SUM
     tables = [
-        EmbeddingBagConfig(
-            num_embeddings=(i + 1) * 10,
-            embedding_dim=(i % 2 + 1) * 8,
-            name=f"table_{i}",
-            feature_names=[f"feature_{i}"],
-            pooling=pooling,
-        )
+        Table(f"table_{i}", (i % 2 + 1) * 8, (i + 1) * 10, (f"feature_{i}",), case.mean)
         for i in range(4)
     ]
     if case.shared:
-        tables[3].feature_names.append("feature_4")
-        again = copy.deepcopy(tables[1])  # equal rows: the harness draws a feature's ids once
-        again.name, again.embedding_dim = "table_1_again", 12
-        tables.append(again)
-    if case.sequences:  # which have one dim
-        tables[2:] = [
-            EmbeddingConfig(
-                num_embeddings=of.num_embeddings,
-                embedding_dim=8,
-                name=of.name,
-                feature_names=of.feature_names,
-            )
-            for of in tables[2:]
-        ]
+        tables[3] = replace(tables[3], features=("feature_3", "feature_4"))
+        # equal rows: the harness draws a feature's ids once
+        tables.append(replace(tables[1], name="table_1_again", dim=12))
+    num_bags = 2 if case.sequences else len(tables)
+    sequences = [replace(table, dim=8, mean=False) for table in tables[num_bags:]]  # of one dim
     weighted = [
-        EmbeddingBagConfig(
-            num_embeddings=(i + 1) * 10,
-            embedding_dim=8,
-            name=f"weighted_table_{i}",
-            feature_names=[f"weighted_feature_{i}"],
-        )
-        for i in range(2)
+        Table(f"weighted_table_{i}", 8, (i + 1) * 10, (f"weighted_feature_{i}",)) for i in range(2)
     ]
-    return tables, weighted if case.weighted and not case.sequences else []
+    has_weighted = case.weighted and not case.sequences
+    bags = configs_of(EmbeddingBagConfig, tables[:num_bags])
+    return (
+        [*bags, *configs_of(EmbeddingConfig, sequences)],
+        configs_of(EmbeddingBagConfig, weighted if has_weighted else []),
+    )
 
 
 def _stand_in_for_missing_tests() -> None:

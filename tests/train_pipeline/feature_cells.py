@@ -23,7 +23,6 @@ from torchrec import (
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
-    PoolingType,
 )
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel, model_parallel
@@ -45,7 +44,7 @@ from torchrec.modules.feature_processor_ import (
 )
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from tests.sharding.jobs import Result, Table, keys_of, load_whole, result_of_module
+from tests.sharding.jobs import Result, Table, configs_of, keys_of, load_whole, result_of_module
 from tests.support.placing import CPU, place
 from tests.train_pipeline.runs import run_to_the_end
 from torchrec_picasso import (
@@ -164,25 +163,13 @@ def pooled_by(output: Any, keys: Sequence[str], with_ids: bool = False) -> list[
 def collection(feature: Feature, kind: str, tables: Sequence[Table]) -> nn.Module:
     """An unsharded collection; its processors start at different weights."""
 
-    def configs(config: type) -> list[Any]:
-        return [
-            config(
-                name=t.name,
-                embedding_dim=t.dim,
-                num_embeddings=t.rows,
-                feature_names=list(t.features),
-                data_type=feature.data_type,
-                **({"pooling": PoolingType.MEAN} if t.mean else {}),
-            )
-            for t in tables
-        ]
-
-    if kind == "sequences":
-        return EmbeddingCollection(
-            tables=configs(EmbeddingConfig), need_indices=feature.need_indices, device=CPU
-        )
+    is_bags = kind == "bags"
+    config = EmbeddingBagConfig if is_bags else EmbeddingConfig
+    configs = configs_of(config, tables, data_type=feature.data_type)
+    if not is_bags:
+        return EmbeddingCollection(tables=configs, need_indices=feature.need_indices, device=CPU)
     bags = EmbeddingBagCollection(
-        tables=configs(EmbeddingBagConfig),
+        tables=configs,
         is_weighted=feature.weighted or feature.processors is not None,
         device=CPU,
     )

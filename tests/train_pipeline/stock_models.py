@@ -28,7 +28,7 @@ from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from tests.sharding.jobs import load_whole, local_shards
+from tests.sharding.jobs import Table, configs_of, load_whole, local_shards
 from tests.support.placing import CPU, distribute, place
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
@@ -42,8 +42,7 @@ SAMPLES = 6
 
 def _tables(config: type, features: Sequence[str]) -> list[Any]:
     """A table for each feature."""
-    shape = {"embedding_dim": DIM, "num_embeddings": ROWS}
-    return [config(name=f"t_{name}", feature_names=[name], **shape) for name in features]
+    return configs_of(config, [Table(f"t_{name}", DIM, ROWS, (name,)) for name in features])
 
 
 def ebc(*features: str, weighted: bool = False) -> EmbeddingBagCollection:

@@ -16,11 +16,7 @@ from typing import Any
 import pytest
 
 from tests.sharding.jobs import Job, Table, build, make_batch
-from tests.sharding.sequence_jobs import (
-    SequenceJob,
-    build_sequences,
-    make_sequence_batch,
-)
+from tests.sharding.sequence_jobs import SequenceJob, build_sequences
 from tests.support.wire import MessageRecorder, all_to_alls
 from tests.train_pipeline.drivers import Driver, make_driver
 from torchrec_picasso.app.launch.run_ranks import run_ranks
@@ -97,7 +93,7 @@ def _count_two_modules(rank: int, world_size: int) -> dict[Driver, dict[str, flo
         if driver is not None:
             model = build_sequences(job, world_size)
             pipeline = make_driver(driver, model)
-            batches = (make_sequence_batch(job, rank, step) for step in itertools.count())
+            batches = (make_batch(job, rank, step) for step in itertools.count())
             for _ in range(NUM_WARM):
                 pipeline.progress(batches)
             found[driver] = _kinds_of_one_step(pipeline, batches, world_size)
