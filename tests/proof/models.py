@@ -15,6 +15,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from tests.proof.tables import given_tables
+from torchrec_picasso.proof.guard import Guard
 from torchrec_picasso.proof.proof import Losses, Proof, prove
 
 FEATURES = ("f", "g")
@@ -79,6 +80,16 @@ def make_batch(num_samples: int = 12) -> Batch:
         ),
         labels=torch.rand(num_samples),
     )
+
+
+def proved(head: nn.Module) -> tuple[Model, Guard, Batch]:
+    """A model that is proved on a batch, and what guards its proof."""
+    model, batch = Model(head), make_batch()
+    proof = prove(model, batch, given_tables(model, batch.sparse_features))
+    assert proof.reason is None
+    assert proof.guard is not None
+    assert proof.guard.changed(batch) is None
+    return model, proof.guard, batch
 
 
 def prove_head(head: nn.Module, losses: Losses = Losses.MEANS) -> Proof:

@@ -22,6 +22,7 @@ from tests.train_pipeline.runs import (
     plain_steps,
     run_to_the_end,
 )
+from tests.train_pipeline.test_refusals import Changing
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.exchange.meter import WireMeter
 
@@ -31,6 +32,7 @@ JOBS = {
     "mixed": Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN),
     "stock": Job(placement={"*": "table_wise"}, tables=PLAIN),
     "mean": Job(placement={"*": 2}, tables=PLAIN),
+    "changing": Job(placement={"*": 2}, tables=PLAIN),
     "stock_mean": Job(placement={"*": 2, "c": "row_wise"}, tables=PLAIN),
 }
 CASES = [
@@ -47,15 +49,17 @@ CASES = [
         ("stock_mean", (3, 3)),  # TorchRec has no means of no samples, so no rank may need any
     ]
     for num_micro_batches in (1, 4)
-]
+] + [("changing", (4, 2), None)]
 """Job, batches of each rank and micro-batches; a rank that has no batch is told by the others what
-an empty one is."""
+an empty one is, also of tables that are not pipelined, whose own exchange needs it."""
 
 
 def _build(name: str, rank: int, world_size: int) -> DistributedModelParallel:
     model = build(JOBS[name], rank, world_size)
     if name == "mean":
         model.module.forward = partial(_mean_forward, model.module)
+    if name == "changing":
+        model.module.__class__ = Changing
     return model
 
 

@@ -104,6 +104,13 @@ class Prior(Head):
         return super().loss(out, batch) * float(batch.prior[0])
 
 
+class Weighing(Head):
+    """Weighs samples by an attribute that batches got by assignment."""
+
+    def loss(self, out: Tensor, batch: Any) -> Tensor:
+        return (batch.sample_weight * (out - batch.labels) ** 2).mean()
+
+
 class Unused(Head):
     """A layer that nobody uses."""
 
@@ -353,6 +360,12 @@ def _with_prior(prior: Any) -> Callable[[int, int], Batch]:
     return lambda rank, step: _WithPrior(**vars(batch_of(rank, step, SAMPLES)), prior=prior)
 
 
+def _weighed(rank: int, step: int) -> Batch:
+    batch: Any = _WithPrior(**vars(batch_of(rank, step, SAMPLES)))
+    batch.sample_weight = 1 + 4 * (batch.labels > 0.5).float()
+    return batch
+
+
 def _warm_up(model: Any, step: int) -> None:
     for group in model.fused_optimizer.param_groups:
         group["lr"] = 0.02 * (step + 1)
@@ -488,6 +501,7 @@ PROGRAMS = {
     "array without samples": Program(
         head=Prior, batch=_with_prior(np.array([0.5, 2.0])), planned=4
     ),
+    "attribute of a batch": Program(head=Weighing, batch=_weighed),
     "ratio of sums": Program(head=Ratio, options={"loss_reduction": "ratio"}),
 }
 

@@ -23,7 +23,6 @@ from tests.train_pipeline.runs import (
     Run,
     batches_of,
     compare_runs,
-    empty_of,
     pipeline_of,
     plain_steps,
     run_to_the_end,
@@ -35,21 +34,18 @@ JOB = Job(placement={"*": 2}, tables=PLAIN)
 
 
 class _Other(Model):
-    """Looks up, or weighs samples, in another way."""
+    """Looks up in another way."""
 
     def look_up(self, batch: Batch) -> Any:
-        return self.ebc(batch.sparse_features)
-
-    def weights(self, batch: Batch) -> Any:
-        return 1.0
+        raise NotImplementedError
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         pooled = self.look_up(batch)
         out = self.over(torch.cat([pooled[key] for key in self.keys], dim=1)).squeeze(1)
-        return (self.weights(batch) * (out - batch.labels) ** 2).sum() / 6, out.detach()
+        return ((out - batch.labels) ** 2).sum() / 6, out.detach()
 
 
-class _Changing(_Other):
+class Changing(_Other):
     """Changes its features before it looks them up, so that the tracer leaves the tables alone."""
 
     def look_up(self, batch: Batch) -> Any:
@@ -66,22 +62,6 @@ class _Hidden(_Other):
 @torch.fx.wrap
 def _look_up(ebc: nn.Module, batch: Batch) -> Any:
     return ebc(batch.sparse_features)
-
-
-class _Weighing(_Other):
-    """Weighs samples by an attribute that batches got by assignment."""
-
-    def weights(self, batch: Batch) -> Any:
-        return _weights_of(batch)
-
-
-_SEEN_SIZES: list[int] = []
-
-
-@torch.fx.wrap
-def _weights_of(batch: Batch) -> Tensor | float:
-    _SEEN_SIZES.append(len(batch.labels))
-    return getattr(batch, "sample_weight", 1.0)
 
 
 class _Untraceable(Model):
@@ -193,7 +173,7 @@ REFUSED: list[tuple[Callable[..., Any], Callable[..., Any], int, list[str]]] = [
         *(_with_batch_norm, _as_it_is, 2),
         ["over.0 is a BatchNorm1d", "num_micro_batches=1", "LayerNorm"],
     ),
-    (_as(_Changing), _as_it_is, 2, ["ebc: ", "made inside the model", "num_micro_batches=1"]),
+    (_as(Changing), _as_it_is, 2, ["ebc: ", "made inside the model", "num_micro_batches=1"]),
     (_as(_Hidden), _as_it_is, 2, ["ebc: ", "sees no call of it", "call the module in a forward"]),
     (_as_it_is, _variable, 3, ["ebc: ", "batch size per feature", "num_micro_batches=1"]),
     (_as_it_is, _Bare, 2, ["a _Bare has no samples", "num_micro_batches=1", "split_batch="]),
@@ -265,39 +245,6 @@ def test_both_cures_of_a_model_that_cannot_be_traced() -> None:
         compare_runs(by_rank, cured, 0)
 
 
-class _OwnBatch(Batch):
-    """A batch that keeps what it was given: TorchRec's own forgets it on its way to the device."""
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> _OwnBatch:
-        return self
-
-
-def _weighed(rank: int, world_size: int) -> dict[str, Run]:
-    """By the plain loop with and without weights, then cut by the pipeline, with weights."""
-    runs, job = {}, dataclasses.replace(JOB, batch_sizes=(96,))
-    for name in ("plain", "without", "cut"):
-        model = build(job, rank, world_size)
-        _as(_Weighing)(model)
-        batches = [_OwnBatch(**vars(batch)) for batch in batches_of(job, rank, range(3))]
-        for batch in batches if name != "without" else ():
-            batch.sample_weight = 1 + 4 * (batch.labels > 0.5).float()
-        if name == "cut":
-            pipeline = pipeline_of(model, num_micro_batches=3)
-            outputs = run_to_the_end(pipeline, iter(batches))
-            assert min(_SEEN_SIZES) < 96
-        else:
-            outputs = plain_steps(model, batches)
-        runs[name] = result_of(model, []), outputs
-    return runs
-
-
-def test_what_was_assigned_to_a_batch_reaches_its_micro_batches() -> None:
-    by_rank = run_ranks(_weighed, 2, timeout_s=60)
-    compare_runs(by_rank, "cut", "plain")
-    with pytest.raises(AssertionError):
-        compare_runs(by_rank, "without", "plain")
-
-
 def _automatic(rank: int, world_size: int) -> list[tuple[int, str]]:
     """What is refused where micro-batches are asked for is trained whole where they are not."""
     chosen = []
@@ -316,32 +263,6 @@ def _automatic(rank: int, world_size: int) -> list[tuple[int, str]]:
 def test_what_would_be_refused_is_trained_whole_unless_asked_for() -> None:
     for chosen in run_ranks(_automatic, 2, timeout_s=60):
         assert [number for number, _ in chosen] == [1] * (len(REFUSED) - 1)
-
-
-def _unpipelined(rank: int, world_size: int) -> list[Run]:
-    """Rank 1 has fewer batches; its tables' own exchange needs it all the same."""
-    counts = (4, 2)
-    listed = batches_of(JOB, rank, range(counts[rank]))
-    padded = listed + [empty_of(JOB)] * (max(counts) - counts[rank])
-    runs = []
-    for is_plain in (True, False):
-        model = build(JOB, rank, world_size)
-        _as(_Changing)(model)
-        if is_plain:
-            outputs = plain_steps(model, padded)
-        else:
-            pipeline = pipeline_of(model)
-            outputs = run_to_the_end(pipeline, iter(listed))
-            told = pipeline.summary().splitlines()
-            assert told[0] == (
-                "ebc: not pipelined: its input is not read off the batch but made inside the model"
-            )
-        runs.append((result_of(model, []), outputs))
-    return runs
-
-
-def test_a_module_that_is_not_pipelined_is_trained_whole() -> None:
-    compare_runs(run_ranks(_unpipelined, 2, timeout_s=60), 1, 0)
 
 
 # -- what only one rank can know -------------------------------------------------------------------
