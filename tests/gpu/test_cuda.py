@@ -32,11 +32,7 @@ from torchrec_picasso._torchrec import (
 from torchrec_picasso.ops.hot_slots import HotSlots
 from torchrec_picasso.ops.ids import IdSpace, PackedTable
 from torchrec_picasso.ops.request_order import locate_rows
-from torchrec_picasso.ops.segment_reduction import (
-    PoolingIndex,
-    gradient_of_rows,
-    pool_rows,
-)
+from torchrec_picasso.ops.segment_reduction import PoolingIndex, gradient_of_rows, pool_rows
 from torchrec_picasso.ops.unique import unique_rows
 
 pytestmark = [

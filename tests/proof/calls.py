@@ -226,7 +226,7 @@ TWO: list[Make] = [
             torch.cat([a, b], d); torch.stack([a, b], d); a.index_select(d, b);
             a.gather(d, b.long().clamp(0, 1)); a.index_add(d, b, a)
             """,
-        ),
+        )
     ),
 ]
 
@@ -256,5 +256,5 @@ WRITING: list[Make] = [
                 """,
             ),
         )
-    ),
+    )
 ]

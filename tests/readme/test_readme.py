@@ -329,7 +329,7 @@ graph
 def test_blocks_are_taken_apart() -> None:
     plain, console, python, other = blocks_of(EXAMPLE)
     assert [b.kind for b in (plain, console, python, other)] == [
-        *("shell", "shell", "python", "other"),
+        *("shell", "shell", "python", "other")
     ]
     assert commands_of(plain) == ["make demo", "tool --a 1 --b 2"]
     assert commands_of(console) == ["tool run"]

@@ -14,11 +14,7 @@ from tests.sharding.jobs import PLAIN, Job, build, result_of
 from tests.train_pipeline.runs import Run, batches_of, compare_runs, pipeline_of, plain_steps
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.schedule.schedule import Setting
-from torchrec_picasso.schedule.setting_choice import (
-    SettingChoice,
-    candidates,
-    pieces_for,
-)
+from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates, pieces_for
 from torchrec_picasso.schedule.setting_trial import NUM_STEPS
 
 CPU = torch.device("cpu")

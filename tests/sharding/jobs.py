@@ -172,9 +172,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(job.seed)
         self.ebc = EmbeddingBagCollection(
-            device=CPU,
-            is_weighted=job.weighted,
-            tables=configs_of(EmbeddingBagConfig, job.tables),
+            device=CPU, is_weighted=job.weighted, tables=configs_of(EmbeddingBagConfig, job.tables)
         )
         self.keys = keys_of(job.tables)
         self.regroup: KTRegroupAsDict | None = None

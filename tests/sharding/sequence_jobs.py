@@ -38,10 +38,7 @@ DIM = 8
 MAX_LENGTH = 5
 TABLES_OF = {
     "ec": (Table("item", DIM, 40, ("history", "target")), Table("shop", DIM, 3, ("shops",))),
-    "ebc": (
-        Table("user", 2 * DIM, 17, ("user",)),
-        Table("tag", 2 * DIM, 5, ("tags", "more_tags")),
-    ),
+    "ebc": (Table("user", 2 * DIM, 17, ("user",)), Table("tag", 2 * DIM, 5, ("tags", "more_tags"))),
     "means": (Table("genre", DIM, 11, ("genres",), mean=True),),
 }
 """By path of the collection. The history comes before the target, and in the batch after it."""
@@ -72,17 +69,13 @@ class SequenceModel(nn.Module):
         torch.manual_seed(job.seed)
         sequences, pooled, (means,) = TABLES_OF.values()
         self.ec = EmbeddingCollection(
-            device=CPU,
-            need_indices=job.need_indices,
-            tables=configs_of(EmbeddingConfig, sequences),
+            device=CPU, need_indices=job.need_indices, tables=configs_of(EmbeddingConfig, sequences)
         )
         if job.weighted:  # placements do not agree on what a weighted mean is
             means = replace(means, mean=False)
         self.ebc, self.means = (
             EmbeddingBagCollection(
-                device=CPU,
-                is_weighted=job.weighted,
-                tables=configs_of(EmbeddingBagConfig, tables),
+                device=CPU, is_weighted=job.weighted, tables=configs_of(EmbeddingBagConfig, tables)
             )
             for tables in (pooled, [means])
         )

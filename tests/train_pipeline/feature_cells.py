@@ -28,11 +28,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel, model_parallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.fbgemm_qcomm_codec import (
-    CommType,
-    QCommsConfig,
-    get_qcomm_codecs,
-)
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.sharding_plan import row_wise, table_wise
@@ -57,11 +53,7 @@ from torchrec_picasso import (
 
 MAX_LENGTH = 4
 NUM_TRAINED, NUM_EVALUATED = 3, 1
-TABLES = (
-    Table("t_a", 8, 30, ("f",)),
-    Table("t_b", 8, 12, ("g",)),
-    Table("t_c", 8, 6, ("h",)),
-)
+TABLES = (Table("t_a", 8, 30, ("f",)), Table("t_b", 8, 12, ("g",)), Table("t_c", 8, 6, ("h",)))
 MODULES = ("tables", "more_tables")
 
 
@@ -169,9 +161,7 @@ def collection(feature: Feature, kind: str, tables: Sequence[Table]) -> nn.Modul
     if not is_bags:
         return EmbeddingCollection(tables=configs, need_indices=feature.need_indices, device=CPU)
     bags = EmbeddingBagCollection(
-        tables=configs,
-        is_weighted=feature.weighted or feature.processors is not None,
-        device=CPU,
+        tables=configs, is_weighted=feature.weighted or feature.processors is not None, device=CPU
     )
     if feature.processors is None:
         return bags

@@ -56,11 +56,7 @@ SHARED = (
     Table("t_c", 8, 6, ("f", "i")),
 )
 MEAN = tuple(dataclasses.replace(table, mean=True) for table in TABLES)
-MIXED_DIMS = (
-    Table("t_a", 8, 30, ("f",)),
-    Table("t_b", 16, 12, ("g",)),
-    Table("t_c", 4, 6, ("h",)),
-)
+MIXED_DIMS = (Table("t_a", 8, 30, ("f",)), Table("t_b", 16, 12, ("g",)), Table("t_c", 4, 6, ("h",)))
 
 
 class Two(Model):
@@ -295,9 +291,7 @@ FEATURES: Sequence[Feature] = (
     Feature("variable batch per feature, mean pooling", ("bags",), MEAN, change_batch=own_rows),
     Feature("variable batch per feature, weights", ("bags",), weighted=True, change_batch=own_rows),
     Feature(
-        "variable batch per feature, some tables stock",
-        hot_rows={"*": 2, "t_a": None},
-        **OWN_ROWS,
+        "variable batch per feature, some tables stock", hot_rows={"*": 2, "t_a": None}, **OWN_ROWS
     ),
     _together("variable batch per feature, feature processors", **OWN_ROWS),
     Feature("need_indices", ("sequences",), need_indices=True),
@@ -333,10 +327,7 @@ FEATURES: Sequence[Feature] = (
     Feature("bags travel, weights", ("bags",), weighted=True, hot_rows=BAGS),
     _together("bags travel, feature processors", hot_rows=BAGS),
     Feature(
-        "bags travel, variable batch per feature",
-        ("bags",),
-        hot_rows=BAGS,
-        change_batch=own_rows,
+        "bags travel, variable batch per feature", ("bags",), hot_rows=BAGS, change_batch=own_rows
     ),
     Feature("rows beside bags", ("bags",), hot_rows={"*": "bags", "t_b": 2}),
     Feature("rows beside bags beside stock tables", ("bags",), hot_rows={"t_a": "bags", "t_b": 2}),

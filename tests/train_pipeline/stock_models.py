@@ -30,10 +30,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from tests.sharding.jobs import Table, configs_of, load_whole, local_shards
 from tests.support.placing import CPU, distribute, place
-from torchrec_picasso import (
-    HotColdEmbeddingBagCollectionSharder,
-    HotColdParams,
-)
+from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
 
 DIM, ROWS, MAX_LENGTH = 4, 30, 4
 FEATURES = ("f", "g", "h")

@@ -491,14 +491,10 @@ PROGRAMS = {
     },
     "order of a dictionary": replace(_DIFFERS, head=Reorders),
     "switch outside the model": replace(
-        _DIFFERS,
-        head=_comparing(lambda: _GLOBAL.compares),
-        before_step=_last_switches_global,
+        _DIFFERS, head=_comparing(lambda: _GLOBAL.compares), before_step=_last_switches_global
     ),
     "setting of cuDNN": replace(
-        _DIFFERS,
-        head=_comparing(lambda: torch.backends.cudnn.benchmark),
-        before_step=_last_tunes,
+        _DIFFERS, head=_comparing(lambda: torch.backends.cudnn.benchmark), before_step=_last_tunes
     ),
     "type of a tensor": replace(_DIFFERS, head=OfItsType),
     "centred in a function": replace(_DIFFERS, head=Centred),

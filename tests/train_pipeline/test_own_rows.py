@@ -115,9 +115,7 @@ def _torchrecs_sharder() -> Mapping[type, Any]:
 
 
 AROUND_OURS = dataclasses.replace(
-    CASES["processors_for_all"][0],
-    hot_rows={"*": 5, "t_b": 0},
-    more_sharders=_torchrecs_sharder,
+    CASES["processors_for_all"][0], hot_rows={"*": 5, "t_b": 0}, more_sharders=_torchrecs_sharder
 )
 """Processors that TorchRec's own sharder puts around our tables, by TorchRec's pipeline."""
 

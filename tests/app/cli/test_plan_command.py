@@ -151,11 +151,7 @@ REFUSALS: list[tuple[list[str], str]] = [
 
 @pytest.mark.parametrize(("options", "words"), REFUSALS, ids=[" ".join(of) for of, _ in REFUSALS])
 def test_what_cannot_be_planned_is_refused(
-    options: list[str],
-    words: str,
-    tmp_path: Path,
-    config: str,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], words: str, tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     placed = [option.replace("DIR", str(tmp_path)) for option in options]
     message = error_of(["plan", "--config", config, *placed], capsys)

@@ -13,12 +13,7 @@ from benchmarks.reliability.broken_writes import broken_writes, disk_is_full
 from tests.app.runs.tiny import checkpoints, tiny_run
 from torchrec_picasso.app.checkpoints import write
 from torchrec_picasso.app.checkpoints.folder import newest_checkpoint, refuse_used_folder
-from torchrec_picasso.app.config import (
-    OptimizerConfig,
-    PipelineConfig,
-    ShardingConfig,
-    TrainConfig,
-)
+from torchrec_picasso.app.config import OptimizerConfig, PipelineConfig, ShardingConfig, TrainConfig
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.app.runs.train import check_checkpoint_folder, train_on_rank
 from torchrec_picasso.errors import ConfigError, PicassoError
@@ -70,11 +65,7 @@ def train_resume_and_break(
 
 @pytest.mark.parametrize(
     ("placement", "pipeline"),
-    [
-        ("table_wise", "automatic"),
-        ("hot_cold", "sparse_dist"),
-        ("hot_cold", "4 micro-batches"),
-    ],
+    [("table_wise", "automatic"), ("hot_cold", "sparse_dist"), ("hot_cold", "4 micro-batches")],
 )
 def test_resumed_training_continues_with_equal_losses(
     tmp_path: Path, placement: str, pipeline: str

@@ -14,12 +14,7 @@ import pytest
 
 from tests.app.runs.test_tensorboard_reports import FLOAT32, curves_in
 from tests.app.runs.tiny import tiny_run
-from torchrec_picasso.app.config import (
-    CheckpointConfig,
-    PipelineConfig,
-    TrainConfig,
-    WatchConfig,
-)
+from torchrec_picasso.app.config import CheckpointConfig, PipelineConfig, TrainConfig, WatchConfig
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.profiling import ProfileRequest, StepProfiler, check_profile
 from torchrec_picasso.app.runs.train import train_on_rank
