@@ -48,8 +48,6 @@ class Head(nn.Module):
 
 
 class Model(nn.Module):
-    """Two tables and a head."""
-
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         tables = [
@@ -66,7 +64,6 @@ class Model(nn.Module):
 
 
 def with_loss(loss: Callable[[Head, Tensor, Batch], Tensor]) -> type[Head]:
-    """A head with another loss."""
     return type("WithLoss", (Head,), {"loss": loss})
 
 

@@ -34,7 +34,6 @@ _NOT_PROVED = {
 
 
 def table() -> str:
-    """The section of the page."""
     lines = [
         "## What is cut by default",
         "",

@@ -72,8 +72,6 @@ class _Number(_Ticks, float):
 
 
 class _Names(frozenset):  # type: ignore[type-arg]
-    """A set that counts."""
-
     def __init__(self, names: Any) -> None:
         self.seen: list[int] = []
 

@@ -20,8 +20,6 @@ SCALE = 1.0
 
 @dataclass
 class Settings:
-    """An object of a model."""
-
     scale: float
     steps: list[int]
 

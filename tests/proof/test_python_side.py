@@ -481,8 +481,6 @@ def test_output(name: str) -> None:
 
 
 class _Layers(nn.Module):
-    """Layers that keep samples apart."""
-
     def __init__(self) -> None:
         super().__init__()
         self.recurrent = nn.LSTM(NUM_DENSE, HIDDEN, batch_first=True)

@@ -139,7 +139,6 @@ if isinstance(model, DistributedModelParallel) and "optimizer" not in globals():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the commands find where they run."""
     path = tmp_path_factory.mktemp("readme")
     for config in (CHECKOUT / "configs").glob("*.yaml"):
         short = yaml.safe_load(config.read_text())

@@ -358,7 +358,6 @@ def train(
     steps: Iterable[int],
     optimizer: torch.optim.Optimizer | None = None,
 ) -> list[float]:
-    """Trains by the plain loop and returns this rank's losses."""
     optimizer = optimizer or dense_optimizer(model)
     losses = []
     for step in steps:
@@ -409,7 +408,6 @@ def result_of_module(
 
 
 def checkpoint_of(model: DistributedModelParallel) -> dict[str, Any]:
-    """What a checkpoint of a model has."""
     return {"model": model.state_dict(), "optim": model.fused_optimizer.state_dict()}
 
 

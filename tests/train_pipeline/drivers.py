@@ -25,7 +25,6 @@ DRIVERS_OF: dict[int, tuple[Driver, ...]] = {n: (None, *of) for n, of in SETTING
 
 
 def make_driver(driver: Driver, model: DistributedModelParallel) -> Any:
-    """A pipeline that trains the model."""
     if driver is None:
         return TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
     num_micro_batches, lookahead = driver

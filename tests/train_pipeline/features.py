@@ -109,16 +109,12 @@ class _Tied(Two):
 
 
 class _Normed(Model):
-    """Statistics of the batch in the model."""
-
     def __init__(self, feature: Feature, kind: str) -> None:
         super().__init__(feature, kind)
         self.over = nn.Sequential(nn.BatchNorm1d(self.over.in_features), self.over)
 
 
 class _OddLoss(Model):
-    """A mean over some samples only."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         squares = (out - batch.labels) ** 2
         clicked = (batch.labels > 0.5).float()
@@ -143,15 +139,11 @@ class _Shift(nn.Module):
 
 
 class _Keyword(Model):
-    """Tables called by keyword."""
-
     def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
         return pooled_by(self.tables(features=features), self.keys)
 
 
 class _Regrouped(Model):
-    """The columns of some features, then those of the others."""
-
     def make(self, feature: Feature) -> None:
         super().make(feature)
         self.regroup = KTRegroupAsDict([self.keys[-1:], self.keys[:-1]], ["last", "first"])

@@ -36,8 +36,6 @@ class _Legal(Head):
 
 
 class _Clicked(_Legal):
-    """A loss over clicked samples only."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         clicked = (batch.labels > 0.5).float()
         return ((out - batch.labels) ** 2 * clicked).sum() / clicked.sum()
@@ -74,8 +72,6 @@ class _Remembering(_Legal):
 
 
 class _Summed(_Legal):
-    """A sum over samples."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         return ((out - batch.labels) ** 2).sum()
 

@@ -35,8 +35,6 @@ from tests.train_pipeline.stock_models import DIM, batch_of, dense_optimizer
 
 
 class _OfClass:
-    """Counts in its class."""
-
     num_calls = 0
 
     def tick(self) -> int:
@@ -45,8 +43,6 @@ class _OfClass:
 
 
 class _OfObject:
-    """Counts in itself."""
-
     def __init__(self) -> None:
         self.num_calls = 0
 
@@ -90,8 +86,6 @@ class CountsInObject(Scaled):
 
 
 class CountsItself(Scaled):
-    """Another loss from its fourth forward on."""
-
     num_calls = 0
 
     def factor(self, out: Tensor) -> float:
@@ -100,16 +94,12 @@ class CountsItself(Scaled):
 
 
 class Spectral(Head):
-    """A step of a power iteration in every forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.hidden = spectral_norm(self.hidden)
 
 
 class Communicates(Head):
-    """Sums a number over all ranks in its forward."""
-
     def output(self, out: Tensor, batch: Batch) -> Any:
         num_samples = torch.tensor(float(len(out)))
         dist.all_reduce(num_samples)
@@ -117,8 +107,6 @@ class Communicates(Head):
 
 
 class Gated(Head):
-    """A gate over dense features."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(DIM, WIDTH)
@@ -131,16 +119,12 @@ class Gated(Head):
 
 
 class Balanced(Gated):
-    """Its loss has a small term of the gates' sums over the batch."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         sums = self.gates(batch.dense_features).sum(0)
         return super().loss(out, batch) + 1e-3 * sums.var(unbiased=False) / sums.mean() ** 2
 
 
 class _AddLoss(torch.autograd.Function):
-    """Adds a loss to the backward alone."""
-
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
         return values.view_as(values)
@@ -151,16 +135,12 @@ class _AddLoss(torch.autograd.Function):
 
 
 class BalancedInBackward(Gated):
-    """The gates are balanced in the backward alone."""
-
     def gates(self, dense: Tensor) -> Tensor:
         gates = super().gates(dense)
         return _AddLoss.apply(gates, gates.mean(0).square().sum())
 
 
 class Penalised(Head):
-    """Adds slopes, of a backward in its forward."""
-
     def tower(self, x: Tensor) -> Tensor:
         out = super().tower(x)
         (slopes,) = torch.autograd.grad(out.sum(), x, create_graph=True)
@@ -176,8 +156,6 @@ class Pairs(Head):
 
 
 class Sessions(Head):
-    """A softmax over the samples of a session, told by its id."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         _, session = batch.dense_features[:, 0].unique(return_inverse=True)
         sums = torch.zeros(len(session)).index_add(0, session, out.exp())
@@ -185,8 +163,6 @@ class Sessions(Head):
 
 
 class Cached(Head):
-    """Keeps a tensor that its first forward makes in a cache."""
-
     @cache  # noqa: B019
     def scales(self, width: int) -> Tensor:
         return torch.linspace(0.5, 1, width)
@@ -206,8 +182,6 @@ class Switched(Head):
 
 
 class Checkpointed(Switched):
-    """Compares samples behind a reentrant checkpoint."""
-
     compares = True
 
     def tower(self, x: Tensor) -> Tensor:
@@ -215,8 +189,6 @@ class Checkpointed(Switched):
 
 
 class Draws(Switched):
-    """Compares samples, and draws some for a log."""
-
     compares = True
 
     def output(self, out: Tensor, batch: Batch) -> Any:
@@ -274,15 +246,11 @@ class _Centre(torch.autograd.Function):
 
 
 class Centred(Head):
-    """Centres within a function of its own."""
-
     def logits(self, x: Tensor) -> Tensor:
         return _Centre.apply(super().logits(x))
 
 
 class NormalisedInCheckpoint(Head):
-    """A BatchNorm without a module, behind a checkpoint."""
-
     def tower(self, x: Tensor) -> Tensor:
         def norm(values: Tensor) -> Tensor:
             return functional.batch_norm(values, None, None, training=True)
@@ -292,8 +260,6 @@ class NormalisedInCheckpoint(Head):
 
 
 class WritingClicked(Head):
-    """Writes into what the tables gave it; a loss over clicked samples only."""
-
     def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[Any, Any]:
         values = pooled.values()
         values *= 0.5
@@ -305,15 +271,11 @@ class WritingClicked(Head):
 
 
 class Fixed(Head):
-    """Knows its batch size."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         return ((out.view(SAMPLES) - batch.labels) ** 2).mean()
 
 
 class Ranks(Head):
-    """Gives places within the batch."""
-
     def output(self, out: Tensor, batch: Batch) -> Any:
         return out.argsort().argsort(), out > out.median()
 
@@ -328,8 +290,6 @@ class Unproved(Switched):
 
 
 class ShowsWeight(Head):
-    """Gives a view of a weight, which moves with it."""
-
     def output(self, out: Tensor, batch: Batch) -> Any:
         return out.detach(), self.over.bias[0]
 
@@ -437,8 +397,6 @@ class _Scale(nn.Module):
 
 
 class CachedWeights(Head):
-    """A weight that is computed once for all uses of a step."""
-
     def __init__(self) -> None:
         super().__init__()
         parametrize.register_parametrization(self.hidden, "weight", _Scale())

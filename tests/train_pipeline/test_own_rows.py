@@ -35,8 +35,6 @@ from torchrec_picasso import HotColdEmbeddingBagCollectionSharder
 
 
 class _Both(Two):
-    """Sequences and bags."""
-
     def make(self, feature: Feature) -> None:
         self.tables = collection(feature, "sequences", feature.tables[:1])
         self.more_tables = collection(feature, "bags", feature.tables[1:])

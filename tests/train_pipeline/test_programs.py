@@ -60,8 +60,6 @@ class Siamese(Head):
 
 
 class Normed(Head):
-    """Statistics of batches, in buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
@@ -71,8 +69,6 @@ class Normed(Head):
 
 
 class SparseGradients(Head):
-    """A table of the dense part whose gradients are sparse."""
-
     def __init__(self) -> None:
         super().__init__()
         self.places = nn.Embedding(10, WIDTH, sparse=True)
@@ -91,15 +87,11 @@ class Regular(Head):
 
 
 class Metric(Head):
-    """A number about the whole batch that it gives in evaluation only."""
-
     def output(self, out: Tensor, batch: Batch) -> Any:
         return out.detach() if self.training else out.detach().median()
 
 
 class Prior(Head):
-    """Weighs the loss by what a batch brings that has no samples."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         return super().loss(out, batch) * float(batch.prior[0])
 
@@ -112,46 +104,34 @@ class Weighing(Head):
 
 
 class Unused(Head):
-    """A layer that nobody uses."""
-
     def __init__(self) -> None:
         super().__init__()
         self.side = nn.Linear(1, 1)
 
 
 class UsedByOne(Unused):
-    """A layer that one rank uses."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         is_first = dist.get_rank() == 0
         return super().loss(out + self.side(out[:, None])[:, 0] if is_first else out, batch)
 
 
 class InBackward(Head):
-    """Dense weights that an optimizer of their own updates in backward."""
-
     def __init__(self) -> None:
         super().__init__()
         apply_optimizer_in_backward(torch.optim.SGD, self.parameters(), {"lr": 0.1})
 
 
 class NoGraph(Head):
-    """A loss that nothing can be learned from."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         return super().loss(out, batch).detach()
 
 
 class Dropping(Head):
-    """Drops half of the layer."""
-
     def tower(self, x: Tensor) -> Tensor:
         return self.over(functional.dropout(self.hidden(x), training=self.training))
 
 
 class Double(Head):
-    """Weights in double precision."""
-
     def __init__(self) -> None:
         super().__init__()
         self.double()
@@ -181,8 +161,6 @@ class Ratio(Head):
 
 
 class _Processed(Model):
-    """Weights by position beside hot/cold tables."""
-
     def make(self) -> None:
         self.fp, self.ebc = processed("f"), ebc("g", "h")
 
@@ -192,8 +170,6 @@ class _Processed(Model):
 
 
 class _Sequences(Model):
-    """Sequences, pooled by the model, beside hot/cold tables."""
-
     def make(self) -> None:
         self.ec, self.ebc = sequences("f", "g"), ebc("h")
 
@@ -219,8 +195,6 @@ class _Frozen(Model):
 
 
 class _Changed(Model):
-    """Its tables' input is made inside the model."""
-
     def make(self) -> None:
         self.changed, self.ebc = ebc("f"), ebc("g", "h")
 
@@ -230,8 +204,6 @@ class _Changed(Model):
 
 
 class _Quiet(Head):
-    """Gives no loss in evaluation."""
-
     def loss(self, out: Tensor, batch: Batch) -> Any:
         return super().loss(out, batch) if self.training else None
 
@@ -280,8 +252,6 @@ def _scaled(base: type) -> type:
 
 def _detached(base: type) -> type:
     class Detached(base):  # type: ignore[misc]
-        """Gives the model back after each step."""
-
         def progress(self, batches: Any) -> Any:
             output = super().progress(batches)
             self.detach()
@@ -332,8 +302,6 @@ def _injected(path: str, finder: Any, where: InjectionTargetType) -> Callable[[t
 
 
 class _Zeroing(torch.optim.SGD):
-    """Keeps gradients, as zeros."""
-
     def zero_grad(self, set_to_none: bool = False) -> None:
         super().zero_grad(set_to_none=False)
 

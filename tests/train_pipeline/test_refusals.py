@@ -34,8 +34,6 @@ JOB = Job(placement={"*": 2}, tables=PLAIN)
 
 
 class _Other(Model):
-    """Looks up in another way."""
-
     def look_up(self, batch: Batch) -> Any:
         raise NotImplementedError
 
@@ -128,7 +126,6 @@ def _with_batch_norm(model: DistributedModelParallel) -> None:
 
 
 def _as(kind: type[Model]) -> Callable[[DistributedModelParallel], None]:
-    """Makes a model one of another class."""
     return lambda model: setattr(model.module, "__class__", kind)
 
 

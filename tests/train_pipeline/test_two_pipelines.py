@@ -50,7 +50,6 @@ def test_rows_fetched_ahead_are_not_older_than_the_other_pipelines_update(number
 
 
 def _evaluate(model: Any, batches: list[Any]) -> Any:
-    """By TorchRec's pipeline for evaluation."""
     model.eval()
     with torch.no_grad():
         evaluation = EvalPipelineSparseDist(model, dense_optimizer(model), CPU)

@@ -21,8 +21,6 @@ SLEEP_S = 0.02
 
 
 class _Slow(nn.Module):
-    """Takes longer, on one rank."""
-
     def __init__(self, model: nn.Module, sleep_s: float) -> None:
         super().__init__()
         self.model, self._sleep_s = model, sleep_s

@@ -74,8 +74,6 @@ CLICKS = (
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model to be made."""
-
     groups: tuple[FeatureGroup, ...]
     head: Callable[[FeatureGroups], nn.Module]
     num_tasks: int = 1
@@ -107,7 +105,6 @@ CASES = {
 
 
 def build(name: str, seed: int = 0) -> ClickModel:
-    """A model, tables on the meta device."""
     case = CASES[name]
     torch.manual_seed(seed)
     groups = FeatureGroups(case.groups, NUM_ROWS)

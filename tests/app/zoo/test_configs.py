@@ -33,7 +33,6 @@ RESUMED = ("din_taobao", "mmoe_generated", "deepfm_criteo")
 
 
 def tiny(config: TrainConfig, folder: Path) -> TrainConfig:
-    """The same run in seconds."""
     scale = {"row_scale": 0.0005} if config.data.kind == "criteo" else {}
     data = dataclasses.replace(config.data, batch_size=32, heldout_steps=2, max_history=6, **scale)
     return dataclasses.replace(
@@ -71,7 +70,6 @@ CRITEO, CLICKS = DataConfig(batch_size=8), DataConfig(kind="clicks", batch_size=
 
 
 def made(kind: str, data: DataConfig, sizes: Any = None, **features: FeatureConfig) -> None:
-    """Makes samples and model of a configuration."""
     model = ModelConfig(kind=kind, sizes=sizes, embedding_dim=8)
     config = TrainConfig(model=model, data=data, features=features or None)
     build_model(config, make_source(config.data, 0))
