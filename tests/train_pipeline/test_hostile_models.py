@@ -314,14 +314,6 @@ class Uncertain(Head):
 _GLOBAL: Any = SimpleNamespace(compares=False)
 
 
-def _last_switches_global(model: Any, step: int) -> None:
-    _GLOBAL.compares = step == STEPS - 1
-
-
-def _last_tunes(model: Any, step: int) -> None:
-    torch.backends.cudnn.benchmark = step == STEPS - 1
-
-
 def _seed(model: Any) -> None:
     torch.manual_seed(3)
     random.seed(3)
@@ -333,33 +325,12 @@ def _last_switches(model: Any, step: int) -> None:
         model.module.head.compares = True
 
 
-def _last_is_hooked(model: Any, step: int) -> None:
-    if step == STEPS - 1:
-        model.module.head.over.weight.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
-
-
-def _second_rank_switches(model: Any, step: int) -> None:
-    model.module.head.compares = dist.get_rank() == 1
-
-
-def _second_rank_begins_late(rank: int, step: int) -> Batch:
-    return batch_of(rank, step, 0 if rank and not step else SAMPLES)
-
-
-def _few_last_on_second_rank(rank: int, step: int) -> Batch:
-    return batch_of(rank, step, 2 if rank and step == STEPS - 1 else SAMPLES)
-
-
 def _in_sessions(rank: int, step: int) -> Batch:
     """Sessions of four samples, which a cut of 32, 96, 96 and 96 keeps together."""
     batch = batch_of(rank, step, 320)
     batch.dense_features[:, 0] = torch.arange(320) // 4 / 80
     batch.labels = (torch.arange(320) % 4 == step % 4).float()
     return batch
-
-
-def _evaluates_every_other(model: Any, step: int) -> None:
-    model.train(step % 2 == 0)
 
 
 def _with_late_autocast(base: type) -> type:
@@ -424,7 +395,9 @@ PROGRAMS = {
     "count in itself": replace(_DIFFERS, head=CountsItself),
     "spectral norm": Program(head=Spectral, refusal="differs"),
     "collective": Program(
-        head=Communicates, batch=_few_last_on_second_rank, refusal="or communicates"
+        head=Communicates,
+        batch=lambda rank, step: batch_of(rank, step, 2 if rank and step == STEPS - 1 else SAMPLES),
+        refusal="or communicates",
     ),
     "gate": Program(head=Gated),
     "balanced gate": replace(_DIFFERS, head=Balanced),
@@ -449,10 +422,16 @@ PROGRAMS = {
     },
     "order of a dictionary": replace(_DIFFERS, head=Reorders),
     "switch outside the model": replace(
-        _DIFFERS, head=_comparing(lambda: _GLOBAL.compares), before_step=_last_switches_global
+        _DIFFERS,
+        head=_comparing(lambda: _GLOBAL.compares),
+        before_step=lambda model, step: setattr(_GLOBAL, "compares", step == STEPS - 1),
     ),
     "setting of cuDNN": replace(
-        _DIFFERS, head=_comparing(lambda: torch.backends.cudnn.benchmark), before_step=_last_tunes
+        _DIFFERS,
+        head=_comparing(lambda: torch.backends.cudnn.benchmark),
+        before_step=lambda model, step: setattr(
+            torch.backends.cudnn, "benchmark", step == STEPS - 1
+        ),
     ),
     "type of a tensor": replace(_DIFFERS, head=OfItsType),
     "centred in a function": replace(_DIFFERS, head=Centred),
@@ -464,10 +443,20 @@ PROGRAMS = {
     "switch": replace(_DIFFERS, head=Switched, before_step=_last_switches),
     "switch of what is not proved": replace(_DIFFERS, head=Unproved, before_step=_last_switches),
     "switch on a rank that had no samples": replace(
-        _DIFFERS, head=Switched, before_step=_second_rank_switches, batch=_second_rank_begins_late
+        _DIFFERS,
+        head=Switched,
+        before_step=lambda model, step: setattr(
+            model.module.head, "compares", dist.get_rank() == 1
+        ),
+        batch=lambda rank, step: batch_of(rank, step, 0 if rank and not step else SAMPLES),
     ),
     "hook on what is not proved": Program(
-        head=Unproved, before_step=_last_is_hooked, refusal="a gradient hook is"
+        head=Unproved,
+        before_step=lambda model, step: (
+            step == STEPS - 1
+            and model.module.head.over.weight.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
+        ),
+        refusal="a gradient hook is",
     ),
     "autocast from the last step on": replace(
         _DIFFERS,
@@ -476,7 +465,9 @@ PROGRAMS = {
         tolerance=BFLOAT16,
     ),
     "view of a weight": Program(head=ShowsWeight, refusal="a view into the model"),
-    "evaluated every other step": Program(before_step=_evaluates_every_other),
+    "evaluated every other step": Program(
+        before_step=lambda model, step: model.train(step % 2 == 0)
+    ),
     "uncertain": Program(head=Uncertain),
     "switch where gradients are cleared": Program(
         head=Switched, optimizer=_switching_optimizer, refusal="differs by"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,69 +85,51 @@ def _optimizer_shards(model: Any) -> list[Tensor]:
     return [shard for state in states for shard in _shards(state)]
 
 
-def _fill(kept: Kept) -> None:
-    for _, parameter in _tables(kept.model):
-        parameter.fill_(0.25)
-
-
-def _halve_some_rows(kept: Kept) -> None:
-    """What rows hold counts: an average of weights, kept from the start, sees them up to date."""
-    for parameter in kept.parameters.values():
-        parameter[::2].mul_(0.5)
-
-
 def _reset(kept: Kept) -> None:
     torch.manual_seed(7)
     kept.model.module.ebc.reset_parameters()
 
 
-def _copy_back(kept: Kept) -> None:
-    for shard, first in zip(_shards(kept.state), _shards(kept.first_state)):
-        shard.detach().copy_(first)
+Act = Callable[[Kept], Any]
 
 
-def _through_data(kept: Kept) -> None:
-    for _, parameter in _tables(kept.model):
-        parameter.data.add_(0.125)
+def _each(tensors: Callable[[Kept], Iterable[Tensor]], write: Callable[[Tensor], Any]) -> Act:
+    """Writes each of some tensors."""
+    return lambda kept: [write(tensor) for tensor in tensors(kept)]
 
 
-def _through_kept_data(kept: Kept) -> None:
-    for data in kept.data.values():
-        data[1:].neg_()
+def _parameters(kept: Kept) -> list[Tensor]:
+    return [parameter for _, parameter in _tables(kept.model)]
 
 
-def _through_data_of_a_state_dict(kept: Kept) -> None:
-    for shard in _shards(kept.state):
-        shard.data.mul_(2.0)
+# what rows hold counts: an average of weights, kept from the start, sees them up to date
+_HALVE_SOME_ROWS = _each(lambda kept: kept.parameters.values(), lambda rows: rows[::2].mul_(0.5))
 
-
-def _add_to_optimizer_state(kept: Kept) -> None:
-    for shard in _optimizer_shards(kept.model):
-        shard.add_(0.5)
-
-
-def _new_rows_after_a_look(kept: Kept) -> None:
-    """Rows that this rank alone keeps."""
-    for shard in _shards(kept.model.state_dict()):
-        shard[:3].fill_(0.0625)
-
-
-WAYS: Mapping[str, Callable[[Kept], Any]] = {
-    "fill_": _fill,
-    "some rows of kept parameters": _halve_some_rows,
+WAYS: Mapping[str, Act] = {
+    "fill_": _each(_parameters, lambda rows: rows.fill_(0.25)),
+    "some rows of kept parameters": _HALVE_SOME_ROWS,
     "reset_parameters()": _reset,
-    "optimizer state": _add_to_optimizer_state,
-    "into a kept state dict": _copy_back,
-    ".data": _through_data,
-    ".data kept": _through_kept_data,
-    ".data of a state dict": _through_data_of_a_state_dict,
+    "optimizer state": _each(
+        lambda kept: _optimizer_shards(kept.model), lambda state: state.add_(0.5)
+    ),
+    "into a kept state dict": lambda kept: [
+        shard.detach().copy_(first)
+        for shard, first in zip(_shards(kept.state), _shards(kept.first_state))
+    ],
+    ".data": _each(_parameters, lambda rows: rows.data.add_(0.125)),
+    ".data kept": _each(lambda kept: kept.data.values(), lambda rows: rows[1:].neg_()),
+    ".data of a state dict": _each(
+        lambda kept: _shards(kept.state), lambda rows: rows.data.mul_(2.0)
+    ),
     "load_state_dict": lambda kept: kept.model.load_state_dict(kept.first_state),
     "state of the fused optimizer": lambda kept: kept.model.fused_optimizer.load_state_dict(
         kept.first_optimizer_state
     ),
-    "rank 1 alone": _halve_some_rows,
+    "rank 1 alone": _HALVE_SOME_ROWS,
     "dcp.load": lambda kept: dcp.load(kept.state, checkpoint_id=kept.folder),
-    "rank 0 alone, after state_dict()": _new_rows_after_a_look,
+    "rank 0 alone, after state_dict()": _each(
+        lambda kept: _shards(kept.model.state_dict()), lambda rows: rows[:3].fill_(0.0625)
+    ),
 }
 """What is done before a step, on all ranks unless it names one."""
 ALONE = {"rank 1 alone": 1, "rank 0 alone, after state_dict()": 0}
