@@ -22,6 +22,7 @@ SETTINGS_OF: dict[int, tuple[tuple[int, bool], ...]] = {
 those that differ most."""
 DRIVERS_OF: dict[int, tuple[Driver, ...]] = {n: (None, *of) for n, of in SETTINGS_OF.items()}
 """By number of ranks."""
+DRIVERS = DRIVERS_OF[2]
 
 
 def make_driver(driver: Driver, model: DistributedModelParallel) -> Any:
