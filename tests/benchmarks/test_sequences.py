@@ -43,9 +43,6 @@ def globo_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# -- Alimama's rows ------------------------------------------------------------------------------
-
-
 def test_generated_clicks_have_the_shape_of_real_ones() -> None:
     clicks = generate_alimama()
     lengths = clicks.histories["brand"].lengths_n
@@ -66,9 +63,6 @@ def test_missing_ids_are_row_0(tmp_path: Path) -> None:
     assert list(clicks.targets) == ALIMAMA_TARGETS
     assert clicks.targets["brand"].tolist() == [0, 8]
     assert [of.tolist() for of in clicks.histories["brand"]] == [[], [3, 3]]
-
-
-# -- Globo's clicks ------------------------------------------------------------------------------
 
 
 def test_globos_clicks_are_those_of_a_loop_in_time_order(globo_file: Path) -> None:
@@ -92,9 +86,6 @@ def test_globos_clicks_are_those_of_a_loop_in_time_order(globo_file: Path) -> No
                 sample += 1
         seen.append(click.article + 1)
     assert sample == len(clicks) > 1.5 * NUM_CLICKS
-
-
-# -- files that are neither ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -122,9 +113,6 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
             read_clicks(tmp_path / name)
 
 
-# -- batches -------------------------------------------------------------------------------------
-
-
 def test_samples_in_time_order_are_taken_once_and_held_out_before() -> None:
     shares = Shares(
         num_samples=100, in_time_order=True, batch_size=8, world_size=2, seed=0, start=50
@@ -136,9 +124,6 @@ def test_samples_in_time_order_are_taken_once_and_held_out_before() -> None:
     ]
     assert [sample for batch in taken for sample in batch] == list(range(18, 82))
     assert shares.samples(TRAIN, 0, 3).tolist() == [98, 99, *range(6)]  # from the first again
-
-
-# -- whole runs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "ours"), [("generated", "all_rows"), ("globo", "all_rows_plain")])

@@ -201,9 +201,6 @@ def test_what_cannot_win_is_not_tried(
     assert given.current.num_micro_batches == 8
 
 
-# -- noise -----------------------------------------------------------------------------------------
-
-
 def test_trials_are_short_and_end_near_the_best() -> None:
     """Curves that were measured; today's figures are in docs/dev/log.md."""
     found = [
@@ -215,9 +212,6 @@ def test_trials_are_short_and_end_near_the_best() -> None:
     assert np.mean([each.steps for each in found]) <= 12
     assert np.mean([each.losses for each in found]) <= 0.03
     assert max(each.steps.max() for each in found) <= NUM_STEPS
-
-
-# -- training --------------------------------------------------------------------------------------
 
 
 def _slow(model: Any) -> torch.optim.Optimizer:

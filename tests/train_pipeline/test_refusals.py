@@ -262,9 +262,6 @@ def test_what_would_be_refused_is_trained_whole_unless_asked_for() -> None:
         assert [number for number, _ in chosen] == [1] * (len(REFUSED) - 1)
 
 
-# -- what only one rank can know -------------------------------------------------------------------
-
-
 def _refused_late(rank: int, world_size: int) -> dict[Any, tuple[list[str], Run, Run]]:
     """One of rank 1's batches has features with batch sizes of their own."""
     found = {}

@@ -38,9 +38,6 @@ class BrokenError(Exception):
     """What user code raises here."""
 
 
-# -- exceptions -----------------------------------------------------------------------------------
-
-
 @contextmanager
 def _broken_forward(model: DistributedModelParallel, call: int) -> Iterator[None]:
     """Within it the model raises at one of its calls, counted from 0, before tables are asked."""
@@ -132,9 +129,6 @@ def _interrupted(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]
         with pytest.raises(KeyboardInterrupt):
             pipeline.progress(batches)
     return outputs + _reset_and_go_on(pipeline, batches)
-
-
-# -- detach and attach ----------------------------------------------------------------------------
 
 
 def _trained_while_detached(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:

@@ -71,9 +71,6 @@ def _jobs(world_size: int) -> dict[str, Job]:
     return {**JOBS, "one_asks": dataclasses.replace(JOBS["one_asks"], batch_sizes=one_asks)}
 
 
-# -- what must travel, by numpy ------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class Travel:
     """Elements that each rank sends over a whole run, shape ``(W,)``, and what all ranks sum."""

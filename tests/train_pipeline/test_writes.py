@@ -173,9 +173,6 @@ def test_every_write_is_found(tmp_path: Path, case: str) -> None:
             compare_runs(by_rank, way, "stock")
 
 
-# -- between the steps that a call of progress begins and ends ------------------------------------
-
-
 def _halve(model: Any) -> None:
     with torch.no_grad():
         for _, parameter in _tables(model):
