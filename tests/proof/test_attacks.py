@@ -18,8 +18,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torchrec.datasets.utils import Batch
 
-from tests.proof.models import Head, Model, make_batch, prove_head, proved, with_loss
-from tests.proof.tables import given_tables
+from tests.proof.models import Head, Model, given_tables, make_batch, prove_head, proved, with_loss
 from torchrec_picasso.proof.proof import prove
 
 NUM_CALLS = 0

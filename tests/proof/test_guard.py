@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
-from tests.proof.models import Head, make_batch, proved
-from tests.proof.tables import given_tables
+from tests.proof.models import Head, given_tables, make_batch, proved
 from torchrec_picasso.proof.proof import prove
 
 SCALE = 1.0

@@ -22,8 +22,16 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 from torchrec.datasets.utils import Batch
 
-from tests.proof.models import HIDDEN, NUM_DENSE, Head, Model, make_batch, prove_head, with_loss
-from tests.proof.tables import given_tables
+from tests.proof.models import (
+    HIDDEN,
+    NUM_DENSE,
+    Head,
+    Model,
+    given_tables,
+    make_batch,
+    prove_head,
+    with_loss,
+)
 from torchrec_picasso.proof.proof import prove
 
 NUM_CALLS = 0

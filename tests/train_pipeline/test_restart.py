@@ -1,6 +1,7 @@
 """Exceptions in the middle of a run, detaching and attaching: what is lost, and nothing else.
 
 Two pipelines over one model: each sees the updates of the other, or is refused by name.
+The states of a pipeline: which may follow which, and what a failed step leaves.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torchrec_picasso.errors import InputError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement
 from torchrec_picasso.proof import proof
 from torchrec_picasso.train_pipeline import cuts
+from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 
 HOT_COLD = Job(placement={"*": 2, "one_row": 1}, tables=ODD, batch_sizes=(12,))
 WAVES = dataclasses.replace(HOT_COLD, waves={"a": 1, "two_rows": 2})
@@ -305,3 +307,41 @@ def test_a_model_that_another_pipeline_took_is_refused_by_name() -> None:
 def test_torchrecs_evaluation_of_a_detached_model_is_equal() -> None:
     for _, mine, expected in run_once(_beside_torchrecs, 2):
         torch.testing.assert_close(mine, expected, rtol=RTOL, atol=ATOL)
+
+
+def _attached() -> Lifecycle:
+    lifecycle = Lifecycle()
+    lifecycle.change_to(State.ATTACHED)
+    return lifecycle
+
+
+def test_a_step_begins_and_ends_attached() -> None:
+    lifecycle = _attached()
+    with lifecycle.in_step():
+        with pytest.raises(PicassoError, match="did not end"):
+            lifecycle.check_step()
+        with pytest.raises(PicassoError, match="is in a step and cannot become detached"):
+            lifecycle.change_to(State.DETACHED)
+    lifecycle.check_step()
+    assert lifecycle.state is State.ATTACHED
+
+
+@pytest.mark.parametrize("state", [State.NEW, State.DETACHED])
+def test_nothing_runs_before_modules_are_taken_over(state: State) -> None:
+    lifecycle = Lifecycle()
+    lifecycle.change_to(state)
+    with pytest.raises(PicassoError, match="cannot become in a step"), lifecycle.in_step():
+        pass
+
+
+@pytest.mark.parametrize("after", [State.ATTACHED, State.DETACHED, State.NEW])
+def test_only_reset_leaves_a_failed_step(after: State) -> None:
+    lifecycle = _attached()
+    with pytest.raises(KeyError), lifecycle.in_step():
+        raise KeyError
+    lifecycle.change_to(after)  # as detach() and attach() do
+    assert lifecycle.state is State.FAILED
+    with pytest.raises(PicassoError, match=r"call reset\(\) on all ranks"):
+        lifecycle.check_step()
+    lifecycle.reset()
+    assert lifecycle.state is after

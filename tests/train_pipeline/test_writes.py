@@ -3,6 +3,7 @@
 One training meets every way to write, a few steps apart: on all ranks or on one, through what was
 taken just now or kept from the start. Outputs of every step, weights and optimizer state at the end
 must be stock's. On three ranks one is home to no table of bags, so nothing shows on it.
+Replicas that differ from their homes all the same are found, and named on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.datasets.utils import Batch
 
-from tests.sharding.jobs import PLAIN, Job, build, result_of
+from tests.sharding.jobs import PLAIN, Job, build, result_of, storages_of
+from tests.support.shared_run import run_once
 from tests.train_pipeline.drivers import Driver, make_driver
 from tests.train_pipeline.runs import (
     Run,
@@ -32,8 +34,9 @@ from tests.train_pipeline.runs import (
     plain_steps,
     run_to_the_end,
 )
-from torchrec_picasso import PicassoError
+from torchrec_picasso import ConfigError, InterleavedTrainPipeline, PicassoError
 from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.storage.row_tables import HomesAndReplicas
 
 BETWEEN = 2
 """Steps from one write to the next: the first has rows in flight, the second fetched some early."""
@@ -274,3 +277,66 @@ def test_a_write_between_a_forward_and_its_update_is_refused() -> None:
     for of_rank in run_ranks(_write_in_forward, 2, timeout_s=60):
         for told in of_rank:
             assert "'c' was written between a forward and the update of its backward" in told
+
+
+JOB = Job(placement={"*": 6, "c": 0}, tables=PLAIN, num_steps=7)
+"""Rank 0 is home to the first half of each table."""
+CHANGED = {"sound": None, "weight": (1, "weights", 8), "state": (0, "sum", 3), "nan": None}
+"""Rank, tensor and slot in the pack of a and b of what is changed behind torch's back."""
+
+
+def _run(rank: int, world_size: int) -> dict[str, str]:
+    return {name: _said(name, rank, world_size) for name in CHANGED}
+
+
+def _said(name: str, rank: int, world_size: int) -> str:
+    model = build(JOB, rank, world_size)
+    pipeline = pipeline_of(model, num_micro_batches=2, refresh=None, verify_every=3)
+    batches, changed = iter(batches_of(JOB, rank, range(JOB.num_steps))), CHANGED[name]
+    try:
+        for step in range(JOB.num_steps):
+            pipeline.progress(batches)
+            if step == 3 and changed is not None and changed[0] == rank:
+                _, tensor, slot = changed
+                _rows_of(model, tensor).replicas.data[slot] += 1.0
+            if step == 3 and name == "nan":
+                _rows_of(model, "weights").homes[0] = torch.nan  # row 0 or its half's first
+    except PicassoError as error:
+        return f"step {step}: {error}"
+    return "sound"
+
+
+def _rows_of(model: Any, tensor: str) -> HomesAndReplicas:
+    """Of the first pack with hot rows."""
+    for module in model.modules():
+        for lookup in getattr(module, "_lookups", []):
+            for storage in storages_of(lookup):
+                if storage.num_hot_rows:
+                    tables = storage.tables
+                    return tables.weights if tensor == "weights" else tables.row_states[tensor]
+    raise AssertionError("there is a pack with hot rows")
+
+
+def test_what_differs_is_named_on_all_ranks() -> None:
+    said = run_once(_run, 2)
+    assert said[0] == said[1]
+    assert said[0]["sound"] == "sound"
+    assert said[0]["nan"] == "sound"  # the same bits everywhere
+    # slots 0 to 5 are of a, 6 to 11 of b, whose hot rows are 0, 1, 3, 4, 6, 9
+    assert said[0]["weight"].startswith(
+        "step 5: table 'b', row 3: the replica on rank 1 is not what its home on rank "
+    )
+    assert "1 on rank 1 differ" in said[0]["weight"]
+
+
+def test_a_home_that_brought_its_own_replica_is_right() -> None:
+    said = run_once(_run, 2)
+    # row 9 of a is at home on rank 0, whose replica goes home: then rank 1's is the other one
+    assert said[0]["state"].startswith("step 5: table 'a', row 9: the replica on rank 1 is not")
+
+
+def test_numbers_below_one_are_refused() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="verify_every is 0, expected at least 1"):
+        InterleavedTrainPipeline(model, optimizer, torch.device("cpu"), verify_every=0)
