@@ -16,9 +16,18 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from tests.support.shared_run import run_once
-from tests.train_pipeline.programs import SAMPLES, WIDTH, Head, Model
+from tests.train_pipeline.programs import (
+    CPU,
+    SAMPLES,
+    WIDTH,
+    Head,
+    Model,
+    batch_of,
+    build,
+    dense_optimizer,
+    left_behind,
+)
 from tests.train_pipeline.runs import run_to_the_end
-from tests.train_pipeline.stock_models import CPU, batch_of, build, dense_optimizer, left_behind
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import CompatError

@@ -23,15 +23,17 @@ from torchrec.datasets.utils import Batch
 
 from tests.train_pipeline.programs import (
     BFLOAT16,
+    DIM,
     SAMPLES,
     STEPS,
     WIDTH,
     Head,
     Program,
     assert_as_stock,
+    batch_of,
     cases_of,
+    dense_optimizer,
 )
-from tests.train_pipeline.stock_models import DIM, batch_of, dense_optimizer
 
 
 class _OfClass:

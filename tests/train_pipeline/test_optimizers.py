@@ -32,7 +32,7 @@ from tests.sharding.jobs import (
     replicas_of,
     result_of,
 )
-from tests.train_pipeline import stock_models
+from tests.train_pipeline import programs
 from tests.train_pipeline.runs import (
     Run,
     batches_of,
@@ -189,8 +189,8 @@ class _Towers(nn.Module):
     def __init__(self, is_frozen: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = stock_models.ebc("f"), stock_models.ebc("g")
-        self.over = nn.Linear(stock_models.DIM, 1)
+        self.first, self.second = programs.ebc("f"), programs.ebc("g")
+        self.over = nn.Linear(programs.DIM, 1)
         self.is_frozen, self.num_calls = is_frozen, 0
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -211,11 +211,11 @@ def _in_turn(rank: int, world_size: int) -> Any:
         if rank == 1:
             empty = {0, 1} if is_frozen else {3, 4, 5, 6, 7}
         batches = [
-            stock_models.batch_of(rank, step, num_samples=0 if step in empty else 6)
+            programs.batch_of(rank, step, num_samples=0 if step in empty else 6)
             for step in range(8)
         ]
         for is_plain in (True, False):
-            model = stock_models.build(
+            model = programs.build(
                 _Towers(is_frozen),
                 stock=[],
                 optimizer=torchrec.optim.Adam,
@@ -226,7 +226,7 @@ def _in_turn(rank: int, world_size: int) -> Any:
             else:
                 given = batches if is_frozen else [b for b in batches if len(b.labels)]
                 run_to_the_end(pipeline_of(model, num_micro_batches=1), iter(given))
-            found[is_frozen, is_plain] = stock_models.left_behind(model), replicas_of(model)
+            found[is_frozen, is_plain] = programs.left_behind(model), replicas_of(model)
     return found
 
 

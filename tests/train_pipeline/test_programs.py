@@ -42,10 +42,14 @@ from tests.train_pipeline.programs import (
     Model,
     Program,
     assert_as_stock,
+    batch_of,
     cases_of,
+    dense_optimizer,
+    ebc,
+    processed,
+    sequences,
 )
 from tests.train_pipeline.runs import default_dtype
-from tests.train_pipeline.stock_models import batch_of, dense_optimizer, ebc, processed, sequences
 
 
 class Siamese(Head):
