@@ -35,10 +35,12 @@ def train_unsharded(
     dense = torch.optim.SGD([p for n, p in model.named_parameters() if n not in weights], lr=0.05)
     outputs: list[Tensor] = []
     for batch in batches:
-        loss, output = model(batch)
-        outputs.append(output)
-        model.zero_grad()
-        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        outputs.append(torch.zeros(0))
+        if len(batch.labels):  # TorchRec's own collections take no batch without samples
+            loss, outputs[-1] = model(batch)
+            loss.backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)

@@ -101,8 +101,8 @@ class _Noisy(_Legal):
 FOUND: dict[str, tuple[type[Head], list[str]]] = {
     "clicked": (_Clicked, ["the gradient of the output of ebc differs by"]),
     "summed": (_Summed, ["the gradient of the output of ebc differs by", "loss_reduction='sum'"]),
-    "counting": (_Counting, ["a buffer or tensor of the model differs after the forward"]),
-    "remembering": (_Remembering, ["the attributes of the model differ after the forward"]),
+    "counting": (_Counting, ["a buffer or tensor of head differs after the forward"]),
+    "remembering": (_Remembering, ["the attributes of head differ after the forward"]),
     "noisy": (_Noisy, ["the model is random by itself or communicates (numpy.random)"]),
 }
 """More are in ``test_hostile_models.py``, compared with stock where they train whole."""
