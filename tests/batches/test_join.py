@@ -12,14 +12,7 @@ from torch import nn
 from torchrec import JaggedTensor, KeyedTensor
 from torchrec.distributed.types import NoWait
 
-from tests.train_pipeline.batches import (
-    Open,
-    Pair,
-    assert_same,
-    batches,
-    kjt_of,
-    sizes_of_parts,
-)
+from tests.train_pipeline.batches import Open, Pair, assert_same, batches, kjt_of, sizes_of_parts
 from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import CompatError, InputError
@@ -134,17 +127,11 @@ def test_a_tensor_that_all_parts_share_stays() -> None:
             r"output: .*jagged tensors of \[2, 2\] samples, expected \[1, 2\]",
         ),
         (
-            (
-                KeyedTensor(["x"], [2], torch.rand(1, 2)),
-                KeyedTensor(["y"], [2], torch.rand(2, 2)),
-            ),
+            (KeyedTensor(["x"], [2], torch.rand(1, 2)), KeyedTensor(["y"], [2], torch.rand(2, 2))),
             "output: expected KeyedTensors of the same keys",
         ),
         (
-            (
-                KeyedTensor(["x"], [2], torch.rand(1, 2)),
-                KeyedTensor(["x"], [2], torch.rand(1, 2)),
-            ),
+            (KeyedTensor(["x"], [2], torch.rand(1, 2)), KeyedTensor(["x"], [2], torch.rand(1, 2))),
             r"output\.values\(\): .*\(1, 2\) torch.float32 for 2 samples",
         ),
     ],

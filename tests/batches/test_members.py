@@ -1,19 +1,27 @@
-"""What a container holds beside its fields is part of the batch, or is made of its fields."""
+"""What a container holds beside its fields is part of the batch, or is made of its fields.
+
+Copies share no memory with what they copy.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from tests.train_pipeline.batches import Frozen, Open, Pair, kjt_of
+from tests.train_pipeline.batches import Frozen, Open, Pair, assert_same, batches, kjt_of
 from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.batches.members import copy_batch
-from torchrec_picasso.batches.split import split_batch
+from torchrec_picasso.batches.split import children_of, split_batch
 from torchrec_picasso.errors import CompatError
 
 
@@ -80,3 +88,27 @@ def test_what_a_constructor_makes_is_made_again_unless_somebody_changed_it() -> 
     assert second.doubled.tolist() == [11, 12, 13]
     assert second.features.values().tolist() == [9, 9, 9]
     assert (first.total, second.total) == (0, 6)
+
+
+@given(st.integers(0, 3).flatmap(batches))
+def test_a_copy_is_the_same(batch: object) -> None:
+    assert_same(copy_batch(batch), batch)
+
+
+@given(st.integers(1, 3).flatmap(batches))
+def test_a_copy_shares_nothing(batch: object) -> None:
+    before, after = _memory(batch), _memory(copy_batch(batch))
+    assert not before & after
+
+
+def _memory(value: object) -> set[int]:
+    members = children_of(value)
+    if members is not None:
+        return {place for _, member in members for place in _memory(member)}
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.numel()]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def test_what_cannot_be_copied_stays() -> None:
+    lock = threading.Lock()
+    assert copy_batch([lock]) == [lock]

@@ -28,11 +28,7 @@ SAMPLE = {
         "column_wise@4 rows@3",  # one value per row against one per row of a column shard
         "table_wise@2 column_wise@4",
     ),
-    "adagrad": (
-        "rows@2 column_wise@3",
-        "column_wise@3 rows@1",
-        "uneven@3 rows@2",
-    ),
+    "adagrad": ("rows@2 column_wise@3", "column_wise@3 rows@1", "uneven@3 rows@2"),
     "sgd": ("table_wise@2 bags@2",),  # nothing is kept of a table, and rank 1 has one of its own
 }
 REFUSED = {

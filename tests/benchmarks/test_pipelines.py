@@ -14,10 +14,7 @@ from benchmarks.pipelines.compare import curve_bytes
 from benchmarks.pipelines.question import SCENARIOS, Question
 from benchmarks.pipelines.rankings import rankings
 from benchmarks.pipelines.runner import Block, RankResult, steps_past_checks
-from benchmarks.pipelines.variants import (
-    parse_variant,
-    pipeline_options,
-)
+from benchmarks.pipelines.variants import parse_variant, pipeline_options
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import ConfigError
 
@@ -177,9 +174,7 @@ def test_the_answer_tells_what_was_asked_and_what_was_left_out(
     assert document["variants"]["hot_cold:0"]["metered_bytes_per_step"] > 0
 
 
-def test_the_answer_tells_the_schedule_that_was_used(
-    tiny_run: tuple[dict[str, Any], Path],
-) -> None:
+def test_the_answer_tells_the_schedule_that_was_used(tiny_run: tuple[dict[str, Any], Path]) -> None:
     found = tiny_run[0]["variants"]
     assert found["hot_cold:20"]["num_micro_batches"] is None
     assert not found["hot_cold:20"]["is_interleaved"]

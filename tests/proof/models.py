@@ -1,21 +1,30 @@
-"""A small model over two tables, in which each test changes one thing."""
+"""A small model over two tables, in which each test changes one thing.
+
+Stand-ins for sharded tables give what collections give for a batch, without ranks. Whether a model
+really gives in parts what it gives for the whole batch is computed with data.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from tests.proof.tables import given_tables
-from torchrec_picasso.proof.proof import Losses, Proof, prove
+from torchrec_picasso.batches.join import join_outputs
+from torchrec_picasso.batches.split import children_of, split_batch
+from torchrec_picasso.proof.guard import Guard
+from torchrec_picasso.proof.proof import Given, Losses, Proof, prove
 
 FEATURES = ("f", "g")
 DIM, NUM_DENSE, HIDDEN = 8, 4, 8
@@ -47,8 +56,6 @@ class Head(nn.Module):
 
 
 class Model(nn.Module):
-    """Two tables and a head."""
-
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         tables = [
@@ -65,7 +72,6 @@ class Model(nn.Module):
 
 
 def with_loss(loss: Callable[[Head, Tensor, Batch], Tensor]) -> type[Head]:
-    """A head with another loss."""
     return type("WithLoss", (Head,), {"loss": loss})
 
 
@@ -81,6 +87,16 @@ def make_batch(num_samples: int = 12) -> Batch:
     )
 
 
+def proved(head: nn.Module) -> tuple[Model, Guard, Batch]:
+    """A model that is proved on a batch, and what guards its proof."""
+    model, batch = Model(head), make_batch()
+    proof = prove(model, batch, given_tables(model, batch.sparse_features))
+    assert proof.reason is None
+    assert proof.guard is not None
+    assert proof.guard.changed(batch) is None
+    return model, proof.guard, batch
+
+
 def prove_head(head: nn.Module, losses: Losses = Losses.MEANS) -> Proof:
     """What comes of a head on some batch; no random number is drawn."""
     model, batch = Model(head), make_batch()
@@ -91,3 +107,89 @@ def prove_head(head: nn.Module, losses: Losses = Losses.MEANS) -> Proof:
     assert numbers == random.getstate()
     assert np.array_equal(drawn, np.random.get_state()[1])
     return proof
+
+
+def given_tables(model: nn.Module, kjt: KeyedJaggedTensor) -> list[Given]:
+    """Every collection of a model with an output for the batch; a call gives what was given."""
+    return [
+        Given(module=module, name=name, output=_output(module, kjt), give=_Give(module))
+        for name, module in model.named_modules()
+        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
+    ]
+
+
+class _Give:
+    def __init__(self, module: nn.Module) -> None:
+        self._output: Any = None
+        vars(module)["forward"] = partial(_OF, self)
+
+    def __call__(self, output: Any) -> None:
+        self._output = output
+
+
+def _rows(ids: JaggedTensor, dim: int) -> JaggedTensor:
+    values_ND = torch.rand(ids.values().numel(), dim).requires_grad_()
+    return JaggedTensor(values=values_ND, lengths=ids.lengths())
+
+
+def _of(given: _Give, features: Any) -> Any:
+    return given._output
+
+
+# the proof takes it for a library's function, as the forward that the pipeline sets is
+_OF = FunctionType(_of.__code__, {"__name__": "torch"})
+
+
+def _output(module: Any, kjt: KeyedJaggedTensor) -> Any:
+    if isinstance(module, EmbeddingCollection):
+        jagged = kjt.to_dict()
+        configs = module.embedding_configs()
+        dims = {name: of.embedding_dim for of in configs for name in of.feature_names}
+        return {name: _rows(jagged[name], dim) for name, dim in dims.items()}
+    pairs = [(f, c.embedding_dim) for c in module.embedding_bag_configs() for f in c.feature_names]
+    names, dims = zip(*pairs)
+    return KeyedTensor(
+        list(names), list(dims), torch.rand(kjt.stride(), sum(dims)).requires_grad_()
+    )
+
+
+_RTOL, _ATOL = 1e-4, 1e-6
+"""Float32 sums in another order, after a few layers."""
+
+
+def assert_cut_is_whole(
+    model: nn.Module, batch: Any, given: Sequence[Given], sizes_K: Sequence[int], losses: Losses
+) -> None:
+    """Compares loss, outputs and all gradients of a batch and of its parts."""
+    whole = _run(model, batch, given, [sum(sizes_K)], losses)
+    cut = _run(model, batch, given, sizes_K, losses)
+    assert len(whole) == len(cut) > 2
+    for one, other in zip(whole, cut):
+        torch.testing.assert_close(other, one, rtol=_RTOL, atol=_ATOL)
+
+
+def _run(
+    model: nn.Module, batch: Any, given: Sequence[Given], sizes_K: Sequence[int], losses: Losses
+) -> list[Tensor]:
+    leaves = [*model.parameters(), *(leaf for of in given for leaf in _values(of.output))]
+    leaves = [leaf for leaf in leaves if leaf.requires_grad and not leaf.is_meta]
+    parts_K = split_batch(batch, sizes_K)
+    outputs_K = [split_batch(of.output, sizes_K) for of in given]
+    total, outputs = torch.zeros(()), []
+    for index, size in enumerate(sizes_K):
+        for of, parts in zip(given, outputs_K):
+            of.give(parts[index])
+        loss, output = model(parts_K[index])
+        share = size / sum(sizes_K) if losses is Losses.MEANS else 1.0
+        total = total + share * loss.sum(dim=0)
+        outputs.append(output)
+    grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    joined = join_outputs(outputs, sizes_K)
+    found = [total.detach(), *(grad for grad in grads if grad is not None)]
+    return found + [leaf.detach() for leaf in tree_leaves(joined) if isinstance(leaf, Tensor)]
+
+
+def _values(output: Any) -> list[Tensor]:
+    if isinstance(output, KeyedTensor | JaggedTensor):
+        return [output.values()]
+    return [tensor for _, member in children_of(output) or () for tensor in _values(member)]

@@ -18,9 +18,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torchrec.datasets.utils import Batch
 
-from tests.proof.models import Head, Model, make_batch, prove_head, with_loss
-from tests.proof.tables import given_tables
-from torchrec_picasso.proof.guard import Guard
+from tests.proof.models import Head, Model, given_tables, make_batch, prove_head, proved, with_loss
 from torchrec_picasso.proof.proof import prove
 
 NUM_CALLS = 0
@@ -73,8 +71,6 @@ class _Number(_Ticks, float):
 
 
 class _Names(frozenset):  # type: ignore[type-arg]
-    """A set that counts."""
-
     def __init__(self, names: Any) -> None:
         self.seen: list[int] = []
 
@@ -140,38 +136,8 @@ def _of_number(head: Any, out: Tensor, batch: Batch) -> Tensor:
     return out.mean() * head.number.tick() if isinstance(head.number, _Number) else out.mean()
 
 
-def _of_set(head: Any, out: Tensor, batch: Batch) -> Tensor:
-    head.names.seen.append(1)
-    return out.mean()
-
-
-def _of_choice(head: Any, out: Tensor, batch: Batch) -> Tensor:
-    head.mode.value.append(1)
-    return out.mean()
-
-
-def _of_choice_later(head: Any, out: Tensor, batch: Batch) -> Tensor:
-    head.mode.later.append(1)
-    return out.mean()
-
-
-def _of_function(head: Any, out: Tensor, batch: Batch) -> Tensor:
-    head.noted.seen.append(1)
-    return out.mean()
-
-
-def _of_partial(head: Any, out: Tensor, batch: Batch) -> Tensor:
-    head.call.seen.append(1)
-    return out.mean()
-
-
 def _ordered(head: Any, out: Tensor, batch: Batch) -> Tensor:
     head.ordered["m"] = 1
-    return out.mean()
-
-
-def _after(head: Any, out: Tensor, batch: Batch) -> Tensor:
-    weakref.finalize(out, head.freed.append, 1)
     return out.mean()
 
 
@@ -216,13 +182,31 @@ _STATES = {
     "a dictionary that equals all": (_equal, "writes head.equal.n"),
     "an attribute of a tuple": (_of_tuple, "writes head.pair.num_calls"),
     "an attribute of a number": (_of_number, "writes head.number.num_calls"),
-    "an attribute of a set": (_of_set, "writes head.names"),
-    "the value of an enumeration": (_of_choice, "writes head.mode"),
-    "an attribute of an enumeration": (_of_choice_later, "writes head.mode"),
-    "an attribute of a function": (_of_function, "writes _noted.seen"),
-    "an attribute of a partial": (_of_partial, "writes head.call.seen"),
+    "an attribute of a set": (
+        lambda head, out, batch: (head.names.seen.append(1), out.mean())[1],
+        "writes head.names",
+    ),
+    "the value of an enumeration": (
+        lambda head, out, batch: (head.mode.value.append(1), out.mean())[1],
+        "writes head.mode",
+    ),
+    "an attribute of an enumeration": (
+        lambda head, out, batch: (head.mode.later.append(1), out.mean())[1],
+        "writes head.mode",
+    ),
+    "an attribute of a function": (
+        lambda head, out, batch: (head.noted.seen.append(1), out.mean())[1],
+        "writes _noted.seen",
+    ),
+    "an attribute of a partial": (
+        lambda head, out, batch: (head.call.seen.append(1), out.mean())[1],
+        "writes head.call.seen",
+    ),
     "an ordered dictionary": (_ordered, "writes head.ordered"),
-    "a finalizer": (_after, "after the forward"),
+    "a finalizer": (
+        lambda head, out, batch: (weakref.finalize(out, head.freed.append, 1), out.mean())[1],
+        "after the forward",
+    ),
     "globals by getattr": (_by_globals, "attributes past its own"),
     "a refusal that is caught": (_catches, "a plain number"),
     "a write that is caught": (_catches_write, "writes .num_calls of another object"),
@@ -377,22 +361,13 @@ def test_what_is_around_sees_no_tensors_without_data(name: str) -> None:
     assert not any("Fake" in type(seen).__name__ for seen in _SEEN)
 
 
-def _proved() -> tuple[Guard, Batch]:
-    model, batch = Model(Head()), make_batch()
-    proof = prove(model, batch, given_tables(model, batch.sparse_features))
-    assert proof.reason is None
-    assert proof.guard is not None
-    assert proof.guard.changed(batch) is None
-    return proof.guard, batch
-
-
 def test_a_replaced_forward_of_a_library_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard, batch = _proved()
+    _, guard, batch = proved(Head())
     monkeypatch.setattr(nn.Linear, "forward", lambda layer, x: x - x.mean(0))
     assert "the forward of the class Linear" in str(guard.changed(batch))
 
 
 def test_a_later_attribute_of_a_batch_is_seen() -> None:
-    guard, batch = _proved()
+    _, guard, batch = proved(Head())
     batch.labels.scale = 2.0  # type: ignore[attr-defined]
     assert "the batch" in str(guard.changed(batch))

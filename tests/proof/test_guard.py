@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
-from tests.proof.models import Head, Model, make_batch
-from tests.proof.tables import given_tables
-from torchrec_picasso.proof.guard import Guard
+from tests.proof.models import Head, given_tables, make_batch, proved
 from torchrec_picasso.proof.proof import prove
 
 SCALE = 1.0
@@ -21,8 +19,6 @@ SCALE = 1.0
 
 @dataclass
 class Settings:
-    """An object of a model."""
-
     scale: float
     steps: list[int]
 
@@ -45,16 +41,8 @@ class Watched(Head):
         return loss + logits.softmax(0).square().sum() if self.late else loss
 
 
-def _proved() -> tuple[Model, Guard, Batch]:
-    model, batch = Model(Watched()), make_batch()
-    proof = prove(model, batch, given_tables(model, batch.sparse_features))
-    assert proof.reason is None
-    assert proof.guard is not None
-    return model, proof.guard, batch
-
-
 def test_an_untouched_model_has_not_changed() -> None:
-    model, guard, batch = _proved()
+    model, guard, batch = proved(Watched())
     assert guard.changed() is None
     assert guard.changed(make_batch(5)) is None
     batch.labels.mul_(2)
@@ -87,13 +75,13 @@ _CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("name", _CHANGES)
 def test_a_change_is_seen(name: str) -> None:
     change, words = _CHANGES[name]
-    model, guard, _ = _proved()
+    model, guard, _ = proved(Watched())
     change(model.head)
     assert words in str(guard.changed())
 
 
 def test_classes_and_globals_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, guard, _ = _proved()
+    _, guard, _ = proved(Watched())
     with monkeypatch.context() as patch:
         patch.setattr(Watched, "power", 3)
         assert "the class Watched" in str(guard.changed())
@@ -104,7 +92,7 @@ def test_classes_and_globals_are_watched(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_hooks_on_all_modules_are_watched() -> None:
-    _, guard, _ = _proved()
+    _, guard, _ = proved(Watched())
     handle = nn.modules.module.register_module_forward_hook(lambda *given: None)
     assert "all modules" in str(guard.changed())
     handle.remove()
@@ -112,20 +100,20 @@ def test_hooks_on_all_modules_are_watched() -> None:
 
 
 def test_a_batch_of_another_form_is_seen() -> None:
-    _, guard, batch = _proved()
+    _, guard, batch = proved(Watched())
     batch.labels = batch.labels.double()
     assert "the batch" in str(guard.changed(batch))
 
 
 def test_settings_of_torch_are_watched() -> None:
-    _, guard, _ = _proved()
+    _, guard, _ = proved(Watched())
     with torch.autocast("cpu"):
         assert "a setting of PyTorch" in str(guard.changed())
     assert guard.changed() is None
 
 
 def test_a_guard_begins_again() -> None:
-    model, guard, batch = _proved()
+    model, guard, batch = proved(Watched())
     model.head.late = True
     assert guard.changed() is not None
     again = guard.again(batch)
@@ -136,7 +124,7 @@ def test_a_guard_begins_again() -> None:
 
 
 def test_a_change_is_proved_anew() -> None:
-    model, _, batch = _proved()
+    model, _, batch = proved(Watched())
     model.head.late = True
     reason = prove(model, batch, given_tables(model, batch.sparse_features)).reason
     assert "computes over the batch" in str(reason)

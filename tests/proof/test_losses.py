@@ -11,9 +11,15 @@ from torch import Tensor
 from torch.nn import functional
 from torchrec.datasets.utils import Batch
 
-from tests.proof.cuts import assert_cut_is_whole
-from tests.proof.models import Head, Model, make_batch, prove_head, with_loss
-from tests.proof.tables import given_tables
+from tests.proof.models import (
+    Head,
+    Model,
+    assert_cut_is_whole,
+    given_tables,
+    make_batch,
+    prove_head,
+    with_loss,
+)
 from torchrec_picasso.proof.proof import Losses
 
 Loss = Callable[[Head, Tensor, Batch], Tensor]

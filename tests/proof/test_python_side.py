@@ -27,11 +27,11 @@ from tests.proof.models import (
     NUM_DENSE,
     Head,
     Model,
+    given_tables,
     make_batch,
     prove_head,
     with_loss,
 )
-from tests.proof.tables import given_tables
 from torchrec_picasso.proof.proof import prove
 
 NUM_CALLS = 0
@@ -244,10 +244,7 @@ _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
         "writes an attribute of a type",
     ),
     "mutable default": (_default, "a default of"),
-    "cached function": (
-        lambda head, out, batch: out.mean() * _cached(),
-        "is a _lru_cache_wrapper",
-    ),
+    "cached function": (lambda head, out, batch: out.mean() * _cached(), "is a _lru_cache_wrapper"),
     "clock": (lambda head, out, batch: out.mean() * (time.time() % 2), "module time"),
     "random": (lambda head, out, batch: out.mean() * random.random(), "module random"),
     "NumPy": (lambda head, out, batch: out.mean() * np.random.rand(), "numpy.random"),
@@ -269,10 +266,7 @@ _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "saved tensors": (_saves_elsewhere, "saved for backward"),
     "collective": (_communicates, "torch.distributed"),
     "called back": (_calls_back, "writes CALLS"),
-    "own backward": (
-        lambda head, out, batch: _AddsInBackward.apply(out).mean(),
-        "_AddsInBackward",
-    ),
+    "own backward": (lambda head, out, batch: _AddsInBackward.apply(out).mean(), "_AddsInBackward"),
 }
 
 
@@ -372,9 +366,7 @@ _HEADS: dict[str, tuple[type[Head], str]] = {
     "object that is its copy": (_with_meter(_Itself), "head.meter.num_calls"),
     "weak reference": (
         _with(
-            "meter",
-            lambda: weakref.ref(_KEPT_COUNTER),
-            lambda head, out: out * head.meter().tick(),
+            "meter", lambda: weakref.ref(_KEPT_COUNTER), lambda head, out: out * head.meter().tick()
         ),
         "head.meter.num_calls",
     ),
@@ -398,10 +390,7 @@ _HEADS: dict[str, tuple[type[Head], str]] = {
         _with("drawn", np.random.default_rng, lambda head, out: out * head.drawn.random()),
         "head.drawn",
     ),
-    "generator": (
-        _with("drawn", torch.Generator, lambda head, out: out),
-        "drawn is a Generator",
-    ),
+    "generator": (_with("drawn", torch.Generator, lambda head, out: out), "drawn is a Generator"),
     "lambda's default": (
         _with(
             "note",
@@ -500,8 +489,6 @@ def test_output(name: str) -> None:
 
 
 class _Layers(nn.Module):
-    """Layers that keep samples apart."""
-
     def __init__(self) -> None:
         super().__init__()
         self.recurrent = nn.LSTM(NUM_DENSE, HIDDEN, batch_first=True)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.proof.cuts import assert_cut_is_whole
+from tests.proof.models import assert_cut_is_whole, given_tables
 from tests.proof.proved_models import NUM_OPERATORS, table
-from tests.proof.tables import given_tables
 from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.proof.proof import Losses, prove

@@ -21,8 +21,6 @@ _MARKER = re.compile(r"^<!--\s*test:\s*(skip|args|script|needs)\b\s*(.*?)\s*-->$
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block."""
-
     line: int
     """Of its fence, counted from 1."""
     language: str

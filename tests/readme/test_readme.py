@@ -139,7 +139,6 @@ if isinstance(model, DistributedModelParallel) and "optimizer" not in globals():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the commands find where they run."""
     path = tmp_path_factory.mktemp("readme")
     for config in (CHECKOUT / "configs").glob("*.yaml"):
         short = yaml.safe_load(config.read_text())
@@ -329,7 +328,7 @@ graph
 def test_blocks_are_taken_apart() -> None:
     plain, console, python, other = blocks_of(EXAMPLE)
     assert [b.kind for b in (plain, console, python, other)] == [
-        *("shell", "shell", "python", "other"),
+        *("shell", "shell", "python", "other")
     ]
     assert commands_of(plain) == ["make demo", "tool --a 1 --b 2"]
     assert commands_of(console) == ["tool run"]

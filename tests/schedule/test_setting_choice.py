@@ -11,14 +11,10 @@ import torch
 
 from benchmarks.setting_trial import CURVES, HINTS, NOISES, PaperClock, settle, simulate
 from tests.sharding.jobs import PLAIN, Job, build, result_of
-from tests.train_pipeline.runs import Run, assert_same_runs, batches_of, pipeline_of, plain_steps
+from tests.train_pipeline.runs import Run, batches_of, compare_runs, pipeline_of, plain_steps
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.schedule.schedule import Setting
-from torchrec_picasso.schedule.setting_choice import (
-    SettingChoice,
-    candidates,
-    pieces_for,
-)
+from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates, pieces_for
 from torchrec_picasso.schedule.setting_trial import NUM_STEPS
 
 CPU = torch.device("cpu")
@@ -205,9 +201,6 @@ def test_what_cannot_win_is_not_tried(
     assert given.current.num_micro_batches == 8
 
 
-# -- noise -----------------------------------------------------------------------------------------
-
-
 def test_trials_are_short_and_end_near_the_best() -> None:
     """Curves that were measured; today's figures are in docs/dev/log.md."""
     found = [
@@ -219,9 +212,6 @@ def test_trials_are_short_and_end_near_the_best() -> None:
     assert np.mean([each.steps for each in found]) <= 12
     assert np.mean([each.losses for each in found]) <= 0.03
     assert max(each.steps.max() for each in found) <= NUM_STEPS
-
-
-# -- training --------------------------------------------------------------------------------------
 
 
 def _slow(model: Any) -> torch.optim.Optimizer:
@@ -264,7 +254,7 @@ def _automatic(rank: int, world_size: int) -> tuple[Run, Run, str, Setting | Non
 
 def test_a_pipeline_that_chooses_trains_exactly_and_alike_on_all_ranks() -> None:
     by_rank = run_ranks(_automatic, 2, timeout_s=100)
-    assert_same_runs([of[0] for of in by_rank], [of[1] for of in by_rank])
+    compare_runs(by_rank, 0, 1)
     assert by_rank[0][2:] == by_rank[1][2:]
     _, _, summary, chosen, later = by_rank[0]
     assert "the fastest of" in summary.splitlines()[-1]

@@ -19,9 +19,16 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    KeyedJaggedTensor,
+    PoolingType,
+)
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import data_parallel, row_wise, table_wise
@@ -29,7 +36,11 @@ from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.optim import optimizers
 
 from tests.support.placing import CPU, distribute, place, wire_codecs
-from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
+from torchrec_picasso import (
+    HotColdEmbeddingBagCollectionSharder,
+    HotColdEmbeddingCollectionSharder,
+    HotColdParams,
+)
 from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenceLookup
 from torchrec_picasso.storage import row_storage
 from torchrec_picasso.storage.memory_layout import MemoryLayout, choose_memory
@@ -57,6 +68,22 @@ class Table:
     rows: int
     features: tuple[str, ...]
     mean: bool = False
+
+
+def configs_of(kind: type, tables: Iterable[Table], **more: Any) -> list[Any]:
+    """Configurations of tables, for a collection."""
+    pooling = {"pooling": PoolingType.MEAN}
+    return [
+        kind(
+            name=table.name,
+            embedding_dim=table.dim,
+            num_embeddings=table.rows,
+            feature_names=list(table.features),
+            **(pooling if table.mean else {}),
+            **more,
+        )
+        for table in tables
+    ]
 
 
 PLAIN = (
@@ -102,6 +129,8 @@ class Job:
     batch_sizes: tuple[int, ...] = (16,)
     """Samples of each rank, cyclic; 0 is allowed."""
     weighted: bool = False
+    single: tuple[str, ...] = ()
+    """Features of one id per sample."""
     wire: str | None = None
     seed: int = 0
     regrouped: bool = False
@@ -143,18 +172,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(job.seed)
         self.ebc = EmbeddingBagCollection(
-            device=CPU,
-            is_weighted=job.weighted,
-            tables=[
-                EmbeddingBagConfig(
-                    name=table.name,
-                    embedding_dim=table.dim,
-                    num_embeddings=table.rows,
-                    feature_names=list(table.features),
-                    pooling=PoolingType.MEAN if table.mean else PoolingType.SUM,
-                )
-                for table in job.tables
-            ],
+            device=CPU, is_weighted=job.weighted, tables=configs_of(EmbeddingBagConfig, job.tables)
         )
         self.keys = keys_of(job.tables)
         self.regroup: KTRegroupAsDict | None = None
@@ -180,7 +198,12 @@ def make_batch(job: Job, rank: int, step: int) -> Batch:
     generator = torch.Generator().manual_seed(100_000 * job.seed + 1000 * step + rank)
     batch_size = job.batch_size(rank)
     rows_of = {f: min(t.rows for t in job.tables if f in t.features) for f in job.features}
-    lengths = [torch.randint(0, 5, (batch_size,), generator=generator) for _ in job.features]
+    lengths = [
+        torch.ones(batch_size, dtype=torch.int64)
+        if f in job.single
+        else torch.randint(0, 5, (batch_size,), generator=generator)
+        for f in job.features
+    ]
     values = [
         (torch.rand(int(length.sum()), generator=generator) ** 3 * rows_of[f]).long()
         for f, length in zip(job.features, lengths)
@@ -189,7 +212,7 @@ def make_batch(job: Job, rank: int, step: int) -> Batch:
     return Batch(
         dense_features=torch.zeros(batch_size, 1),
         sparse_features=KeyedJaggedTensor(
-            keys=job.features,
+            keys=list(job.features),
             values=torch.cat(values),
             lengths=torch.cat(lengths),
             weights=torch.rand(num_lookups, generator=generator) if job.weighted else None,
@@ -207,30 +230,50 @@ class RowWiseOnCpuSharder(EmbeddingBagCollectionSharder):
 
 def build(job: Job, rank: int, world_size: int) -> DistributedModelParallel:
     """Shards the job's model, with the weights that the unsharded model starts from."""
-    model = Model(job)
+    return shard(Model(job), job, {"ebc": job.tables}, world_size)
+
+
+def shard(
+    model: nn.Module, job: Job, tables_of: Mapping[str, Sequence[Table]], world_size: int
+) -> DistributedModelParallel:
+    """Shards a model as its job says, with the weights that it has; tables are by collection."""
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    for table in job.tables:
-        kwargs = {**job.optimizer_kwargs, **job.kwargs_of_table.get(table.name, {})}
-        parameters = model.ebc.embedding_bags[table.name].parameters()
-        apply_optimizer_in_backward(OPTIMIZERS[job.optimizer], parameters, kwargs)
-    rows_of = {table.name: table.rows for table in job.tables}
-    places = {name: job.placement.get(name, job.placement.get("*")) for name in rows_of}
-    hot_cold = {
-        name: params
-        for name, where in places.items()
-        if (params := params_of(where, rows_of[name], job.waves.get(name, 0))) is not None
+    places = {
+        table.name: job.placement.get(table.name, job.placement.get("*"))
+        for tables in tables_of.values()
+        for table in tables
     }
-    sharder_class = HotColdEmbeddingBagCollectionSharder if hot_cold else RowWiseOnCpuSharder
-    sharder = sharder_class(qcomm_codecs_registry=wire_codecs(job.wire))
-    ways = {name: way_of(where, i % world_size) for i, (name, where) in enumerate(places.items())}
-    plan = place(model.ebc, sharder, ways, hot_cold)
-    for name, kernel in job.kernel_of_table.items():
-        plan[name].compute_kernel = kernel
-    for name, where in places.items() if job.lopsided else ():
-        if isinstance(where, int):
-            _cut_lopsided(plan[name], rows_of[name])
+    hot_cold = {
+        table.name: params
+        for tables in tables_of.values()
+        for table in tables
+        if (params := params_of(places[table.name], table.rows, job.waves.get(table.name, 0)))
+        is not None
+    }
+    bags, sequences = (
+        (HotColdEmbeddingBagCollectionSharder, HotColdEmbeddingCollectionSharder)
+        if hot_cold
+        else (RowWiseOnCpuSharder, EmbeddingCollectionSharder)
+    )
+    sharders, plans = dict[type, Any](), {}
+    for path, tables in tables_of.items():
+        module = model.get_submodule(path)
+        kind = sequences if isinstance(module, EmbeddingCollection) else bags
+        if kind not in sharders:
+            sharders[kind] = kind(qcomm_codecs_registry=wire_codecs(job.wire))
+        for name, weight in module.named_parameters():
+            kwargs = {**job.optimizer_kwargs, **job.kwargs_of_table.get(name.split(".")[-2], {})}
+            apply_optimizer_in_backward(OPTIMIZERS[job.optimizer], [weight], kwargs)
+        ways = {of.name: way_of(places[of.name], i % world_size) for i, of in enumerate(tables)}
+        own = {name: hot_cold[name] for name in ways if name in hot_cold}
+        plans[path] = plan = place(module, sharders[kind], ways, own)
+        for table in tables:
+            if table.name in job.kernel_of_table:
+                plan[table.name].compute_kernel = job.kernel_of_table[table.name]
+            if job.lopsided and isinstance(places[table.name], int):
+                _cut_lopsided(plan[table.name], table.rows)
     with _layout_in_tables(2 if job.two_tables else 1):
-        sharded = distribute(model, {"ebc": plan}, [sharder])
+        sharded = distribute(model, plans, sharders.values())
     load_whole(sharded, start)
     return sharded
 
@@ -315,7 +358,6 @@ def train(
     steps: Iterable[int],
     optimizer: torch.optim.Optimizer | None = None,
 ) -> list[float]:
-    """Trains by the plain loop and returns this rank's losses."""
     optimizer = optimizer or dense_optimizer(model)
     losses = []
     for step in steps:
@@ -366,7 +408,6 @@ def result_of_module(
 
 
 def checkpoint_of(model: DistributedModelParallel) -> dict[str, Any]:
-    """What a checkpoint of a model has."""
     return {"model": model.state_dict(), "optim": model.fused_optimizer.state_dict()}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 
-from tests.sharding.jobs import ATOL, RTOL, Result, assert_same_results, whole
+from tests.sharding.jobs import ATOL, RTOL, Result, assert_same_results, make_batch, whole
 from tests.sharding.sequence_jobs import (
     FEATURES,
     TABLES_OF,
@@ -24,7 +24,6 @@ from tests.sharding.sequence_jobs import (
     SequenceJob,
     SequenceModel,
     build_sequences,
-    make_sequence_batch,
     train_sequences,
 )
 from tests.support.shared_run import run_once
@@ -159,7 +158,7 @@ def test_a_rank_without_samples_trains_along() -> None:
     )
     losses = []
     for step in range(NO_SAMPLES.num_steps):
-        loss, _ = model(make_sequence_batch(NO_SAMPLES, 0, step))
+        loss, _ = model(make_batch(NO_SAMPLES, 0, step))
         losses.append(loss.item())
         optimizer.zero_grad()
         (loss / 2).backward()
@@ -184,7 +183,7 @@ def test_rows_and_gradients_may_be_rounded_on_the_wire(wire: str) -> None:
 
 
 def _bad_input(rank: int, world_size: int) -> str:
-    batch = make_sequence_batch(BASE, rank, 0)
+    batch = make_batch(BASE, rank, 0)
     kjt = batch.sparse_features
     if rank == 1:
         first_of_history = kjt.offsets()[FEATURES.index("history") * BASE.batch_size(rank)]

@@ -75,6 +75,5 @@ class _Pending:
 
 
 def fake_ranks(size: int) -> list[FakeRanks]:
-    """All ranks of a group."""
     collectives: list[_Started] = []
     return [FakeRanks(rank, size, collectives) for rank in range(size)]

@@ -42,7 +42,6 @@ class Use:
 
 @cache
 def our_modules() -> list[ModuleType]:
-    """Every module of the package."""
     names = [info.name for info in pkgutil.walk_packages([str(ROOT)], f"{PACKAGE}.")]
     return [importlib.import_module(name) for name in names if not name.endswith("__main__")]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from tests.sharding.jobs import CPU, dense_optimizer
-from tests.train_pipeline.runs import pipeline_of
+from tests.sharding.jobs import CPU, Job, build, dense_optimizer, result_of
+from tests.train_pipeline.runs import Run, batches_of, default_dtype, pipeline_of, run_to_the_end
 
 Driver = tuple[int, bool] | None
 """Micro-batches and lookahead of ours; ``None`` = ``TrainPipelineSparseDist``."""
@@ -19,14 +20,25 @@ SETTINGS_OF: dict[int, tuple[tuple[int, bool], ...]] = {
 }
 """By number of ranks. A third rank changes who sends to whom, and nothing of a setting: on three,
 those that differ most."""
-DRIVERS: tuple[Driver, ...] = (None, *SETTINGS_OF[2])
-DRIVERS_OF: dict[int, tuple[Driver, ...]] = {2: DRIVERS, 3: (None, *SETTINGS_OF[3])}
+DRIVERS_OF: dict[int, tuple[Driver, ...]] = {n: (None, *of) for n, of in SETTINGS_OF.items()}
 """By number of ranks."""
+DRIVERS = DRIVERS_OF[2]
 
 
 def make_driver(driver: Driver, model: DistributedModelParallel) -> Any:
-    """A pipeline that trains the model."""
     if driver is None:
         return TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
     num_micro_batches, lookahead = driver
     return pipeline_of(model, num_micro_batches=num_micro_batches, lookahead=lookahead)
+
+
+def train_job(
+    job: Job, driver: Driver, rank: int, world_size: int, dtype: torch.dtype = torch.float32
+) -> Run:
+    """What a new model's training leaves behind, and its outputs; ``dtype`` is torch's default."""
+    model, batches = build(job, rank, world_size), batches_of(job, rank, range(job.num_steps))
+    pipeline = make_driver(driver, model)
+    with default_dtype(dtype):
+        outputs = run_to_the_end(pipeline, iter(batches))
+    assert driver is None or pipeline.summary().startswith("ebc: interleaved")
+    return result_of(model, []), outputs

@@ -23,17 +23,12 @@ from torchrec import (
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
-    PoolingType,
 )
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel, model_parallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.fbgemm_qcomm_codec import (
-    CommType,
-    QCommsConfig,
-    get_qcomm_codecs,
-)
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.sharding_plan import row_wise, table_wise
@@ -45,7 +40,7 @@ from torchrec.modules.feature_processor_ import (
 )
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from tests.sharding.jobs import Result, Table, keys_of, load_whole, result_of_module
+from tests.sharding.jobs import Result, Table, configs_of, keys_of, load_whole, result_of_module
 from tests.support.placing import CPU, place
 from tests.train_pipeline.runs import run_to_the_end
 from torchrec_picasso import (
@@ -58,11 +53,7 @@ from torchrec_picasso import (
 
 MAX_LENGTH = 4
 NUM_TRAINED, NUM_EVALUATED = 3, 1
-TABLES = (
-    Table("t_a", 8, 30, ("f",)),
-    Table("t_b", 8, 12, ("g",)),
-    Table("t_c", 8, 6, ("h",)),
-)
+TABLES = (Table("t_a", 8, 30, ("f",)), Table("t_b", 8, 12, ("g",)), Table("t_c", 8, 6, ("h",)))
 MODULES = ("tables", "more_tables")
 
 
@@ -164,27 +155,13 @@ def pooled_by(output: Any, keys: Sequence[str], with_ids: bool = False) -> list[
 def collection(feature: Feature, kind: str, tables: Sequence[Table]) -> nn.Module:
     """An unsharded collection; its processors start at different weights."""
 
-    def configs(config: type) -> list[Any]:
-        return [
-            config(
-                name=t.name,
-                embedding_dim=t.dim,
-                num_embeddings=t.rows,
-                feature_names=list(t.features),
-                data_type=feature.data_type,
-                **({"pooling": PoolingType.MEAN} if t.mean else {}),
-            )
-            for t in tables
-        ]
-
-    if kind == "sequences":
-        return EmbeddingCollection(
-            tables=configs(EmbeddingConfig), need_indices=feature.need_indices, device=CPU
-        )
+    is_bags = kind == "bags"
+    config = EmbeddingBagConfig if is_bags else EmbeddingConfig
+    configs = configs_of(config, tables, data_type=feature.data_type)
+    if not is_bags:
+        return EmbeddingCollection(tables=configs, need_indices=feature.need_indices, device=CPU)
     bags = EmbeddingBagCollection(
-        tables=configs(EmbeddingBagConfig),
-        is_weighted=feature.weighted or feature.processors is not None,
-        device=CPU,
+        tables=configs, is_weighted=feature.weighted or feature.processors is not None, device=CPU
     )
     if feature.processors is None:
         return bags

@@ -34,17 +34,21 @@ from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.optim import optimizers
 
 from tests.sharding.jobs import CPU, RowWiseOnCpuSharder, Table
+from tests.support.unsharded import train_unsharded
 from tests.train_pipeline.feature_cells import (
+    NUM_EVALUATED,
+    NUM_TRAINED,
     TABLES,
     Feature,
     Model,
+    Outcome,
+    batch_of,
     collection,
     one_that_counts_nothing,
     own_rows,
     own_rows_by_sample,
     pooled_by,
 )
-from tests.train_pipeline.unsharded_cell import run_unsharded
 
 SHARED = (
     Table("t_a", 8, 30, ("f",)),
@@ -52,11 +56,7 @@ SHARED = (
     Table("t_c", 8, 6, ("f", "i")),
 )
 MEAN = tuple(dataclasses.replace(table, mean=True) for table in TABLES)
-MIXED_DIMS = (
-    Table("t_a", 8, 30, ("f",)),
-    Table("t_b", 16, 12, ("g",)),
-    Table("t_c", 4, 6, ("h",)),
-)
+MIXED_DIMS = (Table("t_a", 8, 30, ("f",)), Table("t_b", 16, 12, ("g",)), Table("t_c", 4, 6, ("h",)))
 
 
 class Two(Model):
@@ -109,16 +109,12 @@ class _Tied(Two):
 
 
 class _Normed(Model):
-    """Statistics of the batch in the model."""
-
     def __init__(self, feature: Feature, kind: str) -> None:
         super().__init__(feature, kind)
         self.over = nn.Sequential(nn.BatchNorm1d(self.over.in_features), self.over)
 
 
 class _OddLoss(Model):
-    """A mean over some samples only."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         squares = (out - batch.labels) ** 2
         clicked = (batch.labels > 0.5).float()
@@ -143,15 +139,11 @@ class _Shift(nn.Module):
 
 
 class _Keyword(Model):
-    """Tables called by keyword."""
-
     def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
         return pooled_by(self.tables(features=features), self.keys)
 
 
 class _Regrouped(Model):
-    """The columns of some features, then those of the others."""
-
     def make(self, feature: Feature) -> None:
         super().make(feature)
         self.regroup = KTRegroupAsDict([self.keys[-1:], self.keys[:-1]], ["last", "first"])
@@ -236,6 +228,16 @@ def _tensor_dict(batch: Batch, step: int) -> Batch:
     return batch
 
 
+def _run_unsharded(formula: str, feature: Feature, kind: str, rank: int) -> Outcome:
+    """Trains by one of FBGEMM's formulas, then evaluates."""
+    model, steps = Model(feature, kind), range(NUM_TRAINED + NUM_EVALUATED)
+    batches = [batch_of(feature, rank, step, is_ours=False) for step in steps]
+    optimizer = {"name": formula, **feature.optimizer_kwargs}
+    trained = train_unsharded(model, batches[:NUM_TRAINED], feature.tables, **optimizer)
+    with torch.no_grad():
+        return Outcome(*trained, [model(batch)[1] for batch in batches[NUM_TRAINED:]])
+
+
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05}),
     "row-wise Adagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-2}),
@@ -281,9 +283,7 @@ FEATURES: Sequence[Feature] = (
     Feature("variable batch per feature, mean pooling", ("bags",), MEAN, change_batch=own_rows),
     Feature("variable batch per feature, weights", ("bags",), weighted=True, change_batch=own_rows),
     Feature(
-        "variable batch per feature, some tables stock",
-        hot_rows={"*": 2, "t_a": None},
-        **OWN_ROWS,
+        "variable batch per feature, some tables stock", hot_rows={"*": 2, "t_a": None}, **OWN_ROWS
     ),
     _together("variable batch per feature, feature processors", **OWN_ROWS),
     Feature("need_indices", ("sequences",), need_indices=True),
@@ -307,7 +307,7 @@ FEATURES: Sequence[Feature] = (
             f"{name} (unsharded)",
             optimizer=optimizer,
             optimizer_kwargs={"lr": 0.1, "eps": 1e-2, "weight_decay": 0.1},
-            witness=partial(run_unsharded, formula),
+            witness=partial(_run_unsharded, formula),
         )
         for name, (formula, optimizer) in ONLY_OURS.items()
     ),
@@ -319,10 +319,7 @@ FEATURES: Sequence[Feature] = (
     Feature("bags travel, weights", ("bags",), weighted=True, hot_rows=BAGS),
     _together("bags travel, feature processors", hot_rows=BAGS),
     Feature(
-        "bags travel, variable batch per feature",
-        ("bags",),
-        hot_rows=BAGS,
-        change_batch=own_rows,
+        "bags travel, variable batch per feature", ("bags",), hot_rows=BAGS, change_batch=own_rows
     ),
     Feature("rows beside bags", ("bags",), hot_rows={"*": "bags", "t_b": 2}),
     Feature("rows beside bags beside stock tables", ("bags",), hot_rows={"t_a": "bags", "t_b": 2}),

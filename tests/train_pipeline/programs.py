@@ -6,7 +6,7 @@ micro-batches to be tried by default. The programs of a module's ``PROGRAMS`` sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -15,29 +15,151 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torchrec
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec import KeyedTensor
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DataParallelWrapper
+from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.feature_processor_ import PositionWeightedModule
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from tests.sharding.jobs import Result, local_shards, whole
+from tests.sharding.jobs import Result, Table, configs_of, load_whole, local_shards, whole
+from tests.support.placing import CPU, distribute, place
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import ATOL, RTOL
-from tests.train_pipeline.stock_models import (
-    CPU,
-    DIM,
-    FEATURES,
-    batch_of,
-    build,
-    dense_optimizer,
-    ebc,
+from torchrec_picasso import (
+    HotColdEmbeddingBagCollectionSharder,
+    HotColdParams,
+    InterleavedTrainPipeline,
 )
-from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.errors import CompatError
 
-SAMPLES, STEPS, WIDTH = 256, 5, 8
+DIM, ROWS, MAX_LENGTH, SAMPLES = 4, 30, 4, 256
+FEATURES = ("f", "g", "h")
+
+
+def _tables(config: type, features: Sequence[str]) -> list[Any]:
+    """A table for each feature."""
+    return configs_of(config, [Table(f"t_{name}", DIM, ROWS, (name,)) for name in features])
+
+
+def ebc(*features: str, weighted: bool = False) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        device=CPU, is_weighted=weighted, tables=_tables(EmbeddingBagConfig, features)
+    )
+
+
+def processed(*features: str) -> FeatureProcessedEmbeddingBagCollection:
+    processors = {name: PositionWeightedModule(max_feature_length=MAX_LENGTH) for name in features}
+    return FeatureProcessedEmbeddingBagCollection(
+        ebc(*features, weighted=True), nn.ModuleDict(processors)
+    )
+
+
+def sequences(*features: str) -> EmbeddingCollection:
+    return EmbeddingCollection(device=CPU, tables=_tables(EmbeddingConfig, features))
+
+
+def build(
+    model: nn.Module,
+    stock: Collection[str] | None,
+    optimizer: Any = torchrec.optim.RowWiseAdagrad,
+    optimizer_kwargs: Any = None,
+    is_wrapped: bool = True,
+    wrapper: DataParallelWrapper | None = None,
+    planned: int | None = None,
+) -> DistributedModelParallel:
+    """Shards a model; bags are hot/cold but for the listed tables, or all TorchRec's (``None``).
+
+    ``planned``: micro-batches that the plan was priced for.
+    """
+    hot_cold = HotColdEmbeddingBagCollectionSharder()
+    sharders = {
+        EmbeddingBagCollection: EmbeddingBagCollectionSharder() if stock is None else hot_cold,
+        FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollectionSharder(),
+        EmbeddingCollection: EmbeddingCollectionSharder(),
+    }
+    params = HotColdParams(hot_rows=[0, 3], num_micro_batches=planned)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    plans: dict[str, Any] = {}
+    for name, module in model.named_children():
+        if type(module) not in sharders:
+            continue
+        named = {n: p for n, p in module.named_parameters() if ".t_" in n}
+        tables = [n.split(".")[-2] for n in named]
+        apply_optimizer_in_backward(optimizer, named.values(), optimizer_kwargs or {"lr": 0.1})
+        may_be_hot = type(module) is EmbeddingBagCollection
+        is_row_wise = may_be_hot and stock is not None
+        plans[name] = place(
+            module,
+            hot_cold if may_be_hot else sharders[type(module)],
+            {t: row_wise() if is_row_wise else table_wise(rank=0) for t in tables},
+            {t: params for t in tables if stock is not None and may_be_hot and t not in stock},
+        )
+    sharded = distribute(
+        model,
+        plans,
+        sharders.values(),
+        init_data_parallel=is_wrapped,
+        data_parallel_wrapper=wrapper,
+    )
+    load_whole(sharded, start)
+    return sharded
+
+
+def batch_of(
+    rank: int, step: int, num_samples: int = SAMPLES, features: Sequence[str] = FEATURES
+) -> Batch:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    lengths = torch.randint(0, MAX_LENGTH, (len(features), num_samples), generator=generator)
+    total = int(lengths.sum())
+    values = (torch.rand(total, generator=generator) ** 2 * ROWS).long()
+    return Batch(
+        dense_features=torch.rand(num_samples, DIM, generator=generator),
+        sparse_features=KeyedJaggedTensor(
+            keys=list(features), values=values, lengths=lengths.flatten()
+        ),
+        labels=torch.rand(num_samples, generator=generator),
+    )
+
+
+def dense_optimizer(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    parameters = [p for name, p in model.named_parameters() if "t_" not in name]
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+def _values(model: Any) -> dict[str, Any]:
+    """Weights and optimizer state by name."""
+    values = dict(model.state_dict())
+    for name, states in model.fused_optimizer.state_dict()["state"].items():
+        values |= {f"{name}/{key}": value for key, value in states.items()}
+    return values
+
+
+def left_behind(model: nn.Module) -> dict[str, Any]:
+    """Weights and optimizer state by name, as local shards."""
+    return {
+        name: [tensor for _, tensor in local_shards(value) if tensor.numel()]
+        for name, value in _values(model).items()
+        if isinstance(value, (Tensor, ShardedTensor))
+    }
+
+
+STEPS, WIDTH = 5, 8
 EXACT = {"rtol": RTOL, "atol": ATOL}
 BFLOAT16 = {"rtol": 2.0**-6, "atol": 2.0**-6}
 """Its rounding in a few layers."""
@@ -49,11 +171,17 @@ class Model(nn.Module):
     def __init__(self, head: type[Head]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.ebc = ebc(*FEATURES)
+        self.make()
         self.head = head()
 
+    def make(self) -> None:
+        self.ebc = ebc(*FEATURES)
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        return self.ebc(features)
+
     def forward(self, batch: Batch) -> tuple[Any, Any]:
-        return self.head(self.ebc(batch.sparse_features), batch)
+        return self.head(self.look_up(batch.sparse_features), batch)
 
 
 class Head(nn.Module):
@@ -66,7 +194,7 @@ class Head(nn.Module):
         self.hidden = nn.Linear(DIM * (1 + len(FEATURES)), WIDTH)
         self.over = nn.Linear(WIDTH, 1)
 
-    def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[Any, Any]:
+    def forward(self, pooled: Any, batch: Batch) -> tuple[Any, Any]:
         values = [batch.dense_features, *(pooled[name] for name in FEATURES)]
         out = self.logits(torch.cat(values, dim=1))
         return self.loss(out, batch), self.output(out, batch)
@@ -96,7 +224,7 @@ class Program:
     prepare: Callable[[Any], Any] = lambda model: None
     pipeline: Callable[[type], type] = lambda base: base
     before_step: Callable[[Any, int], None] = lambda model, step: None
-    batch: Callable[[int, int], Batch] = lambda rank, step: batch_of(rank, step, SAMPLES)
+    batch: Callable[[int, int], Batch] = lambda rank, step: batch_of(rank, step)
     stock: Sequence[str] = ()
     """Tables that are not hot/cold."""
     is_wrapped: bool = True
@@ -166,7 +294,6 @@ def _train(program: Program, rank: int, number: Any) -> Any:
         program.stock if is_ours else None,
         is_wrapped=program.is_wrapped,
         wrapper=program.wrapper(),
-        stock_is_row_wise=False,
         planned=program.planned,
     )
     program.prepare(sharded)
@@ -188,12 +315,9 @@ def _train(program: Program, rank: int, number: Any) -> Any:
 
 def _gathered(model: Any) -> dict[str, Tensor]:
     """Tables and their optimizer state of all ranks, whatever the placement; the rest of each."""
-    values = dict(model.state_dict())
-    for name, states in model.fused_optimizer.state_dict()["state"].items():
-        values |= {f"{name}/{key}": value for key, value in states.items()}
     mine = {
         name if isinstance(value, ShardedTensor) else f"{name} of {dist.get_rank()}": value
-        for name, value in values.items()
+        for name, value in _values(model).items()
     }
     shards = {name: local_shards(value) for name, value in mine.items()}
     every: list[Any] = [None] * dist.get_world_size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,21 +75,26 @@ def plain_steps(
     return outputs
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Makes a dtype torch's default meanwhile."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 Run = tuple[Result, list[Tensor]]
 """What a run leaves behind on a rank, and the output of each step."""
 
 
-def assert_same_runs(mine: list[Run], expected: list[Run]) -> None:
-    """Compares two runs, a pair per rank."""
-    results, outputs = zip(*mine)
-    expected_results, expected_outputs = zip(*expected)
-    assert_same_results(results, expected_results)
-    torch.testing.assert_close(outputs, expected_outputs, rtol=RTOL, atol=ATOL)
-
-
-def losses_of(outputs: Sequence[Tensor], batches: Sequence[Batch]) -> list[float]:
-    """By the formula of the jobs' models; a pipeline gives predictions, not losses."""
-    return [
-        float(((output - batch.labels) ** 2).sum() / 6)
-        for output, batch in zip(outputs, batches, strict=True)
-    ]
+def compare_runs(
+    by_rank: Sequence[Any], mine: Any, expected: Any, rtol: float = RTOL, atol: float = ATOL
+) -> None:
+    """Compares two of the runs that each rank has, by their keys."""
+    results, outputs = zip(*(of_rank[mine] for of_rank in by_rank))
+    expected_results, expected_outputs = zip(*(of_rank[expected] for of_rank in by_rank))
+    assert_same_results(results, expected_results, rtol, atol)
+    torch.testing.assert_close(outputs, expected_outputs, rtol=rtol, atol=atol)

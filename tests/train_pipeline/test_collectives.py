@@ -4,12 +4,16 @@ Counted in the middle of a run, when every exchange of a step has something to c
 agreement on what was written between steps, one header, one ids exchange, one rows and one
 gradients exchange per chunk, one sum of hot gradients and one of dense gradients. Looking ahead
 adds one exchange of marks and one of clean rows.
+
+Operators that the host starts are what a step costs on fast links and for small batches: counted
+are those that no other operator calls, on one of two ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -17,16 +21,14 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.sharding.jobs import Job, Table, build, make_batch
-from tests.sharding.sequence_jobs import (
-    SequenceJob,
-    build_sequences,
-    make_sequence_batch,
-)
+from tests.sharding.sequence_jobs import SequenceJob, build_sequences
+from tests.support.shared_run import run_once
 from tests.support.wire import MessageRecorder, all_to_alls
 from tests.train_pipeline.drivers import Driver, make_driver
-from tests.train_pipeline.runs import run_to_the_end
+from tests.train_pipeline.runs import batches_of, run_to_the_end
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.rows.batch_gradients import BatchGradients
 
@@ -158,7 +160,7 @@ def _count_two_modules(rank: int, world_size: int) -> dict[Driver, dict[str, flo
         if driver is not None:
             model = build_sequences(job, world_size)
             pipeline = make_driver(driver, model)
-            batches = (make_sequence_batch(job, rank, step) for step in itertools.count())
+            batches = (make_batch(job, rank, step) for step in itertools.count())
             for _ in range(NUM_WARM):
                 pipeline.progress(batches)
             found[driver] = _kinds_of_one_step(pipeline, batches, world_size)
@@ -186,3 +188,62 @@ def _count_plain(rank: int, world_size: int, job: Job) -> dict[str, float]:
     for _ in range(NUM_WARM):
         pipeline.progress(batches)
     return _kinds_of_one_step(pipeline, batches, world_size)
+
+
+TABLES = tuple(Table(f"t{number}", 8, 1000, (f"f{number}",)) for number in range(26))
+STOCK = Job(placement={"*": "table_wise"}, tables=TABLES, batch_sizes=(128,))
+OURS = Job(placement={"*": 50}, tables=TABLES, batch_sizes=(128,))
+MOST: dict[Driver, int] = {(1, False): 480, (1, True): 565, (4, True): 1240}
+"""Operators of a step by setting."""
+NUM_LAST = 3
+COUNTED = "a counted step"
+NAMESPACES = ("aten", "fbgemm", "c10d", "torchrec")
+
+
+def _count_operators(job: Job, driver: Driver, rank: int, world_size: int) -> float:
+    batches = iter(batches_of(job, rank, range(NUM_WARM + NUM_COUNTED + NUM_LAST)))
+    pipeline = make_driver(driver, build(job, rank, world_size))
+    for _ in range(NUM_WARM):
+        pipeline.progress(batches)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(NUM_COUNTED):
+            with record_function(COUNTED):
+                pipeline.progress(batches)
+        # a message of gloo ends in the profile that it started in
+        run_to_the_end(pipeline, batches)
+    events = profiler.events() or []
+    steps = [event for event in events if event.name == COUNTED]
+    assert len(steps) == NUM_COUNTED
+    return sum(_is_counted(event, steps) for event in events) / NUM_COUNTED
+
+
+def _is_counted(event: Any, steps: Sequence[Any]) -> bool:
+    """Whether an operator of a counted step is called by no other operator."""
+    if not _is_operator(event):
+        return False
+    caller = event.cpu_parent
+    while caller is not None:
+        if _is_operator(caller):
+            return False
+        caller = caller.cpu_parent
+    return any(
+        event.thread == step.thread
+        and step.time_range.start <= event.time_range.start < step.time_range.end
+        for step in steps
+    )
+
+
+def _is_operator(event: Any) -> bool:
+    return event.name.partition("::")[0] in NAMESPACES
+
+
+def _counts(rank: int, world_size: int) -> dict[Driver, float]:
+    found = {driver: _count_operators(OURS, driver, rank, world_size) for driver in MOST}
+    return {None: _count_operators(STOCK, None, rank, world_size), **found}
+
+
+@pytest.mark.parametrize("driver", MOST)
+def test_a_step_starts_no_more_operators(driver: Driver) -> None:
+    counts = run_once(_counts, 2)[0]
+    assert counts[None] > 100  # the profiler saw stock's step
+    assert counts[driver] <= MOST[driver]

@@ -1,8 +1,12 @@
-"""Models that micro-batches would make others of are found by trying; legal ones are let be."""
+"""Models that micro-batches would make others of are found by trying; legal ones are let be.
+
+How long a step of the trial lasts: with what ranks wait for between steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,62 +16,47 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from tests.support.shared_run import run_once
-from tests.train_pipeline.runs import run_to_the_end
-from tests.train_pipeline.stock_models import (
+from tests.train_pipeline.programs import (
     CPU,
-    DIM,
-    FEATURES,
+    SAMPLES,
+    WIDTH,
+    Head,
+    Model,
     batch_of,
     build,
     dense_optimizer,
-    ebc,
     left_behind,
 )
+from tests.train_pipeline.runs import run_to_the_end
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.schedule.schedule import NUM_BATCHES, Setting
 from torchrec_picasso.train_pipeline import cuts
-from torchrec_picasso.train_pipeline.cuts import is_due
-
-SAMPLES = 256  # enough for micro-batches to be tried where nobody asks for them
-WIDTH = 8
+from torchrec_picasso.train_pipeline.cuts import Cuts, is_due
 
 
-class _Model(nn.Module):
-    """Legal: a mean over samples, dropouts of all kinds, a norm over features."""
+class _Legal(Head):
+    """A mean over samples, dropouts of all kinds, a norm over features."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.ebc = ebc(*FEATURES)
-        self.hidden = nn.Linear(DIM * (1 + len(FEATURES)), WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.drop = nn.Dropout(0.5)
-        self.over = nn.Linear(WIDTH, 1)
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.5)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        pooled = self.ebc(batch.sparse_features)
-        values = [batch.dense_features, *(pooled[name] for name in FEATURES)]
-        hidden = self.act(self.norm(self.hidden(torch.cat(values, dim=1))))
-        out = self.over(self.drop(hidden)).squeeze(1)
-        return self.loss(out, hidden, batch), out.detach()
+    def tower(self, x: Tensor) -> Tensor:
+        return self.over(self.drop(self.act(self.norm(self.hidden(x)))))
 
     def act(self, hidden: Tensor) -> Tensor:
         return nn.functional.dropout(torch.relu(hidden), 0.25)
 
-    def loss(self, out: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
-        return ((out - batch.labels) ** 2).mean()
 
-
-class _Clicked(_Model):
-    """A loss over clicked samples only."""
-
-    def loss(self, out: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
+class _Clicked(_Legal):
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
         clicked = (batch.labels > 0.5).float()
         return ((out - batch.labels) ** 2 * clicked).sum() / clicked.sum()
 
 
-class _Counting(_Model):
+class _Counting(_Legal):
     """A count of forwards that a checkpoint holds."""
 
     def __init__(self) -> None:
@@ -79,7 +68,7 @@ class _Counting(_Model):
         return hidden
 
 
-class _Remembering(_Model):
+class _Remembering(_Legal):
     """Keeps what it saw, in every way that a module may."""
 
     def __init__(self) -> None:
@@ -97,25 +86,23 @@ class _Remembering(_Model):
         return super().act(hidden)
 
 
-class _Summed(_Model):
-    """A sum over samples."""
-
-    def loss(self, out: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
+class _Summed(_Legal):
+    def loss(self, out: Tensor, batch: Batch) -> Tensor:
         return ((out - batch.labels) ** 2).sum()
 
 
-class _Noisy(_Model):
+class _Noisy(_Legal):
     """Random by itself, in a way that nothing can hold still."""
 
     def act(self, hidden: Tensor) -> Tensor:
         return hidden * float(np.random.rand())
 
 
-FOUND: dict[str, tuple[type[_Model], list[str]]] = {
+FOUND: dict[str, tuple[type[Head], list[str]]] = {
     "clicked": (_Clicked, ["the gradient of the output of ebc differs by"]),
     "summed": (_Summed, ["the gradient of the output of ebc differs by", "loss_reduction='sum'"]),
-    "counting": (_Counting, ["a buffer or tensor of the model differs after the forward"]),
-    "remembering": (_Remembering, ["the attributes of the model differ after the forward"]),
+    "counting": (_Counting, ["a buffer or tensor of head differs after the forward"]),
+    "remembering": (_Remembering, ["the attributes of head differ after the forward"]),
     "noisy": (_Noisy, ["the model is random by itself or communicates (numpy.random)"]),
 }
 """More are in ``test_hostile_models.py``, compared with stock where they train whole."""
@@ -133,7 +120,7 @@ def _refused(rank: int, world_size: int) -> dict[str, Any]:
     """What asks for micro-batches is refused in the first step; what does not, trains whole."""
     told: dict[str, Any] = {}
     for name, (make, _) in FOUND.items():
-        model = build(make(), ())
+        model = build(Model(make), ())
         before = left_behind(model)
         pipeline = _pipeline(model, num_micro_batches=4)
         # on one rank alone it would not show
@@ -146,7 +133,7 @@ def _refused(rank: int, world_size: int) -> dict[str, Any]:
             with pytest.raises(CompatError) as refused:
                 pipeline.progress(iter(batches))
         torch.testing.assert_close(left_behind(model), before, rtol=0, atol=0)
-        automatic = _pipeline(build(make(), ()), lookahead=True)
+        automatic = _pipeline(build(Model(make), ()), lookahead=True)
         run_to_the_end(automatic, iter(batches))
         told[name] = str(refused.value), automatic.num_micro_batches, automatic.summary()
     return told
@@ -177,7 +164,7 @@ def _untouched(rank: int, world_size: int) -> dict[Any, Any]:
             if not is_checked:
                 patch.setattr(cuts, "is_due", lambda step: False)
             torch.manual_seed(7 + rank)
-            model = build(_Model(), ())
+            model = build(Model(_Legal), ())
             pipeline = _pipeline(model, num_micro_batches=4, lookahead=True)
             outputs = run_to_the_end(pipeline, iter(_batches(rank, 5)))
             results[is_checked] = outputs, left_behind(model), float(torch.rand(1))
@@ -192,11 +179,11 @@ def test_a_legal_model_is_trained_to_the_bit_as_without_comparisons() -> None:
 
 def _another(rank: int, world_size: int) -> str:
     """A legal model, then another one in the same pipeline."""
-    pipeline = _pipeline(build(_Model(), ()), num_micro_batches=4)
+    pipeline = _pipeline(build(Model(_Legal), ()), num_micro_batches=4)
     batches = _batches(rank, 6)
     run_to_the_end(pipeline, iter(batches[:3]))
     pipeline.detach()
-    pipeline.attach(build(_Clicked(), ()))
+    pipeline.attach(build(Model(_Clicked), ()))
     with pytest.raises(CompatError) as refused:
         pipeline.progress(iter(batches[3:]))
     return str(refused.value)
@@ -210,12 +197,8 @@ def test_another_model_is_looked_at_in_its_first_step() -> None:
 class _LateClicked(_Clicked):
     """Without dropout, so that it compares with another pipeline's run."""
 
-    def act(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Identity()
+    def tower(self, x: Tensor) -> Tensor:
+        return self.over(self.norm(self.hidden(x)))
 
 
 def _late(rank: int, world_size: int) -> str:
@@ -223,7 +206,7 @@ def _late(rank: int, world_size: int) -> str:
     batches = [
         _all_clicked(batch) if step < 7 else batch for step, batch in enumerate(_batches(rank, 12))
     ]
-    pipeline = _pipeline(build(_LateClicked(), ()), num_micro_batches=2)
+    pipeline = _pipeline(build(Model(_LateClicked), ()), num_micro_batches=2)
     iterator = iter(batches)
     for _ in range(7):
         pipeline.progress(iterator)
@@ -238,5 +221,35 @@ def test_a_difference_that_shows_late_is_refused_in_that_very_step() -> None:
 
 
 def test_checks_become_rare() -> None:
-    due: Callable[[int], bool] = is_due
-    assert [step for step in range(1, 300) if due(step)] == [1, 2, 4, 8, 16, 64, 256]
+    assert [step for step in range(1, 300) if is_due(step)] == [1, 2, 4, 8, 16, 64, 256]
+
+
+SETTINGS = [Setting(1, lookahead=True)] * NUM_BATCHES
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[Cuts, list[Any]]:
+    """Cuts whose clock counts its stamps, and the spans that they record."""
+    cuts, spans, ticks = Cuts(None, None, torch.device("cpu")), [], count()
+    cuts._begun = SimpleNamespace(taken=SimpleNamespace(pg=None))  # type: ignore[assignment]
+    cuts._clock = SimpleNamespace(stamp=lambda: next(ticks))  # type: ignore[assignment]
+    monkeypatch.setattr(cuts._choice, "note_step", lambda _, span, *__: spans.append(span))
+    return cuts, spans
+
+
+def test_a_step_lasts_from_the_end_of_the_step_before(timed: tuple[Cuts, list[Any]]) -> None:
+    cuts, spans = timed
+    for _ in range(3):
+        cuts.start_step()
+        cuts.end_step(SETTINGS)
+    assert spans == [(0, 1), (1, 3), (3, 5)]  # stamps 2 and 4 are starts
+
+
+def test_evaluation_between_steps_does_not_count(timed: tuple[Cuts, list[Any]]) -> None:
+    cuts, spans = timed
+    cuts.start_step()
+    cuts.end_step(SETTINGS)
+    cuts.train_whole_next()
+    cuts.start_step()
+    cuts.end_step(SETTINGS)
+    assert spans == [(0, 1), (2, 3)]

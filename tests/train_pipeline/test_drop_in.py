@@ -16,7 +16,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
 
 from tests.sharding.jobs import CPU, PLAIN, Job, build, dense_optimizer, result_of
-from tests.train_pipeline.runs import Run, assert_same_runs, batches_of, run_to_the_end
+from tests.train_pipeline.runs import batches_of, compare_runs, run_to_the_end
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import CompatError
@@ -111,10 +111,8 @@ def _options_of(rank: int, world_size: int) -> dict[Any, Any]:
 def test_a_custom_forward_and_contexts_train_as_in_torchrec() -> None:
     by_rank = run_ranks(_options_of, 2, timeout_s=60)
     for name in ("custom_model_fwd", "others"):
-        stock: list[Run] = [of_rank[name, None] for of_rank in by_rank]
         for num_micro_batches in (1, 3):
-            mine = [of_rank[name, num_micro_batches] for of_rank in by_rank]
-            assert_same_runs(mine, stock)
+            compare_runs(by_rank, (name, num_micro_batches), (name, None))
 
 
 def _in_place(rank: int, world_size: int) -> int:

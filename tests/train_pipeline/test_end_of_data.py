@@ -15,13 +15,14 @@ from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import (
     Run,
-    assert_same_runs,
     batches_of,
+    compare_runs,
     empty_of,
     pipeline_of,
     plain_steps,
     run_to_the_end,
 )
+from tests.train_pipeline.test_refusals import Changing
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.exchange.tally import WireMeter
 
@@ -32,6 +33,7 @@ JOBS = {
     "stock": Job(placement={"*": "table_wise"}, tables=PLAIN),
     "bags": Job(placement={"*": "bags", "b": "table_wise"}, tables=PLAIN),
     "mean": Job(placement={"*": 2}, tables=PLAIN),
+    "changing": Job(placement={"*": 2}, tables=PLAIN),
     "stock_mean": Job(placement={"*": 2, "c": "row_wise"}, tables=PLAIN),
 }
 CASES = [
@@ -49,15 +51,18 @@ CASES = [
     ]
     for num_micro_batches in (1, 4)
 ]
+CASES += [("changing", (4, 2), None)]
 CASES += [("bags", counts, 2) for counts in ((2, 5), (3, 0))]  # depth first
 """Job, batches of each rank and micro-batches; a rank that has no batch is told by the others what
-an empty one is."""
+an empty one is, also of tables that are not pipelined, whose own exchange needs it."""
 
 
 def _build(name: str, rank: int, world_size: int) -> DistributedModelParallel:
     model = build(JOBS[name], rank, world_size)
     if name == "mean":
         model.module.forward = partial(_mean_forward, model.module)
+    if name == "changing":
+        model.module.__class__ = Changing
     return model
 
 
@@ -99,9 +104,8 @@ def _uneven(rank: int, world_size: int) -> dict[Any, Run]:
 def test_a_rank_whose_data_has_ended_goes_on_with_empty_batches(case: Any) -> None:
     name, counts, _ = case
     by_rank = run_once(_uneven, len(counts))
-    mine, plain = ([results[key] for results in by_rank] for key in (case, (name, counts)))
-    assert [len(outputs) for _, outputs in mine] == [max(counts)] * len(counts)
-    assert_same_runs(mine, plain)
+    assert [len(of_rank[case][1]) for of_rank in by_rank] == [max(counts)] * len(counts)
+    compare_runs(by_rank, case, (name, counts))
 
 
 def _epochs(rank: int, world_size: int) -> dict[str, Run]:
@@ -128,7 +132,7 @@ def _epochs(rank: int, world_size: int) -> dict[str, Run]:
 def test_uneven_epochs_of_training_and_evaluation() -> None:
     by_rank = run_ranks(_epochs, 2, timeout_s=60)
     assert len(by_rank[0]["plain"][1]) == 3 + 2 + 2
-    assert_same_runs([r["interleaved"] for r in by_rank], [r["plain"] for r in by_rank])
+    compare_runs(by_rank, "interleaved", "plain")
 
 
 def _stop_together(rank: int, world_size: int) -> dict[str, Run]:
@@ -153,7 +157,7 @@ def _stop_together(rank: int, world_size: int) -> dict[str, Run]:
 def test_ranks_stop_together_where_not_all_batches_are_executed() -> None:
     by_rank = run_ranks(_stop_together, 2, timeout_s=60)
     assert len(by_rank[0]["interleaved"][1]) == 4
-    assert_same_runs([r["interleaved"] for r in by_rank], [r["plain"] for r in by_rank])
+    compare_runs(by_rank, "interleaved", "plain")
 
 
 def _reductions_per_step(rank: int, world_size: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Interleaved training against the plain loop: losses, weights, state; K 1, 2, 4; 2 and 3 ranks.
+"""Interleaved training against the plain loop: outputs, weights, state; K 1, 2, 4; 2 and 3 ranks.
 
 Of what ``test_against_stock.py`` leaves out: waves, bags depth first, stock tables beside, other
 precisions on the wire, replicas in a table of their own; and of what is the same to the bit. The
@@ -14,20 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sharding.jobs import (
-    ATOL,
-    ODD,
-    PLAIN,
-    RTOL,
-    Job,
-    Result,
-    assert_same_results,
-    build,
-    result_of,
-)
+from tests.sharding.jobs import ATOL, ODD, PLAIN, RTOL, Job, build, result_of
 from tests.support.shared_run import run_once
-from tests.train_pipeline.drivers import SETTINGS_OF, make_driver
-from tests.train_pipeline.runs import batches_of, losses_of, plain_steps, run_to_the_end
+from tests.train_pipeline.drivers import SETTINGS_OF, train_job
+from tests.train_pipeline.runs import Run, batches_of, compare_runs, plain_steps
 
 ODD_ROWS = Job(placement={"*": 2, "one_row": 1}, tables=ODD, num_steps=5)
 JOBS = {
@@ -61,35 +51,28 @@ CASES = [
 ]
 
 
-def _train(job: Job, rank: int, world_size: int, setting: Any) -> Result:
-    """By the pipeline, by the plain loop (``None``), or by TorchRec's pipeline (``()``)."""
-    model, batches = build(job, rank, world_size), batches_of(job, rank, range(job.num_steps))
-    if setting is None:
-        outputs = plain_steps(model, batches)
-    else:
-        outputs = run_to_the_end(make_driver(setting or None, model), iter(batches))
-    return result_of(model, losses_of(outputs, batches))
+def _plain(job: Job, rank: int, world_size: int) -> Run:
+    model = build(job, rank, world_size)
+    outputs = plain_steps(model, batches_of(job, rank, range(job.num_steps)))
+    return result_of(model, []), outputs
 
 
-def _run(rank: int, world_size: int) -> dict[Any, Result]:
-    found: dict[Any, Result] = {
-        (name, setting): _train(JOBS[name], rank, world_size, setting)
-        for name in JOBS_OF[world_size]
-        for setting in (None, *SETTINGS_OF[world_size])
-    }
-    for name, setting in (("again", (4, True)), ("SparseDist", ())):
-        found[name] = _train(ODD_ROWS, rank, world_size, setting)
+def _run(rank: int, world_size: int) -> dict[Any, Run]:
+    found: dict[Any, Run] = {}
+    for name in JOBS_OF[world_size]:
+        found[name, "plain"] = _plain(JOBS[name], rank, world_size)
+        for setting in SETTINGS_OF[world_size]:
+            found[name, setting] = train_job(JOBS[name], setting, rank, world_size)
+    for name, driver in (("again", (4, True)), ("SparseDist", None)):
+        found[name] = train_job(ODD_ROWS, driver, rank, world_size)
     return found
-
-
-def _of_ranks(world_size: int, *keys: Any) -> list[list[Result]]:
-    return [[found[key] for found in run_once(_run, world_size)] for key in keys]
 
 
 @pytest.mark.parametrize(("world_size", "name", "setting"), CASES)
 def test_trains_as_the_plain_loop(world_size: int, name: str, setting: tuple[int, bool]) -> None:
-    mine, plain = _of_ranks(world_size, (name, setting), (name, None))
-    assert_same_results(mine, plain, *TOLERANCES.get(name, (RTOL, ATOL)))
+    rtol, atol = TOLERANCES.get(name, (RTOL, ATOL))
+    by_rank = run_once(_run, world_size)
+    compare_runs(by_rank, (name, setting), (name, "plain"), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -98,22 +81,22 @@ def test_trains_as_the_plain_loop(world_size: int, name: str, setting: tuple[int
 )
 def test_looking_ahead_changes_nothing(world_size: int, name: str, num_micro_batches: int) -> None:
     keys = ((name, (num_micro_batches, ahead)) for ahead in (True, False))
-    assert_same_results(*_of_ranks(world_size, *keys), rtol=0, atol=0)
+    compare_runs(run_once(_run, world_size), *keys, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("setting", SETTINGS_OF[2])
 def test_replicas_in_a_table_of_their_own_change_nothing(setting: tuple[int, bool]) -> None:
-    one, two = _of_ranks(2, ("rows", setting), ("two_tables", setting))
-    assert_same_results(two, one, rtol=0, atol=0)
-    for mine, its in zip(two, one):
-        torch.testing.assert_close(mine.replicas, its.replicas, rtol=0, atol=0)
+    by_rank = run_once(_run, 2)
+    compare_runs(by_rank, ("two_tables", setting), ("rows", setting), rtol=0, atol=0)
+    for found in by_rank:
+        two, one = (found[name, setting][0].replicas for name in ("two_tables", "rows"))
+        torch.testing.assert_close(two, one, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_same_settings_give_the_same_bits(world_size: int) -> None:
-    again, first = _of_ranks(world_size, "again", ("rows", (4, True)))
-    assert_same_results(again, first, rtol=0, atol=0)
+    compare_runs(run_once(_run, world_size), "again", ("rows", (4, True)), rtol=0, atol=0)
 
 
 def test_torchrecs_pipeline_gives_the_bits_of_the_plain_loop() -> None:
-    assert_same_results(*_of_ranks(2, "SparseDist", ("rows", None)), rtol=0, atol=0)
+    compare_runs(run_once(_run, 2), "SparseDist", ("rows", "plain"), rtol=0, atol=0)

@@ -23,20 +23,20 @@ from torchrec.datasets.utils import Batch
 
 from tests.train_pipeline.programs import (
     BFLOAT16,
+    DIM,
     SAMPLES,
     STEPS,
     WIDTH,
     Head,
     Program,
     assert_as_stock,
+    batch_of,
     cases_of,
+    dense_optimizer,
 )
-from tests.train_pipeline.stock_models import DIM, batch_of, dense_optimizer
 
 
 class _OfClass:
-    """Counts in its class."""
-
     num_calls = 0
 
     def tick(self) -> int:
@@ -45,8 +45,6 @@ class _OfClass:
 
 
 class _OfObject:
-    """Counts in itself."""
-
     def __init__(self) -> None:
         self.num_calls = 0
 
@@ -90,8 +88,6 @@ class CountsInObject(Scaled):
 
 
 class CountsItself(Scaled):
-    """Another loss from its fourth forward on."""
-
     num_calls = 0
 
     def factor(self, out: Tensor) -> float:
@@ -100,16 +96,12 @@ class CountsItself(Scaled):
 
 
 class Spectral(Head):
-    """A step of a power iteration in every forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.hidden = spectral_norm(self.hidden)
 
 
 class Communicates(Head):
-    """Sums a number over all ranks in its forward."""
-
     def output(self, out: Tensor, batch: Batch) -> Any:
         num_samples = torch.tensor(float(len(out)))
         dist.all_reduce(num_samples)
@@ -117,8 +109,6 @@ class Communicates(Head):
 
 
 class Gated(Head):
-    """A gate over dense features."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(DIM, WIDTH)
@@ -131,16 +121,12 @@ class Gated(Head):
 
 
 class Balanced(Gated):
-    """Its loss has a small term of the gates' sums over the batch."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         sums = self.gates(batch.dense_features).sum(0)
         return super().loss(out, batch) + 1e-3 * sums.var(unbiased=False) / sums.mean() ** 2
 
 
 class _AddLoss(torch.autograd.Function):
-    """Adds a loss to the backward alone."""
-
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
         return values.view_as(values)
@@ -151,16 +137,12 @@ class _AddLoss(torch.autograd.Function):
 
 
 class BalancedInBackward(Gated):
-    """The gates are balanced in the backward alone."""
-
     def gates(self, dense: Tensor) -> Tensor:
         gates = super().gates(dense)
         return _AddLoss.apply(gates, gates.mean(0).square().sum())
 
 
 class Penalised(Head):
-    """Adds slopes, of a backward in its forward."""
-
     def tower(self, x: Tensor) -> Tensor:
         out = super().tower(x)
         (slopes,) = torch.autograd.grad(out.sum(), x, create_graph=True)
@@ -176,8 +158,6 @@ class Pairs(Head):
 
 
 class Sessions(Head):
-    """A softmax over the samples of a session, told by its id."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         _, session = batch.dense_features[:, 0].unique(return_inverse=True)
         sums = torch.zeros(len(session)).index_add(0, session, out.exp())
@@ -185,8 +165,6 @@ class Sessions(Head):
 
 
 class Cached(Head):
-    """Keeps a tensor that its first forward makes in a cache."""
-
     @cache  # noqa: B019
     def scales(self, width: int) -> Tensor:
         return torch.linspace(0.5, 1, width)
@@ -206,8 +184,6 @@ class Switched(Head):
 
 
 class Checkpointed(Switched):
-    """Compares samples behind a reentrant checkpoint."""
-
     compares = True
 
     def tower(self, x: Tensor) -> Tensor:
@@ -215,8 +191,6 @@ class Checkpointed(Switched):
 
 
 class Draws(Switched):
-    """Compares samples, and draws some for a log."""
-
     compares = True
 
     def output(self, out: Tensor, batch: Batch) -> Any:
@@ -274,15 +248,11 @@ class _Centre(torch.autograd.Function):
 
 
 class Centred(Head):
-    """Centres within a function of its own."""
-
     def logits(self, x: Tensor) -> Tensor:
         return _Centre.apply(super().logits(x))
 
 
 class NormalisedInCheckpoint(Head):
-    """A BatchNorm without a module, behind a checkpoint."""
-
     def tower(self, x: Tensor) -> Tensor:
         def norm(values: Tensor) -> Tensor:
             return functional.batch_norm(values, None, None, training=True)
@@ -292,8 +262,6 @@ class NormalisedInCheckpoint(Head):
 
 
 class WritingClicked(Head):
-    """Writes into what the tables gave it; a loss over clicked samples only."""
-
     def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[Any, Any]:
         values = pooled.values()
         values *= 0.5
@@ -305,15 +273,11 @@ class WritingClicked(Head):
 
 
 class Fixed(Head):
-    """Knows its batch size."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         return ((out.view(SAMPLES) - batch.labels) ** 2).mean()
 
 
 class Ranks(Head):
-    """Gives places within the batch."""
-
     def output(self, out: Tensor, batch: Batch) -> Any:
         return out.argsort().argsort(), out > out.median()
 
@@ -328,8 +292,6 @@ class Unproved(Switched):
 
 
 class ShowsWeight(Head):
-    """Gives a view of a weight, which moves with it."""
-
     def output(self, out: Tensor, batch: Batch) -> Any:
         return out.detach(), self.over.bias[0]
 
@@ -354,14 +316,6 @@ class Uncertain(Head):
 _GLOBAL: Any = SimpleNamespace(compares=False)
 
 
-def _last_switches_global(model: Any, step: int) -> None:
-    _GLOBAL.compares = step == STEPS - 1
-
-
-def _last_tunes(model: Any, step: int) -> None:
-    torch.backends.cudnn.benchmark = step == STEPS - 1
-
-
 def _seed(model: Any) -> None:
     torch.manual_seed(3)
     random.seed(3)
@@ -373,33 +327,12 @@ def _last_switches(model: Any, step: int) -> None:
         model.module.head.compares = True
 
 
-def _last_is_hooked(model: Any, step: int) -> None:
-    if step == STEPS - 1:
-        model.module.head.over.weight.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
-
-
-def _second_rank_switches(model: Any, step: int) -> None:
-    model.module.head.compares = dist.get_rank() == 1
-
-
-def _second_rank_begins_late(rank: int, step: int) -> Batch:
-    return batch_of(rank, step, 0 if rank and not step else SAMPLES)
-
-
-def _few_last_on_second_rank(rank: int, step: int) -> Batch:
-    return batch_of(rank, step, 2 if rank and step == STEPS - 1 else SAMPLES)
-
-
 def _in_sessions(rank: int, step: int) -> Batch:
     """Sessions of four samples, which a cut of 32, 96, 96 and 96 keeps together."""
     batch = batch_of(rank, step, 320)
     batch.dense_features[:, 0] = torch.arange(320) // 4 / 80
     batch.labels = (torch.arange(320) % 4 == step % 4).float()
     return batch
-
-
-def _evaluates_every_other(model: Any, step: int) -> None:
-    model.train(step % 2 == 0)
 
 
 def _with_late_autocast(base: type) -> type:
@@ -437,8 +370,6 @@ class _Scale(nn.Module):
 
 
 class CachedWeights(Head):
-    """A weight that is computed once for all uses of a step."""
-
     def __init__(self) -> None:
         super().__init__()
         parametrize.register_parametrization(self.hidden, "weight", _Scale())
@@ -466,7 +397,9 @@ PROGRAMS = {
     "count in itself": replace(_DIFFERS, head=CountsItself),
     "spectral norm": Program(head=Spectral, refusal="differs"),
     "collective": Program(
-        head=Communicates, batch=_few_last_on_second_rank, refusal="or communicates"
+        head=Communicates,
+        batch=lambda rank, step: batch_of(rank, step, 2 if rank and step == STEPS - 1 else SAMPLES),
+        refusal="or communicates",
     ),
     "gate": Program(head=Gated),
     "balanced gate": replace(_DIFFERS, head=Balanced),
@@ -493,12 +426,14 @@ PROGRAMS = {
     "switch outside the model": replace(
         _DIFFERS,
         head=_comparing(lambda: _GLOBAL.compares),
-        before_step=_last_switches_global,
+        before_step=lambda model, step: setattr(_GLOBAL, "compares", step == STEPS - 1),
     ),
     "setting of cuDNN": replace(
         _DIFFERS,
         head=_comparing(lambda: torch.backends.cudnn.benchmark),
-        before_step=_last_tunes,
+        before_step=lambda model, step: setattr(
+            torch.backends.cudnn, "benchmark", step == STEPS - 1
+        ),
     ),
     "type of a tensor": replace(_DIFFERS, head=OfItsType),
     "centred in a function": replace(_DIFFERS, head=Centred),
@@ -510,10 +445,20 @@ PROGRAMS = {
     "switch": replace(_DIFFERS, head=Switched, before_step=_last_switches),
     "switch of what is not proved": replace(_DIFFERS, head=Unproved, before_step=_last_switches),
     "switch on a rank that had no samples": replace(
-        _DIFFERS, head=Switched, before_step=_second_rank_switches, batch=_second_rank_begins_late
+        _DIFFERS,
+        head=Switched,
+        before_step=lambda model, step: setattr(
+            model.module.head, "compares", dist.get_rank() == 1
+        ),
+        batch=lambda rank, step: batch_of(rank, step, 0 if rank and not step else SAMPLES),
     ),
     "hook on what is not proved": Program(
-        head=Unproved, before_step=_last_is_hooked, refusal="a gradient hook is"
+        head=Unproved,
+        before_step=lambda model, step: (
+            step == STEPS - 1
+            and model.module.head.over.weight.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
+        ),
+        refusal="a gradient hook is",
     ),
     "autocast from the last step on": replace(
         _DIFFERS,
@@ -522,7 +467,9 @@ PROGRAMS = {
         tolerance=BFLOAT16,
     ),
     "view of a weight": Program(head=ShowsWeight, refusal="a view into the model"),
-    "evaluated every other step": Program(before_step=_evaluates_every_other),
+    "evaluated every other step": Program(
+        before_step=lambda model, step: model.train(step % 2 == 0)
+    ),
     "uncertain": Program(head=Uncertain),
     "switch where gradients are cleared": Program(
         head=Switched, optimizer=_switching_optimizer, refusal="differs by"

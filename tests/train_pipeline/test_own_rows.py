@@ -35,8 +35,6 @@ from torchrec_picasso import HotColdEmbeddingBagCollectionSharder
 
 
 class _Both(Two):
-    """Sequences and bags."""
-
     def make(self, feature: Feature) -> None:
         self.tables = collection(feature, "sequences", feature.tables[:1])
         self.more_tables = collection(feature, "bags", feature.tables[1:])
@@ -115,9 +113,7 @@ def _torchrecs_sharder() -> Mapping[type, Any]:
 
 
 AROUND_OURS = dataclasses.replace(
-    CASES["processors_for_all"][0],
-    hot_rows={"*": 5, "t_b": 0},
-    more_sharders=_torchrecs_sharder,
+    CASES["processors_for_all"][0], hot_rows={"*": 5, "t_b": 0}, more_sharders=_torchrecs_sharder
 )
 """Processors that TorchRec's own sharder puts around our tables, by TorchRec's pipeline."""
 

@@ -1,9 +1,12 @@
-"""What a program does around its model happens as under TorchRec's pipeline, or is refused."""
+"""What a program does around its model happens as under TorchRec's pipeline, or is refused.
+
+Modules of TorchRec's own beside ours, and models that use them in part, too; tables of both kinds
+in one module are lines of ``docs/features.md``, which ``test_feature_table.py`` runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -18,6 +21,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimi
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
@@ -35,11 +39,17 @@ from tests.train_pipeline.programs import (
     STEPS,
     WIDTH,
     Head,
+    Model,
     Program,
     assert_as_stock,
+    batch_of,
     cases_of,
+    dense_optimizer,
+    ebc,
+    processed,
+    sequences,
 )
-from tests.train_pipeline.stock_models import batch_of, dense_optimizer
+from tests.train_pipeline.runs import default_dtype
 
 
 class Siamese(Head):
@@ -54,8 +64,6 @@ class Siamese(Head):
 
 
 class Normed(Head):
-    """Statistics of batches, in buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
@@ -65,8 +73,6 @@ class Normed(Head):
 
 
 class SparseGradients(Head):
-    """A table of the dense part whose gradients are sparse."""
-
     def __init__(self) -> None:
         super().__init__()
         self.places = nn.Embedding(10, WIDTH, sparse=True)
@@ -85,60 +91,51 @@ class Regular(Head):
 
 
 class Metric(Head):
-    """A number about the whole batch that it gives in evaluation only."""
-
     def output(self, out: Tensor, batch: Batch) -> Any:
         return out.detach() if self.training else out.detach().median()
 
 
 class Prior(Head):
-    """Weighs the loss by what a batch brings that has no samples."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         return super().loss(out, batch) * float(batch.prior[0])
 
 
-class Unused(Head):
-    """A layer that nobody uses."""
+class Weighing(Head):
+    """Weighs samples by an attribute that batches got by assignment."""
 
+    def loss(self, out: Tensor, batch: Any) -> Tensor:
+        return (batch.sample_weight * (out - batch.labels) ** 2).mean()
+
+
+class Unused(Head):
     def __init__(self) -> None:
         super().__init__()
         self.side = nn.Linear(1, 1)
 
 
 class UsedByOne(Unused):
-    """A layer that one rank uses."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         is_first = dist.get_rank() == 0
         return super().loss(out + self.side(out[:, None])[:, 0] if is_first else out, batch)
 
 
 class InBackward(Head):
-    """Dense weights that an optimizer of their own updates in backward."""
-
     def __init__(self) -> None:
         super().__init__()
         apply_optimizer_in_backward(torch.optim.SGD, self.parameters(), {"lr": 0.1})
 
 
 class NoGraph(Head):
-    """A loss that nothing can be learned from."""
-
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         return super().loss(out, batch).detach()
 
 
 class Dropping(Head):
-    """Drops half of the layer."""
-
     def tower(self, x: Tensor) -> Tensor:
         return self.over(functional.dropout(self.hidden(x), training=self.training))
 
 
 class Double(Head):
-    """Weights in double precision."""
-
     def __init__(self) -> None:
         super().__init__()
         self.double()
@@ -165,6 +162,54 @@ class Ratio(Head):
         sums = torch.stack([(errors * weights).sum(), errors.abs().sum()])
         totals = torch.stack([weights.sum(), batch.labels.sum()])
         return (sums, totals) if self.is_ours else sums / totals
+
+
+class _Processed(Model):
+    def make(self) -> None:
+        self.fp, self.ebc = processed("f"), ebc("g", "h")
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        processed, pooled = self.fp(features), self.ebc(features)
+        return {"f": processed["f"], "g": pooled["g"], "h": pooled["h"]}
+
+
+class _Sequences(Model):
+    def make(self) -> None:
+        self.ec, self.ebc = sequences("f", "g"), ebc("h")
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        rows, pooled = self.ec(features), self.ebc(features)
+        summed = {
+            name: torch.segment_reduce(rows[name].values(), "sum", lengths=rows[name].lengths())
+            for name in ("f", "g")
+        }
+        return {**summed, "h": pooled["h"]}
+
+
+class _Frozen(Model):
+    """One collection under ``no_grad``, one whose output is cut off, one trained."""
+
+    def make(self) -> None:
+        self.still, self.off, self.ebc = ebc("f"), ebc("g"), ebc("h")
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        with torch.no_grad():
+            still = self.still(features)["f"]
+        return {"f": still, "g": self.off(features)["g"].detach(), "h": self.ebc(features)["h"]}
+
+
+class _Changed(Model):
+    def make(self) -> None:
+        self.changed, self.ebc = ebc("f"), ebc("g", "h")
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        changed, pooled = self.changed(features.permute([0])), self.ebc(features)
+        return {"f": changed["f"], "g": pooled["g"], "h": pooled["h"]}
+
+
+class _Quiet(Head):
+    def loss(self, out: Tensor, batch: Batch) -> Any:
+        return super().loss(out, batch) if self.training else None
 
 
 class Broadcasting(DataParallelWrapper):
@@ -211,8 +256,6 @@ def _scaled(base: type) -> type:
 
 def _detached(base: type) -> type:
     class Detached(base):  # type: ignore[misc]
-        """Gives the model back after each step."""
-
         def progress(self, batches: Any) -> Any:
             output = super().progress(batches)
             self.detach()
@@ -263,8 +306,6 @@ def _injected(path: str, finder: Any, where: InjectionTargetType) -> Callable[[t
 
 
 class _Zeroing(torch.optim.SGD):
-    """Keeps gradients, as zeros."""
-
     def zero_grad(self, set_to_none: bool = False) -> None:
         super().zero_grad(set_to_none=False)
 
@@ -275,15 +316,6 @@ def _decaying(kind: type[torch.optim.SGD]) -> Callable[[Any], torch.optim.Optimi
         return kind(group["params"], lr=0.1, momentum=0.9, weight_decay=0.1)
 
     return make
-
-
-@contextmanager
-def _default_of_double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @dataclass
@@ -300,6 +332,12 @@ def _with_prior(prior: Any) -> Callable[[int, int], Batch]:
     return lambda rank, step: _WithPrior(**vars(batch_of(rank, step, SAMPLES)), prior=prior)
 
 
+def _weighed(rank: int, step: int) -> Batch:
+    batch: Any = _WithPrior(**vars(batch_of(rank, step, SAMPLES)))
+    batch.sample_weight = 1 + 4 * (batch.labels > 0.5).float()
+    return batch
+
+
 def _warm_up(model: Any, step: int) -> None:
     for group in model.fused_optimizer.param_groups:
         group["lr"] = 0.02 * (step + 1)
@@ -309,7 +347,41 @@ def _evaluated(*steps: int) -> Callable[[Any, int], None]:
     return lambda model, step: model.train(step not in steps)
 
 
+ONCE = "computed once per batch, of its exchange only that of ids is hidden: "
+INTERLEAVED = "ebc: interleaved"
 PROGRAMS = {
+    "processed": Program(
+        model=_Processed,
+        told=[
+            f"fp: {ONCE}it is a ShardedFeatureProcessedEmbeddingBagCollection, with TorchRec's "
+            "exchange",
+            INTERLEAVED,
+        ],
+        numbers=(1, 3, None),
+    ),
+    "sequences": Program(
+        model=_Sequences,
+        told=[f"ec: {ONCE}it is a ShardedEmbeddingCollection, with TorchRec's exchange"],
+        numbers=(1, 3, None),
+    ),
+    "frozen": Program(
+        model=_Frozen, told=["still: interleaved", "off: interleaved"], numbers=(1, 3, None)
+    ),
+    "changed": Program(
+        model=_Changed,
+        told=[
+            "changed: not pipelined: its input is not read off the batch but made inside the model",
+            INTERLEAVED,
+        ],
+        numbers=(1, None),
+    ),
+    "without wrapper": Program(is_inside=True, told=[INTERLEAVED], numbers=(1, 3, None)),
+    "not data parallel": Program(is_wrapped=False, told=[INTERLEAVED], numbers=(1, 3, None)),
+    "no loss in evaluation": Program(
+        head=_Quiet,
+        before_step=lambda model, step: model.train(step != STEPS - 1),
+        numbers=(1, 3, None),
+    ),
     "as it is": Program(numbers=(None, 1, 4)),
     "communication hook": Program(
         prepare=lambda model: model._dmp_wrapped_module.register_comm_hook(None, _clip)
@@ -390,7 +462,7 @@ PROGRAMS = {
         batch=lambda rank, step: batch_of(rank, step, 7 if step == STEPS - 1 else SAMPLES),
     ),
     "dropout": Program(head=Dropping, prepare=lambda model: torch.manual_seed(5), numbers=(1,)),
-    "default of double": Program(head=Double, within=_default_of_double),
+    "default of double": Program(head=Double, within=lambda: default_dtype(torch.float64)),
     "detached after each step": Program(
         head=Normed, pipeline=_detached, refusal="head.norm is a BatchNorm1d"
     ),
@@ -401,6 +473,7 @@ PROGRAMS = {
     "array without samples": Program(
         head=Prior, batch=_with_prior(np.array([0.5, 2.0])), planned=4
     ),
+    "attribute of a batch": Program(head=Weighing, batch=_weighed),
     "ratio of sums": Program(head=Ratio, options={"loss_reduction": "ratio"}),
 }
 

@@ -1,7 +1,7 @@
 """A hot set that changes while a model trains: the training stays that of a plain loop.
 
 Batches prefer low ids, while the first hot set is every third row, so rows change places in nearly
-every look.
+every look. What was counted goes on under another plan: other hot rows, homes and ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from tests.support.shared_run import run_once
 from tests.train_pipeline.drivers import Driver, make_driver
 from tests.train_pipeline.runs import batches_of, pipeline_of
 from torchrec_picasso import HotRowRefresher, Refresh
+from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.refresh.saved_uses import SavedUses
 
 OFTEN = Refresh(every_steps=2, half_life_steps=2, deviations=0.0, most_moved=1.0, check_steps=None)
 JOBS = {
@@ -124,3 +126,53 @@ def test_trains_as_the_plain_loop(world_size: int, name: str, driver: Driver) ->
     assert runs[0].num_moved > 4
     assert all(run.hot_rows == runs[0].hot_rows for run in runs)
     assert all(run.replicas_are_homes for run in runs)
+
+
+JOB = Job(placement={"*": 3, "one_row": 1}, tables=ODD)
+SELDOM = Refresh(every_steps=1000, check_steps=None)
+
+
+def of_rows(saved: SavedUses | None) -> dict[str, dict[int, float]]:
+    """Uses by row; those that there are."""
+    assert saved is not None
+    return {
+        name: {int(row): float(use) for row, use in zip(rows, uses) if use}
+        for name, (rows, uses) in saved.uses_by_table.items()
+    }
+
+
+def counted(rank: int, world_size: int) -> SavedUses:
+    pipeline = pipeline_of(build(JOB, rank, world_size), refresh=SELDOM)
+    batches = iter(batches_of(JOB, rank, range(5)))
+    for _ in range(5):
+        pipeline.progress(batches)
+    saved = pipeline.saved_uses()
+    assert saved is not None
+    return saved
+
+
+def count_on(rank: int, world_size: int, saved: SavedUses, num_hot: int) -> Any:
+    job = dataclasses.replace(JOB, placement={"*": num_hot, "one_row": 0})
+    model = build(job, rank, world_size)
+    model.eval()  # nothing is counted
+    pipeline = pipeline_of(model, refresh=SELDOM)
+    assert pipeline.saved_uses() is None
+    pipeline.go_on_with(saved)
+    pipeline.progress(iter(batches_of(job, rank, range(1))))
+    again = pipeline.saved_uses()
+    assert again is not None
+    return of_rows(again), again.num_batches
+
+
+@pytest.mark.parametrize(("world_size", "num_hot"), [(2, 6), (3, 5)])
+def test_uses_go_on_under_another_plan(world_size: int, num_hot: int) -> None:
+    first, second = run_ranks(counted, 2, timeout_s=60)
+    expected = of_rows(first)
+    assert expected == of_rows(second)
+    assert sum(map(len, expected.values())) > 10
+    assert first.num_batches > 0
+    for found, num_batches in run_ranks(count_on, world_size, first, num_hot, timeout_s=60):
+        assert num_batches == first.num_batches
+        for name, uses in found.items():
+            assert uses == pytest.approx(expected.get(name, {})), name
+        assert set(found) >= {name for name, uses in expected.items() if uses} - {"one_row"}

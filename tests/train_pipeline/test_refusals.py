@@ -21,9 +21,8 @@ from tests.sharding.jobs import PLAIN, Job, Model, build, make_batch, result_of
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import (
     Run,
-    assert_same_runs,
     batches_of,
-    empty_of,
+    compare_runs,
     pipeline_of,
     plain_steps,
     run_to_the_end,
@@ -35,21 +34,16 @@ JOB = Job(placement={"*": 2}, tables=PLAIN)
 
 
 class _Other(Model):
-    """Looks up, or weighs samples, in another way."""
-
     def look_up(self, batch: Batch) -> Any:
-        return self.ebc(batch.sparse_features)
-
-    def weights(self, batch: Batch) -> Any:
-        return 1.0
+        raise NotImplementedError
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         pooled = self.look_up(batch)
         out = self.over(torch.cat([pooled[key] for key in self.keys], dim=1)).squeeze(1)
-        return (self.weights(batch) * (out - batch.labels) ** 2).sum() / 6, out.detach()
+        return ((out - batch.labels) ** 2).sum() / 6, out.detach()
 
 
-class _Changing(_Other):
+class Changing(_Other):
     """Changes its features before it looks them up, so that the tracer leaves the tables alone."""
 
     def look_up(self, batch: Batch) -> Any:
@@ -66,22 +60,6 @@ class _Hidden(_Other):
 @torch.fx.wrap
 def _look_up(ebc: nn.Module, batch: Batch) -> Any:
     return ebc(batch.sparse_features)
-
-
-class _Weighing(_Other):
-    """Weighs samples by an attribute that batches got by assignment."""
-
-    def weights(self, batch: Batch) -> Any:
-        return _weights_of(batch)
-
-
-_SEEN_SIZES: list[int] = []
-
-
-@torch.fx.wrap
-def _weights_of(batch: Batch) -> Tensor | float:
-    _SEEN_SIZES.append(len(batch.labels))
-    return getattr(batch, "sample_weight", 1.0)
 
 
 class _Untraceable(Model):
@@ -148,7 +126,6 @@ def _with_batch_norm(model: DistributedModelParallel) -> None:
 
 
 def _as(kind: type[Model]) -> Callable[[DistributedModelParallel], None]:
-    """Makes a model one of another class."""
     return lambda model: setattr(model.module, "__class__", kind)
 
 
@@ -193,7 +170,7 @@ REFUSED: list[tuple[Callable[..., Any], Callable[..., Any], int, list[str]]] = [
         *(_with_batch_norm, _as_it_is, 2),
         ["over.0 is a BatchNorm1d", "num_micro_batches=1", "LayerNorm"],
     ),
-    (_as(_Changing), _as_it_is, 2, ["ebc: ", "made inside the model", "num_micro_batches=1"]),
+    (_as(Changing), _as_it_is, 2, ["ebc: ", "made inside the model", "num_micro_batches=1"]),
     (_as(_Hidden), _as_it_is, 2, ["ebc: ", "sees no call of it", "call the module in a forward"]),
     (_as_it_is, _variable, 3, ["ebc: ", "batch size per feature", "num_micro_batches=1"]),
     (_as_it_is, _Bare, 2, ["a _Bare has no samples", "num_micro_batches=1", "split_batch="]),
@@ -262,48 +239,14 @@ def _cured(rank: int, world_size: int) -> list[Run]:
 def test_both_cures_of_a_model_that_cannot_be_traced() -> None:
     by_rank = run_ranks(_cured, 2, timeout_s=60)
     for cured in (1, 2):
-        assert_same_runs([runs[cured] for runs in by_rank], [runs[0] for runs in by_rank])
-
-
-class _OwnBatch(Batch):
-    """A batch that keeps what it was given: TorchRec's own forgets it on its way to the device."""
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> _OwnBatch:
-        return self
-
-
-def _weighed(rank: int, world_size: int) -> dict[str, Run]:
-    """By the plain loop with and without weights, then cut by the pipeline, with weights."""
-    runs, job = {}, dataclasses.replace(JOB, batch_sizes=(96,))
-    for name in ("plain", "without", "cut"):
-        model = build(job, rank, world_size)
-        _as(_Weighing)(model)
-        batches = [_OwnBatch(**vars(batch)) for batch in batches_of(job, rank, range(3))]
-        for batch in batches if name != "without" else ():
-            batch.sample_weight = 1 + 4 * (batch.labels > 0.5).float()
-        if name == "cut":
-            pipeline = pipeline_of(model, num_micro_batches=3)
-            outputs = run_to_the_end(pipeline, iter(batches))
-            assert min(_SEEN_SIZES) < 96
-        else:
-            outputs = plain_steps(model, batches)
-        runs[name] = result_of(model, []), outputs
-    return runs
-
-
-def test_what_was_assigned_to_a_batch_reaches_its_micro_batches() -> None:
-    by_rank = run_ranks(_weighed, 2, timeout_s=60)
-    plain, without, cut = ([runs[name] for runs in by_rank] for name in by_rank[0])
-    assert_same_runs(cut, plain)
-    with pytest.raises(AssertionError):
-        assert_same_runs(without, plain)
+        compare_runs(by_rank, cured, 0)
 
 
 def _automatic(rank: int, world_size: int) -> list[tuple[int, str]]:
     """What is refused where micro-batches are asked for is trained whole where they are not."""
     chosen = []
     for change_model, change_batch, *_ in REFUSED:
-        if change_batch is _variable:  # this model cannot make use of it; test_as_stock's can
+        if change_batch is _variable:  # this model cannot make use of it; test_own_rows' can
             continue
         model = build(JOB, rank, world_size)
         change_model(model)
@@ -317,36 +260,6 @@ def _automatic(rank: int, world_size: int) -> list[tuple[int, str]]:
 def test_what_would_be_refused_is_trained_whole_unless_asked_for() -> None:
     for chosen in run_ranks(_automatic, 2, timeout_s=60):
         assert [number for number, _ in chosen] == [1] * (len(REFUSED) - 1)
-
-
-def _unpipelined(rank: int, world_size: int) -> list[Run]:
-    """Rank 1 has fewer batches; its tables' own exchange needs it all the same."""
-    counts = (4, 2)
-    listed = batches_of(JOB, rank, range(counts[rank]))
-    padded = listed + [empty_of(JOB)] * (max(counts) - counts[rank])
-    runs = []
-    for is_plain in (True, False):
-        model = build(JOB, rank, world_size)
-        _as(_Changing)(model)
-        if is_plain:
-            outputs = plain_steps(model, padded)
-        else:
-            pipeline = pipeline_of(model)
-            outputs = run_to_the_end(pipeline, iter(listed))
-            told = pipeline.summary().splitlines()
-            assert told[0] == (
-                "ebc: not pipelined: its input is not read off the batch but made inside the model"
-            )
-        runs.append((result_of(model, []), outputs))
-    return runs
-
-
-def test_a_module_that_is_not_pipelined_is_trained_whole() -> None:
-    by_rank = run_ranks(_unpipelined, 2, timeout_s=60)
-    assert_same_runs([mine for _, mine in by_rank], [plain for plain, _ in by_rank])
-
-
-# -- what only one rank can know -------------------------------------------------------------------
 
 
 def _refused_late(rank: int, world_size: int) -> dict[Any, tuple[list[str], Run, Run]]:
@@ -392,11 +305,12 @@ BESIDE_STOCK = dataclasses.replace(JOB, placement={"*": 2, "b": "table_wise"})
 def test_a_batch_that_one_rank_cannot_train_is_refused_on_all_at_once(
     alone: bool, name: str
 ) -> None:
-    told, mine, plain = zip(*(found[alone, name] for found in run_once(_refused_late, 3)))
+    found = [of_rank[alone, name] for of_rank in run_once(_refused_late, 3)]
+    told = [of_rank[0] for of_rank in found]
     assert told[0] == told[1] == told[2]
     (message,) = told[0]
     assert message.startswith("rank 1: ebc: its KeyedJaggedTensor has a batch size per feature")
-    assert_same_runs(list(mine), list(plain))
+    compare_runs(found, 1, 2)
 
 
 def _weights_want_gradients(rank: int, world_size: int) -> list[str]:

@@ -1,4 +1,8 @@
-"""Exceptions in the middle of a run, detaching and attaching: what is lost, and nothing else."""
+"""Exceptions in the middle of a run, detaching and attaching: what is lost, and nothing else.
+
+Two pipelines over one model: each sees the updates of the other, or is refused by name.
+The states of a pipeline: which may follow which, and what a failed step leaves.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,29 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPipelineSparseDist
 
-from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
+from tests.sharding.jobs import ATOL, CPU, ODD, PLAIN, RTOL, Job, build, dense_optimizer, result_of
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import (
     Run,
-    assert_same_runs,
     batches_of,
+    compare_runs,
     pipeline_of,
     plain_steps,
     run_to_the_end,
 )
+from torchrec_picasso import CompatError
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import InputError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement
 from torchrec_picasso.proof import proof
 from torchrec_picasso.train_pipeline import cuts
+from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 
 HOT_COLD = Job(placement={"*": 2, "one_row": 1}, tables=ODD, batch_sizes=(12,))
 WAVES = dataclasses.replace(HOT_COLD, waves={"a": 1, "two_rows": 2})
@@ -36,9 +44,6 @@ STEPS = range(9)
 
 class BrokenError(Exception):
     """What user code raises here."""
-
-
-# -- exceptions -----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -134,9 +139,6 @@ def _interrupted(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]
     return outputs + _reset_and_go_on(pipeline, batches)
 
 
-# -- detach and attach ----------------------------------------------------------------------------
-
-
 def _trained_while_detached(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """By hand: 10 and 11 while 3 and 4 are in flight, 12 while 5 is, 13 at the end."""
     forward = model.module.ebc.forward
@@ -188,8 +190,7 @@ def _run(rank: int, world_size: int) -> dict[str, tuple[Run, Run]]:
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_training_goes_on_as_the_plain_loop_over_the_same_batches(name: str) -> None:
-    mine, plain = zip(*(results[name] for results in run_once(_run, 2)))
-    assert_same_runs(list(mine), list(plain))
+    compare_runs([results[name] for results in run_once(_run, 2)], 0, 1)
 
 
 def _one_rank_raises(rank: int, world_size: int) -> None:
@@ -222,5 +223,125 @@ def _another_model(rank: int, world_size: int) -> tuple[Run, Run]:
 
 
 def test_another_model_may_be_attached() -> None:
-    mine, plain = zip(*run_ranks(_another_model, 2, timeout_s=60))
-    assert_same_runs(list(mine), list(plain))
+    compare_runs(run_ranks(_another_model, 2, timeout_s=60), 0, 1)
+
+
+JOB = Job(placement={"*": 2, "a": 0}, tables=PLAIN)
+NUM_STEPS = 6
+"""Of each pipeline."""
+
+
+def _in_turn(rank: int, world_size: int) -> dict[Any, Run]:
+    """Two pipelines with data of their own take steps in turn; the witness is the plain loop."""
+    batches = batches_of(JOB, rank, range(2 * NUM_STEPS))
+    found = {}
+    for number in (1, 2):
+        model = build(JOB, rank, world_size)
+        pipelines = [pipeline_of(model, num_micro_batches=number) for _ in range(2)]
+        readers = [iter(batches[::2]), iter(batches[1::2])]
+        outputs = [
+            pipeline.progress(reader)
+            for _ in range(NUM_STEPS)
+            for pipeline, reader in zip(pipelines, readers)
+        ]
+        found[number] = result_of(model, []), outputs
+    plain = build(JOB, rank, world_size)
+    outputs = plain_steps(plain, batches)
+    return {**found, "plain": (result_of(plain, []), outputs)}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_rows_fetched_ahead_are_not_older_than_the_other_pipelines_update(number: int) -> None:
+    compare_runs(run_once(_in_turn, 2), number, "plain")
+
+
+def _evaluate(model: Any, batches: list[Any]) -> Any:
+    model.eval()
+    with torch.no_grad():
+        evaluation = EvalPipelineSparseDist(model, dense_optimizer(model), CPU)
+        outputs = run_to_the_end(evaluation, iter(batches))
+    evaluation.detach()
+    model.train()
+    return [output for _, output in outputs] if isinstance(outputs[0], tuple) else outputs
+
+
+def _beside_torchrecs(rank: int, world_size: int) -> tuple[list[str], Any, Any]:
+    """TorchRec's pipeline takes over a model from ours, and ours from TorchRec's."""
+    batches = batches_of(JOB, rank, range(9))
+    told = []
+    for torchrecs_first in (True, False):
+        model = build(JOB, rank, world_size)
+        ours, stock = (
+            pipeline_of(model),
+            TrainPipelineSparseDist(model, dense_optimizer(model), CPU),
+        )
+        first, second = (stock, ours) if torchrecs_first else (ours, stock)
+        reader = iter(batches)
+        for pipeline in (first, first, second):
+            pipeline.progress(reader)
+        with pytest.raises(CompatError) as caught:
+            first.progress(reader)
+        told.append(str(caught.value))
+    evaluated = []
+    for make in (
+        pipeline_of,
+        lambda model: TrainPipelineSparseDist(model, dense_optimizer(model), CPU),
+    ):
+        model = build(JOB, rank, world_size)
+        pipeline = make(model)
+        for _ in range(2):
+            run_to_the_end(pipeline, iter(batches[:6]))
+            pipeline.detach()
+            evaluated.append(_evaluate(model, batches[6:]))
+            pipeline.attach(model)
+    return told, evaluated[:2], evaluated[2:]
+
+
+def test_a_model_that_another_pipeline_took_is_refused_by_name() -> None:
+    for told, _, _ in run_once(_beside_torchrecs, 2):
+        by_torchrecs, by_ours = told
+        assert "or outside a step of the pipeline that runs it" in by_torchrecs
+        assert "another pipeline has replaced its forward; call detach()" in by_ours
+
+
+def test_torchrecs_evaluation_of_a_detached_model_is_equal() -> None:
+    for _, mine, expected in run_once(_beside_torchrecs, 2):
+        torch.testing.assert_close(mine, expected, rtol=RTOL, atol=ATOL)
+
+
+def _attached() -> Lifecycle:
+    lifecycle = Lifecycle()
+    lifecycle.change_to(State.ATTACHED)
+    return lifecycle
+
+
+def test_a_step_begins_and_ends_attached() -> None:
+    lifecycle = _attached()
+    with lifecycle.in_step():
+        with pytest.raises(PicassoError, match="did not end"):
+            lifecycle.check_step()
+        with pytest.raises(PicassoError, match="is in a step and cannot become detached"):
+            lifecycle.change_to(State.DETACHED)
+    lifecycle.check_step()
+    assert lifecycle.state is State.ATTACHED
+
+
+@pytest.mark.parametrize("state", [State.NEW, State.DETACHED])
+def test_nothing_runs_before_modules_are_taken_over(state: State) -> None:
+    lifecycle = Lifecycle()
+    lifecycle.change_to(state)
+    with pytest.raises(PicassoError, match="cannot become in a step"), lifecycle.in_step():
+        pass
+
+
+@pytest.mark.parametrize("after", [State.ATTACHED, State.DETACHED, State.NEW])
+def test_only_reset_leaves_a_failed_step(after: State) -> None:
+    lifecycle = _attached()
+    with pytest.raises(KeyError), lifecycle.in_step():
+        raise KeyError
+    lifecycle.change_to(after)  # as detach() and attach() do
+    assert lifecycle.state is State.FAILED
+    with pytest.raises(PicassoError, match=r"call reset\(\) on all ranks"):
+        lifecycle.check_step()
+    lifecycle.reset()
+    assert lifecycle.state is after

@@ -3,13 +3,14 @@
 One training meets every way to write, a few steps apart: on all ranks or on one, through what was
 taken just now or kept from the start. Outputs of every step, weights and optimizer state at the end
 must be stock's. On three ranks one is home to no table of bags, so nothing shows on it.
+Replicas that differ from their homes all the same are found, and named on all ranks.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,18 +23,20 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.datasets.utils import Batch
 
-from tests.sharding.jobs import PLAIN, Job, build, result_of
+from tests.sharding.jobs import PLAIN, Job, build, result_of, storages_of
+from tests.support.shared_run import run_once
 from tests.train_pipeline.drivers import Driver, make_driver
 from tests.train_pipeline.runs import (
     Run,
-    assert_same_runs,
     batches_of,
+    compare_runs,
     pipeline_of,
     plain_steps,
     run_to_the_end,
 )
-from torchrec_picasso import PicassoError
+from torchrec_picasso import ConfigError, InterleavedTrainPipeline, PicassoError
 from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.storage.row_tables import HomesAndReplicas
 
 BETWEEN = 2
 """Steps from one write to the next: the first has rows in flight, the second fetched some early."""
@@ -85,69 +88,51 @@ def _optimizer_shards(model: Any) -> list[Tensor]:
     return [shard for state in states for shard in _shards(state)]
 
 
-def _fill(kept: Kept) -> None:
-    for _, parameter in _tables(kept.model):
-        parameter.fill_(0.25)
-
-
-def _halve_some_rows(kept: Kept) -> None:
-    """What rows hold counts: an average of weights, kept from the start, sees them up to date."""
-    for parameter in kept.parameters.values():
-        parameter[::2].mul_(0.5)
-
-
 def _reset(kept: Kept) -> None:
     torch.manual_seed(7)
     kept.model.module.ebc.reset_parameters()
 
 
-def _copy_back(kept: Kept) -> None:
-    for shard, first in zip(_shards(kept.state), _shards(kept.first_state)):
-        shard.detach().copy_(first)
+Act = Callable[[Kept], Any]
 
 
-def _through_data(kept: Kept) -> None:
-    for _, parameter in _tables(kept.model):
-        parameter.data.add_(0.125)
+def _each(tensors: Callable[[Kept], Iterable[Tensor]], write: Callable[[Tensor], Any]) -> Act:
+    """Writes each of some tensors."""
+    return lambda kept: [write(tensor) for tensor in tensors(kept)]
 
 
-def _through_kept_data(kept: Kept) -> None:
-    for data in kept.data.values():
-        data[1:].neg_()
+def _parameters(kept: Kept) -> list[Tensor]:
+    return [parameter for _, parameter in _tables(kept.model)]
 
 
-def _through_data_of_a_state_dict(kept: Kept) -> None:
-    for shard in _shards(kept.state):
-        shard.data.mul_(2.0)
+# what rows hold counts: an average of weights, kept from the start, sees them up to date
+_HALVE_SOME_ROWS = _each(lambda kept: kept.parameters.values(), lambda rows: rows[::2].mul_(0.5))
 
-
-def _add_to_optimizer_state(kept: Kept) -> None:
-    for shard in _optimizer_shards(kept.model):
-        shard.add_(0.5)
-
-
-def _new_rows_after_a_look(kept: Kept) -> None:
-    """Rows that this rank alone keeps."""
-    for shard in _shards(kept.model.state_dict()):
-        shard[:3].fill_(0.0625)
-
-
-WAYS: Mapping[str, Callable[[Kept], Any]] = {
-    "fill_": _fill,
-    "some rows of kept parameters": _halve_some_rows,
+WAYS: Mapping[str, Act] = {
+    "fill_": _each(_parameters, lambda rows: rows.fill_(0.25)),
+    "some rows of kept parameters": _HALVE_SOME_ROWS,
     "reset_parameters()": _reset,
-    "optimizer state": _add_to_optimizer_state,
-    "into a kept state dict": _copy_back,
-    ".data": _through_data,
-    ".data kept": _through_kept_data,
-    ".data of a state dict": _through_data_of_a_state_dict,
+    "optimizer state": _each(
+        lambda kept: _optimizer_shards(kept.model), lambda state: state.add_(0.5)
+    ),
+    "into a kept state dict": lambda kept: [
+        shard.detach().copy_(first)
+        for shard, first in zip(_shards(kept.state), _shards(kept.first_state))
+    ],
+    ".data": _each(_parameters, lambda rows: rows.data.add_(0.125)),
+    ".data kept": _each(lambda kept: kept.data.values(), lambda rows: rows[1:].neg_()),
+    ".data of a state dict": _each(
+        lambda kept: _shards(kept.state), lambda rows: rows.data.mul_(2.0)
+    ),
     "load_state_dict": lambda kept: kept.model.load_state_dict(kept.first_state),
     "state of the fused optimizer": lambda kept: kept.model.fused_optimizer.load_state_dict(
         kept.first_optimizer_state
     ),
-    "rank 1 alone": _halve_some_rows,
+    "rank 1 alone": _HALVE_SOME_ROWS,
     "dcp.load": lambda kept: dcp.load(kept.state, checkpoint_id=kept.folder),
-    "rank 0 alone, after state_dict()": _new_rows_after_a_look,
+    "rank 0 alone, after state_dict()": _each(
+        lambda kept: _shards(kept.model.state_dict()), lambda rows: rows[:3].fill_(0.0625)
+    ),
 }
 """What is done before a step, on all ranks unless it names one."""
 ALONE = {"rank 1 alone": 1, "rank 0 alone, after state_dict()": 0}
@@ -184,15 +169,11 @@ def _beside_stock(rank: int, world_size: int, job: Job, stock: str, folder: Path
 def test_every_write_is_found(tmp_path: Path, case: str) -> None:
     world_size, job, stock = CASES[case]
     by_rank = run_ranks(_beside_stock, world_size, job, stock, tmp_path, timeout_s=200)
-    expected = [of_rank["stock"] for of_rank in by_rank]
     for driver in DRIVERS:
-        assert_same_runs([of_rank[driver] for of_rank in by_rank], expected)
+        compare_runs(by_rank, driver, "stock")
     for way in ALONE:
         with pytest.raises(AssertionError):  # the smallest writes are seen, even if they are last
-            assert_same_runs([of_rank[way] for of_rank in by_rank], expected)
-
-
-# -- between the steps that a call of progress begins and ends ------------------------------------
+            compare_runs(by_rank, way, "stock")
 
 
 def _halve(model: Any) -> None:
@@ -216,8 +197,7 @@ def _write_where_it_stopped(rank: int, world_size: int) -> dict[str, Run]:
 
 
 def test_a_write_while_batches_wait_for_an_iterator_is_found() -> None:
-    by_rank = run_ranks(_write_where_it_stopped, 2, timeout_s=60)
-    assert_same_runs([of["mine"] for of in by_rank], [of["plain"] for of in by_rank])
+    compare_runs(run_ranks(_write_where_it_stopped, 2, timeout_s=60), "mine", "plain")
 
 
 COLD = Job(placement={"*": 0, "c": "bags"})
@@ -271,8 +251,7 @@ def _write_in_iterator(rank: int, world_size: int) -> dict[Any, tuple[Run, Run]]
 def test_a_write_by_the_data_iterator_is_found() -> None:
     by_rank = run_ranks(_write_in_iterator, 2, timeout_s=100)
     for name in by_rank[0]:
-        mine, plain = zip(*(of_rank[name] for of_rank in by_rank))
-        assert_same_runs(list(mine), list(plain))
+        compare_runs([of_rank[name] for of_rank in by_rank], 0, 1)
 
 
 def _write_in_forward(rank: int, world_size: int) -> list[str]:
@@ -298,3 +277,66 @@ def test_a_write_between_a_forward_and_its_update_is_refused() -> None:
     for of_rank in run_ranks(_write_in_forward, 2, timeout_s=60):
         for told in of_rank:
             assert "'c' was written between a forward and the update of its backward" in told
+
+
+JOB = Job(placement={"*": 6, "c": 0}, tables=PLAIN, num_steps=7)
+"""Rank 0 is home to the first half of each table."""
+CHANGED = {"sound": None, "weight": (1, "weights", 8), "state": (0, "sum", 3), "nan": None}
+"""Rank, tensor and slot in the pack of a and b of what is changed behind torch's back."""
+
+
+def _run(rank: int, world_size: int) -> dict[str, str]:
+    return {name: _said(name, rank, world_size) for name in CHANGED}
+
+
+def _said(name: str, rank: int, world_size: int) -> str:
+    model = build(JOB, rank, world_size)
+    pipeline = pipeline_of(model, num_micro_batches=2, refresh=None, verify_every=3)
+    batches, changed = iter(batches_of(JOB, rank, range(JOB.num_steps))), CHANGED[name]
+    try:
+        for step in range(JOB.num_steps):
+            pipeline.progress(batches)
+            if step == 3 and changed is not None and changed[0] == rank:
+                _, tensor, slot = changed
+                _rows_of(model, tensor).replicas.data[slot] += 1.0
+            if step == 3 and name == "nan":
+                _rows_of(model, "weights").homes[0] = torch.nan  # row 0 or its half's first
+    except PicassoError as error:
+        return f"step {step}: {error}"
+    return "sound"
+
+
+def _rows_of(model: Any, tensor: str) -> HomesAndReplicas:
+    """Of the first pack with hot rows."""
+    for module in model.modules():
+        for lookup in getattr(module, "_lookups", []):
+            for storage in storages_of(lookup):
+                if storage.num_hot_rows:
+                    tables = storage.tables
+                    return tables.weights if tensor == "weights" else tables.row_states[tensor]
+    raise AssertionError("there is a pack with hot rows")
+
+
+def test_what_differs_is_named_on_all_ranks() -> None:
+    said = run_once(_run, 2)
+    assert said[0] == said[1]
+    assert said[0]["sound"] == "sound"
+    assert said[0]["nan"] == "sound"  # the same bits everywhere
+    # slots 0 to 5 are of a, 6 to 11 of b, whose hot rows are 0, 1, 3, 4, 6, 9
+    assert said[0]["weight"].startswith(
+        "step 5: table 'b', row 3: the replica on rank 1 is not what its home on rank "
+    )
+    assert "1 on rank 1 differ" in said[0]["weight"]
+
+
+def test_a_home_that_brought_its_own_replica_is_right() -> None:
+    said = run_once(_run, 2)
+    # row 9 of a is at home on rank 0, whose replica goes home: then rank 1's is the other one
+    assert said[0]["state"].startswith("step 5: table 'a', row 9: the replica on rank 1 is not")
+
+
+def test_numbers_below_one_are_refused() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="verify_every is 0, expected at least 1"):
+        InterleavedTrainPipeline(model, optimizer, torch.device("cpu"), verify_every=0)

@@ -6,6 +6,8 @@ import pytest
 
 from torchrec_picasso.app.cli.main import main
 
+Capture = pytest.CaptureFixture[str]
+
 TINY_CONFIG = """
 steps: 4
 log_every: 2
@@ -15,7 +17,7 @@ sharding: {hot_rows: 20}
 """
 
 
-def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_of(argv: list[str], capsys: Capture) -> str:
     """The message of a command that must end with exit code 2 and without a traceback."""
     assert main(argv) == 2
     message = capsys.readouterr().err
@@ -24,7 +26,7 @@ def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return message.removeprefix("torchrec-picasso: error: ").rstrip("\n")
 
 
-def output_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def output_of(argv: list[str], capsys: Capture) -> str:
     """What a command that must succeed prints on stdout."""
     code = main(argv)
     captured = capsys.readouterr()

@@ -6,16 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.app.cli.support import error_of, output_of
+from tests.app.cli.support import Capture, error_of, output_of
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES
 
 SMALLEST = ["--max-mib", "0.004", "--seconds", "0.001", "--no-local"]
 
 
-def test_two_ranks_write_curves_that_planning_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_ranks_write_curves_that_planning_reads(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "curves.json"
     argv = ["calibrate", "--ranks", "2", "-o", str(out), *SMALLEST]
     argv[argv.index("0.004")] = "0.02"  # 4 and 16 KiB
@@ -34,7 +32,7 @@ def test_two_ranks_write_curves_that_planning_reads(
 
 
 def test_a_models_dense_part_is_measured_without_its_tables(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capture
 ) -> None:
     out, config = tmp_path / "curves.json", tmp_path / "run.yaml"
     # tables that would not fit into any memory
@@ -62,9 +60,7 @@ def test_a_models_dense_part_is_measured_without_its_tables(
     )
 
 
-def test_a_small_budget_is_told_by_the_largest_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_small_budget_is_told_by_the_largest_size(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "curves.json"
     argv = ["calibrate", "--ranks", "2", "-o", str(out), "--no-local", "--budget", "1e-9"]
     text = output_of(argv, capsys)
@@ -85,7 +81,7 @@ def test_a_small_budget_is_told_by_the_largest_size(
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], words: str, tmp_path: Path, capsys: Capture
 ) -> None:
     placed = [option.replace("DIR", str(tmp_path)) for option in options]
     argv = ["calibrate", "-o", str(tmp_path / "curves.json"), *SMALLEST, *placed]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.app.cli.support import TINY_CONFIG, error_of
+from tests.app.cli.support import TINY_CONFIG, Capture, error_of
 from tests.app.zoo.criteo_data import samples, write_parquet, write_text
 from torchrec_picasso.app.cli.main import main
 
@@ -22,7 +22,7 @@ TINY_DEMO = ["--steps", "10", "--batch-size", "64", "--dim", "8", "--hot-rows", 
     "command",
     [[], ["demo"], ["doctor"], ["stats"], ["calibrate"], ["plan"], ["train"], ["convert"]],
 )
-def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help(command: list[str], capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])
     assert caught.value.code == 0
@@ -48,7 +48,7 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_bad_arguments(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments(argv: list[str], words: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
@@ -64,12 +64,12 @@ def test_bad_arguments(argv: list[str], words: str, capsys: pytest.CaptureFixtur
     ],
 )
 def test_demo_out_of_range(
-    options: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], expected: str, tmp_path: Path, capsys: Capture
 ) -> None:
     assert error_of(["demo", "--out", str(tmp_path), *options], capsys) == expected
 
 
-def test_demo_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_bad_files(tmp_path: Path, capsys: Capture) -> None:
     empty = tmp_path / "empty"
     empty.touch()
     out = ["--out", str(tmp_path / "out")]
@@ -79,16 +79,14 @@ def test_demo_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert message.startswith(f"--out {empty}: cannot make this folder")
 
 
-def test_error_inside_a_rank_is_one_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_error_inside_a_rank_is_one_message(tmp_path: Path, capsys: Capture) -> None:
     """More hot rows than rows is found while planning, on the ranks."""
     argv = ["demo", *TINY_DEMO[:-1], "99999999", "--out", str(tmp_path)]
     message = error_of(argv, capsys).splitlines()[-1]
     assert "99999999" in message
 
 
-def test_demo_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_end_to_end(tmp_path: Path, capsys: Capture) -> None:
     assert main(["demo", *TINY_DEMO, "--out", str(tmp_path)]) == 0
     table = capsys.readouterr().out
     for words in ("stock plans probed: table_wise", "largest loss difference", "MB sent per rank"):
@@ -133,7 +131,7 @@ def test_help_and_wrong_arguments_need_no_pytorch(argv: list[str]) -> None:
 
 
 def test_a_closed_pipe_ends_the_program_quietly(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     """As with ``| head``."""
     reader, writer = os.pipe()
@@ -144,9 +142,7 @@ def test_a_closed_pipe_ends_the_program_quietly(
     assert not capfd.readouterr().err
 
 
-def test_a_missing_package_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     for name in list(sys.modules):
         if name.startswith("torchrec_picasso.app.c"):
             monkeypatch.delitem(sys.modules, name)
@@ -156,7 +152,7 @@ def test_a_missing_package_is_one_line(
     assert error_of(argv, capsys).startswith(message)
 
 
-def test_train_and_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_and_resume(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "run.yaml"
     folder = tmp_path / "checkpoints"
     watch = f"watch: {{tensorboard: {tmp_path / 'curves'}}}\n"
@@ -192,9 +188,7 @@ def test_train_under_torchrun_with_a_file(tmp_path: Path) -> None:
     assert "forward" in picture.read_text()
 
 
-def test_train_bad_input(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_bad_input(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("step: 3\n")
     message = error_of(["train", "--config", str(file)], capsys)

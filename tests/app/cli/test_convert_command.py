@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
-from tests.app.cli.support import TINY_CONFIG, error_of, output_of
+from tests.app.cli.support import TINY_CONFIG, Capture, error_of, output_of
 from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.zoo.registry import build_model, make_source
 
 
-def test_a_run_becomes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_becomes_one_file(tmp_path: Path, capsys: Capture) -> None:
     config, run, out = tmp_path / "run.yaml", tmp_path / "run", tmp_path / "model.pt"
     config.write_text(
         f"{TINY_CONFIG}checkpoint: {{folder: {run}, every_steps: 2, async_save: true}}\n"
@@ -37,7 +36,7 @@ def test_a_run_becomes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     _refusals(tmp_path, capsys)
 
 
-def _refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def _refusals(tmp_path: Path, capsys: Capture) -> None:
     run, out = tmp_path / "run", str(tmp_path / "new.pt")
 
     def refused(checkpoint: Path, out: str = out) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.app.cli.support import Capture
 from torchrec_picasso.app.cli import demo
 from torchrec_picasso.app.cli.arguments import make_parser
 from torchrec_picasso.app.cli.demo import demo_spec
@@ -36,7 +37,7 @@ def compare_all(rank: int, world_size: int, specs: dict[str, CompareSpec]) -> di
     return {model: compare_on_rank(rank, world_size, spec) for model, spec in specs.items()}
 
 
-def test_bags_sequences_and_several_tasks_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bags_sequences_and_several_tasks_are_compared(capsys: Capture) -> None:
     specs = {model: tiny_spec(model) for model in ("dlrm", "dien", "mmoe")}
     longer = dataclasses.replace(specs["dlrm"].config, steps=20)
     specs["dlrm"] = dataclasses.replace(specs["dlrm"], config=longer, budget_s=0.0)
@@ -87,7 +88,7 @@ def test_a_rate_is_set_on_a_loopback_of_its_own() -> None:
 
 
 def test_at_a_rate_the_same_demo_is_started(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     parser = make_parser("0")
     argv = ["demo", "--rate-mbit", "1000", "--steps", "12", "--model", "din", "--out", "a b"]
@@ -103,7 +104,7 @@ def test_at_a_rate_the_same_demo_is_started(
 
 
 def test_without_a_namespace_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     args = make_parser("0").parse_args(["demo", "--rate-mbit", "1000"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.app.cli.support import error_of, output_of
+from tests.app.cli.support import Capture, error_of, output_of
 from torchrec_picasso import compat
 from torchrec_picasso.app.cli import doctor
 from torchrec_picasso.app.cli.main import main
@@ -25,7 +25,7 @@ LINES = (
 )
 
 
-def test_it_prints_versions_machine_link_and_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_versions_machine_link_and_plan(capsys: Capture) -> None:
     start_s = time.perf_counter()
     lines = output_of(["doctor"], capsys).splitlines()
     assert time.perf_counter() - start_s < 20
@@ -49,11 +49,7 @@ def without(*names: str) -> Callable[..., Any]:
     ],
 )
 def test_what_is_missing_is_one_line(
-    place: Any,
-    names: list[str],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    place: Any, names: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(place, "find_spec", without(*names))
     assert main(["doctor"]) == 1
@@ -62,9 +58,7 @@ def test_what_is_missing_is_one_line(
     assert said.count("\n") == 1
 
 
-def test_what_does_not_load_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_load_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     def import_module(name: str) -> None:
         raise OSError(f"{name}: undefined symbol: _ZN3c10")
 
@@ -74,6 +68,6 @@ def test_what_does_not_load_is_one_line(
     assert capsys.readouterr().err.endswith(last)
 
 
-def test_one_rank_has_no_link(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_has_no_link(capsys: Capture) -> None:
     message = error_of(["doctor", "--ranks", "1"], capsys)
     assert message == "--ranks: expected at least 2, which share a link, got 1"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.app.cli.support import TINY_CONFIG, error_of, output_of
+from tests.app.cli.support import TINY_CONFIG, Capture, error_of, output_of
 from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.zoo.tables import table_specs
 from torchrec_picasso.cost import CommCurves
@@ -26,7 +26,7 @@ def config(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def stats(tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str]) -> str:
+def stats(tmp_path: Path, config: str, capsys: Capture) -> str:
     """Of the configuration's own data."""
     file = str(tmp_path / "stats.parquet")
     output_of(["stats", "--config", config, "--batches", "20", "-o", file], capsys)
@@ -49,9 +49,7 @@ def names_of(config: str) -> list[str]:
     return [spec.name for spec in table_specs(load_config(config).data)]
 
 
-def test_a_plan_with_assumed_curves_and_no_statistics(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_with_assumed_curves_and_no_statistics(config: str, capsys: Capture) -> None:
     text = output_of(["plan", "--config", config], capsys)
     first_words = [line.split()[0] for line in text.splitlines() if line.strip()]
     assert [word for word in first_words if word in names_of(config)] == names_of(config)
@@ -61,11 +59,7 @@ def test_a_plan_with_assumed_curves_and_no_statistics(
 
 
 def test_a_plan_with_statistics_says_why_in_every_form(
-    tmp_path: Path,
-    config: str,
-    stats: str,
-    curves_of: Callable[..., str],
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, config: str, stats: str, curves_of: Callable[..., str], capsys: Capture
 ) -> None:
     out, plot = tmp_path / "plan.json", tmp_path / "plan.png"
     argv = ["plan", "--config", config, "--stats", stats, "--curves", curves_of()]
@@ -90,9 +84,7 @@ def test_a_plan_with_statistics_says_why_in_every_form(
     assert "warning" not in text
 
 
-def test_a_plan_has_the_waves_of_the_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_has_the_waves_of_the_configuration(tmp_path: Path, capsys: Capture) -> None:
     config, out = tmp_path / "waves.yaml", tmp_path / "plan.json"
     config.write_text(TINY_CONFIG.replace("hot_rows: 20", "hot_rows: 20, num_waves: 2"))
     output_of(["plan", "--config", str(config), "--hot-rows", "0", "--json", str(out)], capsys)
@@ -101,7 +93,7 @@ def test_a_plan_has_the_waves_of_the_configuration(
 
 
 def test_a_total_of_hot_rows_is_kept(
-    tmp_path: Path, config: str, stats: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, config: str, stats: str, capsys: Capture
 ) -> None:
     out = tmp_path / "plan.json"
     argv = ["plan", "--config", config, "--stats", stats, "--hot-rows", "30", "--json", str(out)]
@@ -112,7 +104,7 @@ def test_a_total_of_hot_rows_is_kept(
 
 
 def test_the_world_size_is_that_of_the_curves_unless_given(
-    config: str, curves_of: Callable[..., str], capsys: pytest.CaptureFixture[str]
+    config: str, curves_of: Callable[..., str], capsys: Capture
 ) -> None:
     argv = ["plan", "--config", config, "--curves", curves_of(world_size=4)]
     text = output_of(argv, capsys)
@@ -122,7 +114,7 @@ def test_the_world_size_is_that_of_the_curves_unless_given(
 
 
 def test_curves_of_another_cluster_are_used_with_a_warning_that_names_both(
-    config: str, curves_of: Callable[..., str], capsys: pytest.CaptureFixture[str]
+    config: str, curves_of: Callable[..., str], capsys: Capture
 ) -> None:
     curves = curves_of(world_size=4, device="cuda")
     argv = ["plan", "--config", config, "--curves", curves, "--world-size", "2"]
@@ -151,20 +143,14 @@ REFUSALS: list[tuple[list[str], str]] = [
 
 @pytest.mark.parametrize(("options", "words"), REFUSALS, ids=[" ".join(of) for of, _ in REFUSALS])
 def test_what_cannot_be_planned_is_refused(
-    options: list[str],
-    words: str,
-    tmp_path: Path,
-    config: str,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], words: str, tmp_path: Path, config: str, capsys: Capture
 ) -> None:
     placed = [option.replace("DIR", str(tmp_path)) for option in options]
     message = error_of(["plan", "--config", config, *placed], capsys)
     assert words.replace("DIR", str(tmp_path)) in message
 
 
-def test_stats_and_plan_know_sequence_tables(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stats_and_plan_know_sequence_tables(tmp_path: Path, capsys: Capture) -> None:
     config, stats = tmp_path / "din.yaml", tmp_path / "stats.parquet"
     config.write_text(
         "data: {kind: clicks, batch_size: 64, max_history: 5}\n"

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.app.cli.support import TINY_CONFIG, error_of, output_of
+from tests.app.cli.support import TINY_CONFIG, Capture, error_of, output_of
 from tests.app.zoo.criteo_data import samples, write_parquet
 from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.zoo.tables import table_specs
@@ -48,9 +48,7 @@ def clicks(tmp_path: Path) -> str:
     return write(tmp_path / "clicks.parquet", article=article, user=user)
 
 
-def test_files_by_their_columns(
-    tmp_path: Path, clicks: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_by_their_columns(tmp_path: Path, clicks: str, capsys: Capture) -> None:
     out = str(tmp_path / "stats.parquet")
     text = output_of(["stats", clicks, "--features", "article, user", "-o", out], capsys)
     stats = FrequencyStats.from_parquet(out)
@@ -67,9 +65,7 @@ def test_files_by_their_columns(
     assert text.endswith(f"wrote {out}\n")
 
 
-def test_several_files_with_given_sizes_and_hashing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_files_with_given_sizes_and_hashing(tmp_path: Path, capsys: Capture) -> None:
     files = [write(tmp_path / f"{i}.parquet", a=[i, 11], b=[5, 6]) for i in range(3)]
     out = str(tmp_path / "stats.parquet")
     sizes = ["--rows", "a=10,b=1_000", "--hash"]
@@ -82,9 +78,7 @@ def test_several_files_with_given_sizes_and_hashing(
     assert [t.num_embeddings for t in FrequencyStats.from_parquet(out).tables.values()] == [12, 12]
 
 
-def test_generated_data_of_a_configuration(
-    tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generated_data_of_a_configuration(tmp_path: Path, config: str, capsys: Capture) -> None:
     out = str(tmp_path / "stats.parquet")
     argv = ["stats", "--config", config, "--batches", "3", "--hot-rows", "5", "-o", out]
     text = output_of(argv, capsys)
@@ -98,7 +92,7 @@ def test_generated_data_of_a_configuration(
 
 
 def test_the_configurations_own_file_is_read_where_none_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capture
 ) -> None:
     data = write_parquet(tmp_path / "a.parquet", samples(32))
     file = tmp_path / "run.yaml"
@@ -109,18 +103,14 @@ def test_the_configurations_own_file_is_read_where_none_is_named(
     assert (len(stats.tables), stats.num_samples) == (26, 32)
 
 
-def test_a_picture_is_drawn(
-    tmp_path: Path, clicks: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_picture_is_drawn(tmp_path: Path, clicks: str, capsys: Capture) -> None:
     out, plot = tmp_path / "stats.parquet", tmp_path / "stats.png"
     argv = ["stats", clicks, "--features", "article", "-o", str(out), "--plot", str(plot)]
     assert output_of(argv, capsys).endswith(f"wrote {out} and {plot}\n")
     assert plot.read_bytes().startswith(PNG)
 
 
-def test_a_hot_set_is_judged(
-    tmp_path: Path, clicks: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hot_set_is_judged(tmp_path: Path, clicks: str, capsys: Capture) -> None:
     out = str(tmp_path / "stats.parquet")
     argv = ["stats", clicks, "--features", "article", "--hot-rows", "1", "--batch-size", "50"]
     text = output_of([*argv, "-o", out], capsys)
@@ -129,7 +119,7 @@ def test_a_hot_set_is_judged(
 
 
 def test_a_feature_that_a_batch_may_lack_does_not_stop_the_judgement(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capture
 ) -> None:
     """One lookup in a hundred samples: a batch of ten has none, rounded."""
     file = write(tmp_path / "a.parquet", rare=pa.array([4] + [None] * 99, pa.int64()))
@@ -178,7 +168,7 @@ def test_what_cannot_be_counted_is_refused(
     clicks: str,
     config: str,
     criteo_config: str,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     out = str(tmp_path / "stats.parquet")
     places = {"OUT": out, "CLICKS": clicks, "CONFIG": config, "CRITEO": criteo_config}

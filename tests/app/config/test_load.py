@@ -223,8 +223,7 @@ def test_hostile_documents_are_refused_shortly(tmp_path: Path, text: str, proble
 
 
 @pytest.mark.parametrize(
-    "value",
-    ["!!python/object/apply:os.system ['touch {}']", "!!python/name:os.system", "!own 3"],
+    "value", ["!!python/object/apply:os.system ['touch {}']", "!!python/name:os.system", "!own 3"]
 )
 def test_tags_run_nothing(tmp_path: Path, value: str) -> None:
     marker = tmp_path / "a_command_ran"

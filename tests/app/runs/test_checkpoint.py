@@ -13,12 +13,7 @@ from benchmarks.reliability.broken_writes import broken_writes, disk_is_full
 from tests.app.runs.tiny import checkpoints, tiny_run
 from torchrec_picasso.app.checkpoints import write
 from torchrec_picasso.app.checkpoints.folder import newest_checkpoint, refuse_used_folder
-from torchrec_picasso.app.config import (
-    OptimizerConfig,
-    PipelineConfig,
-    ShardingConfig,
-    TrainConfig,
-)
+from torchrec_picasso.app.config import OptimizerConfig, PipelineConfig, ShardingConfig, TrainConfig
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.app.runs.train import check_checkpoint_folder, train_on_rank
 from torchrec_picasso.errors import ConfigError, PicassoError
@@ -70,11 +65,7 @@ def train_resume_and_break(
 
 @pytest.mark.parametrize(
     ("placement", "pipeline"),
-    [
-        ("table_wise", "automatic"),
-        ("hot_cold", "sparse_dist"),
-        ("hot_cold", "4 micro-batches"),
-    ],
+    [("table_wise", "automatic"), ("hot_cold", "sparse_dist"), ("hot_cold", "4 micro-batches")],
 )
 def test_resumed_training_continues_with_equal_losses(
     tmp_path: Path, placement: str, pipeline: str
@@ -95,16 +86,10 @@ def test_resumed_training_continues_with_equal_losses(
     assert f"passed over {folder / 'step_00000012.tmp'}" in said
 
 
-def make_checkpoints(rank: int, world_size: int, folder: str) -> None:
-    train_on_rank(rank, world_size, config(Path(folder), 4, "table_wise"), False)
-
-
-def resume_other_model(rank: int, world_size: int, folder: str) -> None:
-    train_on_rank(rank, world_size, config(Path(folder), 8, "table_wise", dim=16), True)
-
-
-def resume_with_fewer_steps(rank: int, world_size: int, folder: str) -> None:
-    train_on_rank(rank, world_size, config(Path(folder), 3, "table_wise"), True)
+def run_again(
+    rank: int, world_size: int, folder: str, steps: int, dim: int = 8, resume: bool = True
+) -> None:
+    train_on_rank(rank, world_size, config(Path(folder), steps, "table_wise", dim=dim), resume)
 
 
 def save_same_step_again(rank: int, world_size: int, folder: str) -> None:
@@ -113,14 +98,14 @@ def save_same_step_again(rank: int, world_size: int, folder: str) -> None:
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
-    run_ranks(make_checkpoints, 1, folder, timeout_s=TIMEOUT_S)
-    for job, message in (
-        (resume_other_model, r"step_00000004: cannot be loaded into this model"),
-        (resume_with_fewer_steps, r"steps: 3, but .*step_00000004 has trained 4 already; raise"),
-        (save_same_step_again, r"step_00000004: a checkpoint of step 4 exists already"),
+    run_ranks(run_again, 1, folder, 4, 8, False, timeout_s=TIMEOUT_S)
+    for (job, *args), message in (
+        ((run_again, 8, 16), r"step_00000004: cannot be loaded into this model"),
+        ((run_again, 3), r"steps: 3, but .*step_00000004 has trained 4 already; raise"),
+        ((save_same_step_again,), r"step_00000004: a checkpoint of step 4 exists already"),
     ):
         with pytest.raises(RankError) as caught:
-            run_ranks(job, 1, folder, timeout_s=TIMEOUT_S)
+            run_ranks(job, 1, folder, *args, timeout_s=TIMEOUT_S)
         assert isinstance(caught.value.__cause__, PicassoError)
         assert caught.match(message)
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from benchmarks.fields.columns import ColumnsWorkload
 from benchmarks.fields.question import UNIFORM, Question
-from tests.sharding.sequence_jobs import SequenceJob, SequenceModel, make_sequence_batch
+from tests.sharding.jobs import make_batch
+from tests.sharding.sequence_jobs import SequenceJob, SequenceModel
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.dense_probe import measure_dense_of
 from torchrec_picasso.cost.local import DenseTimes
@@ -20,8 +21,6 @@ SLEEP_S = 0.02
 
 
 class _Slow(nn.Module):
-    """Takes longer, on one rank."""
-
     def __init__(self, model: nn.Module, sleep_s: float) -> None:
         super().__init__()
         self.model, self._sleep_s = model, sleep_s
@@ -37,7 +36,7 @@ def _measure(rank: int, world_size: int) -> tuple[DenseTimes, DenseTimes, int]:
     dense = sum(p.numel() * p.element_size() for p in model.over_arch.parameters())
     slow = _Slow(model, SLEEP_S if rank else 0.0)
     pooled = measure_dense_of(slow, workload.training(rank, 1)[0], POOLED.batch_size)
-    batch = make_sequence_batch(SEQUENCES, rank, 0)
+    batch = make_batch(SEQUENCES, rank, 0)
     sequences = measure_dense_of(SequenceModel(SEQUENCES), batch, SEQUENCES.batch_size(rank))
     return pooled, sequences, dense
 

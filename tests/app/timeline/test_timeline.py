@@ -15,11 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.sharding.jobs import CPU, PLAIN, Job, build, dense_optimizer, make_batch
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.app.timeline.timeline import (
-    DONE,
-    WAITED_FOR,
-    Timeline,
-)
+from torchrec_picasso.app.timeline.timeline import DONE, WAITED_FOR, Timeline
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.waiting import OP_RANGE, STEP_RANGE, WAIT_RANGE, named_range
 from torchrec_picasso.schedule.schedule import COLLECTIVES, Op, Setting, training_schedule

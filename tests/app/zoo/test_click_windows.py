@@ -102,8 +102,6 @@ def test_too_few_can_be_held_out(path: Path) -> None:
         next(ClickSource(data, seed=0).heldout(0, 2))
 
 
-# -- a log -----------------------------------------------------------------------------------------
-
 NUM_CLICKS, LOG_WINDOW, NUM_USERS = 900, 150, 12
 
 

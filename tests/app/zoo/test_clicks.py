@@ -192,10 +192,7 @@ def _on_cpu() -> ClickModel:
 def test_the_history_counts_and_so_does_the_profile() -> None:
     clicks, train = make_clicks(), _on_cpu()
     logits = train(clicks.batch(np.arange(4)))[1][1]
-    for kind, table in (
-        ("target_4.embeddings", "t_item"),
-        ("profile.embedding_bags", "t_user"),
-    ):
+    for kind, table in (("target_4.embeddings", "t_item"), ("profile.embedding_bags", "t_user")):
         parameter = train.get_parameter(f"embeddings.collections.{kind}.{table}.weight")
         before = parameter.detach().clone()
         with torch.no_grad():

@@ -1,14 +1,21 @@
-"""Every shipped configuration trains, is evaluated, writes checkpoints and is resumed from them."""
+"""Every shipped configuration trains, is evaluated, writes checkpoints and is resumed from them.
+
+A model that CONTRIBUTING shows is one file and one configuration: what it says works.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 
+from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.config import (
     CheckpointConfig,
     DataConfig,
@@ -17,9 +24,11 @@ from torchrec_picasso.app.config import (
     PipelineConfig,
     TrainConfig,
     load_config,
+    parse_config,
 )
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.train import train_on_rank
+from torchrec_picasso.app.zoo import models
 from torchrec_picasso.app.zoo.kinds import model_kinds
 from torchrec_picasso.app.zoo.model_kinds import needs_clicks
 from torchrec_picasso.app.zoo.registry import build_model, make_source
@@ -33,7 +42,6 @@ RESUMED = ("din_taobao", "mmoe_generated", "deepfm_criteo")
 
 
 def tiny(config: TrainConfig, folder: Path) -> TrainConfig:
-    """The same run in seconds."""
     scale = {"row_scale": 0.0005} if config.data.kind == "criteo" else {}
     data = dataclasses.replace(config.data, batch_size=32, heldout_steps=2, max_history=6, **scale)
     return dataclasses.replace(
@@ -71,7 +79,6 @@ CRITEO, CLICKS = DataConfig(batch_size=8), DataConfig(kind="clicks", batch_size=
 
 
 def made(kind: str, data: DataConfig, sizes: Any = None, **features: FeatureConfig) -> None:
-    """Makes samples and model of a configuration."""
     model = ModelConfig(kind=kind, sizes=sizes, embedding_dim=8)
     config = TrainConfig(model=model, data=data, features=features or None)
     build_model(config, make_source(config.data, 0))
@@ -146,3 +153,43 @@ def test_tasks_are_as_alike_as_asked() -> None:
     two = dataclasses.replace(one, num_tasks=2)
     first = next(make_source(one, 0).batches(0, 1))
     assert first.labels.equal(next(make_source(two, 0).batches(0, 1)).labels[:, 0])
+
+
+CONTRIBUTING = Path(__file__).parents[3] / "CONTRIBUTING.md"
+IMPORTS = """\
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+import torch
+from torch import Tensor, nn
+from torchrec_picasso.app.zoo.feature_groups import FeatureGroups, Found, Reads
+from torchrec_picasso.app.zoo.layers import tower
+
+"""
+
+
+def test_the_eleventh_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = CONTRIBUTING.read_text().split("**A new model**")[1].split("**A new letter")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    (config_text,) = re.findall(r"```yaml\n(.*?)```", section, re.S)
+    (tmp_path / "two_towers.py").write_text(IMPORTS + code)
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+
+    config = parse_config(TrainConfig, yaml.safe_load(config_text), "CONTRIBUTING.md")
+    source = make_source(config.data, 0)
+    model = build_model(config, source)
+    for collection in model.embeddings.collections.values():
+        collection.to_empty(device=torch.device("cpu"))
+        for parameter in collection.parameters():
+            torch.nn.init.uniform_(parameter, -0.1, 0.1)
+    loss, (_, logits, labels) = model(next(source.batches(0, 1)))
+    loss.backward()
+    assert logits.shape == labels.shape == (512,)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+    assert main(["models"]) == 0
+    listed = capsys.readouterr().out
+    assert "two_towers\n  reads user: one_hot, profile\n" in listed
+    assert "  sizes: hidden=[64, 32]\n" in listed
+    assert "dien\n  reads target" in listed

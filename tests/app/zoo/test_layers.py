@@ -11,14 +11,7 @@ from torch import Tensor, nn
 from torchrec.modules.deepfm import FactorizationMachine
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_picasso.app.zoo.layers import (
-    ACTIVATIONS,
-    AttentionUnit,
-    Dice,
-    mask_of,
-    padded,
-    tower,
-)
+from torchrec_picasso.app.zoo.layers import ACTIVATIONS, AttentionUnit, Dice, mask_of, padded, tower
 from torchrec_picasso.app.zoo.models.can import CoAction
 from torchrec_picasso.app.zoo.models.deepfm import factorization_machine
 from torchrec_picasso.app.zoo.models.dhen import DHENLayer
@@ -184,10 +177,7 @@ def test_a_dhen_layer_treats_samples_alone() -> None:
     torch.testing.assert_close(whole, torch.cat([layer(one[None]) for one in fields]))
     attended, _ = layer.attention(fields, fields, fields)
     ensemble = torch.cat(
-        [
-            layer.compress_attended(attended.transpose(1, 2)),
-            layer.linear(fields.transpose(1, 2)),
-        ],
+        [layer.compress_attended(attended.transpose(1, 2)), layer.linear(fields.transpose(1, 2))],
         dim=2,
     )
     expected = layer.norm((ensemble + layer.shortcut(fields.transpose(1, 2))).transpose(1, 2))
