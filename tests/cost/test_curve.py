@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_picasso.cost.curve import Curve
+from torchrec_picasso.cost.curves import Curve
 from torchrec_picasso.errors import PicassoError
 
 SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20]
@@ -57,5 +57,5 @@ def test_no_coefficient_is_negative(ms: list[float]) -> None:
     ("sizes", "ms"), [([], []), ([1, 2], [1.0]), ([2, 1], [1.0, 2.0]), ([1, 2], [1.0, 0.0])]
 )
 def test_points_that_are_no_curve_are_refused(sizes: list[int], ms: list[float]) -> None:
-    with pytest.raises(PicassoError, match="expected ascending sizes with one time above 0 each"):
+    with pytest.raises(PicassoError, match="expected (ascending sizes with one time|times above)"):
         Curve.fit(sizes, ms)

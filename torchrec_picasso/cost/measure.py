@@ -12,24 +12,20 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchrec_picasso.cost.curve import Curve
+from torchrec_picasso.cost.curves import COLLECTIVES, CommCurves, Curve
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.all_to_all import start_all_to_all
 
-__all__ = ["COLLECTIVES", "measure_curves", "num_points"]
-
-COLLECTIVES = ("all_to_all", "row_exchange", "all_reduce", "reduce_scatter", "all_gather")
-"""Names of the measured collectives. ``row_exchange`` is this package's all-to-all, see
-:mod:`torchrec_picasso.exchange.all_to_all`."""
+__all__ = ["measure_curves", "num_points"]
 
 _BYTES_PER_FLOAT = 4
 _MIN_BYTES, _GROWTH = 4 << 10, 4
@@ -46,27 +42,22 @@ def measure_curves(
     ranks_per_host: int | None,
     budget_s: float,
     advance: Callable[[str], None],
-) -> dict[str, Any]:
-    """Returns the arguments of :class:`.CommCurves`; arguments as for ``CommCurves.measure``.
-
-    Collective.
-    """
+) -> CommCurves:
+    """Measures the curves; arguments as for ``CommCurves.measure``. Collective."""
     if not budget_s > 0:
         raise PicassoError(f"budget_s is {budget_s}, expected more than 0 seconds")
     device = device or torch.device("cpu")
-    per_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     measurement = _Measurement(pg, device, seconds_per_point, budget_s, advance)
     curves = measurement.curves(_sizes(max_bytes))
-    core_ns = measurement.core_ns_per_byte(curves["row_exchange"])
-    return {
-        "world_size": pg.size(),
-        "ranks_per_host": per_host,
-        "backend": dist.get_backend(pg),
-        "device": device.type,
-        "collectives": curves,
-        "wire_core_ns": core_ns,
-        "measured_on": _hardware(device, pg),
-    }
+    return CommCurves(
+        world_size=pg.size(),
+        ranks_per_host=ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        backend=dist.get_backend(pg),
+        device=device.type,
+        collectives=curves,
+        wire_core_ns=measurement.core_ns_per_byte(curves["row_exchange"]),
+        measured_on=_hardware(device, pg),
+    )
 
 
 def num_points(world_size: int, max_bytes: int) -> int:
@@ -82,8 +73,7 @@ def _sizes(max_bytes: int) -> list[int]:
 
 
 class _Measurement:
-    """One measurement within a budget; arguments as for ``CommCurves.measure``. Methods are
-    collective, and their results equal on all ranks."""
+    """One measurement within a budget. Methods are collective; all ranks get equal results."""
 
     def __init__(
         self,
@@ -102,7 +92,7 @@ class _Measurement:
         """Returns the maximum of each time over ranks."""
         times_by_rank: list[list[float]] = [[] for _ in range(self._group.size())]
         dist.all_gather_object(times_by_rank, times, group=self._group)
-        return [max(times) for times in zip(*times_by_rank)]
+        return list(map(max, zip(*times_by_rank)))
 
     def _left_s(self) -> float:
         """Returns the seconds that are left of the budget."""
@@ -128,11 +118,9 @@ class _Measurement:
         return {name: Curve.fit(*zip(*found)) for name, found in points.items()}
 
     def core_ns_per_byte(self, row_exchange: Curve) -> float | None:
-        """Measures the CPU time per byte of a row exchange, nanoseconds, on the busiest rank.
-
-        The largest size of the measured curve that fits into the budget is repeated. ``None`` for
-        one rank, for other devices than the CPU, and if no time is left.
-        """
+        """Measures the CPU time per byte of a row exchange, nanoseconds, on the busiest rank, with
+        the largest size that fits into the budget; ``None`` for one rank, for other devices than
+        the CPU, and if no time is left."""
         if self._device.type != "cpu" or self._group.size() == 1:
             return None
         left_ms = self._left_s() * 1e3
@@ -149,14 +137,12 @@ class _Measurement:
         for _ in range(_MIN_REPEATS):
             call()
         core_ns = (time.process_time() - start_s) * 1e9 / _MIN_REPEATS
-        (most_ns,) = self._slowest([core_ns])
-        return most_ns / max(1, sent)
+        return self._slowest([core_ns])[0] / max(1, sent)
 
     def _has_time_for_next(self, points: dict[str, list[tuple[int, float]]]) -> bool:
         """Whether the next size fits into the budget, if time grows like size."""
         last_ms = sum(found[-1][1] for found in points.values())
-        expected_s = last_ms * _GROWTH * (_WARMUPS + _MIN_REPEATS) / 1e3
-        return expected_s <= self._left_s()
+        return last_ms * _GROWTH * (_WARMUPS + _MIN_REPEATS) / 1e3 <= self._left_s()
 
     def _point(self, name: str, size: int, seconds: float) -> tuple[int, float]:
         """Measures one size: bytes of the busiest rank, and the median time in milliseconds."""
@@ -215,20 +201,20 @@ def _now_s() -> float:
 
 def _hardware(device: torch.device, pg: dist.ProcessGroup) -> dict[str, str | int]:
     """Returns date (UTC), processor or accelerator, and version of torch, of the first rank."""
-    name = platform.processor() or "unknown"
-    cpuinfo = Path("/proc/cpuinfo")
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    elif cpuinfo.is_file():
-        lines = cpuinfo.read_text().splitlines()
-        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        name = models[0] if models else name
+    is_cuda = device.type == "cuda"
     found: dict[str, str | int] = {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "hardware": name,
+        "hardware": torch.cuda.get_device_name(device) if is_cuda else _processor(),
         "num_cpus": os.cpu_count() or 0,
         "torch": torch.__version__,
     }
     values = [found]
     dist.broadcast_object_list(values, group_src=0, group=pg)
     return values[0]
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return model[1] if model else platform.processor() or "unknown"

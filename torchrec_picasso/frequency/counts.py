@@ -16,7 +16,7 @@ Shape letters: N lookups, R rows of the table, U and V counted rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,14 +27,8 @@ from torch import Tensor
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
 __all__ = [
-    "MAX_ROWS_COUNTED",
-    "LookupCounter",
-    "ModelTable",
-    "TableCounts",
-    "add_counts",
-    "count_rows",
-    "keep_heaviest",
-    "lookup_counter",
+    *("MAX_ROWS_COUNTED", "LookupCounter", "ModelTable", "TableCounts"),
+    *("add_counts", "count_rows", "keep_heaviest", "lookup_counter"),
 ]
 
 MAX_ROWS_COUNTED = 1 << 20
@@ -140,36 +134,27 @@ class TableCounts:
         """Adds the counts of two samples of the same table; exact if both are exact."""
         # add_counts is faster with the larger vector first
         small, large = sorted((self, other), key=lambda counts: counts.rows_U.numel())
-        vectors = (
-            vector.numpy() for table in (large, small) for vector in (table.rows_U, table.counts_U)
-        )
-        rows, counts = add_counts(*vectors)
+        vectors = (large.rows_U, large.counts_U, small.rows_U, small.counts_U)
+        rows, counts = add_counts(*(vector.numpy() for vector in vectors))
         max_undercount = self.max_undercount + other.max_undercount
         num_lookups = self.num_lookups + other.num_lookups
+        # mean of both shares, weighted by lookups
         weight = self.num_lookups / num_lookups if num_lookups else 1.0
-        return TableCounts(
-            num_embeddings=self.num_embeddings,
-            feature_names=self.feature_names,
+        share = other.effective_share + weight * (self.effective_share - other.effective_share)
+        return replace(
+            self,
             rows_U=torch.from_numpy(rows),
             counts_U=torch.from_numpy(counts),
             max_undercount=max_undercount,
             total_lookups=num_lookups if max_undercount else None,
-            # mean of both shares, weighted by lookups
-            effective_share=other.effective_share
-            + weight * (self.effective_share - other.effective_share),
+            effective_share=share,
         )
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, TableCounts)
-            and self.num_embeddings == other.num_embeddings
-            and self.feature_names == other.feature_names
-            and torch.equal(self.rows_U, other.rows_U)
-            and torch.equal(self.counts_U, other.counts_U)
-            and self.max_undercount == other.max_undercount
-            and self.num_lookups == other.num_lookups
-            and self.effective_share == other.effective_share
-        )
+        if not isinstance(other, TableCounts):
+            return False
+        pairs = [(getattr(self, of.name), getattr(other, of.name)) for of in fields(self)]
+        return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
 def lookup_counter(table: ModelTable, max_rows_counted: int = MAX_ROWS_COUNTED) -> LookupCounter:

@@ -136,9 +136,10 @@ class CountSpectrum:
         if index == lookups_K.numel():
             return round(float(self.rows_K.sum()))
         # all rows of higher counts, and a part of the rows of this count
-        rows_before = float(self.rows_K[:index].sum())
         rest = wanted - (float(lookups_K[index - 1]) if index else 0.0)
-        return math.ceil(rows_before + rest / float(self.counts_K[index]) - 1e-9)
+        return math.ceil(
+            float(self.rows_K[:index].sum()) + rest / float(self.counts_K[index]) - 1e-9
+        )
 
     def expected_unseen(self, num_lookups: float) -> float:
         """Returns the expected number of rows outside the sample among ``num_lookups`` lookups; 0
