@@ -5,8 +5,8 @@ The planner reads communication (a :class:`Curve` per collective) and local work
 bandwidths predict neither.
 
 Times are interpolated between measured points, because no line fits the steps of real links (socket
-buffers, token buckets, protocol switches). The line ``latency + bytes / bandwidth`` and its error
-describe the link to a reader; its latency is used at other world sizes.
+buffers, token buckets, protocol switches). The line ``latency + bytes / bandwidth`` describes the
+link to a reader; its latency is used at other world sizes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -56,8 +55,6 @@ class Curve:
     ms: tuple[float, ...]  # median time of each size on the slowest rank
     latency_ms: float  # of the fitted line, at least 0
     ms_per_byte: float  # slope of the fitted line, at least 0
-    median_error: float = 0.0  # of |line - measured| / measured
-    worst_error: float = 0.0
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in pairwise(self.sent_bytes))
@@ -79,14 +76,7 @@ class Curve:
         # divided by the times, so that residuals are relative errors; one point is a pure slope
         design = np.stack([1 / t if len(t) > 1 else 0 * t, x / t], axis=1)
         latency, slope = map(float, non_negative_least_squares(design, np.ones_like(t)))
-        errors = np.abs(latency + slope * x - t) / t
-        return dataclasses.replace(
-            curve,
-            latency_ms=latency,
-            ms_per_byte=slope,
-            median_error=float(median(errors)),
-            worst_error=float(errors.max()),
-        )
+        return dataclasses.replace(curve, latency_ms=latency, ms_per_byte=slope)
 
     @staticmethod
     def line(latency_ms: float, gbytes_per_s: float) -> Curve:

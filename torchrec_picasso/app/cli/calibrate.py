@@ -111,15 +111,11 @@ def print_curves(curves: CommCurves) -> None:
         f"\n{curves.world_size} ranks, {curves.ranks_per_host} per host, {curves.backend} on "
         f"{curves.device} ({environment.get('hardware', '?')}), {environment.get('date_utc', '?')}"
     )
-    print(
-        f"  {'collective':<20}{'latency ms':>12}{'GB/s':>9}{'fit error, median':>19}{'worst':>8}"
-        f"{'largest, MB':>13}"
-    )
+    print(f"  {'collective':<20}{'latency ms':>12}{'GB/s':>9}{'largest, MB':>13}")
     for name in COLLECTIVES:
         curve = curves.collectives[name]
         print(
             f"  {name:<20}{curve.latency_ms:>12.3f}{curve.gbytes_per_s:>9.3f}"
-            f"{curve.median_error:>19.0%}{curve.worst_error:>8.0%}"
             f"{curve.sent_bytes[-1] / 1e6:>13.3f}"
         )
     local = curves.local
