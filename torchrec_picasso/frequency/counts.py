@@ -4,9 +4,7 @@ A small table has a dense vector, one count per row: no sort, 2 to 15 ns per loo
 table the seen rows are kept sorted; ids are buffered, so that the cost of sorting stays
 proportional to the lookups. Both are exact. When the sorted rows exceed their budget, only the most
 frequent rows (heavy hitters) are kept, and each count may be too low by at most ``max_undercount``
-lookups.
-
-NumPy sorts ids, because its SIMD sort takes 4 to 10 ns per id; torch's sort takes 40 ns.
+lookups. NumPy sorts ids, in 4 to 10 ns per id; torch's sort takes 40 ns.
 
 Source: Misra and Gries 1982; Agarwal et al. 2012, Mergeable Summaries, section 3.1
 (:func:`keep_heaviest`).
@@ -193,13 +191,10 @@ class _SortedCounter:
     """Counts of seen rows; if more than ``max_rows`` are seen, of the most frequent rows."""
 
     def __init__(self, table: ModelTable, max_rows: int) -> None:
-        self._table = table
-        self._max_rows = max_rows
+        self._table, self._max_rows = table, max_rows
         self._rows_U: _Vector = np.empty(0, dtype=np.int64)
         self._counts_U: _Vector = np.empty(0, dtype=np.int64)
-        self._largest_id = -1
-        self._num_lookups = 0
-        self._max_undercount = 0
+        self._largest_id, self._num_lookups, self._max_undercount = -1, 0, 0
         self._pending: list[_Vector] = []
         self._num_pending = 0
 
@@ -214,9 +209,9 @@ class _SortedCounter:
     def result(self) -> TableCounts:
         """Returns the counts; the counter must not be used afterwards."""
         self._count_pending()
-        num_embeddings = self._table.num_embeddings
+        size = self._table.num_embeddings
         return TableCounts(
-            num_embeddings=self._largest_id + 1 if num_embeddings is None else num_embeddings,
+            num_embeddings=self._largest_id + 1 if size is None else size,
             feature_names=self._table.feature_names,
             rows_U=torch.from_numpy(self._rows_U),
             counts_U=torch.from_numpy(self._counts_U),
@@ -278,10 +273,8 @@ def keep_heaviest(
 
     The largest count that does not fit is subtracted from all counts, and rows at 0 or below are
     dropped. Repeated over a stream, no count is too high, and none is too low by more than the sum
-    of the subtracted numbers, which is at most the lookups divided by ``max_rows + 1``.
-
-    Returns:
-        The kept rows, in the given order; their counts after subtraction; the subtracted number.
+    of the subtracted numbers, which is at most the lookups divided by ``max_rows + 1``. Returns the
+    kept rows, in the given order, their counts after subtraction, and the subtracted number.
     """
     if rows_U.size <= max_rows:
         return rows_U, counts_U, 0

@@ -43,10 +43,9 @@ Forms = Mapping[int, Form]
 _STOCK_MARGIN = 0.02
 """A hot/cold plan is chosen only if its predicted step is shorter than stock by this share."""
 _FORMS_MARGIN = 0.18
-"""A mixed plan is chosen only if its predicted step is shorter than the best other plan by this
-share. The combined work of both exchanges is not priced in full: mixed plans of 40 and 130 tables
-at 1 Gbit/s were predicted to take 0.87 and 0.86 of the owner-pooled plan, and took 1.07 and 1.11.
-"""
+"""The same for a mixed plan and the best other plan. The combined work of both exchanges is not
+priced in full: mixed plans of 40 and 130 tables at 1 Gbit/s were predicted to take 0.87 and 0.86 of
+the owner-pooled plan, and took 1.07 and 1.11."""
 _ROWS_MARGIN = 0.08
 """In the mixed plan a table is row-exchanged only if that sends fewer bytes than owner-pooling by
 this share. Bags are even over micro-batches; rows are not, and need a mask of dirty rows."""

@@ -122,8 +122,8 @@ def hot_cold_planner(
     # a proposer of the caller replaces the decided plan
     if planner_kwargs.get("proposer") is None:
         # TorchRec's proposers; on the CPU its grid search is slow and finds no better plan
-        others = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
-        others = others if device == "cpu" else [GridSearchProposer(), *others]
+        greedy = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
+        others = greedy if device == "cpu" else [GridSearchProposer(), *greedy]
         planner_kwargs["proposer"] = DecidedPlan(others)
     costs = (hot_rows, stats, curves, num_waves, dense_ms)
     return HotColdPlanner(
