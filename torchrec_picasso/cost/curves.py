@@ -121,7 +121,8 @@ class CommCurves:
         local: Costs of local work; the default is assumed, not measured.
         dense: Times of the dense part of a model; ``None`` = not known.
         wire_core_ns: CPU time per byte sent and received, nanoseconds; ``None`` = not measured.
-        measured_on: Date, hardware and versions, for information.
+        measured_on: Date, hardware and versions, for information; set by ``torchrec-picasso
+            calibrate``.
     """
 
     world_size: int

@@ -9,13 +9,9 @@ long.
 
 from __future__ import annotations
 
-import datetime
 import os
-import platform
-import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -56,7 +52,6 @@ def measure_curves(
         device=device.type,
         collectives=curves,
         wire_core_ns=measurement.core_ns_per_byte(curves["row_exchange"]),
-        measured_on=_hardware(device, pg),
     )
 
 
@@ -197,24 +192,3 @@ def _prepare(
 
 def _now_s() -> float:
     return time.perf_counter()
-
-
-def _hardware(device: torch.device, pg: dist.ProcessGroup) -> dict[str, str | int]:
-    """Returns date (UTC), processor or accelerator, and version of torch, of the first rank."""
-    is_cuda = device.type == "cuda"
-    found: dict[str, str | int] = {
-        "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "hardware": torch.cuda.get_device_name(device) if is_cuda else _processor(),
-        "num_cpus": os.cpu_count() or 0,
-        "torch": torch.__version__,
-    }
-    values = [found]
-    dist.broadcast_object_list(values, group_src=0, group=pg)
-    return values[0]
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
-    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return model[1] if model else platform.processor() or "unknown"
