@@ -201,9 +201,7 @@ def _refuse_elsewhere(option: ShardingOption, sharders: Sequence[Any]) -> None:
 
 
 def _check_request(
-    options: list[ShardingOption],
-    refusals: TableRefusals,
-    hot_rows: int | Mapping[str, int] | None,
+    options: list[ShardingOption], refusals: TableRefusals, hot_rows: int | Mapping[str, int] | None
 ) -> None:
     """Refuses a request by name for a table that cannot be hot/cold or have hot rows."""
     option = options[0]
