@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -67,35 +68,33 @@ def _sizes(max_bytes: int) -> list[int]:
     return sizes
 
 
+@dataclass
 class _Measurement:
     """One measurement within a budget. Methods are collective; all ranks get equal results."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        seconds_per_point: float,
-        budget_s: float,
-        advance: Callable[[str], None],
-    ) -> None:
-        self._group, self._device, self._advance = group, device, advance
-        self._seconds_per_point, self._budget_s = seconds_per_point, budget_s
-        dist.barrier(group=group)
-        self._start_s = _now_s()
+    group: dist.ProcessGroup
+    device: torch.device
+    seconds_per_point: float
+    budget_s: float
+    advance: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        dist.barrier(group=self.group)
+        self.start_s = _now_s()
 
     def _slowest(self, times: list[float]) -> list[float]:
         """Returns the maximum of each time over ranks."""
-        times_by_rank: list[list[float]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(times_by_rank, times, group=self._group)
+        times_by_rank: list[list[float]] = [[] for _ in range(self.group.size())]
+        dist.all_gather_object(times_by_rank, times, group=self.group)
         return list(map(max, zip(*times_by_rank)))
 
     def _left_s(self) -> float:
         """Returns the seconds that are left of the budget."""
-        return self._budget_s - self._slowest([_now_s() - self._start_s])[0]
+        return self.budget_s - self._slowest([_now_s() - self.start_s])[0]
 
     def curves(self, sizes: list[int]) -> dict[str, Curve]:
         """Measures every collective."""
-        if self._group.size() == 1:
+        if self.group.size() == 1:
             return {name: Curve.line(0.0, float("inf")) for name in COLLECTIVES}
         points: dict[str, list[tuple[int, float]]] = {name: [] for name in COLLECTIVES}
         points_left, is_over = len(sizes) * len(COLLECTIVES), False
@@ -106,17 +105,17 @@ class _Measurement:
                 is_over = is_over or (index >= _MIN_SIZES and left_s <= 0)
                 if not is_over:
                     # an equal share of the remaining time for each remaining point
-                    seconds = min(self._seconds_per_point, max(0.0, left_s) / points_left)
+                    seconds = min(self.seconds_per_point, max(0.0, left_s) / points_left)
                     points[name].append(self._point(name, size, seconds))
                 points_left -= 1
-                self._advance(f"{name}, {size >> 10} KiB")
+                self.advance(f"{name}, {size >> 10} KiB")
         return {name: Curve.fit(*zip(*found)) for name, found in points.items()}
 
     def core_ns_per_byte(self, row_exchange: Curve) -> float | None:
         """Measures the CPU time per byte of a row exchange, nanoseconds, on the busiest rank, with
         the largest size that fits into the budget; ``None`` for one rank, for other devices than
         the CPU, and if no time is left."""
-        if self._device.type != "cpu" or self._group.size() == 1:
+        if self.device.type != "cpu" or self.group.size() == 1:
             return None
         left_ms = self._left_s() * 1e3
         points = zip(row_exchange.sent_bytes, row_exchange.ms)
@@ -124,9 +123,9 @@ class _Measurement:
         if not fitting:
             return None
         numel = fitting[-1] // _BYTES_PER_FLOAT
-        sent, call = _prepare("row_exchange", self._group, numel, self._device)
+        sent, call = _prepare("row_exchange", self.group, numel, self.device)
         call()
-        dist.barrier(group=self._group)
+        dist.barrier(group=self.group)
         # process_time includes gloo's threads, which do most of the sending
         start_s = time.process_time()
         for _ in range(_MIN_REPEATS):
@@ -141,15 +140,15 @@ class _Measurement:
 
     def _point(self, name: str, size: int, seconds: float) -> tuple[int, float]:
         """Measures one size: bytes of the busiest rank, and the median time in milliseconds."""
-        num_bytes, call = _prepare(name, self._group, size // _BYTES_PER_FLOAT, self._device)
+        num_bytes, call = _prepare(name, self.group, size // _BYTES_PER_FLOAT, self.device)
         # Two warm-up calls: the first connects, the second determines the number of repetitions.
         self._time_ms(call)
         (first_ms,) = self._slowest([self._time_ms(call)])
         repeats = int(max(_MIN_REPEATS, min(_MAX_REPEATS, seconds * 1e3 / max(first_ms, 1e-3))))
         times = []
         for repeat in range(repeats):
-            dist.barrier(group=self._group)
-            if repeat % self._group.size() == self._group.rank():
+            dist.barrier(group=self.group)
+            if repeat % self.group.size() == self.group.rank():
                 time.sleep(_LATE_MS / 1e3)
                 times.append(self._time_ms(call))
             else:  # the other ranks' time counts from the start of the late rank
@@ -157,12 +156,12 @@ class _Measurement:
         return num_bytes, median(self._slowest(times))
 
     def _time_ms(self, call: Callable[[], object]) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         start_s = _now_s()
         call()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return (_now_s() - start_s) * 1e3
 
 

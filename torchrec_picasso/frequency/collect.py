@@ -162,7 +162,6 @@ def _checked_ids(
 def count_files(
     paths: str | PathLike[str] | Iterable[str | PathLike[str]],
     tables: Sequence[ModelTable],
-    *,
     hash_ids: bool,
     missing_id: int | None,
     max_rows_counted: int,

@@ -107,12 +107,7 @@ class FrequencyStats:
         """
         _check_count("max_rows_counted", max_rows_counted, at_least=1)
         counts, num_samples = count_files(
-            paths,
-            tables,
-            hash_ids=hash_ids,
-            missing_id=missing_id,
-            max_rows_counted=max_rows_counted,
-            progress=progress,
+            paths, tables, hash_ids, missing_id, max_rows_counted, progress
         )
         return cls(tables=counts, num_samples=num_samples)
 
