@@ -303,7 +303,7 @@ def read(kind: Any, value: Any, place: str) -> Any:
             place of the value in the file.
     """
     arms = get_args(kind)
-    nested = next((arm for arm in (kind, *arms) if is_dataclass(arm)), None)
+    nested: Any = next((arm for arm in (kind, *arms) if is_dataclass(arm)), None)
     if nested is None or (value is None and types.NoneType in arms):
         for problem in value_problems(value, kind, _BOUNDS):
             raise PicassoError(f"{place}: {problem}")

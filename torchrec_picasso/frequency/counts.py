@@ -151,7 +151,7 @@ class TableCounts:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TableCounts):
             return False
-        pairs = [(getattr(self, of.name), getattr(other, of.name)) for of in fields(self)]
+        pairs = [(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
         return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 

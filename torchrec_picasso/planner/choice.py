@@ -201,7 +201,7 @@ def price_plan(
         stock = stock.plus(stock_cost(kind, added, curves, world_size, uneven=uneven(kind, tables)))
     bags = [i for i in hot_cold if forms[i] == "bags"]
     loads = {i: works[i].load for i in hot_cold}
-    pack_of = {i: pack_key(forms[i], 0, of.dim, of.element_bytes) for i, of in loads.items()}
+    pack_of = {i: pack_key(forms[i], 0, load.dim, load.element_bytes) for i, load in loads.items()}
     num_packs, num_bag_packs = len({*pack_of.values()}), len({pack_of[i] for i in bags})
     return PricedPlan(
         forms=tuple(forms.get(i) for i in range(len(works))),

@@ -93,7 +93,8 @@ def decide(
     if hot_rows is None:
         # the choice has the number of hot rows of each table; the statistics have the rows
         choice = choose(tables, pricer, replica_budget_bytes)
-        counts = {tables[i].load.name: choice.num_hot[i] for i, of in enumerate(choice.forms) if of}
+        chosen = zip(tables, choice.forms, choice.num_hot)
+        counts = {table.load.name: num_hot for table, form, num_hot in chosen if form}
         hot_sets = select_hot_rows(able, counts, stats)
     else:
         # the caller has chosen: the plan is only priced
@@ -102,7 +103,7 @@ def decide(
         places = {table.load.name: position for position, table in enumerate(tables)}
         given = {places[name]: hot_sets[name].numel() for name in places if name in hot_sets}
         choice = choose(tables, pricer, given_hot=given)
-    forms, works = _by_name(tables, choice.forms), {of.load.name: of for of in choice.works}
+    forms, works = _by_name(tables, choice.forms), {work.load.name: work for work in choice.works}
     in_rows = [name for name in hot_sets if forms[name] == "rows"]
     homes = None
     if stats is not None and in_rows:

@@ -185,7 +185,7 @@ def explain_shortage(options: Sequence[ShardingOption], topology: Topology) -> P
     )
     if replicas and total - replicas <= available:
         params = [option.cache_params for option in least.values()]
-        hot = sum(of.num_hot_rows for of in params if isinstance(of, HotColdParams))
+        hot = sum(each.num_hot_rows for each in params if isinstance(each, HotColdParams))
         # replicas that fit, if all rows had the mean size
         most = int(hot * (available - (total - replicas)) / replicas)
         message += f", or request at most {most:,} hot rows instead of {hot:,}"
